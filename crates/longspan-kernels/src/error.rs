@@ -1,0 +1,53 @@
+//! What can be wrong with a call, in words that name the operation, the argument, what was expected and what came.
+
+/// An error of a kernel call. Nothing has been written to the outputs when one is returned.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument has the wrong length, shape or value.
+    #[error("{operation}: {argument}: expected {expected}, got {got}")]
+    Argument {
+        /// The operation that was called, such as `kernelized_attention`.
+        operation: &'static str,
+        /// The argument at fault, such as `key_padding`.
+        argument: &'static str,
+        /// What the operation takes.
+        expected: String,
+        /// What it was given.
+        got: String,
+    },
+    /// Two options that are fine alone have no meaning together.
+    #[error("{operation}: {combination} has no meaning; {mend}")]
+    Unsupported {
+        /// The operation that was called.
+        operation: &'static str,
+        /// The options that exclude each other.
+        combination: &'static str,
+        /// What to do instead.
+        mend: &'static str,
+    },
+    /// A name, such as that of a feature map, is not known.
+    #[error("unknown {kind} {got:?}; known are {known}")]
+    UnknownName {
+        /// What the name should name: `feature map`, `algorithm`.
+        kind: &'static str,
+        /// The name as given.
+        got: String,
+        /// All names that are known, separated by commas.
+        known: String,
+    },
+}
+
+/// Checks `condition` for one argument and says what was expected otherwise.
+pub(crate) fn expect(
+    condition: bool,
+    operation: &'static str,
+    argument: &'static str,
+    expected: impl FnOnce() -> String,
+    got: impl FnOnce() -> String,
+) -> Result<(), Error> {
+    if condition {
+        return Ok(());
+    }
+    Err(Error::Argument { operation, argument, expected: expected(), got: got() })
+}

@@ -1,0 +1,135 @@
+//! Kernelized attention, with Shaw's relative positions if wanted, in linear time.
+//!
+//! `out_i = N_i / D_i` with `N_i = Σ_j w_ij v_j`, `D_i = Σ_j w_ij` over the keys that row `i` sees, and
+//! `w_ij = γ^{(i+o)−j} (φ(q_i)·φ(k_j) + φ(q_i)·ρ(r_{clip(j−(i+o), −R, R)+R}))`: the content term (Katharopoulos et al.
+//! 2020), the relative term ([`Shaw`]), or their sum (the Linear Scalable Transformer), under one normaliser. `γ` is 1
+//! unless a [`decay`](KernelizedAttention::decay) is given.
+//!
+//! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
+//! gradient, stands in this folder's `README.md`.
+
+use crate::algorithm::{Algorithm, Plan};
+use crate::error::Error;
+use crate::feature_map::FeatureMap;
+use crate::mask::Mask;
+use crate::mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
+use crate::real::Real;
+use crate::scratch::Scratch;
+use crate::shape::Dims;
+use crate::shaw::Shaw;
+use crate::state::State;
+
+/// Which terms make up the weight of a pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Score {
+    /// `φ(q_i)·φ(k_j)`.
+    Content,
+    /// `φ(q_i)·ρ(r_δ)`: Shaw's relative positions alone.
+    Relative(Shaw),
+    /// The sum of both.
+    Combined(Shaw),
+}
+
+impl Score {
+    /// The relative positions, if there are any.
+    pub fn shaw(&self) -> Option<Shaw> {
+        match *self {
+            Self::Content => None,
+            Self::Relative(shaw) | Self::Combined(shaw) => Some(shaw),
+        }
+    }
+
+    /// Whether keys take part.
+    pub fn content(&self) -> bool {
+        !matches!(self, Self::Relative(_))
+    }
+}
+
+/// Kernelized attention with optional relative positions and decay.
+///
+/// The one parameter is Shaw's table `relative`, `[heads, 2R+1, head_dim]`, or `[2R+1, head_dim]` if shared; without
+/// relative positions there is none.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KernelizedAttention {
+    /// `φ`.
+    pub feature_map: FeatureMap,
+    /// The terms of the weight.
+    pub score: Score,
+    /// `γ` in (0, 1] for each key/value head: the weight of a key falls by `γ` with every token (retention). Causal
+    /// masks only. Not learned.
+    pub decay: Option<Vec<f64>>,
+    /// Divide by the sum of the weights. Without it the output is `N`.
+    pub normalize: bool,
+    /// How it is computed.
+    pub algorithm: Algorithm,
+}
+
+impl Default for KernelizedAttention {
+    fn default() -> Self {
+        Self {
+            feature_map: FeatureMap::default(),
+            score: Score::Content,
+            decay: None,
+            normalize: true,
+            algorithm: Algorithm::Auto,
+        }
+    }
+}
+
+impl<T: Real> Mechanism<T> for KernelizedAttention {
+    fn name(&self) -> &'static str {
+        match self.score {
+            Score::Content => "kernelized",
+            Score::Relative(_) => "shaw-relative",
+            Score::Combined(_) => "shaw",
+        }
+    }
+
+    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+        let Some(shaw) = self.score.shaw() else { return Vec::new() };
+        let rows = shaw.rows();
+        let shape = if shaw.shared { vec![rows, dims.head_dim] } else { vec![dims.heads, rows, dims.head_dim] };
+        vec![Parameter { name: "relative", shape }]
+    }
+
+    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        let _ = call;
+        unimplemented!()
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+        let _ = (dims, mask);
+        unimplemented!()
+    }
+
+    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+        let _ = (call, output, scratch);
+        unimplemented!()
+    }
+
+    fn backward(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let _ = (call, cotangent, gradients, scratch);
+        unimplemented!()
+    }
+
+    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+        let _ = dims;
+        unimplemented!()
+    }
+
+    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        let _ = (token, state, out);
+        unimplemented!()
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        let _ = call;
+        unimplemented!()
+    }
+}

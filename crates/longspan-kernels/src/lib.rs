@@ -1,0 +1,30 @@
+//! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
+//!
+//! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
+//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
+//! [`Plan`] say how a call is computed and why.
+
+mod algorithm;
+mod error;
+mod feature_map;
+pub mod kernelized;
+mod mask;
+mod mechanism;
+mod real;
+mod scratch;
+mod shape;
+pub mod shaw;
+mod simd;
+mod state;
+
+pub use algorithm::{Algorithm, Estimate, Plan};
+pub use error::Error;
+pub use feature_map::FeatureMap;
+pub use kernelized::{KernelizedAttention, Score};
+pub use mask::{Keys, Mask, Order};
+pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
+pub use real::Real;
+pub use scratch::Scratch;
+pub use shape::{Dims, View, ViewMut};
+pub use shaw::{RelativeMap, Shaw};
+pub use state::{State, StateShape};

@@ -1,0 +1,184 @@
+//! Which keys a query sees: the order of time, and which keys are there at all.
+
+use crate::error::{Error, expect};
+use crate::shape::Dims;
+
+/// The order of time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Order {
+    /// Every query sees every key.
+    #[default]
+    Bidirectional,
+    /// Query `i` sees the keys `j ≤ i + offset`. Relative distances use the same offset: `δ = j − (i + offset)`.
+    ///
+    /// 0 is the rule of the papers (aligned at the start); `keys − queries` aligns the ends; the number of past
+    /// tokens is what decoding wants.
+    Causal {
+        /// How many keys beyond its own index a query sees; may be negative.
+        offset: isize,
+    },
+}
+
+/// Which keys are there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Keys<'a> {
+    /// All of them.
+    #[default]
+    All,
+    /// The first `lengths[b]` of each batch entry; `[batch]`.
+    Lengths(&'a [usize]),
+    /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
+    Padding(&'a [bool]),
+    /// Several sequences end to end on the token axis, each on its own; the batch must be 1.
+    ///
+    /// Both slices are cumulative: `[0, end of the first, …, number of tokens]`, and equally long.
+    Packed {
+        /// Boundaries on the query axis.
+        queries: &'a [usize],
+        /// Boundaries on the key axis.
+        keys: &'a [usize],
+    },
+}
+
+/// What a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Mask<'a> {
+    /// The order of time.
+    pub order: Order,
+    /// Which keys are there.
+    pub keys: Keys<'a>,
+}
+
+impl<'a> Mask<'a> {
+    /// Every query sees every key.
+    pub fn bidirectional() -> Self {
+        Self::default()
+    }
+
+    /// Query `i` sees the keys `j ≤ i + offset`.
+    pub fn causal(offset: isize) -> Self {
+        Self { order: Order::Causal { offset }, keys: Keys::All }
+    }
+
+    /// The same order of time over some of the keys.
+    pub fn with_keys(self, keys: Keys<'a>) -> Self {
+        Self { keys, ..self }
+    }
+
+    pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
+        if let Order::Causal { offset } = self.order {
+            let limit = isize::MAX / 4;
+            expect(
+                (-limit..=limit).contains(&offset),
+                operation,
+                "offset",
+                || format!("between -{limit} and {limit}"),
+                || offset.to_string(),
+            )?;
+        }
+        match self.keys {
+            Keys::All => Ok(()),
+            Keys::Lengths(lengths) => {
+                expect(
+                    lengths.len() == dims.batch,
+                    operation,
+                    "key lengths",
+                    || format!("one for each of the {} batch entries", dims.batch),
+                    || lengths.len().to_string(),
+                )?;
+                let too_long = lengths.iter().find(|&&n| n > dims.keys);
+                expect(
+                    too_long.is_none(),
+                    operation,
+                    "key lengths",
+                    || format!("at most {} keys", dims.keys),
+                    || too_long.copied().unwrap_or(0).to_string(),
+                )
+            }
+            Keys::Padding(padding) => expect(
+                padding.len() == dims.batch * dims.keys,
+                operation,
+                "key padding",
+                || format!("batch × keys = {} × {} entries", dims.batch, dims.keys),
+                || padding.len().to_string(),
+            ),
+            Keys::Packed { queries, keys } => {
+                expect(
+                    dims.batch == 1,
+                    operation,
+                    "batch",
+                    || "1 for packed sequences".into(),
+                    || dims.batch.to_string(),
+                )?;
+                expect(
+                    queries.len() == keys.len(),
+                    operation,
+                    "packed boundaries",
+                    || "as many on the key axis as on the query axis".into(),
+                    || format!("{} and {}", keys.len(), queries.len()),
+                )?;
+                for (name, bounds, tokens) in
+                    [("packed query boundaries", queries, dims.queries), ("packed key boundaries", keys, dims.keys)]
+                {
+                    expect(
+                        bounds.first() == Some(&0) && bounds.last() == Some(&tokens) && bounds.is_sorted(),
+                        operation,
+                        name,
+                        || format!("ascending from 0 to {tokens}"),
+                        || format!("{bounds:?}"),
+                    )?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The independent sequences of a call.
+    pub(crate) fn sequences(&self, dims: &Dims) -> Vec<Sequence<'a>> {
+        let whole = |batch| Sequence {
+            batch,
+            query_start: 0,
+            queries: dims.queries,
+            key_start: 0,
+            keys: dims.keys,
+            padding: None,
+        };
+        match self.keys {
+            Keys::All => (0..dims.batch).map(whole).collect(),
+            Keys::Lengths(lengths) => (0..dims.batch).map(|b| Sequence { keys: lengths[b], ..whole(b) }).collect(),
+            Keys::Padding(padding) => (0..dims.batch)
+                .map(|b| {
+                    let row = &padding[b * dims.keys..][..dims.keys];
+                    // A row without padding takes the path without a mask; trailing padding is a shorter sequence.
+                    let keys = row.iter().rposition(|&ignored| !ignored).map_or(0, |last| last + 1);
+                    let row = &row[..keys];
+                    Sequence { keys, padding: row.contains(&true).then_some(row), ..whole(b) }
+                })
+                .collect(),
+            Keys::Packed { queries, keys } => queries
+                .windows(2)
+                .zip(keys.windows(2))
+                .map(|(q, k)| Sequence {
+                    batch: 0,
+                    query_start: q[0],
+                    queries: q[1] - q[0],
+                    key_start: k[0],
+                    keys: k[1] - k[0],
+                    padding: None,
+                })
+                .collect(),
+        }
+    }
+}
+
+/// One independent sequence of a call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sequence<'a> {
+    pub batch: usize,
+    pub query_start: usize,
+    pub queries: usize,
+    pub key_start: usize,
+    pub keys: usize,
+    /// `true` means ignored; one entry a key. `None` where no key is ignored.
+    pub padding: Option<&'a [bool]>,
+}

@@ -1,0 +1,238 @@
+//! Sizes of a call and strided views of its tensors: the only code that turns `(batch, head, token)` into an offset.
+
+use crate::error::{Error, expect};
+
+/// The sizes of one attention call.
+///
+/// `q` is `[batch, heads, queries, head_dim]`, `k` is `[batch, kv_heads, keys, head_dim]`, `v` is
+/// `[batch, kv_heads, keys, value_dim]` and the output `[batch, heads, queries, value_dim]`. Query head `h` reads
+/// key/value head `h / (heads / kv_heads)` (grouped queries); `heads` is a multiple of `kv_heads`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Dims {
+    /// Independent sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Query tokens, `Lq`.
+    pub queries: usize,
+    /// Key and value tokens, `Lk`.
+    pub keys: usize,
+    /// Numbers in one query or key of one head, `d`.
+    pub head_dim: usize,
+    /// Numbers in one value of one head, `dv`.
+    pub value_dim: usize,
+}
+
+impl Dims {
+    /// Self-attention: as many queries as keys, as many key heads as query heads, values as wide as keys.
+    pub fn square(batch: usize, heads: usize, length: usize, head_dim: usize) -> Self {
+        Self { batch, heads, kv_heads: heads, queries: length, keys: length, head_dim, value_dim: head_dim }
+    }
+
+    /// Query heads that share one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads.max(1)
+    }
+
+    /// Shape of `q`.
+    pub fn q(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, self.head_dim]
+    }
+
+    /// Shape of `k`.
+    pub fn k(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.keys, self.head_dim]
+    }
+
+    /// Shape of `v`.
+    pub fn v(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.keys, self.value_dim]
+    }
+
+    /// Shape of the output.
+    pub fn out(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, self.value_dim]
+    }
+
+    pub(crate) fn check(&self, operation: &'static str) -> Result<(), Error> {
+        expect(
+            (self.heads == 0 && self.kv_heads == 0) || (self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads)),
+            operation,
+            "heads",
+            || format!("a multiple of the {} key/value heads", self.kv_heads),
+            || self.heads.to_string(),
+        )?;
+        let fits = [self.q(), self.k(), self.v(), self.out()]
+            .iter()
+            .all(|s| s.iter().try_fold(16usize, |n, &x| n.checked_mul(x)).is_some_and(|n| n < isize::MAX as usize));
+        expect(fits, operation, "dims", || "tensors that fit the address space".into(), || format!("{self:?}"))
+    }
+}
+
+/// A read-only tensor `[batch, head, token, feature]` whose features are adjacent and whose other axes have any stride.
+///
+/// A stride of 0 repeats an axis. Strides are in elements.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a, T> {
+    data: &'a [T],
+    strides: [usize; 3],
+}
+
+/// A tensor to write, laid out as a [`View`], no two elements at one place.
+#[derive(Debug)]
+pub struct ViewMut<'a, T> {
+    data: &'a mut [T],
+    strides: [usize; 3],
+}
+
+/// Strides of axes 0 to 2 of a row-major tensor.
+fn row_major(shape: [usize; 4]) -> [usize; 3] {
+    [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]]
+}
+
+/// One past the largest offset that `shape` reaches under `strides`; `None` if it does not fit.
+fn span(shape: [usize; 4], strides: [usize; 3]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    (0..3).try_fold(shape[3], |n, axis| n.checked_add(strides[axis].checked_mul(shape[axis] - 1)?))
+}
+
+impl<'a, T> View<'a, T> {
+    /// A row-major tensor of `shape`.
+    pub fn contiguous(data: &'a [T], shape: [usize; 4]) -> Self {
+        Self { data, strides: row_major(shape) }
+    }
+
+    /// A tensor with strides for batch, head and token, in elements. `data` starts at element `[0, 0, 0, 0]`.
+    pub fn strided(data: &'a [T], strides: [usize; 3]) -> Self {
+        Self { data, strides }
+    }
+
+    pub(crate) fn check(
+        &self,
+        operation: &'static str,
+        argument: &'static str,
+        shape: [usize; 4],
+    ) -> Result<(), Error> {
+        let span = span(shape, self.strides);
+        expect(
+            span.is_some_and(|n| n <= self.data.len()),
+            operation,
+            argument,
+            || {
+                format!(
+                    "shape {shape:?}, so at least {} elements under strides {:?}",
+                    span.unwrap_or(usize::MAX),
+                    self.strides
+                )
+            },
+            || format!("{} elements", self.data.len()),
+        )
+    }
+
+    /// The token rows of one batch entry and head.
+    pub(crate) fn rows(&self, batch: usize, head: usize) -> Rows<'a, T> {
+        let start = (batch * self.strides[0] + head * self.strides[1]).min(self.data.len());
+        Rows { data: &self.data[start..], stride: self.strides[2] }
+    }
+}
+
+impl<'a, T> ViewMut<'a, T> {
+    /// A row-major tensor of `shape`.
+    pub fn contiguous(data: &'a mut [T], shape: [usize; 4]) -> Self {
+        Self { data, strides: row_major(shape) }
+    }
+
+    /// A tensor with strides for batch, head and token, in elements. `data` starts at element `[0, 0, 0, 0]`.
+    pub fn strided(data: &'a mut [T], strides: [usize; 3]) -> Self {
+        Self { data, strides }
+    }
+
+    pub(crate) fn check(
+        &self,
+        operation: &'static str,
+        argument: &'static str,
+        shape: [usize; 4],
+    ) -> Result<(), Error> {
+        View { data: &*self.data, strides: self.strides }.check(operation, argument, shape)?;
+        // Sorted by stride, each axis must step over all that the smaller ones reach.
+        let mut axes = [(self.strides[0], shape[0]), (self.strides[1], shape[1]), (self.strides[2], shape[2])];
+        axes.sort_unstable();
+        let mut reach = shape[3];
+        let mut apart = true;
+        for (stride, length) in axes {
+            if length > 1 {
+                apart &= stride >= reach;
+                reach = stride * (length - 1) + reach;
+            }
+        }
+        expect(
+            apart || shape.contains(&0),
+            operation,
+            argument,
+            || format!("strides under which no two elements of {shape:?} overlap"),
+            || format!("{:?}", self.strides),
+        )
+    }
+
+    /// A handle from which tasks write disjoint rows at the same time.
+    pub(crate) fn shared(&mut self) -> SharedRows<'_, T> {
+        SharedRows {
+            data: self.data.as_mut_ptr(),
+            len: self.data.len(),
+            strides: self.strides,
+            lifetime: std::marker::PhantomData,
+        }
+    }
+}
+
+/// The rows of one batch entry and head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rows<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+}
+
+impl<'a, T> Rows<'a, T> {
+    /// The same rows without the first `n`.
+    pub fn skip(self, n: usize) -> Self {
+        Self { data: &self.data[(n * self.stride).min(self.data.len())..], stride: self.stride }
+    }
+
+    /// `width` numbers of row `i`.
+    pub fn row(&self, i: usize, width: usize) -> &'a [T] {
+        &self.data[i * self.stride..][..width]
+    }
+}
+
+/// Rows that several tasks write at once, each its own.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SharedRows<'a, T> {
+    data: *mut T,
+    len: usize,
+    strides: [usize; 3],
+    lifetime: std::marker::PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: the pointer stems from a `&mut [T]` that outlives the handle; `row` asks its caller for rows that no other
+// task holds, which is what makes the writes of several threads disjoint.
+unsafe impl<T: Send> Send for SharedRows<'_, T> {}
+// SAFETY: as above; a shared reference gives no more than `row` does.
+unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
+
+impl<T> SharedRows<'_, T> {
+    /// `width` numbers of one row.
+    ///
+    /// # Safety
+    /// While the returned slice lives no other slice of this row may exist, in this thread or another.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn row(&self, batch: usize, head: usize, token: usize, width: usize) -> &mut [T] {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
+        assert!(start + width <= self.len, "a row outside a checked view");
+        // SAFETY: the bounds are checked above, the exclusiveness is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), width) }
+    }
+}
