@@ -8,6 +8,8 @@
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
+mod reference;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -129,7 +131,6 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        let _ = call;
-        unimplemented!()
+        reference::reference(self, call)
     }
 }
