@@ -18,6 +18,11 @@ pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -
         || "none: prepend the earlier tokens instead".into(),
         || "a state".into(),
     )?;
+    Ok(definition(attention, call))
+}
+
+/// The same for a call that makes sense.
+fn definition(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Reference {
     let dims = &call.dims;
     let mut out = Vec::new();
     let mut denominators = Vec::new();
@@ -30,7 +35,7 @@ pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -
             }
         }
     }
-    Ok(Reference { out, denominators })
+    Reference { out, denominators }
 }
 
 /// One row of the output and its denominator.
@@ -84,15 +89,15 @@ fn distance(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> O
         Keys::Padding(ignored) => (i, j, !ignored[batch * dims.keys + j]),
         Keys::Packed { queries, keys } => {
             let own = (1..queries.len()).find(|&s| i < queries[s])? - 1;
-            (i - queries[own], j.wrapping_sub(keys[own]), (keys[own]..keys[own + 1]).contains(&j))
+            (i - queries[own], j.saturating_sub(keys[own]), (keys[own]..keys[own + 1]).contains(&j))
         }
     };
-    let (i, j) = (i as isize, j as isize);
-    match mask.order {
-        _ if !present => None,
-        Order::Bidirectional => Some(j - i),
-        Order::Causal { offset } => (j <= i + offset).then_some(j - (i + offset)),
-    }
+    let delta = j as isize - (i as isize + mask.offset);
+    let seen = match mask.order {
+        Order::Bidirectional => present,
+        Order::Causal => present && delta <= 0,
+    };
+    seen.then_some(delta)
 }
 
 /// `factor · e^exponent`: one feature's part of a weight.
