@@ -53,7 +53,8 @@ pub struct Call<'a, T> {
 /// Where a forward call writes.
 #[derive(Debug)]
 pub struct Output<'a, T> {
-    /// `[batch, heads, queries, value_dim]`. A row that sees no key gets 0.
+    /// `[batch, heads, queries, value_dim]`. A row that sees no key gets 0, and so does one whose
+    /// denominator is below the least normal number.
     pub out: ViewMut<'a, T>,
     /// The denominators `[batch, heads, queries]`, row-major: what the backward wants to be given. With
     /// [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the mechanism

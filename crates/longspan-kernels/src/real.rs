@@ -32,6 +32,8 @@ pub trait Real:
     const ONE: Self;
     /// The distance from 1 to the next number.
     const EPSILON: Self;
+    /// The least positive number with full precision.
+    const MIN_POSITIVE: Self;
     /// −∞.
     const NEG_INFINITY: Self;
     /// Rounds a double.
@@ -46,6 +48,11 @@ pub trait Real:
     fn abs(self) -> Self;
     /// Neither infinite nor NaN.
     fn is_finite(self) -> bool;
+    /// Whether a denominator holds nothing: 0, or so small that its inverse would overflow (keys that a decay has all but
+    /// erased). Such a row gives 0.
+    fn vanishes(self) -> bool {
+        self.abs() < Self::MIN_POSITIVE
+    }
     /// The larger of two; the other where one is NaN.
     fn max(self, other: Self) -> Self;
 }
@@ -56,6 +63,7 @@ macro_rules! real {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const EPSILON: Self = $t::EPSILON;
+            const MIN_POSITIVE: Self = $t::MIN_POSITIVE;
             const NEG_INFINITY: Self = $t::NEG_INFINITY;
             fn from_f64(x: f64) -> Self {
                 x as $t

@@ -24,8 +24,9 @@ pub struct StateShape {
 ///
 /// For each batch entry and key/value head it holds, one after the other,
 /// `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the exponent that [`FeatureMap::Exp`]
-/// subtracted from the keys (1), the far sum `Σ v⁺_j` (`value_dim + 1`) and the ring of the last values
-/// `v⁺ = [v, 1]`, oldest first (`ring × (value_dim + 1)`; rows before the first token and of ignored keys are 0).
+/// subtracted from the keys and the index of the ring's oldest row (2), the far sum `Σ v⁺_j` (`value_dim + 1`) and the
+/// ring of the last values `v⁺ = [v, 1]` (`ring × (value_dim + 1)`; rows before the first token and of ignored keys
+/// are 0).
 ///
 /// [`FeatureMap::Exp`]: crate::FeatureMap::Exp
 #[derive(Debug, Clone, PartialEq)]
@@ -41,12 +42,25 @@ pub(crate) struct Head<S> {
     pub sum: S,
     /// `features`.
     pub keys: S,
-    /// The exponent subtracted from the keys so far; one number.
-    pub shift: S,
+    /// Two numbers: the exponent subtracted from the keys so far, and which row of the ring is the oldest.
+    pub marks: S,
     /// `value_dim + 1`, or empty.
     pub far: S,
-    /// `ring × (value_dim + 1)`, oldest first.
+    /// `ring × (value_dim + 1)`, in a circle.
     pub ring: S,
+}
+
+/// Places of [`Head::marks`].
+pub(crate) const SHIFT: usize = 0;
+pub(crate) const OLDEST: usize = 1;
+
+impl<'a, T: Real> Head<&'a [T]> {
+    /// The ring's row of `back` tokens ago (1 is the last one), if it reaches that far.
+    pub fn ring_row(&self, back: usize, width: usize) -> Option<&'a [T]> {
+        let rows = self.ring.len() / width;
+        let row = (1..=rows).contains(&back).then(|| (self.marks[OLDEST].to_f64() as usize + rows - back) % rows)?;
+        self.ring.get(row * width..(row + 1) * width)
+    }
 }
 
 impl StateShape {
@@ -59,7 +73,7 @@ impl StateShape {
     fn parts(&self) -> [usize; 5] {
         let width = self.value_dim + 1;
         let far = if self.far { width } else { 0 };
-        [self.features * self.value_dim, self.features, 1, far, self.ring * width]
+        [self.features * self.value_dim, self.features, 2, far, self.ring * width]
     }
 }
 
@@ -68,7 +82,7 @@ impl<T: Real> State<T> {
     pub(crate) fn empty(shape: StateShape, shift: T) -> Self {
         let mut state = Self { shape, numbers: vec![T::ZERO; shape.batch * shape.kv_heads * shape.head_len()] };
         for head in state.heads_mut() {
-            head.shift[0] = shift;
+            head.marks[SHIFT] = shift;
         }
         state
     }
@@ -93,7 +107,18 @@ impl<T: Real> State<T> {
             || format!("{expected} for {shape:?}"),
             || numbers.len().to_string(),
         )?;
-        Ok(Self { shape, numbers })
+        let state = Self { shape, numbers };
+        for head in 0..shape.batch * shape.kv_heads {
+            let oldest = state.head(0, head).marks[OLDEST].to_f64();
+            expect(
+                oldest >= 0.0 && oldest < shape.ring.max(1) as f64 && oldest.fract() == 0.0,
+                "state",
+                "index of the ring's oldest row",
+                || format!("a whole number below {}", shape.ring.max(1)),
+                || oldest.to_string(),
+            )?;
+        }
+        Ok(state)
     }
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
@@ -122,23 +147,23 @@ impl<T: Real> State<T> {
     pub(crate) fn head(&self, batch: usize, head: usize) -> Head<&[T]> {
         let len = self.shape.head_len();
         let numbers = &self.numbers[(batch * self.shape.kv_heads + head) * len..][..len];
-        let [sum, keys, shift, far, _] = self.shape.parts();
+        let [sum, keys, marks, far, _] = self.shape.parts();
         let (sum, rest) = numbers.split_at(sum);
         let (keys, rest) = rest.split_at(keys);
-        let (shift, rest) = rest.split_at(shift);
+        let (marks, rest) = rest.split_at(marks);
         let (far, ring) = rest.split_at(far);
-        Head { sum, keys, shift, far, ring }
+        Head { sum, keys, marks, far, ring }
     }
 
     /// Every head's numbers, batch entry after batch entry.
     pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = Head<&mut [T]>> {
-        let [sum, keys, shift, far, _] = self.shape.parts();
+        let [sum, keys, marks, far, _] = self.shape.parts();
         self.numbers.chunks_exact_mut(self.shape.head_len()).map(move |numbers| {
             let (sum, rest) = numbers.split_at_mut(sum);
             let (keys, rest) = rest.split_at_mut(keys);
-            let (shift, rest) = rest.split_at_mut(shift);
+            let (marks, rest) = rest.split_at_mut(marks);
             let (far, ring) = rest.split_at_mut(far);
-            Head { sum, keys, shift, far, ring }
+            Head { sum, keys, marks, far, ring }
         })
     }
 }

@@ -64,7 +64,7 @@ impl<'a, T: Real> Source<'a, T> {
                 continue;
             }
             let denominator = self.cotangent.denominators[start + row];
-            if denominator == T::ZERO {
+            if denominator.vanishes() {
                 // The row gave 0 whatever the inputs were.
                 d.fill(T::ZERO);
                 c[row] = T::ZERO;

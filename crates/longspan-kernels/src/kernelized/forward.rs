@@ -15,7 +15,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product, Run};
-use crate::state::{Head, State};
+use crate::state::{Head, OLDEST, State};
 
 /// A stretch of rows of one unit that forms its state from zero.
 #[derive(Debug, Clone, Copy)]
@@ -476,7 +476,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                         T::ONE
                     };
                     problem.ops.store(&buffers.o[row * value_width..], factor, out);
-                } else if sum == T::ZERO {
+                } else if sum.vanishes() {
                     out.fill(T::ZERO);
                 } else {
                     problem.ops.store(&buffers.o[row * value_width..], T::ONE / sum, out);
@@ -955,16 +955,17 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         carry.high.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
         let entry = problem.dims.value_dim + 1;
         let radius = head.ring.len() / entry;
+        head.marks[OLDEST] = T::ZERO;
         for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
             to.fill(T::ZERO);
             let key = (keys + slot) as isize - radius as isize;
             if key >= 0 && !unit.ignores(key as usize) {
                 to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
                 to[entry - 1] = T::ONE;
-            } else if let Some(before) = ring
+            } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
                 && key < 0
             {
-                to.copy_from_slice(&before.ring[(radius as isize + key) as usize * entry..][..entry]);
+                to.copy_from_slice(row);
             }
         }
     });

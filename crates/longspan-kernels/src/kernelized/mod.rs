@@ -11,6 +11,7 @@
 mod backward;
 mod forward;
 mod problem;
+mod step;
 mod summary;
 mod tile;
 
@@ -205,8 +206,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        let _ = (token, state, out);
-        unimplemented!()
+        step::step(self, token, state, out)
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

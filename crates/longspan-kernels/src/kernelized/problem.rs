@@ -292,6 +292,17 @@ impl<T: Real> Unit<'_, T> {
         key.clamp(0, self.sequence.keys as isize) as usize
     }
 
+    /// Whether the values of the keys `from..to` that are not ignored are finite.
+    pub fn values_are_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
+        let width = problem.dims.value_dim;
+        match self.sequence.padding {
+            None => problem.ops.all_finite(self.v.skip(from), to - from, width),
+            Some(_) => (from..to)
+                .filter(|&key| !self.ignores(key))
+                .all(|key| problem.ops.all_finite(self.v.skip(key), 1, width)),
+        }
+    }
+
     /// The largest finite entry of the keys `from..to`, at least `before`.
     pub fn highest(&self, from: usize, to: usize, width: usize, before: T) -> T {
         (from..to).filter(|&key| !self.ignores(key)).fold(before, |highest, key| {

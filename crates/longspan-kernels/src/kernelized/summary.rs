@@ -3,7 +3,7 @@
 use super::problem::{Problem, Unit, padded};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::state::Head;
+use crate::state::{Head, SHIFT};
 
 /// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]
@@ -151,7 +151,7 @@ impl<'s, T: Real> Summary<'s, T> {
             self.far()[..value_dim].copy_from_slice(&state.far[..value_dim]);
             *self.count() = state.far[value_dim];
         }
-        *self.shift() = state.shift[0];
+        *self.shift() = state.marks[SHIFT];
         if state.keys.iter().chain(state.sum.iter()).any(|&x| x != T::ZERO) {
             self.set_content();
         }
@@ -170,7 +170,7 @@ impl<'s, T: Real> Summary<'s, T> {
             state.far[value_dim] = view.count();
         }
         // Only an exponential leaves one behind.
-        state.shift[0] = if exponent { view.shift() } else { T::ZERO };
+        state.marks[SHIFT] = if exponent { view.shift() } else { T::ZERO };
     }
 }
 
@@ -214,7 +214,8 @@ impl<'s, T: Real> Carry<'s, T> {
                 let far = layout.far();
                 problem.ops.scale(&mut self.low[..far], (before - now).exp());
             }
-            factor = (local.shift() - now).exp();
+            // Without an exponent every key was ignored, and there is nothing to bring to scale.
+            factor = if local.shift().is_finite() { (local.shift() - now).exp() } else { T::ZERO };
         }
         let far = layout.far();
         for (index, ((high, low), &term)) in self

@@ -172,7 +172,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         let mut shift = shift;
         if problem.causal && piece.keys > 0 {
             let mut rows = piece.rows;
-            if !problem.ops.all_finite(unit.v.skip(piece.key), piece.keys, problem.dims.value_dim) {
+            if !unit.values_are_finite(problem, piece.key, piece.key + piece.keys) {
                 rows = 1;
             }
             if problem.content && problem.map == FeatureMap::Exp {
@@ -256,15 +256,11 @@ impl<'s, T: Real> Buffers<'s, T> {
             }
         }
         if let Some(state) = ring {
-            let entry = value_dim + 1;
-            let rows = state.ring.len() / entry;
             for index in 0..before {
-                // The ring ends with the key before key 0.
                 let back = -(piece.window + index as isize);
-                if back >= 1 && back as usize <= rows {
-                    let stored = &state.ring[(rows - back as usize) * entry..][..entry];
-                    self.v[index * width..][..value_dim].copy_from_slice(&stored[..value_dim]);
-                    self.present[index] = stored[value_dim];
+                if let Some(row) = usize::try_from(back).ok().and_then(|back| state.ring_row(back, value_dim + 1)) {
+                    self.v[index * width..][..value_dim].copy_from_slice(&row[..value_dim]);
+                    self.present[index] = row[value_dim];
                 }
             }
         }

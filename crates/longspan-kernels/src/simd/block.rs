@@ -575,6 +575,70 @@ pub(crate) unsafe fn running_dots<V: Vector>(
     }
 }
 
+/// One token of a running sum: `S += k vᵀ`, then `out += qᵀ S`; `S` is `k.len() × v.len()`, row-major.
+#[inline(always)]
+pub(crate) unsafe fn absorb_token<V: Vector>(
+    sum: &mut [V::Element],
+    k: &[V::Element],
+    v: &[V::Element],
+    q: &[V::Element],
+    out: &mut [V::Element],
+) {
+    let width = v.len();
+    assert!(sum.len() >= k.len() * width && q.len() >= k.len() && out.len() >= width);
+    let whole = width / V::LANES * V::LANES;
+    // Four registers of columns at a time: as many sums in flight hide the latency of the fused products.
+    let mut column = 0;
+    while column < whole {
+        let registers = ((whole - column) / V::LANES).min(4);
+        // SAFETY: `registers` registers from `column` lie in every row of `sum`, in `v` and in `out`.
+        unsafe {
+            macro_rules! columns {
+                ($n:literal) => {{
+                    let mut total = [V::splat(V::Element::ZERO); $n];
+                    let value: [V; $n] = std::array::from_fn(|n| V::load(v.as_ptr().add(column + n * V::LANES)));
+                    for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
+                        let row = sum.as_mut_ptr().add(feature * width + column);
+                        let (k, q) = (V::splat(k), V::splat(q));
+                        for n in 0..$n {
+                            let s = k.mul_add(value[n], V::load(row.add(n * V::LANES)));
+                            s.store(row.add(n * V::LANES));
+                            total[n] = q.mul_add(s, total[n]);
+                        }
+                    }
+                    for n in 0..$n {
+                        let at = out.as_mut_ptr().add(column + n * V::LANES);
+                        V::load(at).add(total[n]).store(at);
+                    }
+                }};
+            }
+            match registers {
+                4 => columns!(4),
+                3 => columns!(3),
+                2 => columns!(2),
+                _ => columns!(1),
+            }
+        }
+        column += registers * V::LANES;
+    }
+    for column in whole..width {
+        for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
+            let s = &mut sum[feature * width + column];
+            *s += k * v[column];
+            out[column] += q * *s;
+        }
+    }
+}
+
+/// `out += qᵀ S`, as [`absorb_token`] reads it.
+#[inline(always)]
+pub(crate) unsafe fn read_token<V: Vector>(sum: &[V::Element], q: &[V::Element], out: &mut [V::Element]) {
+    for (row, &q) in sum.chunks_exact(out.len().max(1)).zip(q) {
+        // SAFETY: forwarded to the caller.
+        unsafe { add_scaled::<V>(out, q, row) };
+    }
+}
+
 /// Makes the elements of a block outside `band` 0.
 #[inline(always)]
 pub(crate) unsafe fn mask<V: Vector>(

@@ -163,6 +163,8 @@ operations! {
     scale(to: &mut [T], a: T);
     add_running(sum: &mut [T], run: Run<'_, T>, to: &mut [T], to_row: usize);
     running_dots(sum: &mut [T], run: Run<'_, T>, with: &[T], with_row: usize, dots: &mut [T]);
+    absorb_token(sum: &mut [T], k: &[T], v: &[T], q: &[T], out: &mut [T]);
+    read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
 }

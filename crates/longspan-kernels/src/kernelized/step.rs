@@ -1,0 +1,284 @@
+//! One token at a time, in constant time and memory: what the forward pass would give for the last row.
+
+use rayon::prelude::*;
+
+use super::{KernelizedAttention, problem};
+use crate::error::{Error, expect};
+use crate::feature_map::FeatureMap;
+use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::real::Real;
+use crate::shape::{Dims, Rows};
+use crate::shaw::RelativeMap;
+use crate::simd::{InstructionSet, Ops};
+use crate::state::{Head, OLDEST, SHIFT, State};
+
+/// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
+/// microseconds, in which one thread updates about this many.
+const PARALLEL_NUMBERS: usize = 1 << 17;
+
+/// Features whose working memory fits the stack of a task.
+const STACK: usize = 512;
+
+/// Takes one token into `state` and writes its output.
+pub(super) fn step<T: Real>(
+    attention: &KernelizedAttention,
+    token: &Token<'_, T>,
+    state: &mut State<T>,
+    out: &mut [T],
+) -> Result<(), Error> {
+    let operation = Mechanism::<T>::name(attention);
+    InstructionSet::selected()?;
+    let shape = state.shape();
+    let (batch, kv_heads, value_dim) = (shape.batch, shape.kv_heads, shape.value_dim);
+    // The token's own length gives the sizes that a state without content does not know.
+    let head_dim = token.k.len() / (batch * kv_heads).max(1);
+    let heads = token.q.len() / (batch * head_dim).max(1);
+    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+    dims.check(operation)?;
+    let expected = problem::state_shape(attention, &dims);
+    expect(shape == expected, operation, "state", || format!("{expected:?}"), || format!("{shape:?}"))?;
+    for (name, len, shape) in [
+        ("q", token.q.len(), [batch, heads, head_dim]),
+        ("k", token.k.len(), [batch, kv_heads, head_dim]),
+        ("v", token.v.len(), [batch, kv_heads, value_dim]),
+        ("out", out.len(), [batch, heads, value_dim]),
+    ] {
+        let wanted: usize = shape.iter().product();
+        expect(
+            len == wanted,
+            operation,
+            name,
+            || format!("{wanted} numbers, shape {shape:?}"),
+            || format!("{len} numbers"),
+        )?;
+    }
+    let parameters = Mechanism::<T>::parameters(attention, &dims);
+    expect(
+        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
+        operation,
+        "parameters",
+        || format!("{parameters:?}"),
+        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
+    )?;
+    if let Some(decay) = &attention.decay {
+        expect(
+            decay.len() == kv_heads && decay.iter().all(|gamma| (0.0..=1.0).contains(gamma)),
+            operation,
+            "decay",
+            || format!("{kv_heads} numbers in (0, 1]"),
+            || format!("{decay:?}"),
+        )?;
+    }
+
+    let group = dims.group();
+    let numbers = state.numbers().len();
+    let ops = T::ops();
+    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+        let token = HeadToken {
+            attention,
+            ops,
+            q: &token.q[index * group * head_dim..][..group * head_dim],
+            k: &token.k[index * head_dim..][..head_dim],
+            v: &token.v[index * value_dim..][..value_dim],
+            table: token.parameters.first().copied(),
+            first_head: index % kv_heads * group,
+            gamma: attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
+        };
+        token.step(head, out);
+    };
+    if value_dim == 0 {
+        return Ok(());
+    }
+    let tasks = state.heads_mut().zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    if numbers < PARALLEL_NUMBERS {
+        tasks.for_each(run);
+    } else {
+        let tasks: Vec<_> = tasks.collect();
+        tasks.into_par_iter().for_each(run);
+    }
+    Ok(())
+}
+
+/// The token of one key/value head and the query heads that read it.
+struct HeadToken<'a, T: 'static> {
+    attention: &'a KernelizedAttention,
+    ops: &'static Ops<T>,
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    table: Option<&'a [T]>,
+    first_head: usize,
+    gamma: f64,
+}
+
+impl<T: Real> HeadToken<'_, T> {
+    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T]) {
+        let (head_dim, width) = (self.k.len(), padded(self.k.len()));
+        let mut stack = [T::ZERO; STACK];
+        let mut heap = Vec::new();
+        let work: &mut [T] = if 3 * width <= STACK {
+            &mut stack[..3 * width]
+        } else {
+            heap.resize(3 * width, T::ZERO);
+            &mut heap
+        };
+        let (q, work) = work.split_at_mut(width);
+        let (k, relative) = work.split_at_mut(width);
+        let map = self.attention.feature_map;
+        let exp = map == FeatureMap::Exp;
+        let content = self.attention.score.content();
+        let shaw = self.attention.score.shaw();
+
+        // The exponents of an exponential map: of keys seen so far, of the table, and of both.
+        let mut shift = T::ZERO;
+        let mut table_shift = T::ZERO;
+        if exp {
+            if content {
+                let top = largest(self.k);
+                let old = state.marks[SHIFT];
+                if top > old {
+                    if old.is_finite() {
+                        let factor = (old - top).exp();
+                        self.ops.scale(state.sum, factor);
+                        self.ops.scale(state.keys, factor);
+                    }
+                    state.marks[SHIFT] = top;
+                }
+                shift = state.marks[SHIFT];
+            }
+            if let Some(table) = self.table
+                && shaw.is_some_and(|shaw| shaw.map == RelativeMap::Same)
+            {
+                let top = largest(table);
+                table_shift = if top.is_finite() { top } else { T::ZERO };
+            }
+        }
+        if content {
+            self.map(map, shift, self.k, k);
+        }
+        if let Some(shaw) = shaw {
+            self.advance_ring(shaw.radius, &mut state);
+        }
+        let scale = if exp && content && shaw.is_some() { shift.max(table_shift) } else { shift };
+        let (content_scale, relative_scale) = if exp && shaw.is_some() {
+            let scale = if content { scale } else { table_shift };
+            ((shift - scale).exp(), (table_shift - scale).exp())
+        } else {
+            (T::ONE, T::ONE)
+        };
+
+        let value_dim = self.v.len();
+        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+            let q_shift = if exp { largest(raw) } else { T::ZERO };
+            let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
+            self.map(map, q_shift, raw, q);
+            out.fill(T::ZERO);
+            let mut sum = T::ZERO;
+            if content {
+                if n == 0 {
+                    self.ops.absorb_token(state.sum, &k[..head_dim], self.v, q, out);
+                    self.ops.add_scaled(state.keys, T::ONE, k);
+                } else {
+                    self.ops.read_token(state.sum, &q[..head_dim], out);
+                }
+                sum = self.ops.dot(state.keys, q);
+                if content_scale != T::ONE {
+                    self.ops.scale(out, content_scale);
+                    sum *= content_scale;
+                }
+            }
+            if let Some(shaw) = shaw {
+                sum +=
+                    self.add_relative(shaw, self.first_head + n, table_shift, relative_scale, q, relative, &state, out);
+            }
+            if !self.attention.normalize {
+                if exp {
+                    let scale = if content { scale } else { table_shift };
+                    self.ops.scale(out, (scale + q_shift).exp());
+                }
+            } else if sum.vanishes() {
+                out.fill(T::ZERO);
+            } else {
+                self.ops.scale(out, T::ONE / sum);
+            }
+        }
+        if self.gamma != 1.0 {
+            let gamma = T::from_f64(self.gamma);
+            self.ops.scale(state.sum, gamma);
+            self.ops.scale(state.keys, gamma);
+            self.ops.scale(state.far, gamma);
+        }
+    }
+
+    /// `φ(x − shift)` into a block row.
+    fn map(&self, map: FeatureMap, shift: T, x: &[T], to: &mut [T]) {
+        let row = to.len();
+        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
+    }
+
+    /// The oldest row of the ring becomes far, the token's value takes its place. Without a ring the value is far.
+    fn advance_ring(&self, radius: usize, state: &mut Head<&mut [T]>) {
+        let value_dim = self.v.len();
+        let width = value_dim + 1;
+        if radius == 0 {
+            self.ops.add_scaled(&mut state.far[..value_dim], T::ONE, self.v);
+            state.far[value_dim] += T::ONE;
+            return;
+        }
+        let oldest = state.marks[OLDEST].to_f64() as usize % radius;
+        let row = &mut state.ring[oldest * width..][..width];
+        // Its weight has fallen with every token since it came.
+        let weight = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(radius as f64)) };
+        self.ops.add_scaled(state.far, weight, row);
+        row[..value_dim].copy_from_slice(self.v);
+        row[value_dim] = T::ONE;
+        state.marks[OLDEST] = T::from_f64(((oldest + 1) % radius) as f64);
+    }
+
+    /// Adds the relative term of one query head to `out`; returns its share of the denominator.
+    #[allow(clippy::too_many_arguments)]
+    fn add_relative(
+        &self,
+        shaw: crate::Shaw,
+        head: usize,
+        table_shift: T,
+        scale: T,
+        q: &[T],
+        entry: &mut [T],
+        state: &Head<&mut [T]>,
+        out: &mut [T],
+    ) -> T {
+        let (head_dim, value_dim) = (self.k.len(), self.v.len());
+        let Some(table) = self.table else { return T::ZERO };
+        let table = &table[if shaw.shared { 0 } else { head * shaw.rows() * head_dim }..];
+        let map = match shaw.map {
+            RelativeMap::Same => self.attention.feature_map,
+            RelativeMap::Identity => FeatureMap::Identity,
+        };
+        let mut sum = T::ZERO;
+        let mut add = |row: usize, decay: T, values: &[T]| {
+            self.map(map, table_shift, &table[row * head_dim..][..head_dim], entry);
+            let weight = self.ops.dot(entry, q) * scale * decay;
+            self.ops.add_scaled(out, weight, &values[..value_dim]);
+            sum += weight * values[value_dim];
+        };
+        add(0, T::ONE, state.far);
+        let oldest = state.marks[OLDEST].to_f64() as usize;
+        for back in 0..shaw.radius {
+            // `back` tokens ago: distance −back, table row R − back.
+            let row = (oldest + 2 * shaw.radius - 1 - back) % shaw.radius;
+            let decay = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(back as f64)) };
+            add(shaw.radius - back, decay, &state.ring[row * (value_dim + 1)..][..value_dim + 1]);
+        }
+        sum
+    }
+}
+
+fn largest<T: Real>(x: &[T]) -> T {
+    x.iter().copied().fold(T::NEG_INFINITY, T::max)
+}
+
+/// Whole registers of the widest instruction set.
+fn padded(len: usize) -> usize {
+    len.next_multiple_of(16)
+}
