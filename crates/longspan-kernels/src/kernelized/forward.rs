@@ -238,11 +238,7 @@ impl<T: Real> Walk<'_, '_, T> {
             if problem.content {
                 let mut shift = local.view().shift();
                 if problem.map == FeatureMap::Exp {
-                    for k in (key..key + keys).filter(|&k| !self.unit.ignores(k)) {
-                        let row = self.unit.k.row(k, problem.dims.head_dim);
-                        let top = row.iter().copied().fold(T::NEG_INFINITY, T::max);
-                        shift = if top.is_finite() { shift.max(top) } else { shift };
-                    }
+                    shift = self.unit.highest(key, key + keys, problem.dims.head_dim, shift);
                     local.raise(problem, shift);
                 }
                 buffers.load_keys(problem, &self.unit, &piece, shift);
