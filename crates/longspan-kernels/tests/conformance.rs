@@ -144,8 +144,7 @@ fn long() -> Vec<(KernelizedAttention, Case)> {
         KernelizedAttention { decay: Some(vec![0.97, 1.0]), normalize: false, ..combined(65) },
         KernelizedAttention { score: Score::Relative(Shaw::new(3)), ..content.clone() },
     ];
-    let dims =
-        Dims { batch: 1, heads: 2, kv_heads: 2, queries: 4500, keys: 4500, head_dim: 8, value_dim: 5 };
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 2, queries: 4500, keys: 4500, head_dim: 8, value_dim: 5 };
     let grouped = Dims { heads: 4, queries: 3000, ..dims };
     let mut cases = Vec::new();
     for attention in mechanisms {
@@ -210,10 +209,8 @@ fn long_sequences_are_those_of_the_naive_algorithm() {
 
 #[test]
 fn long_sequences_stream() {
-    let cases: Vec<_> = long()
-        .into_iter()
-        .filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All)
-        .collect();
+    let cases: Vec<_> =
+        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
     over(&cases, streaming::pieces_make_the_whole::<f32>);
 }
 

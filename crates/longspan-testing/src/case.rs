@@ -147,12 +147,7 @@ impl Inputs<f64> {
 
 impl<T: Number> Inputs<T> {
     /// Hands the call to `body`.
-    pub fn call<R>(
-        &self,
-        case: &Case,
-        initial_state: Option<&State<T>>,
-        body: impl FnOnce(&Call<'_, T>) -> R,
-    ) -> R {
+    pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();
         body(&Call {
             dims: case.dims,

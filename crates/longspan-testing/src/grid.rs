@@ -73,8 +73,7 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
     let mut feature_map = Deck::new(FeatureMap::ALL);
     let mut normalize = Deck::new([true, true, false]);
     let mut causal = Deck::new([true, true, false]);
-    let mut offset =
-        Deck::new([Offset::Of(0), Offset::Of(0), Offset::AlignEnds, Offset::Of(2), Offset::Of(-3)]);
+    let mut offset = Deck::new([Offset::Of(0), Offset::Of(0), Offset::AlignEnds, Offset::Of(2), Offset::Of(-3)]);
     let mut mask = Deck::new([
         MaskKind::All,
         MaskKind::All,

@@ -141,8 +141,7 @@ fn strided<T: Number>(
 ) -> Result<(Forward<T>, Backward<T>), Failure> {
     let dims = &case.dims;
     let mark = T::from_f64(MARK);
-    let (q, k, v) =
-        (Gapped::of(dims.q(), &inputs.q), Gapped::of(dims.k(), &inputs.k), Gapped::of(dims.v(), &inputs.v));
+    let (q, k, v) = (Gapped::of(dims.q(), &inputs.q), Gapped::of(dims.k(), &inputs.k), Gapped::of(dims.v(), &inputs.v));
     let d_out = Gapped::of(dims.out(), &inputs.d_out);
     let mut out = Gapped::new(dims.out(), mark);
     let mut denominators = vec![execute::nan(); dims.batch * dims.heads * dims.queries];
@@ -164,8 +163,7 @@ fn strided<T: Number>(
     let mut d_parameters: Vec<Vec<T>> = inputs.parameters.iter().map(|p| vec![execute::nan(); p.len()]).collect();
     let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Vec::as_mut_slice).collect();
     let cotangent = Cotangent { out: out.view(), denominators: &denominators, d_out: d_out.view() };
-    let gradients =
-        Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut slices };
+    let gradients = Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut slices };
     mechanism.backward(&call, &cotangent, gradients, &mut Scratch::new())?;
     let mut gradients = vec![dq.numbers("dq")?, dk.numbers("dk")?, dv.numbers("dv")?];
     gradients.extend(d_parameters);

@@ -122,11 +122,8 @@ fn both_refuse<T: Number>(
     let mut marked = Marked::new(case, inputs);
     refused(&format!("check: {what}"), mechanism.name(), argument, mechanism.check(call))?;
     let [out, denominators] = &mut marked.forward;
-    let output = Output {
-        out: ViewMut::contiguous(out, dims.out()),
-        denominators: Some(denominators),
-        final_state: None,
-    };
+    let output =
+        Output { out: ViewMut::contiguous(out, dims.out()), denominators: Some(denominators), final_state: None };
     let result = mechanism.forward(call, output, &mut Scratch::new());
     refused(&format!("forward: {what}"), mechanism.name(), argument, result)?;
     marked.untouched(what)?;
@@ -152,9 +149,7 @@ fn both_refuse<T: Number>(
 /// A call that is refused as it stands, for options that have no meaning; both passes must blame `argument`.
 pub fn refuses<T: Number>(subject: &Subject, case: &Case, argument: &str) -> Result<(), Failure> {
     let inputs = execute::random(subject, case).cast::<T>();
-    inputs.call(case, None, |call| {
-        both_refuse(&subject.label, argument, T::mechanism(subject), call, case, &inputs)
-    })
+    inputs.call(case, None, |call| both_refuse(&subject.label, argument, T::mechanism(subject), call, case, &inputs))
 }
 
 /// Every way to spoil a call. The case must be causal with batch 2, 4 heads, 2 key heads, 5 queries, 6 keys.
@@ -271,8 +266,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
         };
         let result =
             inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
-        let name = mechanism.parameters(dims)[0].name;
-        refused("the gradient of a parameter one too short", mechanism.name(), name, result)?;
+        refused("the gradient of a parameter one too short", mechanism.name(), "parameters", result)?;
         marked.untouched("the gradient of a parameter one too short")?;
     }
     Ok(())

@@ -115,13 +115,7 @@ pub fn pieces_make_the_whole_of<T: Number>(
         }
         let what = format!("out in pieces {plan:?}");
         close(&what, &out, &expected.out, &scale.out, case.terms())?;
-        close_states(
-            &format!("state after pieces {plan:?}"),
-            &state,
-            &expected_state,
-            &state_scale,
-            case.terms(),
-        )?;
+        close_states(&format!("state after pieces {plan:?}"), &state, &expected_state, &state_scale, case.terms())?;
     }
     Ok(())
 }

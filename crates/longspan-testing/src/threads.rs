@@ -25,7 +25,11 @@ pub fn threads_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
     let one = on(1)?;
     for threads in [2, 3, 8] {
         for (n, (got, expected)) in on(threads)?.iter().zip(&one).enumerate() {
-            same_bits(&format!("tensor {n} on {threads} threads (gradients, out, denominators, state)"), got, expected)?;
+            same_bits(
+                &format!("tensor {n} on {threads} threads (gradients, out, denominators, state)"),
+                got,
+                expected,
+            )?;
         }
     }
     Ok(())

@@ -211,7 +211,8 @@ impl<T: Real> Mechanism<T> for Broken {
         } else {
             T::ZERO
         };
-        let mut own = [dims.q(), dims.k(), dims.v()].map(|shape| vec![T::ZERO; if checked { shape.iter().product() } else { 0 }]);
+        let mut own =
+            [dims.q(), dims.k(), dims.v()].map(|shape| vec![T::ZERO; if checked { shape.iter().product() } else { 0 }]);
         if !checked || matches!(self.fault, None | TakesWrongCalls | WritesBeforeItRefuses | BlamesAnother) {
             let gradients = Gradients { dq, dk, dv, parameters };
             let result = self.sound::<T>().backward(call, cotangent, gradients, scratch);
@@ -301,8 +302,7 @@ fn some_padding() -> KeyMask {
 
 #[test]
 fn errors_of_the_forward_pass_are_caught() {
-    let faults =
-        [LastRowSlightlyOff, DenominatorsSlightlyOff, SeesOneKeyOfTheFuture, LikesTheFirstKey];
+    let faults = [LastRowSlightlyOff, DenominatorsSlightlyOff, SeesOneKeyOfTheFuture, LikesTheFirstKey];
     catches(CONTENT, accuracy::forward::<f32>, case(KeyMask::All, true), &faults);
     catches(shaw(), accuracy::forward::<f64>, case(KeyMask::All, true), &faults);
     let blind = case(KeyMask::Lengths(vec![0, 5]), true);
