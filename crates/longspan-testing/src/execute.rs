@@ -2,7 +2,7 @@
 //! reads before it wrote, shows.
 
 use longspan_kernels::{
-    Cotangent, Error, Gradients, Mechanism, Output, Reference, Scratch, State, Token, View, ViewMut,
+    Cotangent, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut,
 };
 
 use crate::case::{Case, Inputs};
