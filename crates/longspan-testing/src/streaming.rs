@@ -10,8 +10,8 @@ use crate::isolation::part;
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
-/// The numbers of a state with all sums relative to the exponents of `to`, so that states that subtracted different
-/// ones can be compared.
+/// The numbers of a state with all sums relative to the exponents of `to` and its ring turned as that of `to`, so that
+/// states that differ in nothing but these can be compared.
 fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
     let sums = shape.features * (shape.value_dim + 1);
@@ -21,6 +21,14 @@ fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
         let factor = if own == other { 1.0 } else { (own - other).exp() };
         head[..sums].iter_mut().for_each(|x| *x *= factor);
         head[sums] = other;
+        let row = shape.value_dim + 1;
+        let ring = head.len() - shape.ring * row;
+        if shape.ring > 0 {
+            let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
+            head[ring..].rotate_left(own * row);
+            head[ring..].rotate_right(other * row);
+            head[sums + 1] = to[sums + 1];
+        }
     }
     numbers
 }
