@@ -111,6 +111,14 @@ impl<'a, T> View<'a, T> {
         Self { data, strides }
     }
 
+    /// The features of one token: what a mechanism of another crate reads through.
+    ///
+    /// # Panics
+    /// If the token lies outside the data.
+    pub fn token(&self, batch: usize, head: usize, token: usize, width: usize) -> &'a [T] {
+        self.rows(batch, head).row(token, width)
+    }
+
     pub(crate) fn check(
         &self,
         operation: &'static str,
@@ -149,6 +157,14 @@ impl<'a, T> ViewMut<'a, T> {
     /// A tensor with strides for batch, head and token, in elements. `data` starts at element `[0, 0, 0, 0]`.
     pub fn strided(data: &'a mut [T], strides: [usize; 3]) -> Self {
         Self { data, strides }
+    }
+
+    /// The features of one token: what a mechanism of another crate writes through.
+    ///
+    /// # Panics
+    /// If the token lies outside the data.
+    pub fn token(&mut self, batch: usize, head: usize, token: usize, width: usize) -> &mut [T] {
+        &mut self.data[batch * self.strides[0] + head * self.strides[1] + token * self.strides[2]..][..width]
     }
 
     pub(crate) fn check(

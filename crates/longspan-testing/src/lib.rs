@@ -1,1 +1,25 @@
-//! x
+//! What every attention mechanism has to pass, whatever it computes.
+//!
+//! Reading order: a [`Case`] is one call without its numbers, [`Inputs`] are the numbers, a [`Subject`] is a mechanism
+//! in both number types with what the checks may assume of it. [`execute`] runs them on poisoned memory. The checks take
+//! a subject and a case: [`accuracy`] against the definition, [`isolation`] of what must not influence what,
+//! [`memory`] for layouts and scratch, [`streaming`] for states, [`threads`] for reproducible bits, [`rejection`] for
+//! wrong calls. [`grid`] draws cases that hit every boundary; [`suite`] runs checks over them and reports.
+
+pub mod accuracy;
+pub mod case;
+pub mod compare;
+pub mod execute;
+pub mod grid;
+pub mod isolation;
+pub mod memory;
+pub mod random;
+pub mod rejection;
+pub mod streaming;
+pub mod subject;
+pub mod suite;
+pub mod threads;
+
+pub use case::{Case, Inputs, KeyMask};
+pub use compare::Failure;
+pub use subject::{Number, Subject};

@@ -134,3 +134,70 @@ fn terms(
     }
     terms
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::View;
+    use crate::shaw::Shaw;
+
+    /// One head of width 1 over `q` and `k`, with values 10, 20, 30, …
+    fn rows(attention: &KernelizedAttention, q: &[f64], k: &[f64], table: &[f64], mask: Mask<'_>) -> Reference {
+        let dims = Dims { queries: q.len(), keys: k.len(), ..Dims::square(1, 1, 0, 1) };
+        let v: Vec<f64> = k.iter().zip(1..).map(|(k, n)| if k.is_nan() { *k } else { 10.0 * f64::from(n) }).collect();
+        let parameters: &[&[f64]] = if table.is_empty() { &[] } else { &[table] };
+        let call = Call {
+            dims,
+            q: View::contiguous(q, dims.q()),
+            k: View::contiguous(k, dims.k()),
+            v: View::contiguous(&v, dims.v()),
+            parameters,
+            mask,
+            initial_state: None,
+        };
+        reference(attention, &call).expect("a call that makes sense")
+    }
+
+    fn with(feature_map: FeatureMap, score: Score) -> KernelizedAttention {
+        KernelizedAttention { feature_map, score, ..Default::default() }
+    }
+
+    #[test]
+    fn weights_are_products_of_features() {
+        let identity = with(FeatureMap::Identity, Score::Content);
+        let all = rows(&identity, &[2.0], &[1.0, 3.0], &[], Mask::bidirectional());
+        assert_eq!((all.out, all.denominators), (vec![(2.0 * 10.0 + 6.0 * 20.0) / 8.0], vec![8.0]));
+        let causal = rows(&identity, &[2.0, 1.0], &[1.0, 3.0], &[], Mask::causal());
+        assert_eq!((causal.out, causal.denominators), (vec![10.0, 17.5], vec![2.0, 4.0]));
+        let decay = KernelizedAttention { decay: Some(vec![0.5]), ..identity };
+        assert_eq!(rows(&decay, &[1.0, 1.0], &[2.0, 3.0], &[], Mask::causal()).out, [10.0, (10.0 + 60.0) / 4.0]);
+    }
+
+    #[test]
+    fn rows_that_see_nothing_give_0_and_ignored_keys_are_not_read() {
+        let elu = with(FeatureMap::EluPlusOne, Score::Content);
+        let blind = rows(&elu, &[1.0, 1.0], &[0.5], &[], Mask::causal().with_offset(-1));
+        assert_eq!((blind.out, blind.denominators), (vec![0.0, 10.0], vec![0.0, 3.0]));
+        let mask = Mask::bidirectional().with_keys(Keys::Padding(&[false, true]));
+        assert_eq!(rows(&elu, &[1.0], &[0.5, f64::NAN], &[], mask).out, [10.0]);
+    }
+
+    #[test]
+    fn exponentials_beyond_the_range_of_doubles_keep_their_ratios() {
+        let exp = with(FeatureMap::Exp, Score::Content);
+        for level in [1e4, -1e4] {
+            let out = rows(&exp, &[0.3], &[level, level + 2.0], &[], Mask::bidirectional()).out[0];
+            let expected = (10.0 + 20.0 * 2.0f64.exp()) / (1.0 + 2.0f64.exp());
+            assert!((out - expected).abs() < 1e-12, "{out} instead of {expected}");
+        }
+    }
+
+    #[test]
+    fn the_table_starts_at_the_past() {
+        let shaw = with(FeatureMap::Identity, Score::Relative(Shaw::new(1)));
+        // Before, here, after: weights 1, 10, 100 for the query at key 1.
+        let mask = Mask::bidirectional().with_offset(1);
+        let row = rows(&shaw, &[1.0], &[9.0, 9.0, 9.0], &[1.0, 10.0, 100.0], mask);
+        assert_eq!((row.out, row.denominators), (vec![(10.0 + 200.0 + 3000.0) / 111.0], vec![111.0]));
+    }
+}

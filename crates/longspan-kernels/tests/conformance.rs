@@ -1,0 +1,328 @@
+//! The conformance suite over kernelized attention, with and without relative positions.
+
+use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+};
+
+/// Runs a check over drawn cases.
+fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
+    let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
+    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
+}
+
+/// Runs a check that picks its own mechanism over drawn cases.
+fn over_attentions(
+    cases: &[(KernelizedAttention, Case)],
+    check: fn(&KernelizedAttention, &Case) -> Result<(), Failure>,
+) {
+    for (attention, case) in cases {
+        if let Err(failure) = check(attention, case) {
+            panic!("{failure}\n    {attention:?}\n    {case:?}");
+        }
+    }
+}
+
+#[test]
+fn forward_is_the_definition_in_singles() {
+    over(&grid::kernelized(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
+}
+
+#[test]
+fn forward_is_the_definition_in_doubles() {
+    over(&grid::kernelized(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&grid::kernelized(13, 150, &grid::SHORT_LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_singles_are_those_in_doubles() {
+    over(&grid::kernelized(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+}
+
+#[test]
+fn algorithms_agree() {
+    over_attentions(&grid::kernelized(15, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f32>);
+    over_attentions(&grid::kernelized(16, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f64>);
+}
+
+#[test]
+fn unseen_keys_do_not_matter() {
+    over(&grid::kernelized(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
+    over(&grid::kernelized(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
+}
+
+#[test]
+fn rows_are_independent() {
+    over(&grid::kernelized(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
+    over(&grid::kernelized(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
+}
+
+#[test]
+fn padding_does_not_matter() {
+    over(&grid::kernelized(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
+    over(&grid::kernelized(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
+}
+
+#[test]
+fn packed_is_looped() {
+    over(&grid::kernelized(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
+    over(&grid::kernelized(24, 300, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
+}
+
+#[test]
+fn order_does_not_matter_without_positions() {
+    let cases = |seed| -> Vec<_> {
+        let unordered = |(attention, case): (KernelizedAttention, Case)| {
+            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+            let case = Case { causal: false, keys: KeyMask::All, positive, ..case };
+            (KernelizedAttention { score: Score::Content, decay: None, ..attention }, case)
+        };
+        grid::kernelized(seed, 60, &grid::LENGTHS).into_iter().map(unordered).collect()
+    };
+    over(&cases(25), isolation::order_does_not_matter_without_positions::<f32>);
+    over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
+}
+
+#[test]
+fn poison_does_not_matter() {
+    over(&grid::kernelized(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
+    over(&grid::kernelized(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
+}
+
+#[test]
+fn strides_do_not_matter() {
+    over(&grid::kernelized(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
+    over(&grid::kernelized(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
+}
+
+#[test]
+fn pieces_make_the_whole() {
+    over(&grid::streaming(31, 200), streaming::pieces_make_the_whole::<f32>);
+    over(&grid::streaming(32, 200), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_are_values() {
+    over(&grid::streaming(33, 100), streaming::states_are_values::<f32>);
+    over(&grid::streaming(34, 100), streaming::states_are_values::<f64>);
+}
+
+#[test]
+fn lengths_end_the_sequence() {
+    over(&grid::streaming(35, 100), streaming::lengths_end_the_sequence::<f32>);
+    over(&grid::streaming(36, 100), streaming::lengths_end_the_sequence::<f64>);
+}
+
+#[test]
+fn ignored_keys_keep_their_place() {
+    over(&grid::streaming(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
+    over(&grid::streaming(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
+}
+
+#[test]
+fn threads_do_not_matter() {
+    over(&grid::kernelized(39, 40, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
+    over(&grid::kernelized(40, 20, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
+}
+
+/// Mechanisms for sequences of several segments: short ones say nothing of how segments are joined.
+fn long() -> Vec<(KernelizedAttention, Case)> {
+    let content = KernelizedAttention { algorithm: Algorithm::Chunked, ..Default::default() };
+    let combined = |radius| KernelizedAttention { score: Score::Combined(Shaw::new(radius)), ..content.clone() };
+    let mechanisms = [
+        content.clone(),
+        KernelizedAttention { feature_map: FeatureMap::Exp, ..content.clone() },
+        KernelizedAttention { decay: Some(vec![0.9, 0.999]), ..content.clone() },
+        combined(0),
+        combined(20),
+        combined(1500),
+        KernelizedAttention { decay: Some(vec![0.97, 1.0]), normalize: false, ..combined(65) },
+        KernelizedAttention { score: Score::Relative(Shaw::new(3)), ..content.clone() },
+    ];
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 2, queries: 4500, keys: 4500, head_dim: 8, value_dim: 5 };
+    let grouped = Dims { heads: 4, queries: 3000, ..dims };
+    let mut cases = Vec::new();
+    for attention in mechanisms {
+        for causal in [true, false] {
+            if !causal && attention.decay.is_some() {
+                continue;
+            }
+            let case = Case { seed: 5, ..Case::new(dims, causal) };
+            let ragged = Case { dims: grouped, offset: 1500, ..case.clone() };
+            let padding = KeyMask::Padding((0..4500).map(|j| j % 7 == 3 || (1000..2200).contains(&j)).collect());
+            let bounds = vec![0, 10, 10, 2600, 4500];
+            let packed = KeyMask::Packed { queries: bounds.clone(), keys: bounds };
+            cases.extend([
+                (attention.clone(), ragged),
+                (attention.clone(), Case { keys: padding, ..case.clone() }),
+                (attention.clone(), Case { keys: packed, ..case.clone() }),
+                (attention.clone(), case),
+            ]);
+        }
+    }
+    cases
+}
+
+#[test]
+fn threads_do_not_matter_for_long_sequences() {
+    over(&long(), threads::threads_do_not_matter::<f32>);
+}
+
+#[test]
+fn poison_does_not_matter_for_long_sequences() {
+    over(&long(), memory::poison_does_not_matter::<f32>);
+}
+
+/// The naive algorithm in doubles, itself tested against the definition, stands in for it: the definition takes hours.
+#[test]
+fn long_sequences_are_those_of_the_naive_algorithm() {
+    for (attention, case) in long() {
+        let check = || -> Result<(), Failure> {
+            let naive = KernelizedAttention { algorithm: Algorithm::Naive, ..attention.clone() };
+            let (naive, chunked) = (Subject::kernelized(&naive), Subject::kernelized(&attention));
+            let inputs = execute::random(&naive, &case);
+            let expected = execute::forward(&naive, &case, &inputs)?;
+            let scale = accuracy::forward_scale(&naive, &case, &inputs)?;
+            let expected_back = execute::backward(&naive, &case, &inputs, &expected)?;
+            let back_scale = accuracy::backward_scale(&naive, &case, &inputs)?;
+            let single = inputs.cast::<f32>();
+            let got = execute::forward(&chunked, &case, &single)?;
+            let close = longspan_testing::compare::close;
+            close("out", &got.out, &expected.out, &scale.out, case.terms())?;
+            let got = execute::backward(&chunked, &case, &single, &got)?;
+            for (n, name) in accuracy::gradient_names(&inputs).iter().enumerate() {
+                let (expected, scale) = (&expected_back.gradients[n], &back_scale.gradients[n]);
+                close(name, &got.gradients[n], expected, scale, accuracy::gradient_terms(&case))?;
+            }
+            Ok(())
+        };
+        if let Err(failure) = check() {
+            panic!("{failure}\n    {attention:?}\n    {case:?}");
+        }
+    }
+}
+
+#[test]
+fn long_sequences_stream() {
+    let cases: Vec<_> =
+        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
+    over(&cases, streaming::pieces_make_the_whole::<f32>);
+}
+
+/// Exponentials whose keys lie far beyond what a float can hold the exponential of.
+fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>) {
+    let exp = KernelizedAttention { feature_map: FeatureMap::Exp, ..Default::default() };
+    let combined = KernelizedAttention { score: Score::Combined(Shaw::new(3)), ..exp.clone() };
+    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 150, keys: 150, head_dim: 4, value_dim: 3 };
+    type Level = fn(usize) -> f64;
+    let levels: [(&str, Level); 6] = [
+        ("all at 10,000", |_| 1e4),
+        ("all at −10,000", |_| -1e4),
+        ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
+        ("rising", |j| j as f64 * 4.0),
+        ("falling", |j| -(j as f64) * 4.0),
+        ("at 120 for key 70", |j| if j == 70 { 120.0 } else { 0.0 }),
+    ];
+    let mut failures = Vec::new();
+    for attention in [exp, combined] {
+        for subject in Subject::every_algorithm(&attention) {
+            for (name, level) in levels {
+                for causal in [true, false] {
+                    let case = Case { seed: 77, ..Case::new(dims, causal) };
+                    let mut inputs = execute::random(&subject, &case);
+                    for (n, k) in inputs.k.iter_mut().enumerate() {
+                        *k = f64::from((*k + level(n / dims.head_dim % dims.keys)) as f32);
+                    }
+                    if let Err(failure) = check(&subject, &case, &inputs) {
+                        failures.push(format!("keys {name}, causal {causal}: {failure}\n    {}", subject.label));
+                    }
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures[..failures.len().min(6)].join("\n"));
+}
+
+#[test]
+fn exponential_features_do_not_overflow() {
+    with_extreme_keys(accuracy::forward_of::<f32>);
+    with_extreme_keys(accuracy::forward_of::<f64>);
+}
+
+#[test]
+fn gradients_of_exponential_features_do_not_overflow() {
+    with_extreme_keys(accuracy::gradient_in_singles_of);
+}
+
+#[test]
+fn exponential_features_stream_without_overflow() {
+    with_extreme_keys(|subject, case, inputs| {
+        if !case.causal {
+            return Ok(());
+        }
+        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
+    });
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
+    let case = Case::new(dims, true);
+    for score in [Score::Content, Score::Relative(Shaw::new(2)), Score::Combined(Shaw::new(2))] {
+        let subject = Subject::kernelized(&KernelizedAttention { score, ..Default::default() });
+        let refused = rejection::wrong_calls::<f32>(&subject, &case);
+        let refused = refused.and_then(|()| rejection::wrong_calls::<f64>(&subject, &case));
+        if let Err(failure) = refused {
+            panic!("{failure}\n    {}", subject.label);
+        }
+    }
+}
+
+#[test]
+fn options_without_meaning_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
+    let (causal, bidirectional) = (Case::new(dims, true), Case::new(dims, false));
+    let with = |decay: Vec<f64>| KernelizedAttention { decay: Some(decay), ..Default::default() };
+    for (attention, case) in [
+        (with(vec![0.5, 0.5]), &bidirectional),
+        (with(vec![0.5]), &causal),
+        (with(vec![0.5; 4]), &causal),
+        (with(vec![0.0, 0.5]), &causal),
+        (with(vec![0.5, 1.5]), &causal),
+        (with(vec![0.5, f64::NAN]), &causal),
+        (with(vec![-0.5, 0.5]), &causal),
+    ] {
+        if let Err(failure) = rejection::refuses::<f32>(&Subject::kernelized(&attention), case, "decay") {
+            panic!("{failure}");
+        }
+    }
+}
+
+/// A radius that no table can have must not overflow on the way to the error.
+#[test]
+fn a_radius_beyond_all_bounds_is_refused() {
+    use longspan_kernels::{Call, Mask, Mechanism, View};
+    let shape = [1, 1, 1, 1];
+    for radius in [usize::MAX, usize::MAX / 2, isize::MAX as usize, 1 << 40] {
+        for shared in [true, false] {
+            let shaw = Shaw { shared, map: RelativeMap::Same, radius };
+            let attention = KernelizedAttention { score: Score::Combined(shaw), ..Default::default() };
+            let call = Call {
+                dims: Dims::square(1, 1, 1, 1),
+                q: View::contiguous(&[1.0f32], shape),
+                k: View::contiguous(&[1.0], shape),
+                v: View::contiguous(&[1.0], shape),
+                parameters: &[&[1.0]],
+                mask: Mask::causal(),
+                initial_state: None,
+            };
+            let error = Mechanism::<f32>::check(&attention, &call).expect_err("a table of one row was taken");
+            assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
+        }
+    }
+}

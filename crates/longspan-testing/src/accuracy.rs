@@ -1,0 +1,190 @@
+//! Against the definition: outputs, denominators, gradients.
+
+use longspan_kernels::{Error, KernelizedAttention};
+
+use crate::case::{Case, Inputs};
+use crate::compare::{Failure, close, ensure};
+use crate::execute::{self, Backward, Forward};
+use crate::random::Random;
+use crate::subject::{Number, Subject};
+
+/// The inputs whose outputs and gradients are the sums of the magnitudes that those of `inputs` are the sums of.
+fn magnitudes(subject: &Subject, inputs: &Inputs<f64>) -> Inputs<f64> {
+    let absolute = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+    let features = |x: &[f64]| if subject.assumptions.signed_features { absolute(x) } else { x.to_vec() };
+    let parameter = |x: &Vec<f64>| if subject.assumptions.signed_parameters { absolute(x) } else { x.clone() };
+    Inputs {
+        q: features(&inputs.q),
+        k: features(&inputs.k),
+        v: absolute(&inputs.v),
+        parameters: inputs.parameters.iter().map(parameter).collect(),
+        d_out: absolute(&inputs.d_out),
+    }
+}
+
+/// The scale of every output for [`close`].
+pub fn forward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<Forward<f64>, Error> {
+    execute::forward(subject, case, &magnitudes(subject, inputs))
+}
+
+/// The scale of every gradient for [`close`].
+///
+/// With values and `d_out` positive and the output's sign turned, both terms of `G·v_j − G·A` are positive in every
+/// gradient: it comes out as the sum of the magnitudes of its terms.
+pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<Backward<f64>, Error> {
+    let inputs = magnitudes(subject, inputs);
+    let mut forward = execute::forward(subject, case, &inputs)?;
+    for out in &mut forward.out {
+        *out = -*out;
+    }
+    execute::backward(subject, case, &inputs, &forward)
+}
+
+/// Names the gradients.
+pub fn gradient_names(inputs: &Inputs<f64>) -> Vec<String> {
+    let parameters = (0..inputs.parameters.len()).map(|n| format!("gradient of parameter {n}"));
+    ["dq", "dk", "dv"].into_iter().map(str::to_owned).chain(parameters).collect()
+}
+
+/// Terms of the sums that gradients are: a parameter may be shared by all heads and batch entries.
+pub fn gradient_terms(case: &Case) -> usize {
+    case.terms() * case.dims.batch.max(1) * case.dims.heads.max(1)
+}
+
+/// Outputs and denominators are those of the definition.
+pub fn forward<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case);
+    forward_of::<T>(subject, case, &inputs)
+}
+
+/// The same on given numbers.
+pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
+    let expected = execute::reference(subject, case, inputs)?;
+    let scale = execute::reference(subject, case, &magnitudes(subject, inputs))?;
+    let got = execute::forward::<T>(subject, case, &inputs.cast())?;
+    close("out", &got.out, &expected.out, &scale.out, case.terms())?;
+    if subject.assumptions.true_denominators {
+        close("denominators", &got.denominators, &expected.denominators, &scale.denominators, case.terms())?;
+    }
+    let dims = &case.dims;
+    for row in 0..dims.batch * dims.heads * dims.queries {
+        let (batch, i) = (row / (dims.heads * dims.queries), row % dims.queries);
+        let out = &got.out[row * dims.value_dim..][..dims.value_dim];
+        let sees = (0..dims.keys).any(|j| case.sees(batch, i, j));
+        ensure(sees || out.iter().all(|&x| x == T::ZERO), || format!("row {row} sees nothing and gives {out:?}"))?;
+    }
+    Ok(())
+}
+
+/// Distance of the points of the difference quotient. Its truncation error falls with the fourth power of the ratio to
+/// the smallest input that [`Random::normal`] gives, 1/64: below 2e-9.
+const STEP: f64 = 1e-4;
+
+/// What the difference quotient is good for, relative to the sum of the magnitudes of its terms.
+const QUOTIENT: f64 = 1e-6;
+
+/// Doubles: gradients against difference quotients of the *definition*, along random directions for every input.
+pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case);
+    let forward = execute::forward::<f64>(subject, case, &inputs)?;
+    let backward = execute::backward(subject, case, &inputs, &forward)?;
+    let mut random = Random::new(case.seed ^ 0xD1FF);
+    for (which, (name, gradient)) in gradient_names(&inputs).iter().zip(&backward.gradients).enumerate() {
+        ensure(gradient.iter().all(|x| x.is_finite()), || format!("{name} is not finite or was not written"))?;
+        let direction: Vec<f64> = gradient.iter().map(|_| if random.chance(0.5) { 1.0 } else { -1.0 }).collect();
+        let loss = |step: f64| -> Result<(f64, f64), Error> {
+            let mut moved = inputs.clone();
+            let tensor = match which {
+                0 => &mut moved.q,
+                1 => &mut moved.k,
+                2 => &mut moved.v,
+                n => &mut moved.parameters[n - 3],
+            };
+            tensor.iter_mut().zip(&direction).for_each(|(x, e)| *x += step * e);
+            let out = execute::reference(subject, case, &moved)?.out;
+            let terms = out.iter().zip(&inputs.d_out).map(|(a, g)| a * g);
+            Ok((terms.clone().sum(), terms.map(f64::abs).sum()))
+        };
+        let (near, size) = (loss(STEP)?.0 - loss(-STEP)?.0, loss(0.0)?.1);
+        let far = loss(2.0 * STEP)?.0 - loss(-2.0 * STEP)?.0;
+        let expected = (8.0 * near - far) / (12.0 * STEP);
+        let got: f64 = gradient.iter().zip(&direction).map(|(g, e)| g * e).sum();
+        let scale: f64 = gradient.iter().map(|g| g.abs()).sum();
+        let allowed = QUOTIENT * scale + 10.0 * f64::EPSILON * (case.terms() as f64).sqrt() * size / STEP;
+        ensure(scale > 0.0 || expected.abs() <= allowed, || {
+            format!("{name} is zero, but the output moves by {expected:e} with its input")
+        })?;
+        ensure((got - expected).abs() <= allowed, || {
+            format!("{name}: along a direction got {got:e}, expected {expected:e}, allowed {allowed:e}")
+        })?;
+    }
+    no_gradient_where_nothing_is_seen(subject, case, &backward)
+}
+
+/// Keys that no query sees, and keys of a mechanism that reads none, have gradients of exactly 0.
+pub fn no_gradient_where_nothing_is_seen<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    backward: &Backward<T>,
+) -> Result<(), Failure> {
+    let dims = &case.dims;
+    for batch in 0..dims.batch {
+        for j in 0..dims.keys {
+            let seen = case.is_seen(batch, j);
+            for head in 0..dims.kv_heads {
+                let token = (batch * dims.kv_heads + head) * dims.keys + j;
+                for (name, gradient, width, matters) in [
+                    ("dk", &backward.gradients[1], dims.head_dim, seen && subject.assumptions.content),
+                    ("dv", &backward.gradients[2], dims.value_dim, seen),
+                ] {
+                    let row = &gradient[token * width..][..width];
+                    ensure(matters || row.iter().all(|&x| x == T::ZERO), || {
+                        format!("{name} of key {j} of batch {batch}, which nothing sees, is {row:?}")
+                    })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Singles: gradients are those in doubles.
+pub fn gradient_in_singles(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    gradient_in_singles_of(subject, case, &execute::random(subject, case))
+}
+
+/// The same on given numbers.
+pub fn gradient_in_singles_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
+    let forward = execute::forward::<f64>(subject, case, inputs)?;
+    let expected = execute::backward(subject, case, inputs, &forward)?;
+    let scale = backward_scale(subject, case, inputs)?;
+    let single = inputs.cast::<f32>();
+    let forward = execute::forward(subject, case, &single)?;
+    let got = execute::backward(subject, case, &single, &forward)?;
+    for (n, name) in gradient_names(inputs).iter().enumerate() {
+        close(name, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(case))?;
+    }
+    no_gradient_where_nothing_is_seen(subject, case, &got)
+}
+
+/// Every algorithm gives the outputs and gradients of every other.
+pub fn algorithms_agree<T: Number>(attention: &KernelizedAttention, case: &Case) -> Result<(), Failure> {
+    let subjects = Subject::every_algorithm(attention);
+    let inputs = execute::random(&subjects[0], case);
+    let forward = execute::forward::<f64>(&subjects[0], case, &inputs)?;
+    let backward = execute::backward(&subjects[0], case, &inputs, &forward)?;
+    let (forward_scale, backward_scale) =
+        (forward_scale(&subjects[0], case, &inputs)?, backward_scale(&subjects[0], case, &inputs)?);
+    for subject in &subjects {
+        let inputs_t = inputs.cast::<T>();
+        let got = execute::forward(subject, case, &inputs_t)?;
+        let what = |name: &str| format!("{name} by {}", subject.label);
+        close(&what("out"), &got.out, &forward.out, &forward_scale.out, case.terms())?;
+        let got = execute::backward(subject, case, &inputs_t, &got)?;
+        for (n, name) in gradient_names(&inputs).iter().enumerate() {
+            let (expected, scale) = (&backward.gradients[n], &backward_scale.gradients[n]);
+            close(&what(name), &got.gradients[n], expected, scale, gradient_terms(case))?;
+        }
+    }
+    Ok(())
+}

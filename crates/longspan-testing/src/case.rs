@@ -1,0 +1,171 @@
+//! One call: its sizes, its mask and the seed of its numbers; then the numbers.
+
+use longspan_kernels::{Call, Dims, Keys, Mask, Order, Parameter, State, View};
+
+use crate::random::Random;
+use crate::subject::Number;
+
+/// Which keys are there; [`Keys`] with its numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeyMask {
+    /// All of them.
+    All,
+    /// The first few of each batch entry.
+    Lengths(Vec<usize>),
+    /// `true` means ignored.
+    Padding(Vec<bool>),
+    /// Several sequences end to end.
+    Packed {
+        /// Boundaries on the query axis.
+        queries: Vec<usize>,
+        /// Boundaries on the key axis.
+        keys: Vec<usize>,
+    },
+}
+
+/// One call without its numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    /// All sizes.
+    pub dims: Dims,
+    /// Whether a query sees only `j ≤ i + offset`.
+    pub causal: bool,
+    /// Where query 0 stands on the key axis.
+    pub offset: isize,
+    /// Which keys are there.
+    pub keys: KeyMask,
+    /// Draw q, k and the parameters positive: for maps that keep signs, under which a denominator may come near zero
+    /// and no tolerance would mean anything.
+    pub positive: bool,
+    /// Of the numbers.
+    pub seed: u64,
+}
+
+impl Case {
+    /// A call over all keys.
+    pub fn new(dims: Dims, causal: bool) -> Self {
+        Self { dims, causal, offset: 0, keys: KeyMask::All, positive: false, seed: 1 }
+    }
+
+    /// The mask that kernels take.
+    pub fn mask(&self) -> Mask<'_> {
+        let keys = match &self.keys {
+            KeyMask::All => Keys::All,
+            KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
+            KeyMask::Padding(ignored) => Keys::Padding(ignored),
+            KeyMask::Packed { queries, keys } => Keys::Packed { queries, keys },
+        };
+        let order = if self.causal { Order::Causal } else { Order::Bidirectional };
+        Mask { order, offset: self.offset, keys }
+    }
+
+    /// Whether key `j` is ignored whatever the query.
+    pub fn ignores(&self, batch: usize, j: usize) -> bool {
+        match &self.keys {
+            KeyMask::All | KeyMask::Packed { .. } => false,
+            KeyMask::Lengths(lengths) => j >= lengths[batch],
+            KeyMask::Padding(ignored) => ignored[batch * self.dims.keys + j],
+        }
+    }
+
+    /// Whether query `i` sees key `j`; written without the kernels' own code.
+    pub fn sees(&self, batch: usize, i: usize, j: usize) -> bool {
+        if self.ignores(batch, j) {
+            return false;
+        }
+        let (mut query, mut key) = (i as isize, j as isize);
+        if let KeyMask::Packed { queries, keys } = &self.keys {
+            let sequence = |bounds: &[usize], n: usize| bounds.iter().filter(|&&bound| bound <= n).count() - 1;
+            let own = sequence(queries, i);
+            if own != sequence(keys, j) {
+                return false;
+            }
+            query -= queries[own] as isize;
+            key -= keys[own] as isize;
+        }
+        !self.causal || key <= query + self.offset
+    }
+
+    /// Whether any query of the batch entry sees key `j`.
+    pub fn is_seen(&self, batch: usize, j: usize) -> bool {
+        (0..self.dims.queries).any(|i| self.sees(batch, i, j))
+    }
+
+    /// Terms in the longest sum of a call: what a rounding error grows with.
+    pub fn terms(&self) -> usize {
+        self.dims.queries.max(self.dims.keys) * self.dims.group().max(1)
+            + self.dims.head_dim
+            + self.dims.value_dim
+            + self.dims.batch
+    }
+}
+
+/// The numbers of a call and the gradient of its output; row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Inputs<T> {
+    /// `[batch, heads, queries, head_dim]`.
+    pub q: Vec<T>,
+    /// `[batch, kv_heads, keys, head_dim]`.
+    pub k: Vec<T>,
+    /// `[batch, kv_heads, keys, value_dim]`.
+    pub v: Vec<T>,
+    /// As the mechanism lists them.
+    pub parameters: Vec<Vec<T>>,
+    /// The gradient of the output, as the output.
+    pub d_out: Vec<T>,
+}
+
+impl Inputs<f64> {
+    /// Normal numbers, the same whatever the mechanism except for its parameters.
+    pub fn random(case: &Case, parameters: &[Parameter]) -> Self {
+        let mut random = Random::new(case.seed);
+        let len = |shape: [usize; 4]| shape.iter().product::<usize>();
+        let mut draw = |len: usize, positive: bool| -> Vec<f64> {
+            (0..len).map(|_| if positive { random.normal().abs() } else { random.normal() }).collect()
+        };
+        Self {
+            q: draw(len(case.dims.q()), case.positive),
+            k: draw(len(case.dims.k()), case.positive),
+            v: draw(len(case.dims.v()), false),
+            d_out: draw(len(case.dims.out()), false),
+            parameters: parameters.iter().map(|p| draw(p.len(), case.positive)).collect(),
+        }
+    }
+
+    /// In another number type.
+    pub fn cast<T: Number>(&self) -> Inputs<T> {
+        let cast = |x: &Vec<f64>| x.iter().map(|&x| T::from_f64(x)).collect();
+        Inputs {
+            q: cast(&self.q),
+            k: cast(&self.k),
+            v: cast(&self.v),
+            d_out: cast(&self.d_out),
+            parameters: self.parameters.iter().map(cast).collect(),
+        }
+    }
+}
+
+impl<T: Number> Inputs<T> {
+    /// Hands the call to `body`.
+    pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
+        let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();
+        body(&Call {
+            dims: case.dims,
+            q: View::contiguous(&self.q, case.dims.q()),
+            k: View::contiguous(&self.k, case.dims.k()),
+            v: View::contiguous(&self.v, case.dims.v()),
+            parameters: &parameters,
+            mask: case.mask(),
+            initial_state,
+        })
+    }
+
+    /// Overwrites key and value `j` of one batch entry, all heads.
+    pub fn overwrite_key(&mut self, dims: &Dims, batch: usize, j: usize, key: T, value: T) {
+        for head in 0..dims.kv_heads {
+            let token = (batch * dims.kv_heads + head) * dims.keys + j;
+            self.k[token * dims.head_dim..][..dims.head_dim].fill(key);
+            self.v[token * dims.value_dim..][..dims.value_dim].fill(value);
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! How far a result may be from the truth, and how a failure tells.
+
+use std::fmt;
+
+use longspan_kernels::Error;
+
+use crate::subject::Number;
+
+/// What a check found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure(pub String);
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self(format!("refused a call that makes sense: {error}"))
+    }
+}
+
+/// Fails with `message` unless `condition`.
+pub fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failure> {
+    if condition { Ok(()) } else { Err(Failure(message())) }
+}
+
+/// Roundings on the way of one term: two feature maps at up to two ulps each, a product, a division, a rescaling.
+const ROUNDINGS: f64 = 8.0;
+
+/// The only tolerance of the suite: `c · eps · √terms · scale`.
+///
+/// `scale` is the sum of the magnitudes that the exact value is the sum of, so that cancellation is paid for and
+/// nothing else is; rounding errors of `terms` additions add up like a random walk.
+pub fn tolerance<T: Number>(terms: usize, scale: f64) -> f64 {
+    ROUNDINGS * T::EPSILON.to_f64() * (terms.max(1) as f64).sqrt() * scale
+}
+
+/// What underflow may take from a sum of `terms`: a feature or weight below the least normal number counts as 0, and
+/// the factors that it is multiplied by are at most as large as the largest scale of the tensor.
+fn underflow<T: Number>(terms: usize, scale: &[f64]) -> f64 {
+    let least = if size_of::<T>() == 4 { f64::from(f32::MIN_POSITIVE) } else { f64::MIN_POSITIVE };
+    least * terms as f64 * scale.iter().copied().fold(1.0, f64::max)
+}
+
+/// Checks every element against `expected` under [`tolerance`], and tells of the worst.
+pub fn close<T: Number>(what: &str, got: &[T], expected: &[f64], scale: &[f64], terms: usize) -> Result<(), Failure> {
+    assert_eq!(expected.len(), scale.len(), "{what}: a check without scales");
+    ensure(got.len() == expected.len(), || format!("{what}: {} elements instead of {}", got.len(), expected.len()))?;
+    let lost = underflow::<T>(terms, scale);
+    let allowed = |scale: f64| if scale == 0.0 { 0.0 } else { tolerance::<T>(terms, scale) + lost };
+    let mut worst: Option<(f64, usize)> = None;
+    for (n, ((&got, &expected), &scale)) in got.iter().zip(expected).zip(scale).enumerate() {
+        let error = (got.to_f64() - expected).abs();
+        let ratio = if error.is_nan() { f64::INFINITY } else { error / allowed(scale) };
+        let same = got.to_f64() == expected || (got.to_f64().is_nan() && expected.is_nan());
+        if !same && ratio > 1.0 && worst.is_none_or(|(w, _)| ratio > w) {
+            worst = Some((ratio, n));
+        }
+    }
+    let Some((ratio, n)) = worst else { return Ok(()) };
+    let wrong = got.iter().zip(expected).zip(scale).filter(|((g, e), s)| {
+        let error = (g.to_f64() - **e).abs();
+        error.is_nan() || error > allowed(**s)
+    });
+    Err(Failure(format!(
+        "{what}: {} of {} elements beyond tolerance, worst at {n}: got {:e}, expected {:e}, scale {:e}, {ratio:.1} × the \
+         tolerance",
+        wrong.count(),
+        got.len(),
+        got[n].to_f64(),
+        expected[n],
+        scale[n],
+    )))
+}
+
+/// Checks that all bits are equal, and tells of the first that is not.
+pub fn same_bits<T: Number>(what: &str, got: &[T], expected: &[T]) -> Result<(), Failure> {
+    ensure(got.len() == expected.len(), || format!("{what}: {} elements instead of {}", got.len(), expected.len()))?;
+    match got.iter().zip(expected).position(|(a, b)| a.bits() != b.bits()) {
+        None => Ok(()),
+        Some(n) => {
+            Err(Failure(format!("{what}: element {n} is {:e} instead of {:e}", got[n].to_f64(), expected[n].to_f64())))
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! Cases that hit every boundary of the kernels: lengths around a chunk, radii around a length, offsets, masks, shapes.
+//!
+//! The full product has millions of cases. A [`Deck`] deals every level of a factor equally often in random order, so
+//! that a few hundred cases hold each level many times and nearly every pair of levels.
+
+use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
+
+use crate::case::{Case, KeyMask};
+use crate::random::Random;
+
+/// Deals the levels of a factor, each equally often.
+struct Deck<T> {
+    levels: Vec<T>,
+    order: Vec<usize>,
+}
+
+impl<T: Clone> Deck<T> {
+    fn new(levels: impl IntoIterator<Item = T>) -> Self {
+        Self { levels: levels.into_iter().collect(), order: Vec::new() }
+    }
+
+    fn deal(&mut self, random: &mut Random) -> T {
+        if self.order.is_empty() {
+            self.order = (0..self.levels.len()).collect();
+            random.shuffle(&mut self.order);
+        }
+        self.levels[self.order.pop().unwrap_or(0)].clone()
+    }
+}
+
+/// Rows of a chunk of the kernels.
+const CHUNK: usize = 64;
+
+/// Lengths: none, a few, around one chunk, and a prime beyond two.
+pub const LENGTHS: [usize; 10] = [0, 1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1, 131];
+
+/// Lengths for checks that run many calls.
+pub const SHORT_LENGTHS: [usize; 8] = [0, 1, 2, 3, 8, 13, CHUNK + 1, 97];
+
+/// `k` of a radius, or beyond the longer of the two sequences.
+#[derive(Debug, Clone, Copy)]
+enum Radius {
+    Of(usize),
+    BeyondLength,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Offset {
+    Of(isize),
+    AlignEnds,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum MaskKind {
+    All,
+    Lengths,
+    Padding,
+    NothingThere,
+    Packed,
+}
+
+/// `count` mechanisms with a case each.
+pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
+    let mut random = Random::new(seed);
+    let random = &mut random;
+    let mut queries = Deck::new(lengths.iter().copied());
+    let mut keys = Deck::new(lengths.iter().copied());
+    let mut same_length = Deck::new([true, false, false]);
+    let mut score = Deck::new(["content", "relative", "combined", "combined"]);
+    let mut radius = Deck::new([0, 1, 2, 3, 6, 20].map(Radius::Of).into_iter().chain([Radius::BeyondLength]));
+    let mut shared = Deck::new([true, false]);
+    let mut map = Deck::new([RelativeMap::Same, RelativeMap::Same, RelativeMap::Identity]);
+    let mut feature_map = Deck::new(FeatureMap::ALL);
+    let mut normalize = Deck::new([true, true, false]);
+    let mut causal = Deck::new([true, true, false]);
+    let mut offset = Deck::new([Offset::Of(0), Offset::Of(0), Offset::AlignEnds, Offset::Of(2), Offset::Of(-3)]);
+    let mut mask = Deck::new([
+        MaskKind::All,
+        MaskKind::All,
+        MaskKind::Lengths,
+        MaskKind::Padding,
+        MaskKind::NothingThere,
+        MaskKind::Packed,
+    ]);
+    // (d, dv): narrow, wider than a vector register, one column, whole registers.
+    let mut widths = Deck::new([(4, 4), (5, 3), (3, 17), (16, 16), (8, 1), (1, 5), (33, 7)]);
+    let mut heads = Deck::new([(1, 1), (2, 2), (4, 2), (3, 1)]);
+    let mut batch = Deck::new([1, 1, 2, 3]);
+    let mut decay = Deck::new([false, false, true]);
+    let mut algorithm = Deck::new(Algorithm::ALL);
+
+    (0..count)
+        .map(|n| {
+            let same_length = same_length.deal(random);
+            let queries = queries.deal(random);
+            let keys = if same_length { queries } else { keys.deal(random) };
+            let ((head_dim, value_dim), (heads, kv_heads)) = (widths.deal(random), heads.deal(random));
+            let mask = mask.deal(random);
+            let batch = if matches!(mask, MaskKind::Packed) { 1 } else { batch.deal(random) };
+            let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+            let radius = match radius.deal(random) {
+                Radius::Of(radius) => radius,
+                Radius::BeyondLength => queries.max(keys) + 3,
+            };
+            let shaw = Shaw { radius, map: map.deal(random), shared: shared.deal(random) };
+            let score = match score.deal(random) {
+                "content" => Score::Content,
+                "relative" => Score::Relative(shaw),
+                _ => Score::Combined(shaw),
+            };
+            let causal = causal.deal(random);
+            let decay = (decay.deal(random) && causal)
+                .then(|| (0..kv_heads).map(|_| [1.0, 0.5, 0.97][random.below(3)]).collect());
+            let attention = KernelizedAttention {
+                feature_map: feature_map.deal(random),
+                score,
+                decay,
+                normalize: normalize.deal(random),
+                algorithm: algorithm.deal(random),
+            };
+            let signed = attention.feature_map == FeatureMap::Identity
+                || attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+            let case = Case {
+                dims,
+                causal,
+                offset: match offset.deal(random) {
+                    Offset::Of(offset) => offset,
+                    Offset::AlignEnds => keys as isize - queries as isize,
+                },
+                keys: key_mask(random, mask, &dims),
+                positive: signed && attention.normalize,
+                seed: seed.wrapping_mul(1_000_003).wrapping_add(n as u64),
+            };
+            (attention, case)
+        })
+        .collect()
+}
+
+/// `count` mechanisms with a causal self-attention case each, for streaming.
+pub fn streaming(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
+    let mut lengths = Deck::new([1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1, 131, 200]);
+    let mut random = Random::new(seed ^ 0x5EED);
+    kernelized(seed, count, &LENGTHS)
+        .into_iter()
+        .map(|(attention, case)| {
+            let length = lengths.deal(&mut random);
+            let dims = Dims { queries: length, keys: length, ..case.dims };
+            (attention, Case { dims, causal: true, offset: 0, keys: KeyMask::All, ..case })
+        })
+        .collect()
+}
+
+fn key_mask(random: &mut Random, kind: MaskKind, dims: &Dims) -> KeyMask {
+    match kind {
+        MaskKind::All => KeyMask::All,
+        MaskKind::Lengths => KeyMask::Lengths((0..dims.batch).map(|_| random.below(dims.keys + 1)).collect()),
+        MaskKind::Padding => KeyMask::Padding((0..dims.batch * dims.keys).map(|_| random.chance(0.4)).collect()),
+        MaskKind::NothingThere => KeyMask::Padding(vec![true; dims.batch * dims.keys]),
+        MaskKind::Packed => {
+            // Some sequences have no queries, some no keys.
+            let sequences = 1 + random.below(4);
+            let mut bounds = |tokens: usize| {
+                let mut inner: Vec<usize> = (1..sequences).map(|_| random.below(tokens + 1)).collect();
+                inner.sort_unstable();
+                std::iter::once(0).chain(inner).chain([tokens]).collect::<Vec<_>>()
+            };
+            KeyMask::Packed { queries: bounds(dims.queries), keys: bounds(dims.keys) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_hundred_cases_hold_every_boundary() {
+        let cases = kernelized(1, 400, &LENGTHS);
+        for length in LENGTHS {
+            assert!(cases.iter().any(|(_, c)| c.dims.queries == length && c.dims.keys != length));
+            assert!(cases.iter().any(|(_, c)| c.dims.keys == length && c.dims.queries != length));
+        }
+        for radius in [0, 1, 2, 3, 6, 20] {
+            for causal in [true, false] {
+                assert!(cases.iter().any(|(a, c)| {
+                    a.score.shaw().is_some_and(|shaw| shaw.radius == radius) && c.causal == causal && c.dims.keys > 60
+                }));
+            }
+        }
+        assert!(cases.iter().any(|(a, c)| a.score.shaw().is_some_and(|s| s.radius > c.dims.keys && c.dims.keys > 60)));
+        for map in FeatureMap::ALL {
+            for causal in [true, false] {
+                assert!(cases.iter().any(|(a, c)| a.feature_map == map && c.causal == causal && c.dims.queries > 60));
+            }
+        }
+        for algorithm in Algorithm::ALL {
+            assert!(cases.iter().any(|(a, c)| a.algorithm == algorithm && c.dims.queries > 60 && c.dims.keys > 60));
+        }
+        let kinds: [fn(&KeyMask) -> bool; 4] = [
+            |k| matches!(k, KeyMask::Lengths(n) if n.iter().any(|&n| n > 1)),
+            |k| matches!(k, KeyMask::Padding(p) if p.contains(&true) && p.contains(&false)),
+            |k| matches!(k, KeyMask::Padding(p) if p.len() > 60 && !p.contains(&false)),
+            |k| matches!(k, KeyMask::Packed { queries, .. } if queries.len() > 2),
+        ];
+        for kind in kinds {
+            assert!(cases.iter().any(|(_, c)| kind(&c.keys) && c.causal && c.dims.keys > 60));
+            assert!(cases.iter().any(|(_, c)| kind(&c.keys) && !c.causal && c.dims.keys > 60));
+        }
+        assert!(cases.iter().any(|(a, _)| a.decay.is_some()));
+        assert!(cases.iter().any(|(a, _)| !a.normalize));
+    }
+}

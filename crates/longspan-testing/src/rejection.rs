@@ -1,0 +1,340 @@
+//! Wrong calls: each gives an error that names operation, argument, expected and got, and writes nothing.
+
+use longspan_kernels::{
+    Call, Cotangent, Error, Gradients, Keys, Mask, Mechanism, Output, Scratch, Token, View, ViewMut,
+};
+
+use crate::case::{Case, Inputs};
+use crate::compare::{Failure, ensure};
+use crate::execute;
+use crate::subject::{Number, Subject};
+
+/// What stands in outputs that must stay as they are.
+const MARK: f64 = 1234.5;
+
+/// Checks that an error names the operation and says what is wrong.
+pub fn names_the_fault(what: &str, operation: &str, argument: &str, error: &Error) -> Result<(), Failure> {
+    let text = error.to_string();
+    match error {
+        Error::Argument { operation: own, argument: at, expected, got } => {
+            ensure(*own == operation && !expected.is_empty() && !got.is_empty(), || format!("{what}: {text}"))?;
+            ensure(at.contains(argument), || format!("{what}: blames {at:?} instead of {argument:?}: {text}"))
+        }
+        Error::Unsupported { operation: own, combination, mend } => {
+            ensure(*own == operation && !mend.is_empty(), || format!("{what}: {text}"))?;
+            ensure(combination.contains(argument), || format!("{what}: blames {combination:?}, not {argument:?}"))
+        }
+        other => Err(Failure(format!("{what}: {other}"))),
+    }
+}
+
+/// One wrong call: what is wrong, the argument to be blamed, and how a good call is spoilt.
+type Spoil<T> = (&'static str, &'static str, for<'a> fn(&mut Call<'a, T>));
+
+/// Calls spoilt in their inputs; forward, backward and the reference's check see the same.
+fn spoilt_inputs<T: Number>() -> Vec<Spoil<T>> {
+    vec![
+        ("q too short", "q", |call| call.q = View::contiguous(&[], call.dims.q())),
+        ("k too short", "k", |call| call.k = View::contiguous(&[], call.dims.k())),
+        ("v too short", "v", |call| call.v = View::contiguous(&[], call.dims.v())),
+        ("strides beyond q", "q", |call| call.q = View::strided(&[], [usize::MAX, usize::MAX, usize::MAX])),
+        ("heads no multiple of key heads", "heads", |call| call.dims.kv_heads = 3),
+        ("no key heads", "heads", |call| call.dims.kv_heads = 0),
+        ("sizes beyond memory", "dims", |call| call.dims.queries = usize::MAX),
+        ("too few key lengths", "key lengths", |call| call.mask.keys = Keys::Lengths(&[1])),
+        ("a key length beyond the keys", "key lengths", |call| call.mask.keys = Keys::Lengths(&[1, 1000])),
+        ("key padding too short", "key padding", |call| call.mask.keys = Keys::Padding(&[false; 3])),
+        ("key padding too long", "key padding", |call| call.mask.keys = Keys::Padding(&[false; 99])),
+        ("packed with a batch of 2", "batch", |call| {
+            call.mask.keys = Keys::Packed { queries: &[0, 5], keys: &[0, 6] };
+        }),
+        ("offset beyond all bounds", "offset", |call| call.mask.offset = isize::MAX),
+        ("offset beyond all bounds, below", "offset", |call| call.mask.offset = isize::MIN),
+        ("parameters missing or too many", "parameters", |call| {
+            call.parameters = if call.parameters.is_empty() { &[&[]] } else { &[] };
+        }),
+    ]
+}
+
+/// Spoilt for a batch of 1.
+fn spoilt_boundaries<T: Number>() -> Vec<Spoil<T>> {
+    vec![
+        ("packed boundaries of different number", "packed", |call| {
+            call.mask.keys = Keys::Packed { queries: &[0, 5], keys: &[0, 3, 6] };
+        }),
+        ("packed boundaries that do not start at 0", "packed query boundaries", |call| {
+            call.mask.keys = Keys::Packed { queries: &[1, 5], keys: &[0, 6] };
+        }),
+        ("packed boundaries that end early", "packed key boundaries", |call| {
+            call.mask.keys = Keys::Packed { queries: &[0, 5], keys: &[0, 5] };
+        }),
+        ("packed boundaries that fall", "packed query boundaries", |call| {
+            call.mask.keys = Keys::Packed { queries: &[0, 4, 2, 5], keys: &[0, 1, 2, 6] };
+        }),
+        ("no packed boundaries", "packed query boundaries", |call| {
+            call.mask.keys = Keys::Packed { queries: &[], keys: &[] };
+        }),
+    ]
+}
+
+/// Outputs and gradients full of marks, to see that nothing was written.
+struct Marked<T> {
+    forward: [Vec<T>; 2],
+    gradients: [Vec<T>; 3],
+    parameters: Vec<Vec<T>>,
+}
+
+impl<T: Number> Marked<T> {
+    fn new(case: &Case, inputs: &Inputs<T>) -> Self {
+        let marks = |len: usize| vec![T::from_f64(MARK); len];
+        let rows = case.dims.batch * case.dims.heads * case.dims.queries;
+        Self {
+            forward: [marks(inputs.d_out.len()), marks(rows)],
+            gradients: [marks(inputs.q.len()), marks(inputs.k.len()), marks(inputs.v.len())],
+            parameters: inputs.parameters.iter().map(|p| marks(p.len())).collect(),
+        }
+    }
+
+    fn untouched(&self, what: &str) -> Result<(), Failure> {
+        let all = self.forward.iter().chain(&self.gradients).chain(&self.parameters);
+        let touched = all.flatten().any(|x| x.to_f64() != MARK);
+        ensure(!touched, || format!("{what}: something was written before the error"))
+    }
+}
+
+fn refused(what: &str, operation: &str, argument: &str, result: Result<(), Error>) -> Result<(), Failure> {
+    match result {
+        Ok(()) => Err(Failure(format!("{what}: was taken"))),
+        Err(error) => names_the_fault(what, operation, argument, &error),
+    }
+}
+
+/// Forward and backward on one call into marked memory; both must refuse.
+fn both_refuse<T: Number>(
+    what: &str,
+    argument: &str,
+    mechanism: &dyn Mechanism<T>,
+    call: &Call<'_, T>,
+    case: &Case,
+    inputs: &Inputs<T>,
+) -> Result<(), Failure> {
+    let dims = &case.dims;
+    let mut marked = Marked::new(case, inputs);
+    refused(&format!("check: {what}"), mechanism.name(), argument, mechanism.check(call))?;
+    let [out, denominators] = &mut marked.forward;
+    let output =
+        Output { out: ViewMut::contiguous(out, dims.out()), denominators: Some(denominators), final_state: None };
+    let result = mechanism.forward(call, output, &mut Scratch::new());
+    refused(&format!("forward: {what}"), mechanism.name(), argument, result)?;
+    marked.untouched(what)?;
+    let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+    let cotangent = Cotangent {
+        out: View::contiguous(&inputs.d_out, dims.out()),
+        denominators: &rows,
+        d_out: View::contiguous(&inputs.d_out, dims.out()),
+    };
+    let [dq, dk, dv] = &mut marked.gradients;
+    let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
+    let gradients = Gradients {
+        dq: ViewMut::contiguous(dq, dims.q()),
+        dk: ViewMut::contiguous(dk, dims.k()),
+        dv: ViewMut::contiguous(dv, dims.v()),
+        parameters: &mut slices,
+    };
+    let result = mechanism.backward(call, &cotangent, gradients, &mut Scratch::new());
+    refused(&format!("backward: {what}"), mechanism.name(), argument, result)?;
+    marked.untouched(what)
+}
+
+/// A call that is refused as it stands, for options that have no meaning; both passes must blame `argument`.
+pub fn refuses<T: Number>(subject: &Subject, case: &Case, argument: &str) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case).cast::<T>();
+    inputs.call(case, None, |call| both_refuse(&subject.label, argument, T::mechanism(subject), call, case, &inputs))
+}
+
+/// Every way to spoil a call. The case must be causal with batch 2, 4 heads, 2 key heads, 5 queries, 6 keys.
+pub fn wrong_calls<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let dims = &case.dims;
+    assert_eq!((dims.batch, dims.heads, dims.kv_heads, dims.queries, dims.keys), (2, 4, 2, 5, 6), "the spoilt calls");
+    let mechanism = T::mechanism(subject);
+    let inputs = execute::random(subject, case).cast::<T>();
+    for (what, argument, spoil) in spoilt_inputs::<T>() {
+        inputs.call(case, None, |call| {
+            let mut call = *call;
+            spoil(&mut call);
+            both_refuse(what, argument, mechanism, &call, case, &inputs)
+        })?;
+    }
+    let alone = Case { dims: longspan_kernels::Dims { batch: 1, ..*dims }, ..case.clone() };
+    let one = execute::random(subject, &alone).cast::<T>();
+    for (what, argument, spoil) in spoilt_boundaries::<T>() {
+        one.call(&alone, None, |call| {
+            let mut call = *call;
+            spoil(&mut call);
+            both_refuse(what, argument, mechanism, &call, &alone, &one)
+        })?;
+    }
+    for (n, parameter) in mechanism.parameters(dims).iter().enumerate() {
+        for (what, longer) in [("a parameter one too short", false), ("a parameter one too long", true)] {
+            let mut wrong = inputs.clone();
+            if longer {
+                wrong.parameters[n].push(T::ONE);
+            } else {
+                wrong.parameters[n].pop();
+            }
+            wrong.call(case, None, |call| both_refuse(what, parameter.name, mechanism, call, case, &inputs))?;
+        }
+    }
+    outputs(subject, case, &inputs)?;
+    gradients(subject, case, &inputs)?;
+    states(subject, case, &inputs)?;
+    steps(subject, case, &inputs)
+}
+
+fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
+    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
+    let shape = dims.out();
+    let forward = |what: &str, argument: &str, len: usize, strides: [usize; 3], rows: usize| {
+        let mut marked = Marked::new(case, inputs);
+        marked.forward[0].truncate(len);
+        marked.forward[1].resize(rows, T::from_f64(MARK));
+        let [out, denominators] = &mut marked.forward;
+        let output =
+            Output { out: ViewMut::strided(out, strides), denominators: Some(denominators), final_state: None };
+        let result = inputs.call(case, None, |call| mechanism.forward(call, output, &mut Scratch::new()));
+        refused(what, mechanism.name(), argument, result)?;
+        marked.untouched(what)
+    };
+    let good = [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
+    let (len, rows) = (execute::len(shape), dims.batch * dims.heads * dims.queries);
+    forward("an output too short", "out", len - 1, good, rows)?;
+    forward("an output whose tokens overlap", "out", len, [good[0], good[1], shape[3] - 1], rows)?;
+    forward("an output whose heads are one", "out", len, [good[0], 0, good[2]], rows)?;
+    forward("too few denominators", "denominators", len, good, rows - 1)?;
+    forward("too many denominators", "denominators", len, good, rows + 1)
+}
+
+fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
+    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
+    let row = |shape: [usize; 4]| [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
+    // Which argument is spoilt, and how the error may call it.
+    let spoilt = ["out", "denominators", "d_out", "dq", "dk", "dv", "parameters"];
+    for name in spoilt {
+        let mut marked = Marked::new(case, inputs);
+        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries - usize::from(name == "denominators")];
+        let short = |wrong: bool| if wrong { &inputs.d_out[1..] } else { &inputs.d_out[..] };
+        let cotangent = Cotangent {
+            out: View::contiguous(short(name == "out"), dims.out()),
+            denominators: &rows,
+            d_out: View::contiguous(short(name == "d_out"), dims.out()),
+        };
+        let zero_if = |wrong: bool, strides: [usize; 3]| if wrong { [strides[0], 0, strides[2]] } else { strides };
+        let [dq, dk, dv] = &mut marked.gradients;
+        let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let mut extra = [T::from_f64(MARK)];
+        if name == "parameters" {
+            slices.push(&mut extra);
+        }
+        let gradients = Gradients {
+            dq: ViewMut::strided(dq, zero_if(name == "dq", row(dims.q()))),
+            dk: ViewMut::strided(dk, zero_if(name == "dk", row(dims.k()))),
+            dv: ViewMut::strided(dv, zero_if(name == "dv", row(dims.v()))),
+            parameters: &mut slices,
+        };
+        let result =
+            inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
+        let what = format!("backward with {name} spoilt");
+        refused(&what, mechanism.name(), name, result)?;
+        marked.untouched(&what)?;
+    }
+    if !inputs.parameters.is_empty() {
+        let mut marked = Marked::new(case, inputs);
+        marked.parameters[0].pop();
+        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+        let cotangent = Cotangent {
+            out: View::contiguous(&inputs.d_out, dims.out()),
+            denominators: &rows,
+            d_out: View::contiguous(&inputs.d_out, dims.out()),
+        };
+        let [dq, dk, dv] = &mut marked.gradients;
+        let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(dq, dims.q()),
+            dk: ViewMut::contiguous(dk, dims.k()),
+            dv: ViewMut::contiguous(dv, dims.v()),
+            parameters: &mut slices,
+        };
+        let result =
+            inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
+        refused("the gradient of a parameter one too short", mechanism.name(), "parameters", result)?;
+        marked.untouched("the gradient of a parameter one too short")?;
+    }
+    Ok(())
+}
+
+fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
+    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
+    let state = mechanism.empty_state(dims)?;
+    let wider = mechanism.empty_state(&longspan_kernels::Dims { value_dim: dims.value_dim + 1, ..*dims })?;
+    inputs.call(case, Some(&wider), |call| {
+        both_refuse("an initial state of another shape", "initial_state", mechanism, call, case, inputs)
+    })?;
+    for (what, mask, initial) in [
+        ("a final state of another shape", case.mask(), false),
+        ("a final state under a bidirectional mask", Mask::bidirectional(), false),
+        ("an initial state under a bidirectional mask", Mask::bidirectional(), true),
+    ] {
+        let mut marked = Marked::new(case, inputs);
+        let mut target = if mask == case.mask() { wider.clone() } else { state.clone() };
+        let before = target.clone();
+        let [out, denominators] = &mut marked.forward;
+        let output = Output {
+            out: ViewMut::contiguous(out, dims.out()),
+            denominators: Some(denominators),
+            final_state: (!initial).then_some(&mut target),
+        };
+        let result = inputs.call(case, initial.then_some(&state), |call| {
+            mechanism.forward(&Call { mask, ..*call }, output, &mut Scratch::new())
+        });
+        refused(what, mechanism.name(), "state", result)?;
+        marked.untouched(what)?;
+        ensure(target == before, || format!("{what}: the state was written before the error"))?;
+    }
+    Ok(())
+}
+
+fn steps<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
+    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
+    let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
+    let sizes = [
+        ("q", dims.batch * dims.heads * dims.head_dim),
+        ("k", dims.batch * dims.kv_heads * dims.head_dim),
+        ("v", dims.batch * dims.kv_heads * dims.value_dim),
+        ("out", dims.batch * dims.heads * dims.value_dim),
+    ];
+    for wrong in ["q", "k", "v", "out", "parameters", "nothing"] {
+        let tensors = sizes.map(|(name, len)| vec![T::from_f64(MARK); len + usize::from(name == wrong)]);
+        let [q, k, v, mut out] = tensors;
+        let given: &[&[T]] = match (wrong, parameters.is_empty()) {
+            ("parameters", true) => &[&[]],
+            ("parameters", false) => &[],
+            _ => &parameters,
+        };
+        let mut state = mechanism.empty_state(dims)?;
+        let before = state.clone();
+        let result = mechanism.step(&Token { q: &q, k: &k, v: &v, parameters: given }, &mut state, &mut out);
+        if wrong == "nothing" {
+            // The sizes above are those of a good step: otherwise the refusals would show nothing.
+            result?;
+            continue;
+        }
+        // The sizes of a step are those that q, k and v have together: any of them may be blamed for the others.
+        let Err(error) = result else {
+            return Err(Failure(format!("a step with {wrong} one too long was taken")));
+        };
+        ensure(error.to_string().starts_with(mechanism.name()), || format!("a step with {wrong} wrong: {error}"))?;
+        ensure(state == before, || format!("a step with {wrong} wrong wrote to the state"))?;
+        ensure(out.iter().all(|x| x.to_f64() == MARK), || format!("a step with {wrong} wrong wrote its output"))?;
+    }
+    Ok(())
+}

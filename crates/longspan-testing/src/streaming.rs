@@ -1,0 +1,217 @@
+//! States: whole = chunk after chunk = token by token, and the states agree too.
+
+use longspan_kernels::{Dims, State};
+
+use crate::accuracy::forward_scale;
+use crate::case::{Case, Inputs, KeyMask};
+use crate::compare::{Failure, close, ensure, same_bits};
+use crate::execute;
+use crate::isolation::part;
+use crate::random::Random;
+use crate::subject::{Number, Subject};
+
+/// The numbers of a state with all sums relative to the exponents of `to` and its ring turned as that of `to`, so that
+/// states that differ in nothing but these can be compared.
+fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
+    let shape = state.shape();
+    let sums = shape.features * (shape.value_dim + 1);
+    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
+        let (own, other) = (head[sums], to[sums]);
+        let factor = if own == other { 1.0 } else { (own - other).exp() };
+        head[..sums].iter_mut().for_each(|x| *x *= factor);
+        head[sums] = other;
+        let row = shape.value_dim + 1;
+        let ring = head.len() - shape.ring * row;
+        if shape.ring > 0 {
+            let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
+            head[ring..].rotate_left(own * row);
+            head[ring..].rotate_right(other * row);
+            head[sums + 1] = to[sums + 1];
+        }
+    }
+    numbers
+}
+
+/// Checks a state against the one in doubles, with the state of the magnitudes as scale.
+fn close_states<T: Number>(
+    what: &str,
+    got: &State<T>,
+    expected: &State<f64>,
+    scale: &State<f64>,
+    terms: usize,
+) -> Result<(), Failure> {
+    ensure(got.shape() == expected.shape(), || format!("{what}: shape {:?}", got.shape()))?;
+    // Already rounded to T: the conversion back loses nothing.
+    let got: Vec<T> = relative_to(got, expected).into_iter().map(T::from_f64).collect();
+    close(what, &got, expected.numbers(), &relative_to(scale, expected), terms)
+}
+
+/// How the pieces of a sequence are taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Piece {
+    Chunk,
+    Steps,
+}
+
+/// Ragged pieces of a sequence: empty ones, single tokens, ones longer than a chunk of the kernels.
+fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range<usize>, Piece)> {
+    let mut pieces = vec![(0..0, Piece::Chunk)];
+    let mut start = 0;
+    while start < length {
+        let piece = if random.chance(0.3) { Piece::Steps } else { Piece::Chunk };
+        let longest = if piece == Piece::Steps { 5 } else { [1, 7, 64, 65, 130][random.below(5)] };
+        let end = (start + 1 + random.below(longest)).min(length);
+        pieces.push((start..end, piece));
+        start = end;
+    }
+    pieces.push((length..length, Piece::Chunk));
+    pieces
+}
+
+/// Outputs and final state of a causal sequence, taken whole, in ragged chunks and steps, and step by step. The case
+/// must have as many queries as keys, offset 0 and all keys.
+pub fn pieces_make_the_whole<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case);
+    pieces_make_the_whole_of::<T>(subject, case, &inputs)
+}
+
+/// The same on given numbers.
+pub fn pieces_make_the_whole_of<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<f64>,
+) -> Result<(), Failure> {
+    let dims = &case.dims;
+    assert!(case.causal && case.offset == 0 && dims.queries == dims.keys && case.keys == KeyMask::All, "{case:?}");
+    let (expected, expected_state) = execute::forward_state(subject, case, inputs, None)?;
+    let scale = forward_scale(subject, case, inputs)?;
+    let absolute = Inputs { v: inputs.v.iter().map(|x| x.abs()).collect(), ..inputs.clone() };
+    let absolute = if subject.assumptions.signed_features {
+        Inputs { k: inputs.k.iter().map(|x| x.abs()).collect(), ..absolute }
+    } else {
+        absolute
+    };
+    let state_scale = execute::forward_state(subject, case, &absolute, None)?.1;
+
+    let single = inputs.cast::<T>();
+    let (whole, whole_state) = execute::forward_state(subject, case, &single, None)?;
+    close("out taken whole", &whole.out, &expected.out, &scale.out, case.terms())?;
+    close_states("state taken whole", &whole_state, &expected_state, &state_scale, case.terms())?;
+
+    let mut random = Random::new(case.seed ^ 0x57);
+    let ragged = pieces(&mut random, dims.queries);
+    let all_steps = vec![(0..dims.queries, Piece::Steps)];
+    for plan in [ragged, all_steps] {
+        let mut state = T::mechanism(subject).empty_state(dims)?;
+        let mut out = vec![execute::nan::<T>(); whole.out.len()];
+        for (tokens, piece) in &plan {
+            let rows = match piece {
+                Piece::Steps => execute::steps(subject, case, &single, tokens.clone(), &mut state)?,
+                Piece::Chunk => {
+                    let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+                    let (forward, next) = execute::forward_state(subject, &piece, &numbers, Some(&state))?;
+                    state = next;
+                    forward.out
+                }
+            };
+            let width = tokens.len() * dims.value_dim;
+            for head in 0..dims.batch * dims.heads {
+                out[(head * dims.queries + tokens.start) * dims.value_dim..][..width]
+                    .copy_from_slice(&rows[head * width..][..width]);
+            }
+        }
+        let what = format!("out in pieces {plan:?}");
+        close(&what, &out, &expected.out, &scale.out, case.terms())?;
+        close_states(&format!("state after pieces {plan:?}"), &state, &expected_state, &state_scale, case.terms())?;
+    }
+    Ok(())
+}
+
+/// A state stored and loaded, and one whose batch entries were reordered and repeated, goes on as the original would.
+pub fn states_are_values<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let dims = &case.dims;
+    if dims.queries < 2 || dims.batch == 0 {
+        return Ok(());
+    }
+    let inputs = execute::random(subject, case).cast::<T>();
+    let middle = dims.queries / 2;
+    let (first, numbers) = part(case, &inputs, 0..middle, 0..middle);
+    let state = execute::forward_state(subject, &first, &numbers, None)?.1;
+    let mut loaded = State::from_numbers(state.shape(), state.numbers().to_vec())?;
+    let mut original = state.clone();
+    let expected = execute::steps(subject, case, &inputs, middle..dims.queries, &mut original)?;
+    let got = execute::steps(subject, case, &inputs, middle..dims.queries, &mut loaded)?;
+    same_bits("out after loading a state", &got, &expected)?;
+
+    // The last entry first, then every entry from the first: one comes twice.
+    let order: Vec<usize> = std::iter::once(dims.batch - 1).chain(0..dims.batch).collect();
+    let mut beams = state.select(&order)?;
+    let pick = |x: &[T]| -> Vec<T> {
+        let entry = x.len() / dims.batch;
+        order.iter().flat_map(|&b| x[b * entry..(b + 1) * entry].to_vec()).collect()
+    };
+    let picked = Inputs {
+        q: pick(&inputs.q),
+        k: pick(&inputs.k),
+        v: pick(&inputs.v),
+        d_out: pick(&inputs.d_out),
+        parameters: inputs.parameters.clone(),
+    };
+    let wide = Case { dims: Dims { batch: order.len(), ..*dims }, ..case.clone() };
+    let got = execute::steps(subject, &wide, &picked, middle..dims.queries, &mut beams)?;
+    same_bits("out of selected states", &got, &pick(&expected))
+}
+
+/// Sequences of different lengths leave the states that each would alone: trailing padding is no part of a sequence.
+pub fn lengths_end_the_sequence<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let dims = &case.dims;
+    let inputs = execute::random(subject, case).cast::<T>();
+    let mut random = Random::new(case.seed ^ 0x1E);
+    let lengths: Vec<usize> = (0..dims.batch).map(|_| random.below(dims.keys + 1)).collect();
+    let padding: Vec<bool> = lengths.iter().flat_map(|&n| (0..dims.keys).map(move |j| j >= n)).collect();
+    for keys in [KeyMask::Lengths(lengths.clone()), KeyMask::Padding(padding)] {
+        let case = Case { keys, ..case.clone() };
+        let state = execute::forward_state(subject, &case, &inputs, None)?.1;
+        for (batch, &length) in lengths.iter().enumerate() {
+            let (alone, numbers) = part(&case, &inputs, 0..length, 0..length);
+            let expected = execute::forward_state(subject, &alone, &numbers, None)?.1.select(&[batch])?;
+            let what = format!("state of batch {batch} of length {length} under {:?}", case.keys);
+            same_bits(&what, state.select(&[batch])?.numbers(), expected.numbers())?;
+        }
+    }
+    Ok(())
+}
+
+/// Keys ignored in the middle of a sequence keep their place in it across chunks.
+pub fn ignored_keys_keep_their_place<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let dims = &case.dims;
+    let mut random = Random::new(case.seed ^ 0x9A);
+    let cut = dims.keys / 2;
+    // The last key of either part is there, so that no padding trails.
+    let ignored: Vec<bool> = (0..dims.batch * dims.keys)
+        .map(|n| random.chance(0.4) && ![cut, dims.keys].contains(&(n % dims.keys + 1)))
+        .collect();
+    let inputs = execute::random(subject, case);
+    let whole = Case { keys: KeyMask::Padding(ignored.clone()), ..case.clone() };
+    let expected = execute::forward(subject, &whole, &inputs)?;
+    let scale = forward_scale(subject, &whole, &inputs)?;
+    let single = inputs.cast::<T>();
+    let mut state = None;
+    for tokens in [0..cut, cut..dims.keys] {
+        let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+        let rows = ignored.chunks(dims.keys.max(1)).flat_map(|row| row[tokens.clone()].to_vec()).collect();
+        let piece = Case { keys: KeyMask::Padding(rows), ..piece };
+        let (forward, next) = execute::forward_state(subject, &piece, &numbers, state.as_ref())?;
+        state = Some(next);
+        let cut = |x: &[f64]| -> Vec<f64> {
+            let width = dims.value_dim;
+            x.chunks(dims.queries * width)
+                .flat_map(|head| head[tokens.start * width..tokens.end * width].to_vec())
+                .collect()
+        };
+        let what = format!("out of tokens {tokens:?} with keys ignored");
+        close(&what, &forward.out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
+    }
+    Ok(())
+}

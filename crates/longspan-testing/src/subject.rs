@@ -1,0 +1,101 @@
+//! A mechanism in both number types, with what the checks may assume of it.
+
+use std::sync::Arc;
+
+use longspan_kernels::{Algorithm, FeatureMap, KernelizedAttention, Mechanism, Real, RelativeMap, Score};
+
+/// A number type that a [`Subject`] can be asked for.
+pub trait Number: Real {
+    /// The subject's mechanism over this type.
+    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self>;
+    /// The bits, for comparisons that NaN must not escape.
+    fn bits(self) -> u64;
+}
+
+impl Number for f32 {
+    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self> {
+        &*subject.single
+    }
+    fn bits(self) -> u64 {
+        self.to_bits().into()
+    }
+}
+
+impl Number for f64 {
+    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self> {
+        &*subject.double
+    }
+    fn bits(self) -> u64 {
+        self.to_bits()
+    }
+}
+
+/// What the checks may assume of a mechanism.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Assumptions {
+    /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
+    pub signed_features: bool,
+    /// Weights are linear in the parameters.
+    pub signed_parameters: bool,
+    /// Keys have a part in the weights.
+    pub content: bool,
+    /// Weights depend on positions.
+    pub positions: bool,
+    /// Every weight that a query may give is positive, so that what it sees always shows.
+    pub positive_weights: bool,
+    /// Denominators are those of the definition, not relative to a maximum.
+    pub true_denominators: bool,
+}
+
+/// A mechanism in both number types.
+#[derive(Clone)]
+pub struct Subject {
+    /// What a failure calls it.
+    pub label: String,
+    /// What the checks may assume of it.
+    pub assumptions: Assumptions,
+    single: Arc<dyn Mechanism<f32>>,
+    double: Arc<dyn Mechanism<f64>>,
+}
+
+impl Subject {
+    /// Any mechanism.
+    pub fn new<M>(mechanism: M, assumptions: Assumptions) -> Self
+    where
+        M: Mechanism<f32> + Mechanism<f64> + Clone + 'static,
+    {
+        Self {
+            label: format!("{mechanism:?}"),
+            assumptions,
+            single: Arc::new(mechanism.clone()),
+            double: Arc::new(mechanism),
+        }
+    }
+
+    /// What may be assumed of kernelized attention.
+    pub fn assume(attention: &KernelizedAttention) -> Assumptions {
+        let identity = attention.feature_map == FeatureMap::Identity;
+        let raw_table = attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+        Assumptions {
+            signed_features: identity,
+            signed_parameters: identity || raw_table,
+            content: attention.score.content(),
+            positions: attention.score != Score::Content || attention.decay.is_some(),
+            positive_weights: !identity && !raw_table && attention.feature_map != FeatureMap::Relu,
+            true_denominators: attention.feature_map != FeatureMap::Exp,
+        }
+    }
+
+    /// Kernelized attention.
+    pub fn kernelized(attention: &KernelizedAttention) -> Self {
+        Self::new(attention.clone(), Self::assume(attention))
+    }
+
+    /// Kernelized attention by each algorithm that can be forced.
+    pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
+        Algorithm::ALL
+            .into_iter()
+            .map(|algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
+            .collect()
+    }
+}
