@@ -9,14 +9,8 @@ pub enum Order {
     /// Every query sees every key.
     #[default]
     Bidirectional,
-    /// Query `i` sees the keys `j ≤ i + offset`. Relative distances use the same offset: `δ = j − (i + offset)`.
-    ///
-    /// 0 is the rule of the papers (aligned at the start); `keys − queries` aligns the ends; the number of past
-    /// tokens is what decoding wants.
-    Causal {
-        /// How many keys beyond its own index a query sees; may be negative.
-        offset: isize,
-    },
+    /// Query `i` sees the keys `j ≤ i + offset`.
+    Causal,
 }
 
 /// Which keys are there.
@@ -45,6 +39,9 @@ pub enum Keys<'a> {
 pub struct Mask<'a> {
     /// The order of time.
     pub order: Order,
+    /// Query `i` stands at key `i + offset`: relative distances are `δ = j − (i + offset)`, and a causal query sees
+    /// `δ ≤ 0`. 0 is the rule of the papers (aligned at the start); `keys − queries` aligns the ends; may be negative.
+    pub offset: isize,
     /// Which keys are there.
     pub keys: Keys<'a>,
 }
@@ -55,9 +52,14 @@ impl<'a> Mask<'a> {
         Self::default()
     }
 
-    /// Query `i` sees the keys `j ≤ i + offset`.
-    pub fn causal(offset: isize) -> Self {
-        Self { order: Order::Causal { offset }, keys: Keys::All }
+    /// Query `i` sees the keys `j ≤ i`.
+    pub fn causal() -> Self {
+        Self { order: Order::Causal, ..Self::default() }
+    }
+
+    /// The same with query `i` standing at key `i + offset`.
+    pub fn with_offset(self, offset: isize) -> Self {
+        Self { offset, ..self }
     }
 
     /// The same order of time over some of the keys.
@@ -66,16 +68,14 @@ impl<'a> Mask<'a> {
     }
 
     pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
-        if let Order::Causal { offset } = self.order {
-            let limit = isize::MAX / 4;
-            expect(
-                (-limit..=limit).contains(&offset),
-                operation,
-                "offset",
-                || format!("between -{limit} and {limit}"),
-                || offset.to_string(),
-            )?;
-        }
+        let limit = isize::MAX / 4;
+        expect(
+            (-limit..=limit).contains(&self.offset),
+            operation,
+            "offset",
+            || format!("between -{limit} and {limit}"),
+            || self.offset.to_string(),
+        )?;
         match self.keys {
             Keys::All => Ok(()),
             Keys::Lengths(lengths) => {

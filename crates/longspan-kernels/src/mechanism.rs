@@ -139,7 +139,7 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error>;
 
     /// Takes one token into `state` and writes its output, `[batch, heads, value_dim]` row-major: the row that
-    /// [`Mechanism::forward`] gives under [`Mask::causal`] with offset 0.
+    /// [`Mechanism::forward`] gives under [`Mask::causal`].
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
 
     /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
