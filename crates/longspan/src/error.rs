@@ -32,6 +32,9 @@ pub enum Error {
         /// What it was given.
         got: String,
     },
+    /// The device could not hand numbers back.
+    #[error("the device gave no numbers back: {0}")]
+    Device(String),
 }
 
 /// A result of this crate.

@@ -3,7 +3,7 @@
 //!
 //! Reading order: [`attention`] holds the mechanisms as modules, and [`MultiHeadAttention`](attention::MultiHeadAttention)
 //! over all of them; [`backend`] is how their one operation reaches the kernels on the CPU and plain tensor operations
-//! elsewhere; [`models`] stacks them into [`Seq2Seq`](models::Seq2Seq).
+//! elsewhere; [`models`] stacks them into [`Seq2Seq`](models::Seq2Seq); [`generate`] decodes.
 //!
 //! One rule for mistakes: whatever depends on a caller's data returns a [`Result`]; nothing here panics on it. Configs are
 //! checked by `init`, shapes by `forward` and `step`.
@@ -11,6 +11,7 @@
 pub mod attention;
 pub mod backend;
 mod error;
+pub mod generate;
 pub mod models;
 
 pub use error::{Error, Result};
