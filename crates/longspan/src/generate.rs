@@ -116,9 +116,8 @@ struct Search<'a> {
 
 impl Search<'_> {
     fn run(mut self, mut state: DecoderState) -> Result<Vec<Vec<Hypothesis>>> {
-        let mut prefixes: Vec<Prefix> = (0..state.batch())
-            .map(|source| Prefix { source, tokens: Vec::new(), log_probability: 0.0 })
-            .collect();
+        let mut prefixes: Vec<Prefix> =
+            (0..state.batch()).map(|source| Prefix { source, tokens: Vec::new(), log_probability: 0.0 }).collect();
         while !prefixes.is_empty() {
             let last: Vec<usize> =
                 prefixes.iter().map(|p| p.tokens.last().copied().unwrap_or(self.options.start)).collect();

@@ -154,11 +154,7 @@ impl MultiHeadAttention {
         let all = self.heads + 2 * self.kv_heads;
         let projected = self.query_key_value.forward(x).reshape([batch, tokens, all, self.head_dim]).swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
-        Ok([
-            part(0, self.heads),
-            part(self.heads, self.kv_heads),
-            part(self.heads + self.kv_heads, self.kv_heads),
-        ])
+        Ok([part(0, self.heads), part(self.heads, self.kv_heads), part(self.heads + self.kv_heads, self.kv_heads)])
     }
 
     /// `count` of the projected heads from head `first` on, `[batch, count, tokens, head_dim]`.

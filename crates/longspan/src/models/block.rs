@@ -190,8 +190,7 @@ impl DecoderBlock {
         state: &mut AttentionState,
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
-        let x =
-            residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.step(x, state))?;
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.step(x, state))?;
         let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x| {
             self.cross_attention.recall(x, position, memory)
         })?;
