@@ -15,7 +15,11 @@ fn main() {
         Some("kernelized") => AttentionConfig::kernelized(),
         _ => AttentionConfig::shaw(),
     };
-    let cross = if args.get(1).is_some_and(|x| x == "softmax") { AttentionConfig::softmax() } else { AttentionConfig::kernelized() };
+    let cross = if args.get(1).is_some_and(|x| x == "softmax") {
+        AttentionConfig::softmax()
+    } else {
+        AttentionConfig::kernelized()
+    };
     let device = Device::flex().autodiff();
     device.seed(1);
     let mut model = Seq2SeqConfig::new(32, 44)

@@ -15,6 +15,7 @@ pub mod checkpoint;
 mod error;
 pub mod generate;
 pub mod models;
+mod projection;
 
 pub use error::{Error, Result};
 pub use longspan_kernels as kernels;

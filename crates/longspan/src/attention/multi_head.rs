@@ -3,11 +3,11 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Initializer, Linear, LinearConfig};
-use burn::tensor::module::linear;
 use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, MemoryState};
 use crate::error::{Result, argument, config};
+use crate::projection;
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -152,7 +152,8 @@ impl MultiHeadAttention {
         self.check(operation, "x", &x)?;
         let [batch, tokens, _] = x.dims();
         let all = self.heads + 2 * self.kv_heads;
-        let projected = self.query_key_value.forward(x).reshape([batch, tokens, all, self.head_dim]).swap_dims(1, 2);
+        let projected =
+            projection::apply(&self.query_key_value, x).reshape([batch, tokens, all, self.head_dim]).swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
         Ok([part(0, self.heads), part(self.heads, self.kv_heads), part(self.heads + self.kv_heads, self.kv_heads)])
     }
@@ -163,12 +164,12 @@ impl MultiHeadAttention {
         let (start, width) = (first * self.head_dim, count * self.head_dim);
         let weight = self.query_key_value.weight.val().narrow(1, start, width);
         let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, width));
-        linear(x, weight, bias).reshape([batch, tokens, count, self.head_dim]).swap_dims(1, 2)
+        projection::project(x, weight, bias).reshape([batch, tokens, count, self.head_dim]).swap_dims(1, 2)
     }
 
     fn merge(&self, heads: Tensor<4>) -> Tensor<3> {
         let [batch, _, tokens, _] = heads.dims();
-        self.output.forward(heads.swap_dims(1, 2).reshape([batch, tokens, self.heads * self.head_dim]))
+        projection::apply(&self.output, heads.swap_dims(1, 2).reshape([batch, tokens, self.heads * self.head_dim]))
     }
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {

@@ -12,6 +12,7 @@ use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
 use crate::error::{Result, config};
+use crate::projection;
 
 /// Where the norm of a residual branch stands.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -40,7 +41,7 @@ impl FeedForward {
 
     /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        self.outer.forward(relu(self.inner.forward(x)))
+        projection::apply(&self.outer, relu(projection::apply(&self.inner, x)))
     }
 }
 

@@ -10,6 +10,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
+use crate::projection;
 
 /// Absolute positions, added to the embeddings.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -170,7 +171,7 @@ impl Seq2Seq {
         if let Some(norm) = &self.decoder_norm {
             x = norm.forward(x);
         }
-        Ok(self.output.forward(x))
+        Ok(projection::apply(&self.output, x))
     }
 
     /// Reads the sources, once for all that will be decoded from them. A model on a training device drops numbers here as
@@ -227,7 +228,7 @@ impl Seq2Seq {
             x = norm.forward(x);
         }
         state.position += 1;
-        Ok(self.output.forward(x).squeeze_dim(1))
+        Ok(projection::apply(&self.output, x).squeeze_dim(1))
     }
 
     /// Number of target tokens.
