@@ -9,6 +9,10 @@
 //! One rule for mistakes: whatever depends on a caller's data returns a [`Result`]; nothing here panics on it. Configs are
 //! checked by `init`, shapes by `forward` and `step`.
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub mod attention;
 pub mod backend;
 pub mod checkpoint;
