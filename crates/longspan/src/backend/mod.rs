@@ -8,14 +8,17 @@
 mod autodiff;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "flex")]
+mod layer_norm;
 mod tensor;
 #[cfg(test)]
 mod tests;
 
 #[cfg(feature = "flex")]
 use burn::backend::DispatchDevice;
+use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
-use burn::tensor::FloatDType;
+use burn::tensor::{DType, FloatDType};
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::{KernelizedAttention, Order};
 
@@ -59,6 +62,19 @@ pub fn attend(
         return Ok(if out.dtype() == dtype { out } else { out.cast(dtype) });
     }
     Ok(tensor::attend(options, q, k, v, table, mask, tensor::CHUNK))
+}
+
+/// `norm` of each token, `[batch, tokens, width]`, where `norm` was made with this `epsilon`.
+pub(crate) fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<3>) -> Tensor<3> {
+    let _ = epsilon;
+    #[cfg(feature = "flex")]
+    if let Some(beta) = &norm.beta
+        && x.dtype() == DType::F32
+        && matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
+    {
+        return layer_norm::layer_norm(x, norm.gamma.val(), beta.val(), epsilon);
+    }
+    norm.forward(x)
 }
 
 /// Whether a tensor lies on the CPU backend, with or without autodiff.

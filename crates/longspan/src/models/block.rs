@@ -11,6 +11,7 @@ use burn::tensor::{Device, Tensor};
 use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
+use crate::backend;
 use crate::error::{Result, config};
 use crate::projection;
 
@@ -70,8 +71,21 @@ impl BlockOptions {
     }
 
     fn norm(&self, device: &Device) -> LayerNorm {
-        LayerNormConfig::new(self.d_model).init(device)
+        layer_norm(self.d_model, device)
     }
+}
+
+/// Keeps the division by the standard deviation finite.
+const EPSILON: f64 = 1e-5;
+
+/// A fresh norm over `width` numbers.
+pub(super) fn layer_norm(width: usize, device: &Device) -> LayerNorm {
+    LayerNormConfig::new(width).with_epsilon(EPSILON).init(device)
+}
+
+/// A norm that [`layer_norm`] made, applied to each token.
+pub(super) fn normalize(norm: &LayerNorm, x: Tensor<3>) -> Tensor<3> {
+    backend::layer_norm(norm, EPSILON, x)
 }
 
 /// One residual branch.
@@ -83,8 +97,8 @@ fn residual(
     branch: impl FnOnce(Tensor<3>) -> Result<Tensor<3>>,
 ) -> Result<Tensor<3>> {
     Ok(match place {
-        Norm::Pre => x.clone() + dropout.forward(branch(norm.forward(x))?),
-        Norm::Post => norm.forward(x.clone() + dropout.forward(branch(x)?)),
+        Norm::Pre => x.clone() + dropout.forward(branch(normalize(norm, x))?),
+        Norm::Post => normalize(norm, x.clone() + dropout.forward(branch(x)?)),
     })
 }
 

@@ -2,12 +2,10 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{
-    Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig,
-};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm};
+use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm, layer_norm, normalize};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::projection;
@@ -116,7 +114,7 @@ impl Seq2SeqConfig {
                 .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
                 .init(device)
         };
-        let last_norm = || (self.norm == Norm::Pre).then(|| LayerNormConfig::new(self.d_model).init(device));
+        let last_norm = || (self.norm == Norm::Pre).then(|| layer_norm(self.d_model, device));
         Ok(Seq2Seq {
             source_embedding: embedding(self.source_vocab),
             target_embedding: embedding(self.target_vocab),
@@ -169,7 +167,7 @@ impl Seq2Seq {
             x = block.forward(x, memory.clone(), &mask)?;
         }
         if let Some(norm) = &self.decoder_norm {
-            x = norm.forward(x);
+            x = normalize(norm, x);
         }
         Ok(projection::apply(&self.output, x))
     }
@@ -225,7 +223,7 @@ impl Seq2Seq {
             x = block.step(x, state.position, layer, memory)?;
         }
         if let Some(norm) = &self.decoder_norm {
-            x = norm.forward(x);
+            x = normalize(norm, x);
         }
         state.position += 1;
         Ok(projection::apply(&self.output, x).squeeze_dim(1))
@@ -255,7 +253,7 @@ impl Seq2Seq {
             x = block.forward(x, &mask)?;
         }
         if let Some(norm) = &self.encoder_norm {
-            x = norm.forward(x);
+            x = normalize(norm, x);
         }
         Ok((x, mask))
     }
