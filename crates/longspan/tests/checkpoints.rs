@@ -110,7 +110,7 @@ fn training_goes_on_to_the_same_losses() {
 
 /// What loading says of a file.
 fn complaint(path: &Path) -> String {
-    let error = load_weights(path, fresh(2)).err().expect("a broken file was loaded").to_string();
+    let error = load_weights(path, fresh(2)).expect_err("a broken file was loaded").to_string();
     assert!(error.contains(path.to_str().unwrap()), "{error}");
     assert!(!error.contains('\n'), "{error}");
     error

@@ -11,7 +11,13 @@ fn device() -> Device {
     Device::flex()
 }
 
+/// A model as it is decoded with.
 fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
+    training_model(attention, cross, norm, kv_heads).valid()
+}
+
+/// A model on a training device, where states are tensors that autodiff can follow.
+fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
     device().seed(11);
     Seq2SeqConfig::new(13, 7)
         .with_d_model(24)
@@ -22,9 +28,9 @@ fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_head
         .with_cross_attention(cross)
         .with_norm(norm)
         .with_positions(Positions::Sinusoidal)
-        .init(&device())
+        .with_dropout(0.0)
+        .init(&device().autodiff())
         .unwrap()
-        .valid()
 }
 
 fn ids(numbers: &[usize], shape: [usize; 2]) -> Tensor<2, Int> {
@@ -74,18 +80,25 @@ fn step_by_step_gives_the_rows_of_forward() {
             for cross in [AttentionConfig::kernelized(), AttentionConfig::softmax(), attention.clone()] {
                 for kv_heads in [None, Some(2)] {
                     let name = format!("{norm:?} {attention:?} {cross:?} {kv_heads:?}");
-                    let model = model(attention.clone(), cross.clone(), norm, kv_heads);
-                    let whole = numbers(model.forward(ids(&SOURCE, [3, 5]), &LENGTHS, ids(&TARGET, [3, 6])).unwrap());
-                    let mut state = model.start(model.encode(ids(&SOURCE, [3, 5]), &LENGTHS).unwrap());
-                    for t in 0..6 {
-                        let tokens: Vec<usize> = (0..3).map(|b| TARGET[b * 6 + t]).collect();
-                        let row = numbers(model.step(&tokens, &mut state).unwrap());
-                        let expected: Vec<f32> = (0..3).flat_map(|b| whole[(b * 6 + t) * 7..][..7].to_vec()).collect();
-                        assert_close(&format!("{name} token {t}"), &row, &expected);
-                    }
+                    let training = training_model(attention.clone(), cross.clone(), norm, kv_heads);
+                    assert_steps(&format!("{name}, decoding"), &training.valid(), |x| x);
+                    assert_steps(&format!("{name}, training"), &training, Tensor::autodiff);
                 }
             }
         }
+    }
+}
+
+/// Asserts that the steps of `model` are the rows of its forward pass; `place` puts tokens on its device.
+fn assert_steps(name: &str, model: &Seq2Seq, place: impl Fn(Tensor<2, Int>) -> Tensor<2, Int>) {
+    let source = || place(ids(&SOURCE, [3, 5]));
+    let whole = numbers(model.forward(source(), &LENGTHS, place(ids(&TARGET, [3, 6]))).unwrap());
+    let mut state = model.start(model.encode(source(), &LENGTHS).unwrap());
+    for t in 0..6 {
+        let tokens: Vec<usize> = (0..3).map(|b| TARGET[b * 6 + t]).collect();
+        let row = numbers(model.step(&tokens, &mut state).unwrap());
+        let expected: Vec<f32> = (0..3).flat_map(|b| whole[(b * 6 + t) * 7..][..7].to_vec()).collect();
+        assert_close(&format!("{name}, token {t}"), &row, &expected);
     }
 }
 

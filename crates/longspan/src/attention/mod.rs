@@ -132,7 +132,7 @@ impl Attention {
     pub fn empty_state(&self) -> AttentionState {
         match self {
             Self::Kernelized(_) => AttentionState::Kernelized(KernelizedState::empty()),
-            Self::Softmax(_) => AttentionState::Softmax(SoftmaxState::default()),
+            Self::Softmax(_) => AttentionState::Softmax(Box::default()),
         }
     }
 
@@ -162,9 +162,9 @@ impl Attention {
         backend::check_mask(mask, &k)?;
         Ok(match self {
             Self::Kernelized(attention) if attention.relative.is_none() => {
-                MemoryState(Remembered::Total(attention.total(k, v, mask)))
+                MemoryState(Remembered::Total(Box::new(attention.total(k, v, mask))))
             }
-            _ => MemoryState(Remembered::Whole(k, v, mask.clone())),
+            _ => MemoryState(Remembered::Whole(Box::new((k, v, mask.clone())))),
         })
     }
 
@@ -179,7 +179,8 @@ impl Attention {
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
         match (self, &memory.0) {
             (Self::Kernelized(attention), Remembered::Total(total)) => Ok(total.recall(attention.options(), q)),
-            (_, Remembered::Whole(k, v, mask)) => {
+            (_, Remembered::Whole(whole)) => {
+                let (k, v, mask) = whole.as_ref();
                 self.forward(q, k.clone(), v.clone(), &mask.clone().with_offset(first as isize))
             }
             (Self::Softmax(_), Remembered::Total(_)) => Err(Error::Argument {
@@ -198,7 +199,7 @@ pub enum AttentionState {
     /// Of constant size.
     Kernelized(KernelizedState),
     /// All keys and values so far.
-    Softmax(SoftmaxState),
+    Softmax(Box<SoftmaxState>),
 }
 
 impl AttentionState {
@@ -209,7 +210,7 @@ impl AttentionState {
     pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
         Ok(match self {
             Self::Kernelized(state) => Self::Kernelized(state.select(indices, device)?),
-            Self::Softmax(state) => Self::Softmax(state.select(&index_tensor(indices, device))),
+            Self::Softmax(state) => Self::Softmax(Box::new(state.select(&index_tensor(indices, device)))),
         })
     }
 }
@@ -221,9 +222,9 @@ pub struct MemoryState(Remembered);
 #[derive(Debug, Clone)]
 enum Remembered {
     /// The sums that content-only queries need.
-    Total(Total),
+    Total(Box<Total>),
     /// Keys, values and which of them are there.
-    Whole(Tensor<4>, Tensor<4>, AttentionMask),
+    Whole(Box<(Tensor<4>, Tensor<4>, AttentionMask)>),
 }
 
 impl MemoryState {
@@ -231,11 +232,12 @@ impl MemoryState {
     pub(crate) fn select(&self, indices: &[usize], device: &Device) -> Self {
         let rows = index_tensor(indices, device);
         Self(match &self.0 {
-            Remembered::Total(total) => Remembered::Total(total.select(&rows)),
-            Remembered::Whole(k, v, mask) => {
+            Remembered::Total(total) => Remembered::Total(Box::new(total.select(&rows))),
+            Remembered::Whole(whole) => {
+                let (k, v, mask) = whole.as_ref();
                 let keys = k.dims()[2];
                 let take = |x: &Tensor<4>| x.clone().select(0, rows.clone());
-                Remembered::Whole(take(k), take(v), mask.select(indices, keys))
+                Remembered::Whole(Box::new((take(k), take(v), mask.select(indices, keys))))
             }
         })
     }

@@ -91,7 +91,7 @@ pub struct KernelizedState {
 
 #[derive(Debug, Clone)]
 enum Inner {
-    Tensors(tensor::Running),
+    Tensors(Box<tensor::Running>),
 }
 
 impl KernelizedState {
@@ -108,7 +108,9 @@ impl KernelizedState {
         Ok(Self {
             inner: match &self.inner {
                 None => None,
-                Some(Inner::Tensors(running)) => Some(Inner::Tensors(running.select(&index_tensor(indices, device)))),
+                Some(Inner::Tensors(running)) => {
+                    Some(Inner::Tensors(Box::new(running.select(&index_tensor(indices, device)))))
+                }
             },
         })
     }
@@ -137,10 +139,19 @@ pub fn step(
         || "1 query and 1 key in a step".into(),
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
-    let inner = state.inner.get_or_insert_with(|| Inner::Tensors(tensor::Running::empty(options, &q, v.dims()[3])));
-    match inner {
-        Inner::Tensors(running) => Ok(running.step(options, q, k, v, table)),
+    let empty = || Inner::Tensors(Box::new(tensor::Running::empty(options, &q, v.dims()[3])));
+    match state.inner.get_or_insert_with(empty) {
+        Inner::Tensors(running) => {
+            let expected = running.shape();
+            let got = [q.dims()[0], q.dims()[1], v.dims()[3]];
+            argument(expected == got, NAME, "state", || shape_of(got), || shape_of(expected))?;
+            Ok(running.step(options, q, k, v, table))
+        }
     }
+}
+
+fn shape_of([batch, heads, value_dim]: [usize; 3]) -> String {
+    format!("batch {batch}, {heads} heads, values of {value_dim}")
 }
 
 const NAME: &str = "kernelized_attention";

@@ -465,9 +465,8 @@ fn shift(x: Tensor<5>, by: isize) -> Tensor<5> {
     if gap == chunks {
         return zeros;
     }
-    let (start, parts): (usize, fn(Tensor<5>, Tensor<5>) -> Vec<Tensor<5>>) =
-        if by < 0 { (0, |zeros, x| vec![zeros, x]) } else { (gap, |zeros, x| vec![x, zeros]) };
-    Tensor::cat(parts(zeros, x.narrow(2, start, chunks - gap)), 2)
+    let kept = x.narrow(2, if by < 0 { 0 } else { gap }, chunks - gap);
+    Tensor::cat(if by < 0 { vec![zeros, kept] } else { vec![kept, zeros] }, 2)
 }
 
 fn join(mut parts: Vec<Tensor<5>>) -> Tensor<5> {
@@ -477,6 +476,9 @@ fn join(mut parts: Vec<Tensor<5>>) -> Tensor<5> {
 /// The state of a prefix in tensors, one for each query head.
 #[derive(Debug, Clone)]
 pub(crate) struct Running {
+    batch: usize,
+    heads: usize,
+    value_dim: usize,
     /// `Σ φ(k_j) v⁺_jᵀ`, `[batch, heads, m, dv + 1]`; without content none.
     content: Option<Tensor<4>>,
     /// The exponent that [`FeatureMap::Exp`] subtracted from the keys, `[batch, heads, 1, 1]`.
@@ -495,11 +497,19 @@ impl Running {
         let width = value_dim + usize::from(options.normalize);
         let shifted = options.feature_map == FeatureMap::Exp && options.normalize;
         Self {
+            batch,
+            heads,
+            value_dim,
             content: options.score.content().then(|| zeros(dim, width)),
             // Below every exponent, and finite, so that no difference is NaN.
             shift: shifted.then(|| zeros(1, 1).add_scalar(-1e30)),
             recent: options.score.shaw().map(|shaw| (zeros(1, width), zeros(shaw.radius, width))),
         }
+    }
+
+    /// Batch, heads and width of a value.
+    pub(crate) fn shape(&self) -> [usize; 3] {
+        [self.batch, self.heads, self.value_dim]
     }
 
     /// Takes one token in, all `[batch, heads or kv_heads, 1, ·]`, and gives its output.
@@ -587,6 +597,9 @@ impl Running {
     pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
         let take = |x: &Tensor<4>| x.clone().select(0, indices.clone());
         Self {
+            batch: indices.dims()[0],
+            heads: self.heads,
+            value_dim: self.value_dim,
             content: self.content.as_ref().map(take),
             shift: self.shift.as_ref().map(take),
             recent: self.recent.as_ref().map(|(far, ring)| (take(far), take(ring))),
