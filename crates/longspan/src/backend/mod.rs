@@ -11,7 +11,7 @@ mod flex;
 #[cfg(feature = "flex")]
 mod layer_norm;
 mod tensor;
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests;
 
 #[cfg(feature = "flex")]
