@@ -10,7 +10,7 @@ use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::{
-    Cotangent, Dims, Gradients, KernelizedAttention, Mechanism, Output, Real, Scratch, View, ViewMut,
+    Cotangent, Dims, Gradients, KernelizedAttention, Mechanism, Output, Real, Scratch, State, Token, View, ViewMut,
 };
 
 use crate::attention::AttentionMask;
@@ -169,6 +169,56 @@ impl Operands {
             Ok(Self { q: dq.into_tensor(), k: dk.into_tensor(), v: dv.into_tensor(), table })
         })
     }
+}
+
+/// The state of a prefix in the kernels' form.
+#[derive(Debug, Clone)]
+pub(super) enum PrefixState {
+    F32(State<f32>),
+    F64(State<f64>),
+}
+
+impl PrefixState {
+    /// Before the first token of calls like this one.
+    pub fn empty(options: &KernelizedAttention, operands: &Operands) -> Result<Self, kernels::Error> {
+        let dims = operands.dims();
+        Ok(match operands.q.dtype() {
+            DType::F64 => Self::F64(options.empty_state(&dims)?),
+            _ => Self::F32(options.empty_state(&dims)?),
+        })
+    }
+
+    /// The states of the batch entries `indices`.
+    pub fn select(&self, indices: &[usize]) -> Result<Self, kernels::Error> {
+        Ok(match self {
+            Self::F32(state) => Self::F32(state.select(indices)?),
+            Self::F64(state) => Self::F64(state.select(indices)?),
+        })
+    }
+
+    /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
+    pub fn step(&mut self, options: &KernelizedAttention, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
+        match self {
+            Self::F32(state) => step_as(options, operands, state),
+            Self::F64(state) => step_as(options, operands, state),
+        }
+    }
+}
+
+fn step_as<T: Number>(
+    options: &KernelizedAttention,
+    operands: &Operands,
+    state: &mut State<T>,
+) -> Result<FlexTensor, kernels::Error> {
+    // A token is a few numbers: copying it costs nothing.
+    let row_major = |tensor: &FlexTensor| tensor.to_contiguous();
+    let (q, k, v) = (row_major(&operands.q), row_major(&operands.k), row_major(&operands.v));
+    let table = operands.table.as_ref().map(|table| contiguous::<T>(table));
+    let token = Token { q: contiguous(&q), k: contiguous(&k), v: contiguous(&v), parameters: table.as_slice() };
+    let shape = operands.dims().out();
+    let mut out = vec![T::ZERO; shape.iter().product()];
+    options.step(&token, state, &mut out)?;
+    Ok(FlexTensor::new(T::bytes(out), Layout::contiguous(Shape::from(shape)), T::DTYPE))
 }
 
 /// New numbers for a tensor `[batch, heads, tokens, width]` that lie in the order batch, token, head.

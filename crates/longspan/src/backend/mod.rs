@@ -15,7 +15,7 @@ mod tensor;
 mod tests;
 
 #[cfg(feature = "flex")]
-use burn::backend::DispatchDevice;
+use burn::backend::{DispatchDevice, Flex};
 use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
 use burn::tensor::{DType, FloatDType};
@@ -25,6 +25,8 @@ use longspan_kernels::{KernelizedAttention, Order};
 pub(crate) use tensor::{Total, repeat_heads};
 
 use crate::attention::{AttentionMask, KeyMask, index_tensor};
+#[cfg(feature = "flex")]
+use crate::error::Error;
 use crate::error::{Result, argument};
 
 /// Kernelized attention, with relative positions if `options` has them.
@@ -91,6 +93,8 @@ pub struct KernelizedState {
 
 #[derive(Debug, Clone)]
 enum Inner {
+    #[cfg(feature = "flex")]
+    Kernels(flex::PrefixState),
     Tensors(Box<tensor::Running>),
 }
 
@@ -108,6 +112,8 @@ impl KernelizedState {
         Ok(Self {
             inner: match &self.inner {
                 None => None,
+                #[cfg(feature = "flex")]
+                Some(Inner::Kernels(state)) => Some(Inner::Kernels(state.select(indices)?)),
                 Some(Inner::Tensors(running)) => {
                     Some(Inner::Tensors(Box::new(running.select(&index_tensor(indices, device)))))
                 }
@@ -139,6 +145,22 @@ pub fn step(
         || "1 query and 1 key in a step".into(),
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
+    #[cfg(feature = "flex")]
+    if is_flex(&q) && !q.device().is_autodiff() && flex::supports(q.dtype()) {
+        return kernel_step(options, q, k, v, table, state);
+    }
+    tensor_step(options, q, k, v, table, state)
+}
+
+/// [`step`] in tensor operations.
+fn tensor_step(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+    state: &mut KernelizedState,
+) -> Result<Tensor<4>> {
     let empty = || Inner::Tensors(Box::new(tensor::Running::empty(options, &q, v.dims()[3])));
     match state.inner.get_or_insert_with(empty) {
         Inner::Tensors(running) => {
@@ -147,6 +169,42 @@ pub fn step(
             argument(expected == got, NAME, "state", || shape_of(got), || shape_of(expected))?;
             Ok(running.step(options, q, k, v, table))
         }
+        #[cfg(feature = "flex")]
+        Inner::Kernels(_) => Err(foreign_state()),
+    }
+}
+
+/// [`step`] in the kernels.
+#[cfg(feature = "flex")]
+fn kernel_step(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+    state: &mut KernelizedState,
+) -> Result<Tensor<4>> {
+    let primitive = |x: Tensor<4>| x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")));
+    let table = table
+        .map(|table| table.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}"))))
+        .transpose()?;
+    let operands = flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, table }.with_adjacent_rows();
+    if state.inner.is_none() {
+        state.inner = Some(Inner::Kernels(flex::PrefixState::empty(options, &operands)?));
+    }
+    match &mut state.inner {
+        Some(Inner::Kernels(prefix)) => Ok(Tensor::from_primitive::<Flex>(prefix.step(options, &operands)?)),
+        _ => Err(foreign_state()),
+    }
+}
+
+#[cfg(feature = "flex")]
+fn foreign_state() -> Error {
+    Error::Argument {
+        operation: NAME,
+        argument: "state",
+        expected: "a state of the same device and number type, with or without autodiff".into(),
+        got: "one of another".into(),
     }
 }
 
