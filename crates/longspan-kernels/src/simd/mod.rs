@@ -1,6 +1,196 @@
-//! Vector instructions: one dispatch point.
+//! Vector instructions: the one place where a processor's abilities are looked at.
+//!
+//! [`block`] holds the operations, generic over a [`vector::Vector`]; this module compiles each of them for every
+//! instruction set of the target and hands out, once a process, the table [`Ops`] for the best one the processor has.
+//! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
-/// A number type with vector code; sealed, implemented for `f32` and `f64`.
-pub trait Element: Copy {}
-impl Element for f32 {}
-impl Element for f64 {}
+pub(crate) mod block;
+mod portable;
+mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::sync::OnceLock;
+
+use crate::error::Error;
+use crate::feature_map::FeatureMap;
+use crate::shape::Rows;
+use block::{Band, Product};
+use vector::{Constants, Vector};
+
+/// An instruction set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InstructionSet {
+    /// Whatever the compiler makes of plain loops.
+    Portable,
+    /// AVX2 with fused products.
+    Avx2,
+    /// AVX-512 F, DQ, BW and VL.
+    Avx512,
+}
+
+impl InstructionSet {
+    const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// The name that the environment variable takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this processor has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        }
+    }
+
+    /// The one that kernels run with in this process: the best available, or that which `LONGSPAN_SIMD` names.
+    ///
+    /// # Errors
+    /// If the variable names none, or one that this processor lacks.
+    pub fn selected() -> Result<Self, Error> {
+        static SELECTED: OnceLock<Result<InstructionSet, Error>> = OnceLock::new();
+        SELECTED
+            .get_or_init(|| {
+                let available = || Self::ALL.into_iter().filter(|set| set.is_available());
+                match std::env::var("LONGSPAN_SIMD") {
+                    Err(_) => Ok(available().last().unwrap_or(Self::Portable)),
+                    Ok(name) => available().find(|set| set.name() == name).ok_or_else(|| Error::UnknownName {
+                        kind: "instruction set in LONGSPAN_SIMD",
+                        got: name,
+                        known: available().map(Self::name).collect::<Vec<_>>().join(", "),
+                    }),
+                }
+            })
+            .clone()
+    }
+}
+
+/// A number type with vector code: `f32` or `f64`.
+pub trait Element: Sized + Copy + 'static {
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn ops() -> &'static Ops<Self>;
+}
+
+/// Generates the table of operations, its safe methods, and one entry a vector register.
+macro_rules! operations {
+    ($( $(#[$doc:meta])* $name:ident ( $($argument:ident : $type:ty),* ) $(-> $result:ty)?; )*) => {
+        /// The operations of [`block`], compiled for one instruction set that this processor has.
+        pub(crate) struct Ops<T: 'static> {
+            $( $name: unsafe fn($($type),*) $(-> $result)?, )*
+        }
+
+        impl<T> Ops<T> {
+            $(
+                #[inline]
+                #[allow(clippy::too_many_arguments)]
+                pub fn $name(&self, $($argument: $type),*) $(-> $result)? {
+                    // SAFETY: a table is only reachable where the processor has its instructions; the operations
+                    // check every length they rely on.
+                    unsafe { (self.$name)($($argument),*) }
+                }
+            )*
+        }
+
+        /// Compiles every operation for one register type under its target features.
+        macro_rules! table {
+            ($table:ident, $element:ty, $vector:ty, $dollar_feature:literal) => {
+                mod $table {
+                    use super::*;
+                    type T = $element;
+                    $(
+                        #[target_feature(enable = $dollar_feature)]
+                        #[allow(clippy::too_many_arguments)]
+                        unsafe fn $name($($argument: $type),*) $(-> $result)? {
+                            // SAFETY: the caller has the instructions.
+                            unsafe { block::$name::<$vector>($($argument),*) }
+                        }
+                    )*
+                    pub(super) static TABLE: Ops<T> = Ops { $($name),* };
+                }
+            };
+            ($table:ident, $element:ty, $vector:ty) => {
+                mod $table {
+                    use super::*;
+                    type T = $element;
+                    $(
+                        #[allow(clippy::too_many_arguments)]
+                        unsafe fn $name($($argument: $type),*) $(-> $result)? {
+                            // SAFETY: every processor of the target has the instructions.
+                            unsafe { block::$name::<$vector>($($argument),*) }
+                        }
+                    )*
+                    pub(super) static TABLE: Ops<T> = Ops { $($name),* };
+                }
+            };
+        }
+    };
+}
+
+operations! {
+    product(p: &mut Product<'_, T>);
+    load(
+        map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
+        to: &mut [T], to_row: usize
+    );
+    pull_back(
+        map: FeatureMap, x: Rows<'_, T>, phi: &[T], d: &mut [T], count: usize, width: usize, row_length: usize
+    );
+    store(from: &[T], factor: T, to: &mut [T]);
+    transpose(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize);
+    add_column_sums(block: &[T], row_length: usize, rows: usize, to: &mut [T]);
+    dot(x: &[T], y: &[T]) -> T;
+    add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
+    mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
+    combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
+    add_scaled(to: &mut [T], a: T, x: &[T]);
+    multiply(to: &mut [T], x: &[T]);
+    all_finite(block: &[T]) -> bool;
+}
+
+table!(portable_f32, f32, portable::Array<f32>);
+table!(portable_f64, f64, portable::Array<f64>);
+#[cfg(target_arch = "x86_64")]
+table!(avx2_f32, f32, x86::F32x8, "avx2,fma");
+#[cfg(target_arch = "x86_64")]
+table!(avx2_f64, f64, x86::F64x4, "avx2,fma");
+#[cfg(target_arch = "x86_64")]
+table!(avx512_f32, f32, x86::F32x16, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+table!(avx512_f64, f64, x86::F64x8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+
+macro_rules! element {
+    ($t:ident, $portable:ident, $avx2:ident, $avx512:ident) => {
+        impl Element for $t {
+            #[allow(private_interfaces)]
+            fn ops() -> &'static Ops<Self> {
+                // `Mechanism::check` has reported a bad environment variable before any kernel comes here.
+                match InstructionSet::selected().unwrap_or(InstructionSet::Portable) {
+                    #[cfg(target_arch = "x86_64")]
+                    InstructionSet::Avx512 => &$avx512::TABLE,
+                    #[cfg(target_arch = "x86_64")]
+                    InstructionSet::Avx2 => &$avx2::TABLE,
+                    _ => &$portable::TABLE,
+                }
+            }
+        }
+    };
+}
+element!(f32, portable_f32, avx2_f32, avx512_f32);
+element!(f64, portable_f64, avx2_f64, avx512_f64);

@@ -1,0 +1,494 @@
+//! Operations on blocks of a few dozen rows: what the kernels are made of, generic over the vector register.
+//!
+//! A *block* is a slice of rows whose length (`row`, the distance from one row to the next) is a whole number of cache
+//! lines; what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns
+//! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
+
+use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
+use crate::feature_map::FeatureMap;
+use crate::real::Real;
+use crate::shape::Rows;
+
+/// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
+/// hide the latency of two fused products a cycle, and needs two loads for every four of them.
+pub(crate) const BLOCK_ROWS: usize = 4;
+
+/// `C = A·B` or `C += A·B` over blocks.
+pub(crate) struct Product<'a, T> {
+    /// Element `(i, p)` is `a[i·a_row + p·a_column]`: either stride may be 1, so a transposed block needs no copy.
+    pub a: &'a [T],
+    pub a_row: usize,
+    pub a_column: usize,
+    pub b: &'a [T],
+    pub b_row: usize,
+    pub c: &'a mut [T],
+    pub c_row: usize,
+    pub rows: usize,
+    /// Columns of B and C; rounded up to whole registers.
+    pub columns: usize,
+    /// Columns of A, rows of B.
+    pub depth: usize,
+    pub accumulate: bool,
+    /// Which elements of A can be other than 0.
+    pub a_band: Band,
+    /// Which elements of C are wanted. Others may be written or left.
+    pub c_band: Band,
+}
+
+/// The elements `(i, j)` with `i + from ≤ j < i + to`.
+#[derive(Clone, Copy)]
+pub(crate) struct Band {
+    pub from: isize,
+    pub to: isize,
+}
+
+impl Band {
+    /// Every element.
+    pub const ALL: Self = Self { from: isize::MIN / 2, to: isize::MAX / 2 };
+
+    /// The elements up to `diagonal` beyond the main one.
+    pub fn up_to(diagonal: isize) -> Self {
+        Self { to: diagonal + 1, ..Self::ALL }
+    }
+
+    /// The elements from `diagonal` beyond the main one.
+    pub fn starting_at(diagonal: isize) -> Self {
+        Self { from: diagonal, ..Self::ALL }
+    }
+
+    /// The columns below `end` that any of the rows `first..=last` has.
+    fn columns(self, first: usize, last: usize, end: usize) -> (usize, usize) {
+        let clamp = |x: isize| x.clamp(0, end as isize) as usize;
+        let from = clamp((first as isize).saturating_add(self.from));
+        (from, clamp((last as isize).saturating_add(self.to)).max(from))
+    }
+}
+
+/// See [`Product`].
+#[inline(always)]
+pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
+    let columns = p.columns.next_multiple_of(V::LANES);
+    if p.rows == 0 || columns == 0 {
+        return;
+    }
+    assert!(p.depth == 0 || (p.rows - 1) * p.a_row + (p.depth - 1) * p.a_column < p.a.len());
+    assert!(p.depth == 0 || (p.depth - 1) * p.b_row + columns <= p.b.len());
+    assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
+    let mut row = 0;
+    while row < p.rows {
+        let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
+        let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
+        let (from, to) = p.c_band.columns(row, last, columns);
+        let mut column = from / V::LANES * V::LANES;
+        while column < to {
+            let left = (to - column).div_ceil(V::LANES);
+            // SAFETY: rows, columns and depth lie in the slices by the assertions above.
+            unsafe {
+                macro_rules! tile {
+                    ($n:literal) => {
+                        tile::<V, $n>(p, row, last, column, depth_from, depth_to)
+                    };
+                }
+                match left.min(V::BLOCK_COLUMNS) {
+                    4 => tile!(4),
+                    3 => tile!(3),
+                    2 => tile!(2),
+                    _ => tile!(1),
+                }
+            }
+            column += left.min(V::BLOCK_COLUMNS) * V::LANES;
+        }
+        row += BLOCK_ROWS;
+    }
+}
+
+/// `BLOCK_ROWS` rows and `N` registers of C. Rows beyond `last` repeat it, which writes the same numbers again.
+#[inline(always)]
+unsafe fn tile<V: Vector, const N: usize>(
+    p: &mut Product<'_, V::Element>,
+    row: usize,
+    last: usize,
+    column: usize,
+    from: usize,
+    to: usize,
+) {
+    // SAFETY: the caller checked that rows `row..=last`, `N` registers from `column` and `from..to` lie in the slices.
+    unsafe {
+        let rows: [usize; BLOCK_ROWS] = std::array::from_fn(|r| (row + r).min(last));
+        let c = p.c.as_mut_ptr().add(column);
+        let mut sums = [[V::splat(V::Element::ZERO); N]; BLOCK_ROWS];
+        if p.accumulate {
+            for r in 0..BLOCK_ROWS {
+                for n in 0..N {
+                    sums[r][n] = V::load(c.add(rows[r] * p.c_row + n * V::LANES));
+                }
+            }
+        }
+        let a: [*const V::Element; BLOCK_ROWS] = std::array::from_fn(|r| p.a.as_ptr().wrapping_add(rows[r] * p.a_row));
+        let b = p.b.as_ptr().wrapping_add(column);
+        for k in from..to {
+            let mut b_row = [V::splat(V::Element::ZERO); N];
+            for n in 0..N {
+                b_row[n] = V::load(b.add(k * p.b_row + n * V::LANES));
+            }
+            for r in 0..BLOCK_ROWS {
+                let factor = V::splat(*a[r].add(k * p.a_column));
+                for n in 0..N {
+                    sums[r][n] = factor.mul_add(b_row[n], sums[r][n]);
+                }
+            }
+        }
+        for r in 0..BLOCK_ROWS {
+            for n in 0..N {
+                sums[r][n].store(c.add(rows[r] * p.c_row + n * V::LANES));
+            }
+        }
+    }
+}
+
+/// `φ(x − shift)` of a register.
+#[inline(always)]
+unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let zero = V::splat(V::Element::ZERO);
+        match map {
+            FeatureMap::EluPlusOne => {
+                // min keeps its second operand where the first is NaN.
+                let exp = exp_nonpositive(zero.min(x));
+                x.if_positive(x.add(V::splat(V::Element::ONE)), exp)
+            }
+            FeatureMap::Relu => zero.max(x),
+            FeatureMap::Softplus => zero.max(x).add(ln_1p_unit(exp_nonpositive(zero.sub(x.abs())))),
+            FeatureMap::Exp => exp_nonpositive(x.sub(shift)),
+            FeatureMap::Identity => x,
+        }
+    }
+}
+
+/// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
+/// in `ignored` is true become 0 whatever stands in them. `shift` counts for [`FeatureMap::Exp`] alone.
+#[inline(always)]
+pub(crate) unsafe fn load<V: Vector>(
+    map: FeatureMap,
+    shift: V::Element,
+    from: Rows<'_, V::Element>,
+    count: usize,
+    width: usize,
+    ignored: Option<&[bool]>,
+    to: &mut [V::Element],
+    to_row: usize,
+) where
+    V::Element: Constants,
+{
+    let whole = width / V::LANES * V::LANES;
+    for row in 0..count {
+        let to = &mut to[row * to_row..][..to_row];
+        if ignored.is_some_and(|ignored| ignored[row]) {
+            to.fill(V::Element::ZERO);
+            continue;
+        }
+        let from = from.row(row, width);
+        // SAFETY: `from` has `width` numbers, `to` a whole number of registers of at least that.
+        unsafe {
+            let shift = V::splat(shift);
+            let mut column = 0;
+            while column < whole {
+                feature(map, V::load(from.as_ptr().add(column)), shift).store(to.as_mut_ptr().add(column));
+                column += V::LANES;
+            }
+            if whole < width {
+                to[whole..].fill(V::Element::ZERO);
+                to[whole..width].copy_from_slice(&from[whole..]);
+                feature(map, V::load(to.as_ptr().add(whole)), shift).store(to.as_mut_ptr().add(whole));
+            }
+            to[width..].fill(V::Element::ZERO);
+        }
+    }
+}
+
+/// `d ← d · φ′(x)` for rows of raw inputs `x` and their features `phi`.
+#[inline(always)]
+pub(crate) unsafe fn pull_back<V: Vector>(
+    map: FeatureMap,
+    x: Rows<'_, V::Element>,
+    phi: &[V::Element],
+    d: &mut [V::Element],
+    count: usize,
+    width: usize,
+    row_length: usize,
+) where
+    V::Element: Constants,
+{
+    if map == FeatureMap::Identity {
+        return;
+    }
+    let mut tail = [V::Element::ZERO; 16];
+    for row in 0..count {
+        let x = x.row(row, width);
+        let phi = &phi[row * row_length..][..row_length];
+        let d = &mut d[row * row_length..][..row_length];
+        let mut column = 0;
+        while column < width {
+            let source = if column + V::LANES <= width {
+                x[column..].as_ptr()
+            } else {
+                tail[..width - column].copy_from_slice(&x[column..]);
+                tail.as_ptr()
+            };
+            // SAFETY: `source` has a register of numbers, `phi` and `d` a whole number of registers a row.
+            unsafe {
+                let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
+                let phi = V::load(phi.as_ptr().add(column));
+                let slope = match map {
+                    // eˣ below 0, where φ = eˣ ≤ 1, and 1 above, where φ > 1.
+                    FeatureMap::EluPlusOne => one.min(phi),
+                    FeatureMap::Relu => phi.if_positive(one, zero),
+                    FeatureMap::Softplus => {
+                        let x = V::load(source);
+                        let small = exp_nonpositive(zero.sub(x.abs()));
+                        x.if_positive(one, small).div(one.add(small))
+                    }
+                    FeatureMap::Exp | FeatureMap::Identity => phi,
+                };
+                let at = d.as_mut_ptr().add(column);
+                V::load(at).mul(slope).store(at);
+            }
+            column += V::LANES;
+        }
+    }
+}
+
+/// `to[i] = from[i] · factors[i]` for rows of a block, into rows that a caller holds; without factors a plain copy.
+#[inline(always)]
+pub(crate) unsafe fn store<V: Vector>(from: &[V::Element], factor: V::Element, to: &mut [V::Element]) {
+    let whole = to.len() / V::LANES * V::LANES;
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let factor = V::splat(factor);
+        let mut column = 0;
+        assert!(from.len() >= to.len());
+        while column < whole {
+            V::load(from.as_ptr().add(column)).mul(factor).store(to.as_mut_ptr().add(column));
+            column += V::LANES;
+        }
+    }
+    for column in whole..to.len() {
+        to[column] = from[column] * factor;
+    }
+}
+
+/// Writes the transpose of a block of `rows × columns`; both are rounded up to whole registers, so `to` must have that
+/// many rows and `from`'s rows beyond `rows` are read too.
+#[inline(always)]
+pub(crate) unsafe fn transpose<V: Vector>(
+    from: &[V::Element],
+    from_row: usize,
+    rows: usize,
+    columns: usize,
+    to: &mut [V::Element],
+    to_row: usize,
+) {
+    let (rows, columns) = (rows.next_multiple_of(V::LANES), columns.next_multiple_of(V::LANES));
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    assert!((rows - 1) * from_row + columns <= from.len());
+    assert!((columns - 1) * to_row + rows <= to.len());
+    let mut row = 0;
+    while row < rows {
+        let mut column = 0;
+        while column < columns {
+            // SAFETY: the tile lies in both slices by the assertions above.
+            unsafe {
+                let from = from.as_ptr().add(row * from_row + column);
+                V::transpose(from, from_row, to.as_mut_ptr().add(column * to_row + row), to_row);
+            }
+            column += V::LANES;
+        }
+        row += V::LANES;
+    }
+}
+
+/// `to += scale · Σ_rows block[row]`.
+#[inline(always)]
+pub(crate) unsafe fn add_column_sums<V: Vector>(
+    block: &[V::Element],
+    row_length: usize,
+    rows: usize,
+    to: &mut [V::Element],
+) {
+    if rows == 0 {
+        return;
+    }
+    assert!((rows - 1) * row_length + to.len() <= block.len() && to.len().is_multiple_of(V::LANES));
+    let mut column = 0;
+    while column < to.len() {
+        // SAFETY: every row has a register at `column` by the assertion above.
+        unsafe {
+            let from = block.as_ptr().add(column);
+            let mut sums = [V::splat(V::Element::ZERO); 2];
+            for row in 0..rows / 2 {
+                sums[0] = sums[0].add(V::load(from.add(2 * row * row_length)));
+                sums[1] = sums[1].add(V::load(from.add((2 * row + 1) * row_length)));
+            }
+            if !rows.is_multiple_of(2) {
+                sums[0] = sums[0].add(V::load(from.add((rows - 1) * row_length)));
+            }
+            let at = to.as_mut_ptr().add(column);
+            V::load(at).add(sums[0].add(sums[1])).store(at);
+        }
+        column += V::LANES;
+    }
+}
+
+/// `Σ x·y`.
+#[inline(always)]
+pub(crate) unsafe fn dot<V: Vector>(x: &[V::Element], y: &[V::Element]) -> V::Element {
+    let whole = x.len() / V::LANES * V::LANES;
+    assert!(x.len() <= y.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    let mut sum = unsafe {
+        let mut sums = V::splat(V::Element::ZERO);
+        let mut column = 0;
+        while column < whole {
+            sums = V::load(x.as_ptr().add(column)).mul_add(V::load(y.as_ptr().add(column)), sums);
+            column += V::LANES;
+        }
+        sums.sum()
+    };
+    for column in whole..x.len() {
+        sum += x[column] * y[column];
+    }
+    sum
+}
+
+/// `to[i] += block[i]·vector` for each row.
+#[inline(always)]
+pub(crate) unsafe fn add_row_dots<V: Vector>(
+    block: &[V::Element],
+    row_length: usize,
+    vector: &[V::Element],
+    to: &mut [V::Element],
+) {
+    for (row, to) in to.iter_mut().enumerate() {
+        // SAFETY: forwarded to the caller.
+        *to += unsafe { dot::<V>(&block[row * row_length..][..vector.len()], vector) };
+    }
+}
+
+/// Makes the elements of a block outside `band` 0 and adds each row's sum to `sums`.
+#[inline(always)]
+pub(crate) unsafe fn mask_and_sum<V: Vector>(
+    block: &mut [V::Element],
+    row_length: usize,
+    columns: usize,
+    band: Band,
+    sums: &mut [V::Element],
+) {
+    let columns = columns.next_multiple_of(V::LANES);
+    for (row, total) in sums.iter_mut().enumerate() {
+        let line = &mut block[row * row_length..][..columns];
+        let (from, to) = band.columns(row, row, columns);
+        line[..from].fill(V::Element::ZERO);
+        line[to..].fill(V::Element::ZERO);
+        // SAFETY: a row of `columns` numbers is a whole number of registers.
+        unsafe {
+            let mut sum = V::splat(V::Element::ZERO);
+            let mut column = from / V::LANES * V::LANES;
+            while column < to {
+                sum = sum.add(V::load(line.as_ptr().add(column)));
+                column += V::LANES;
+            }
+            *total += sum.sum();
+        }
+    }
+}
+
+/// `to = a·x + b·y`.
+#[inline(always)]
+pub(crate) unsafe fn combine<V: Vector>(
+    to: &mut [V::Element],
+    a: V::Element,
+    x: &[V::Element],
+    b: V::Element,
+    y: &[V::Element],
+) {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len() && y.len() >= to.len());
+    // SAFETY: `whole` numbers lie in all three slices.
+    unsafe {
+        let (av, bv) = (V::splat(a), V::splat(b));
+        let mut at = 0;
+        while at < whole {
+            let scaled = av.mul(V::load(x.as_ptr().add(at)));
+            bv.mul_add(V::load(y.as_ptr().add(at)), scaled).store(to.as_mut_ptr().add(at));
+            at += V::LANES;
+        }
+    }
+    for at in whole..to.len() {
+        to[at] = a * x[at] + b * y[at];
+    }
+}
+
+/// `to += a·x`.
+#[inline(always)]
+pub(crate) unsafe fn add_scaled<V: Vector>(to: &mut [V::Element], a: V::Element, x: &[V::Element]) {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let av = V::splat(a);
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            av.mul_add(V::load(x.as_ptr().add(at)), V::load(place)).store(place);
+            at += V::LANES;
+        }
+    }
+    for at in whole..to.len() {
+        to[at] += a * x[at];
+    }
+}
+
+/// `to ← to · x`, elementwise.
+#[inline(always)]
+pub(crate) unsafe fn multiply<V: Vector>(to: &mut [V::Element], x: &[V::Element]) {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).mul(V::load(x.as_ptr().add(at))).store(place);
+            at += V::LANES;
+        }
+    }
+    for at in whole..to.len() {
+        to[at] *= x[at];
+    }
+}
+
+/// Whether every number of a block (a whole number of registers) is finite.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<V: Vector>(block: &[V::Element]) -> bool {
+    assert!(block.len().is_multiple_of(V::LANES));
+    // SAFETY: the block is a whole number of registers.
+    unsafe {
+        // x·0 is 0 for finite x and NaN else; NaN survives the sum.
+        let zero = V::splat(V::Element::ZERO);
+        let mut sums = [zero; 4];
+        let mut at = 0;
+        let mut lane = 0;
+        while at < block.len() {
+            sums[lane] = V::load(block.as_ptr().add(at)).mul_add(zero, sums[lane]);
+            lane = (lane + 1) % 4;
+            at += V::LANES;
+        }
+        sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum() == V::Element::ZERO
+    }
+}

@@ -1,0 +1,93 @@
+//! Vectors as arrays: compiled everywhere, left to the compiler to vectorise.
+
+use super::vector::Vector;
+
+/// Eight numbers in an array.
+#[derive(Clone, Copy)]
+pub(crate) struct Array<T>([T; 8]);
+
+macro_rules! portable {
+    ($t:ident, $bits:ident, $mantissa:literal, $bias:literal) => {
+        impl Array<$t> {
+            #[inline(always)]
+            fn zip(self, other: Self, f: impl Fn($t, $t) -> $t) -> Self {
+                Self(std::array::from_fn(|lane| f(self.0[lane], other.0[lane])))
+            }
+        }
+
+        impl Vector for Array<$t> {
+            type Element = $t;
+            const LANES: usize = 8;
+            const BLOCK_COLUMNS: usize = 1;
+
+            #[inline(always)]
+            unsafe fn splat(x: $t) -> Self {
+                Self([x; 8])
+            }
+            #[inline(always)]
+            unsafe fn load(from: *const $t) -> Self {
+                // SAFETY: the caller's pointer is valid for eight numbers.
+                Self(unsafe { from.cast::<[$t; 8]>().read_unaligned() })
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut $t) {
+                // SAFETY: the caller's pointer is valid for eight numbers.
+                unsafe { to.cast::<[$t; 8]>().write_unaligned(self.0) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                self.zip(other, |a, b| a + b)
+            }
+            #[inline(always)]
+            unsafe fn sub(self, other: Self) -> Self {
+                self.zip(other, |a, b| a - b)
+            }
+            #[inline(always)]
+            unsafe fn mul(self, other: Self) -> Self {
+                self.zip(other, |a, b| a * b)
+            }
+            #[inline(always)]
+            unsafe fn div(self, other: Self) -> Self {
+                self.zip(other, |a, b| a / b)
+            }
+            #[inline(always)]
+            unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
+                Self(std::array::from_fn(|lane| {
+                    // Without the instruction a fused product is a call into the C library.
+                    if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+                        self.0[lane].mul_add(factor.0[lane], term.0[lane])
+                    } else {
+                        self.0[lane] * factor.0[lane] + term.0[lane]
+                    }
+                }))
+            }
+            #[inline(always)]
+            unsafe fn max(self, other: Self) -> Self {
+                self.zip(other, |a, b| if a > b { a } else { b })
+            }
+            #[inline(always)]
+            unsafe fn min(self, other: Self) -> Self {
+                self.zip(other, |a, b| if a < b { a } else { b })
+            }
+            #[inline(always)]
+            unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
+                Self(std::array::from_fn(|lane| if self.0[lane] > 0.0 { then.0[lane] } else { otherwise.0[lane] }))
+            }
+            #[inline(always)]
+            unsafe fn abs(self) -> Self {
+                Self(self.0.map($t::abs))
+            }
+            #[inline(always)]
+            unsafe fn power_of_two(self) -> Self {
+                Self(self.0.map(|x| $t::from_bits(x.to_bits().wrapping_add($bias) << $mantissa)))
+            }
+            #[inline(always)]
+            unsafe fn sum(self) -> $t {
+                let x = self.0;
+                ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]))
+            }
+        }
+    };
+}
+portable!(f32, u32, 23, 127);
+portable!(f64, u64, 52, 1023);

@@ -1,0 +1,163 @@
+//! A register of numbers, and the two transcendental functions of the feature maps over it.
+
+use crate::real::Real;
+
+/// A vector register.
+///
+/// # Safety
+/// Every method may only run on a processor that has the implementor's instructions; pointers must be valid for
+/// `LANES` numbers, with no alignment asked for.
+#[allow(clippy::missing_safety_doc)]
+pub(crate) trait Vector: Copy {
+    type Element: Real;
+    /// Numbers in a register. It divides a cache line.
+    const LANES: usize;
+    /// Columns of registers in one block of the matrix product; with [`BLOCK_ROWS`](super::block::BLOCK_ROWS) rows the
+    /// accumulators, one row of B and one broadcast must fit the register file.
+    const BLOCK_COLUMNS: usize;
+
+    unsafe fn splat(x: Self::Element) -> Self;
+    unsafe fn load(from: *const Self::Element) -> Self;
+    unsafe fn store(self, to: *mut Self::Element);
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
+    /// `self · factor + term`, fused where the processor can.
+    unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
+    /// The larger; `other` where either is NaN.
+    unsafe fn max(self, other: Self) -> Self;
+    /// The smaller; `other` where either is NaN.
+    unsafe fn min(self, other: Self) -> Self;
+    /// `then` where `self > 0`, else `otherwise`.
+    unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self;
+    /// `|self|`.
+    unsafe fn abs(self) -> Self;
+    /// `2ⁿ` for `self = MAGIC + n` as [`exp_nonpositive`] forms it, with n ≥ −126 (f32) or ≥ −1022 (f64).
+    unsafe fn power_of_two(self) -> Self;
+    /// The sum of the lanes, in an order of the implementor's own.
+    unsafe fn sum(self) -> Self::Element;
+
+    /// Writes the transpose of a `LANES × LANES` tile.
+    #[inline(always)]
+    unsafe fn transpose(from: *const Self::Element, from_row: usize, to: *mut Self::Element, to_row: usize) {
+        // SAFETY: the caller gives tiles of LANES rows of LANES numbers.
+        unsafe {
+            for row in 0..Self::LANES {
+                for column in 0..Self::LANES {
+                    *to.add(column * to_row + row) = *from.add(row * from_row + column);
+                }
+            }
+        }
+    }
+}
+
+/// The constants of a number type's polynomials.
+pub(crate) trait Constants: Real {
+    /// 1.5 · 2^(mantissa bits): adding it rounds to an integer and leaves that integer in the lowest bits.
+    const MAGIC: f64;
+    /// The least x with a normal eˣ.
+    const EXP_LOW: f64;
+    /// Coefficients of eʳ on |r| ≤ ln 2 / 2, ascending.
+    const EXP: &'static [f64];
+    /// Terms of the series atanh(s) = s·Σ s²ⁿ/(2n+1) that reach full precision for s ≤ 1/3.
+    const ATANH_TERMS: usize;
+}
+
+impl Constants for f32 {
+    const MAGIC: f64 = 12_582_912.0;
+    const EXP_LOW: f64 = -87.336_54;
+    // Interpolated at the seven Chebyshev nodes of the interval: relative error 2e-8, a third of a half unit.
+    const EXP: &'static [f64] = &[
+        1.0,
+        1.000_000_037_716_214,
+        0.500_000_004_711_775_7,
+        0.166_664_155_146_532_77,
+        0.041_666_352_896_775_16,
+        0.008_375_126_398_153_335,
+        0.001_394_110_843_397_267_4,
+    ];
+    const ATANH_TERMS: usize = 8;
+}
+
+impl Constants for f64 {
+    const MAGIC: f64 = 6_755_399_441_055_744.0;
+    const EXP_LOW: f64 = -708.396_418_532_264_1;
+    // Taylor: the next term is below 4e-18 on the interval.
+    const EXP: &'static [f64] = &[
+        1.0,
+        1.0,
+        1.0 / 2.0,
+        1.0 / 6.0,
+        1.0 / 24.0,
+        1.0 / 120.0,
+        1.0 / 720.0,
+        1.0 / 5_040.0,
+        1.0 / 40_320.0,
+        1.0 / 362_880.0,
+        1.0 / 3_628_800.0,
+        1.0 / 39_916_800.0,
+        1.0 / 479_001_600.0,
+        1.0 / 6_227_020_800.0,
+    ];
+    const ATANH_TERMS: usize = 17;
+}
+
+/// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN.
+///
+/// `x = n ln 2 + r`, `eˣ = 2ⁿ eʳ`. The sign of the input is known, so overflow needs no care.
+///
+/// # Safety
+/// As for [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn exp_nonpositive<V: Vector>(x: V) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let constant = |x: f64| V::splat(V::Element::from_f64(x));
+        let low = constant(V::Element::EXP_LOW);
+        let bounded = low.max(x);
+        let magic = constant(V::Element::MAGIC);
+        let rounded = bounded.mul_add(constant(std::f64::consts::LOG2_E), magic);
+        let n = rounded.sub(magic);
+        // ln 2 in two parts; the first has so few bits that n times it is exact without a fused product too.
+        let r = n.mul_add(constant(-0.693_359_375), bounded);
+        let r = n.mul_add(constant(2.121_944_400_546_905_8e-4), r);
+        let coefficients = V::Element::EXP;
+        let mut y = constant(coefficients[coefficients.len() - 1]);
+        for &c in coefficients[..coefficients.len() - 1].iter().rev() {
+            y = y.mul_add(r, constant(c));
+        }
+        let y = y.mul(rounded.power_of_two());
+        // Where x < low the clamp gave the least normal number: make it 0. NaN − low is not positive either, but there
+        // y is NaN and so is y · 0.
+        let zero = V::splat(V::Element::ZERO);
+        x.sub(low).if_positive(y, y.mul(zero))
+    }
+}
+
+/// `log(1 + y)` for `0 ≤ y ≤ 1`, as `2 atanh(y / (2 + y))`.
+///
+/// # Safety
+/// As for [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn ln_1p_unit<V: Vector>(y: V) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let constant = |x: f64| V::splat(V::Element::from_f64(x));
+        let s = y.div(y.add(constant(2.0)));
+        let square = s.mul(s);
+        let mut series = constant(0.0);
+        let mut n = V::Element::ATANH_TERMS;
+        while n > 0 {
+            n -= 1;
+            series = series.mul_add(square, constant(2.0 / (2 * n + 1) as f64));
+        }
+        s.mul(series)
+    }
+}

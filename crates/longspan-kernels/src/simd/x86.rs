@@ -1,0 +1,250 @@
+//! AVX2 with FMA, and AVX-512.
+
+use std::arch::x86_64::*;
+
+use super::vector::Vector;
+
+/// One implementation: the intrinsics that differ only by their names, and the rest written out.
+macro_rules! vector {
+    (
+        $name:ident, $register:ident, $element:ident, $lanes:literal, $columns:literal,
+        $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident, $fma:ident,
+        $max:ident, $min:ident,
+        $($rest:item)*
+    ) => {
+        #[derive(Clone, Copy)]
+        pub(crate) struct $name($register);
+
+        impl Vector for $name {
+            type Element = $element;
+            const LANES: usize = $lanes;
+            const BLOCK_COLUMNS: usize = $columns;
+
+            #[inline(always)]
+            unsafe fn splat(x: $element) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $splat(x) })
+            }
+            #[inline(always)]
+            unsafe fn load(from: *const $element) -> Self {
+                // SAFETY: the caller has the instructions and a pointer valid for a register.
+                Self(unsafe { $load(from) })
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut $element) {
+                // SAFETY: the caller has the instructions and a pointer valid for a register.
+                unsafe { $store(to, self.0) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $add(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn sub(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $sub(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn mul(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $mul(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn div(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $div(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $fma(self.0, factor.0, term.0) })
+            }
+            #[inline(always)]
+            unsafe fn max(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions. They return the second operand where either is NaN.
+                Self(unsafe { $max(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn min(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions. They return the second operand where either is NaN.
+                Self(unsafe { $min(self.0, other.0) })
+            }
+            $(#[inline(always)] $rest)*
+        }
+    };
+}
+
+vector! {
+    F32x16, __m512, f32, 16, 4,
+    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_div_ps,
+    _mm512_fmadd_ps, _mm512_max_ps, _mm512_min_ps,
+
+    unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let positive = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, _mm512_setzero_ps());
+            _mm512_mask_blend_ps(positive, otherwise.0, then.0)
+        })
+    }
+    unsafe fn abs(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe { _mm512_abs_ps(self.0) })
+    }
+    unsafe fn power_of_two(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let n = _mm512_add_epi32(_mm512_castps_si512(self.0), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(n))
+        })
+    }
+    unsafe fn sum(self) -> f32 {
+        // SAFETY: the caller has the instructions.
+        unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+    unsafe fn transpose(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // SAFETY: the caller has the instructions and tiles of 16 rows of 16 numbers.
+        unsafe {
+            let mut r = [_mm512_setzero_ps(); 16];
+            for (row, register) in r.iter_mut().enumerate() {
+                *register = _mm512_loadu_ps(from.add(row * from_row));
+            }
+            // Pairs of rows, then quadruples: r[4g + c] holds, in its 128-bit lane l, rows 4g..4g+4 of column 4l + c.
+            for g in (0..16).step_by(4) {
+                let (a, b) = (_mm512_unpacklo_ps(r[g], r[g + 1]), _mm512_unpackhi_ps(r[g], r[g + 1]));
+                let (c, d) = (_mm512_unpacklo_ps(r[g + 2], r[g + 3]), _mm512_unpackhi_ps(r[g + 2], r[g + 3]));
+                let pd = |x| _mm512_castps_pd(x);
+                r[g] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(a), pd(c)));
+                r[g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(a), pd(c)));
+                r[g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(b), pd(d)));
+                r[g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(b), pd(d)));
+            }
+            // The same between the lanes: 0x88 takes the even ones of both operands, 0xdd the odd ones.
+            for c in 0..4 {
+                let even = _mm512_shuffle_f32x4::<0x88>(r[c], r[4 + c]);
+                let odd = _mm512_shuffle_f32x4::<0xdd>(r[c], r[4 + c]);
+                let even_below = _mm512_shuffle_f32x4::<0x88>(r[8 + c], r[12 + c]);
+                let odd_below = _mm512_shuffle_f32x4::<0xdd>(r[8 + c], r[12 + c]);
+                _mm512_storeu_ps(to.add(c * to_row), _mm512_shuffle_f32x4::<0x88>(even, even_below));
+                _mm512_storeu_ps(to.add((4 + c) * to_row), _mm512_shuffle_f32x4::<0x88>(odd, odd_below));
+                _mm512_storeu_ps(to.add((8 + c) * to_row), _mm512_shuffle_f32x4::<0xdd>(even, even_below));
+                _mm512_storeu_ps(to.add((12 + c) * to_row), _mm512_shuffle_f32x4::<0xdd>(odd, odd_below));
+            }
+        }
+    }
+}
+
+vector! {
+    F64x8, __m512d, f64, 8, 4,
+    _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_sub_pd, _mm512_mul_pd, _mm512_div_pd,
+    _mm512_fmadd_pd, _mm512_max_pd, _mm512_min_pd,
+
+    unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let positive = _mm512_cmp_pd_mask::<_CMP_GT_OQ>(self.0, _mm512_setzero_pd());
+            _mm512_mask_blend_pd(positive, otherwise.0, then.0)
+        })
+    }
+    unsafe fn abs(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe { _mm512_abs_pd(self.0) })
+    }
+    unsafe fn power_of_two(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let n = _mm512_add_epi64(_mm512_castpd_si512(self.0), _mm512_set1_epi64(1023));
+            _mm512_castsi512_pd(_mm512_slli_epi64::<52>(n))
+        })
+    }
+    unsafe fn sum(self) -> f64 {
+        // SAFETY: the caller has the instructions.
+        unsafe { _mm512_reduce_add_pd(self.0) }
+    }
+}
+
+vector! {
+    F32x8, __m256, f32, 8, 2,
+    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_div_ps,
+    _mm256_fmadd_ps, _mm256_max_ps, _mm256_min_ps,
+
+    unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let positive = _mm256_cmp_ps::<_CMP_GT_OQ>(self.0, _mm256_setzero_ps());
+            _mm256_blendv_ps(otherwise.0, then.0, positive)
+        })
+    }
+    unsafe fn abs(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0) })
+    }
+    unsafe fn power_of_two(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let n = _mm256_add_epi32(_mm256_castps_si256(self.0), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(n))
+        })
+    }
+    unsafe fn sum(self) -> f32 {
+        // SAFETY: the caller has the instructions.
+        unsafe {
+            let x = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+        }
+    }
+    unsafe fn transpose(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // SAFETY: the caller has the instructions and tiles of 8 rows of 8 numbers.
+        unsafe {
+            let mut r = [_mm256_setzero_ps(); 8];
+            for (row, register) in r.iter_mut().enumerate() {
+                *register = _mm256_loadu_ps(from.add(row * from_row));
+            }
+            for g in [0, 4] {
+                let (a, b) = (_mm256_unpacklo_ps(r[g], r[g + 1]), _mm256_unpackhi_ps(r[g], r[g + 1]));
+                let (c, d) = (_mm256_unpacklo_ps(r[g + 2], r[g + 3]), _mm256_unpackhi_ps(r[g + 2], r[g + 3]));
+                r[g] = _mm256_shuffle_ps::<0x44>(a, c);
+                r[g + 1] = _mm256_shuffle_ps::<0xee>(a, c);
+                r[g + 2] = _mm256_shuffle_ps::<0x44>(b, d);
+                r[g + 3] = _mm256_shuffle_ps::<0xee>(b, d);
+            }
+            for c in 0..4 {
+                _mm256_storeu_ps(to.add(c * to_row), _mm256_permute2f128_ps::<0x20>(r[c], r[4 + c]));
+                _mm256_storeu_ps(to.add((4 + c) * to_row), _mm256_permute2f128_ps::<0x31>(r[c], r[4 + c]));
+            }
+        }
+    }
+}
+
+vector! {
+    F64x4, __m256d, f64, 4, 2,
+    _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_sub_pd, _mm256_mul_pd, _mm256_div_pd,
+    _mm256_fmadd_pd, _mm256_max_pd, _mm256_min_pd,
+
+    unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let positive = _mm256_cmp_pd::<_CMP_GT_OQ>(self.0, _mm256_setzero_pd());
+            _mm256_blendv_pd(otherwise.0, then.0, positive)
+        })
+    }
+    unsafe fn abs(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe { _mm256_andnot_pd(_mm256_set1_pd(-0.0), self.0) })
+    }
+    unsafe fn power_of_two(self) -> Self {
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let n = _mm256_add_epi64(_mm256_castpd_si256(self.0), _mm256_set1_epi64x(1023));
+            _mm256_castsi256_pd(_mm256_slli_epi64::<52>(n))
+        })
+    }
+    unsafe fn sum(self) -> f64 {
+        // SAFETY: the caller has the instructions.
+        unsafe {
+            let x = _mm_add_pd(_mm256_castpd256_pd128(self.0), _mm256_extractf128_pd::<1>(self.0));
+            _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)))
+        }
+    }
+}

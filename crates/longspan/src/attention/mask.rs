@@ -1,0 +1,69 @@
+//! Masks that own their lengths, so that a backward pass can keep them.
+
+use std::sync::Arc;
+
+use longspan_kernels::{Keys, Mask, Order};
+
+/// Which keys are there.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum KeyMask {
+    /// All of them.
+    #[default]
+    All,
+    /// The first `lengths[b]` of each batch entry; `[batch]`.
+    Lengths(Arc<[usize]>),
+    /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
+    Padding(Arc<[bool]>),
+}
+
+/// What a query sees. Cheap to clone.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AttentionMask {
+    /// The order of time.
+    pub order: Order,
+    /// Which keys are there.
+    pub keys: KeyMask,
+}
+
+impl AttentionMask {
+    /// Every query sees every key.
+    pub fn bidirectional() -> Self {
+        Self::default()
+    }
+
+    /// Query `i` sees the keys `j ≤ i`.
+    pub fn causal() -> Self {
+        Self { order: Order::Causal { offset: 0 }, keys: KeyMask::All }
+    }
+
+    /// The same order of time over the first `lengths[b]` keys of each batch entry.
+    pub fn with_lengths(self, lengths: &[usize]) -> Self {
+        Self { keys: KeyMask::Lengths(lengths.into()), ..self }
+    }
+
+    /// The same order of time over the keys whose entry is `false`; `[batch, keys]`, row-major.
+    pub fn with_padding(self, ignored: &[bool]) -> Self {
+        Self { keys: KeyMask::Padding(ignored.into()), ..self }
+    }
+
+    /// The kernels' view of this mask.
+    pub fn as_kernel(&self) -> Mask<'_> {
+        let keys = match &self.keys {
+            KeyMask::All => Keys::All,
+            KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
+            KeyMask::Padding(ignored) => Keys::Padding(ignored),
+        };
+        Mask { order: self.order, keys }
+    }
+
+    /// Whether each of `batch × keys` keys is ignored; `None` where none is.
+    pub(crate) fn ignored(&self, batch: usize, keys: usize) -> Option<Vec<bool>> {
+        match &self.keys {
+            KeyMask::All => None,
+            KeyMask::Lengths(lengths) => lengths.iter().any(|&n| n < keys).then(|| {
+                (0..batch).flat_map(|b| (0..keys).map(move |j| (b, j))).map(|(b, j)| j >= lengths[b]).collect()
+            }),
+            KeyMask::Padding(ignored) => ignored.contains(&true).then(|| ignored.to_vec()),
+        }
+    }
+}

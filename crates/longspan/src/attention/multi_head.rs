@@ -1,0 +1,139 @@
+//! Multi-head attention: projections around any mechanism.
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::tensor::module::linear;
+use burn::tensor::{Device, Tensor};
+
+use super::{Attention, AttentionConfig, AttentionMask};
+use crate::error::{Result, argument, config};
+
+/// Makes a [`MultiHeadAttention`].
+#[derive(Config, Debug)]
+pub struct MultiHeadAttentionConfig {
+    /// Width of a token.
+    pub d_model: usize,
+    /// Query heads; they divide `d_model`.
+    pub heads: usize,
+    /// Key/value heads if fewer than query heads; `heads` is a multiple of them.
+    pub kv_heads: Option<usize>,
+    /// The mechanism.
+    #[config(default = "AttentionConfig::default()")]
+    pub attention: AttentionConfig,
+}
+
+/// Multi-head attention. One module serves self-attention or cross-attention.
+#[derive(Module, Debug)]
+pub struct MultiHeadAttention {
+    /// Queries, keys and values in one product, `[d_model, (heads + 2·kv_heads)·head_dim]`: the queries' columns first,
+    /// then the keys', then the values', each head by head.
+    pub query_key_value: Linear,
+    /// `[heads·head_dim, d_model]`.
+    pub output: Linear,
+    /// The mechanism.
+    pub attention: Attention,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+impl MultiHeadAttentionConfig {
+    /// Makes the module.
+    ///
+    /// # Errors
+    /// Sizes that do not divide, and what the mechanism refuses.
+    pub fn init(&self, device: &Device) -> Result<MultiHeadAttention> {
+        const NAME: &str = "MultiHeadAttentionConfig";
+        config(
+            self.heads > 0 && self.d_model > 0 && self.d_model.is_multiple_of(self.heads),
+            NAME,
+            "heads",
+            format_args!("a divisor of d_model = {}", self.d_model),
+            self.heads,
+        )?;
+        let kv_heads = self.kv_heads.unwrap_or(self.heads);
+        let head_dim = self.d_model / self.heads;
+        let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
+        let initializer = Initializer::XavierUniform { gain: 1.0 };
+        let projected = (self.heads + 2 * kv_heads) * head_dim;
+        Ok(MultiHeadAttention {
+            query_key_value: LinearConfig::new(self.d_model, projected)
+                .with_initializer(initializer.clone())
+                .init(device),
+            output: LinearConfig::new(self.d_model, self.d_model).with_initializer(initializer).init(device),
+            attention,
+            heads: self.heads,
+            kv_heads,
+            head_dim,
+        })
+    }
+}
+
+impl MultiHeadAttention {
+    /// Self-attention, bidirectional or causal by `mask`.
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, tokens, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a mask of the wrong size.
+    pub fn self_attention(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        self.check("self-attention", "x", &x)?;
+        let [batch, tokens, _] = x.dims();
+        let all = self.heads + 2 * self.kv_heads;
+        let projected = self.query_key_value.forward(x).reshape([batch, tokens, all, self.head_dim]);
+        let part = |first, heads| projected.clone().narrow(2, first, heads).swap_dims(1, 2);
+        let q = part(0, self.heads);
+        let k = part(self.heads, self.kv_heads);
+        let v = part(self.heads + self.kv_heads, self.kv_heads);
+        Ok(self.merge(self.attention.forward(q, k, v, mask)?))
+    }
+
+    /// Attention of `x` to `memory`.
+    ///
+    /// # Shapes
+    /// - `x` and output: `[batch, queries, d_model]`
+    /// - `memory`: `[batch, keys, d_model]`
+    ///
+    /// # Errors
+    /// Wrong widths, different batch sizes, or a mask of the wrong size.
+    pub fn cross_attention(&self, x: Tensor<3>, memory: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        self.check("cross-attention", "x", &x)?;
+        self.check("cross-attention", "memory", &memory)?;
+        let q = self.project(x, 0, self.heads);
+        let [k, v] = self.keys_and_values(memory);
+        Ok(self.merge(self.attention.forward(q, k, v, mask)?))
+    }
+
+    /// Keys and values of a memory, `[batch, kv_heads, keys, head_dim]` each.
+    fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
+        let both = self.project(memory, self.heads, 2 * self.kv_heads);
+        [both.clone().narrow(1, 0, self.kv_heads), both.narrow(1, self.kv_heads, self.kv_heads)]
+    }
+
+    /// `count` of the projected heads from head `first` on, `[batch, count, tokens, head_dim]`.
+    fn project(&self, x: Tensor<3>, first: usize, count: usize) -> Tensor<4> {
+        let [batch, tokens, _] = x.dims();
+        let (start, width) = (first * self.head_dim, count * self.head_dim);
+        let weight = self.query_key_value.weight.val().narrow(1, start, width);
+        let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, width));
+        linear(x, weight, bias).reshape([batch, tokens, count, self.head_dim]).swap_dims(1, 2)
+    }
+
+    fn merge(&self, heads: Tensor<4>) -> Tensor<3> {
+        let [batch, _, tokens, _] = heads.dims();
+        self.output.forward(heads.swap_dims(1, 2).reshape([batch, tokens, self.heads * self.head_dim]))
+    }
+
+    fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
+        let width = self.heads * self.head_dim;
+        argument(
+            x.dims()[2] == width,
+            operation,
+            name,
+            || format!("[batch, tokens, d_model = {width}]"),
+            || format!("{:?}", x.dims()),
+        )
+    }
+}

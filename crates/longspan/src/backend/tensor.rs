@@ -1,0 +1,471 @@
+//! Kernelized attention in plain tensor operations: every backend runs it, and autodiff differentiates it.
+//!
+//! The token axis is cut into chunks of `C` tokens, and all chunks are computed at once. A query sees the keys near it
+//! through a dense tile of scores, one chunk (content) or three chunks wide (relative positions need the window of `R`
+//! tokens to each side), and all others through sums over whole chunks:
+//!
+//! `N⁺_i = Σ_{j near i} s_ij v⁺_j + φ(q_i)ᵀ·Σ_{j before} φ(k_j) v⁺_jᵀ + w_{i,0}·Σ_{j far before} v⁺_j + w_{i,2R}·Σ_{j far after} v⁺_j`
+//!
+//! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a query are
+//! suffix sums, never a total less a prefix.
+
+use burn::tensor::activation::{relu, softplus};
+use burn::tensor::{Bool, DType, FloatDType, Int, Tensor, TensorData};
+use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
+
+use crate::attention::AttentionMask;
+
+/// Tokens in a chunk. Tiles of 64² keep matrix products efficient on CPUs and GPUs alike, and the sums over chunks,
+/// `m·dv` for each, no larger than the inputs at the usual head width of 64.
+const CHUNK: usize = 64;
+
+/// Attention over whole sequences; shapes as in [`attend`](super::attend), which checks them.
+pub(crate) fn attend(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+    mask: &AttentionMask,
+) -> Tensor<4> {
+    let dtype = q.dtype();
+    let [batch, heads, queries, _] = q.dims();
+    let [_, _, keys, value_dim] = v.dims();
+    if batch * heads * queries * keys * value_dim == 0 {
+        return Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), dtype));
+    }
+    let inputs = Inputs::new(options, q, k, v, table, mask);
+    let sums = match (mask.order, options.score) {
+        (Order::Bidirectional, Score::Content) => inputs.content_total(),
+        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs).sums(),
+        (Order::Bidirectional, Score::Combined(_)) => inputs.content_total() + Grid::bidirectional(&inputs).sums(),
+        (Order::Causal { offset }, _) => Grid::causal(&inputs, offset).sums(),
+    };
+    narrow_float(divide(sums, value_dim, options.normalize), dtype)
+}
+
+/// Numerators over denominators: `[.., dv + 1]` → `[.., dv]`. A row without weight gives 0, with gradient 0.
+fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tensor<4> {
+    if !normalize {
+        return sums;
+    }
+    let numerators = sums.clone().narrow(3, 0, value_dim);
+    let denominators = sums.narrow(3, value_dim, 1);
+    let empty = denominators.clone().equal_elem(0.0);
+    let shape = numerators.shape();
+    (numerators / denominators.mask_fill(empty.clone(), 1.0)).mask_fill(empty.expand(shape), 0.0)
+}
+
+/// Half-width numbers are too coarse for sums along a sequence: they are widened to `f32`.
+fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.cast(FloatDType::F32),
+        _ => x,
+    }
+}
+
+fn narrow_float(x: Tensor<4>, dtype: DType) -> Tensor<4> {
+    if x.dtype() == dtype { x } else { x.cast(dtype) }
+}
+
+/// `φ`, elementwise.
+fn features<const D: usize>(map: FeatureMap, x: Tensor<D>) -> Tensor<D> {
+    match map {
+        // Not `elu(x) + 1`, which rounds the small features of very negative entries to 0.
+        FeatureMap::EluPlusOne => relu(x.clone()) + x.clamp_max(0.0).exp(),
+        FeatureMap::Relu => relu(x),
+        FeatureMap::Softplus => softplus(x, 1.0),
+        FeatureMap::Exp => x.exp(),
+        FeatureMap::Identity => x,
+    }
+}
+
+/// The rows of Shaw's table as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
+fn relative_features(
+    options: &KernelizedAttention,
+    table: Tensor<3>,
+    heads: usize,
+    shift: Option<Tensor<4>>,
+) -> Tensor<4> {
+    let [_, rows, dim] = table.dims();
+    let table = widen(table).expand([heads, rows, dim]).unsqueeze_dim::<4>(0);
+    let identity = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+    match (identity, shift) {
+        (true, None) => table,
+        (true, Some(shift)) => table * (-shift).exp(),
+        (false, None) => features(options.feature_map, table),
+        (false, Some(shift)) => features(options.feature_map, table - shift),
+    }
+}
+
+/// The largest entry of each batch entry and head, `[batch, heads, 1, 1]`; 0 where there is none.
+fn largest(x: Tensor<4>) -> Tensor<4> {
+    let top = x.detach().max_dim(3).max_dim(2);
+    let none = top.clone().equal_elem(f32::NEG_INFINITY);
+    top.mask_fill(none, 0.0)
+}
+
+/// One key/value head for each query head.
+pub(crate) fn repeat_heads(x: Tensor<4>, heads: usize) -> Tensor<4> {
+    let [batch, kv_heads, tokens, dim] = x.dims();
+    if kv_heads == heads {
+        return x;
+    }
+    let group = heads / kv_heads;
+    x.unsqueeze_dim::<5>(2).expand([batch, kv_heads, group, tokens, dim]).reshape([batch, heads, tokens, dim])
+}
+
+/// `[v, 1]`, or `v` where nothing is divided by; rows of ignored keys are 0.
+fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normalize: bool) -> Tensor<4> {
+    let [batch, heads, keys, _] = v.dims();
+    if !normalize {
+        return v;
+    }
+    let mut ones = Tensor::ones([batch, heads, keys, 1], (&v.device(), v.dtype()));
+    if let Some(ignored) = ignored {
+        ones = ones.mask_fill(ignored.clone().expand([batch, heads, keys, 1]), 0.0);
+    }
+    Tensor::cat(vec![v, ones], 3)
+}
+
+/// Features and values, ready for products.
+struct Inputs<'a> {
+    options: &'a KernelizedAttention,
+    /// `φ(q)`, `[batch, heads, queries, m]`.
+    q: Tensor<4>,
+    /// `φ(k)`, `[batch, heads, keys, m]`.
+    k: Tensor<4>,
+    /// `v⁺`, `[batch, heads, keys, dv + 1]`.
+    values: Tensor<4>,
+    /// `w = φ(q)·ρ(r)ᵀ`, `[batch, heads, queries, 2R+1]`.
+    weights: Option<Tensor<4>>,
+}
+
+impl<'a> Inputs<'a> {
+    fn new(
+        options: &'a KernelizedAttention,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        table: Option<Tensor<3>>,
+        mask: &AttentionMask,
+    ) -> Self {
+        let [batch, heads, _, dim] = q.dims();
+        let [_, _, keys, value_dim] = v.dims();
+        let (mut q, mut k, mut v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
+        let ignored = mask
+            .ignored(batch, keys)
+            .map(|rows| Tensor::<4, Bool>::from_data(TensorData::new(rows, [batch, 1, keys, 1]), &q.device()));
+        if let Some(ignored) = &ignored {
+            // Filled, not multiplied by 0: whatever stands in padding, NaN included, goes nowhere.
+            k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);
+            v = v.mask_fill(ignored.clone().expand([batch, heads, keys, value_dim]), 0.0);
+        }
+        let mut shift = None;
+        if options.feature_map == FeatureMap::Exp && options.normalize {
+            // Any factor common to a row's weights cancels in the division.
+            let top_q = q.clone().detach().max_dim(3);
+            q = q - top_q;
+            let mut seen = k.clone();
+            if let Some(ignored) = &ignored {
+                seen = seen.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), f32::NEG_INFINITY);
+            }
+            let mut top = options.score.content().then(|| largest(seen));
+            if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
+                && shaw.map == RelativeMap::Same
+            {
+                let [_, rows, dim] = table.dims();
+                let rows = widen(table.clone()).expand([heads, rows, dim]).unsqueeze_dim::<4>(0);
+                let row_top = largest(rows).expand([batch, heads, 1, 1]);
+                top = Some(top.map_or(row_top.clone(), |top| top.max_pair(row_top)));
+            }
+            if let Some(top) = top {
+                k = k - top.clone();
+                shift = Some(top);
+            }
+        }
+        let q = features(options.feature_map, q);
+        let k = features(options.feature_map, k);
+        let values = with_ones(v, ignored.as_ref(), options.normalize);
+        let weights = table.map(|table| {
+            let rows = relative_features(options, table, heads, shift);
+            q.clone().matmul(rows.swap_dims(2, 3))
+        });
+        Self { options, q, k, values, weights }
+    }
+
+    /// The content term where every query sees every key: `φ(q)·(φ(k)ᵀ v⁺)`.
+    fn content_total(&self) -> Tensor<4> {
+        self.q.clone().matmul(self.k.clone().swap_dims(2, 3).matmul(self.values.clone()))
+    }
+
+    fn radius(&self) -> usize {
+        self.options.score.shaw().map_or(0, |shaw| shaw.radius)
+    }
+}
+
+/// Queries and keys on one axis of time, cut into chunks. Key `j` stands at `j − offset`, so that a query and the last
+/// key it sees under a causal mask share a place.
+struct Grid<'a> {
+    inputs: &'a Inputs<'a>,
+    causal: bool,
+    /// Places before query 0.
+    front: usize,
+    chunks: usize,
+    chunk: usize,
+    /// `[batch, heads, chunks, chunk, ·]`, all of them; places without a token are 0.
+    q: Tensor<5>,
+    k: Tensor<5>,
+    values: Tensor<5>,
+    weights: Option<Tensor<5>>,
+    /// A factor on the sums that [`Grid::causal`] left out.
+    scale: Option<Tensor<4>>,
+}
+
+impl<'a> Grid<'a> {
+    fn bidirectional(inputs: &'a Inputs<'a>) -> Self {
+        Self::new(inputs, false, 0)
+    }
+
+    fn causal(inputs: &'a Inputs<'a>, offset: isize) -> Self {
+        let [_, heads, queries, _] = inputs.q.dims();
+        let [_, _, keys, _] = inputs.k.dims();
+        // Beyond these offsets nothing changes but the power of the decay, which the division cancels.
+        let nearest = offset.clamp(-(queries as isize), (keys + inputs.radius()) as isize);
+        let mut grid = Self::new(inputs, true, nearest);
+        if let Some(decay) = &inputs.options.decay
+            && !inputs.options.normalize
+            && offset > nearest
+        {
+            let group = heads / decay.len();
+            let powers: Vec<f32> =
+                (0..heads).map(|h| decay[h / group].powf((offset - nearest) as f64) as f32).collect();
+            grid.scale = Some(grid.constant(powers, [1, heads, 1, 1]));
+        }
+        grid
+    }
+
+    fn new(inputs: &'a Inputs<'a>, causal: bool, offset: isize) -> Self {
+        let [_, _, queries, _] = inputs.q.dims();
+        let [_, _, keys, _] = inputs.k.dims();
+        let first = 0.min(-offset);
+        let span = (queries as isize).max(keys as isize - offset) - first;
+        let span = span as usize;
+        let front = -first as usize;
+        let chunk = CHUNK.max(inputs.radius()).min(span);
+        let chunks = span.div_ceil(chunk);
+        let key_front = (-offset - first) as usize;
+        let cut = |x: &Tensor<4>, front: usize| {
+            let [batch, heads, tokens, width] = x.dims();
+            place(x.clone(), front, chunks * chunk - front - tokens).reshape([batch, heads, chunks, chunk, width])
+        };
+        Self {
+            inputs,
+            causal,
+            front,
+            chunks,
+            chunk,
+            q: cut(&inputs.q, front),
+            k: cut(&inputs.k, key_front),
+            values: cut(&inputs.values, key_front),
+            weights: inputs.weights.as_ref().map(|w| cut(w, front)),
+            scale: None,
+        }
+    }
+
+    fn constant<const D: usize>(&self, numbers: Vec<f32>, shape: [usize; D]) -> Tensor<D> {
+        Tensor::from_data(TensorData::new(numbers, shape), (&self.q.device(), self.q.dtype()))
+    }
+
+    /// The tile's chunks, relative to that of the query.
+    fn near(&self) -> &'static [isize] {
+        match (self.chunks, self.weights.is_some(), self.causal) {
+            (1, _, _) | (_, false, _) => &[0],
+            (_, true, true) => &[-1, 0],
+            (_, true, false) => &[-1, 0, 1],
+        }
+    }
+
+    /// Sums of the weighted values, `[batch, heads, queries, dv + 1]`; without the content term if bidirectional.
+    fn sums(&self) -> Tensor<4> {
+        let mut sums = self.tile();
+        if self.chunks > 1 {
+            if let Some(before) = self.before() {
+                sums = sums + before;
+            }
+            if let (false, Some(weights)) = (self.causal, &self.weights) {
+                let [.., columns] = weights.dims();
+                let far = weights.clone().narrow(4, columns - 1, 1);
+                let totals = self.values.clone().sum_dim(3);
+                let after = shift(totals.flip([2]).cumsum(2).flip([2]), 2);
+                sums = sums + far * after;
+            }
+        }
+        let [batch, heads, _, _, width] = sums.dims();
+        let queries = self.inputs.q.dims()[2];
+        let mut sums = sums.reshape([batch, heads, self.chunks * self.chunk, width]).narrow(2, self.front, queries);
+        if let Some(scale) = &self.scale {
+            sums = sums * scale.clone();
+        }
+        sums
+    }
+
+    /// What the dense tile of near keys gives.
+    fn tile(&self) -> Tensor<5> {
+        let near = self.near();
+        let gather = |x: &Tensor<5>| {
+            let parts: Vec<_> = near.iter().map(|&by| shift(x.clone(), by)).collect();
+            if parts.len() == 1 { x.clone() } else { Tensor::cat(parts, 3) }
+        };
+        let width = near.len() * self.chunk;
+        let first = near[0] * self.chunk as isize;
+        let mut scores = None;
+        if self.causal && self.inputs.options.score.content() {
+            scores = Some(self.q.clone().matmul(gather(&self.k).swap_dims(3, 4)));
+        }
+        if let Some(weights) = &self.weights {
+            let relative = self.spread(weights, first, width);
+            scores = Some(match scores {
+                Some(content) => content + relative,
+                None => relative,
+            });
+        }
+        let mut scores = scores.expect("a bidirectional grid has relative positions");
+        if self.causal {
+            let distance = |x: usize, j: usize| first + j as isize - x as isize;
+            let places = (0..self.chunk).flat_map(|x| (0..width).map(move |j| (x, j)));
+            let future: Vec<bool> = places.clone().map(|(x, j)| distance(x, j) > 0).collect();
+            let future =
+                Tensor::<5, Bool>::from_data(TensorData::new(future, [1, 1, 1, self.chunk, width]), &scores.device());
+            let shape = scores.shape();
+            scores = scores.mask_fill(future.expand(shape), 0.0);
+            if let Some(decay) = self.decay() {
+                let powers: Vec<f32> = decay
+                    .iter()
+                    .flat_map(|&gamma| {
+                        places.clone().map(move |(x, j)| gamma.powf((-distance(x, j)).max(0) as f64) as f32)
+                    })
+                    .collect();
+                scores = scores * self.constant(powers, [1, decay.len(), 1, self.chunk, width]);
+            }
+        }
+        scores.matmul(gather(&self.values))
+    }
+
+    /// `w` by distance into a tile: entry `(x, j)` is `w[x, clip(first + j − x)]`.
+    fn spread(&self, weights: &Tensor<5>, first: isize, width: usize) -> Tensor<5> {
+        let [batch, heads, chunks, chunk, _] = weights.dims();
+        let radius = self.inputs.radius() as isize;
+        let columns = width + chunk - 1;
+        // Column u of every row holds the weight at distance first + u − (chunk − 1). Row x wants its columns
+        // chunk − 1 − x onwards; read row-major with one column less, each row starts one place further left.
+        let rows: Vec<i64> = (0..columns as isize)
+            .map(|u| ((first + u - (chunk as isize - 1)).clamp(-radius, radius) + radius) as i64)
+            .collect();
+        let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [columns]), &weights.device());
+        if columns == 1 {
+            return weights.clone().select(4, rows);
+        }
+        weights
+            .clone()
+            .select(4, rows)
+            .reshape([batch, heads, chunks, chunk * columns])
+            .narrow(3, chunk - 1, chunk * (columns - 1))
+            .reshape([batch, heads, chunks, chunk, columns - 1])
+            .narrow(4, 0, width)
+    }
+
+    /// What the chunks before the tile give: the content and the table's first row are features of one running sum.
+    fn before(&self) -> Option<Tensor<5>> {
+        let mut query_features = Vec::new();
+        let mut key_features = Vec::new();
+        if self.causal && self.inputs.options.score.content() {
+            query_features.push(self.q.clone());
+            key_features.push(self.k.clone());
+        }
+        if let Some(weights) = &self.weights {
+            let [batch, heads, chunks, chunk, _] = weights.dims();
+            query_features.push(weights.clone().narrow(4, 0, 1));
+            key_features.push(Tensor::ones([batch, heads, chunks, chunk, 1], (&weights.device(), weights.dtype())));
+        }
+        let lag = if self.weights.is_some() { 2 } else { 1 };
+        if self.chunks <= lag {
+            return None;
+        }
+        let mut query_features = join(query_features);
+        let mut key_features = join(key_features);
+        let decay = self.decay();
+        if let Some(decay) = &decay {
+            // A key at place p of a chunk is C − p + x + (chunks between)·C before place x of a later one.
+            let rows: Vec<f32> =
+                decay.iter().flat_map(|&g| (0..self.chunk).map(move |x| g.powf(x as f64) as f32)).collect();
+            let columns: Vec<f32> = decay
+                .iter()
+                .flat_map(|&g| (0..self.chunk).map(move |p| g.powf((lag * self.chunk - p) as f64) as f32))
+                .collect();
+            let shape = [1, decay.len(), 1, self.chunk, 1];
+            query_features = query_features * self.constant(rows, shape);
+            key_features = key_features * self.constant(columns, shape);
+        }
+        let chunk_sums = key_features.swap_dims(3, 4).matmul(self.values.clone());
+        let mut running = match &decay {
+            None => chunk_sums.cumsum(2),
+            Some(decay) => self.decayed_cumsum(chunk_sums, decay),
+        };
+        running = shift(running, -(lag as isize));
+        Some(query_features.matmul(running))
+    }
+
+    /// `S_c = Σ_{c' ≤ c} γ^{(c − c')·C} X_c'` along axis 2, by doubling: ⌈log₂ chunks⌉ passes.
+    fn decayed_cumsum(&self, x: Tensor<5>, decay: &[f64]) -> Tensor<5> {
+        let mut sums = x;
+        let mut by = 1;
+        while by < self.chunks {
+            let powers: Vec<f32> = decay.iter().map(|g| g.powf((by * self.chunk) as f64) as f32).collect();
+            let powers = self.constant(powers, [1, decay.len(), 1, 1, 1]);
+            sums = sums.clone() + shift(sums, -(by as isize)) * powers;
+            by *= 2;
+        }
+        sums
+    }
+
+    /// The decay of each query head.
+    fn decay(&self) -> Option<Vec<f64>> {
+        let heads = self.q.dims()[1];
+        self.inputs.options.decay.as_ref().map(|decay| {
+            let group = heads / decay.len();
+            (0..heads).map(|h| decay[h / group]).collect()
+        })
+    }
+}
+
+/// `x` with zeros before and after on the token axis.
+fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
+    if front + back == 0 {
+        return x;
+    }
+    let [batch, heads, _, width] = x.dims();
+    let zeros = |tokens| Tensor::zeros([batch, heads, tokens, width], (&x.device(), x.dtype()));
+    let parts = [(front > 0).then(|| zeros(front)), Some(x.clone()), (back > 0).then(|| zeros(back))];
+    Tensor::cat(parts.into_iter().flatten().collect(), 2)
+}
+
+/// Chunk `c` of the result is chunk `c + by` of `x`, or 0 where there is none.
+fn shift(x: Tensor<5>, by: isize) -> Tensor<5> {
+    let [batch, heads, chunks, rows, width] = x.dims();
+    let gap = by.unsigned_abs().min(chunks);
+    if gap == 0 {
+        return x;
+    }
+    let zeros = Tensor::zeros([batch, heads, gap, rows, width], (&x.device(), x.dtype()));
+    if gap == chunks {
+        return zeros;
+    }
+    let (start, parts): (usize, fn(Tensor<5>, Tensor<5>) -> Vec<Tensor<5>>) =
+        if by < 0 { (0, |zeros, x| vec![zeros, x]) } else { (gap, |zeros, x| vec![x, zeros]) };
+    Tensor::cat(parts(zeros, x.narrow(2, start, chunks - gap)), 2)
+}
+
+fn join(mut parts: Vec<Tensor<5>>) -> Tensor<5> {
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 4) }
+}

@@ -1,0 +1,7 @@
+//! Models: stacks of blocks around attention.
+
+mod block;
+mod seq2seq;
+
+pub use block::{DecoderBlock, EncoderBlock, FeedForward, Norm};
+pub use seq2seq::{Positions, Seq2Seq, Seq2SeqConfig};

@@ -1,0 +1,220 @@
+//! The sequence-to-sequence transformer: a bidirectional encoder, a causal decoder, cross-attention between them.
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{
+    Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig,
+};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm};
+use crate::attention::{AttentionConfig, AttentionMask};
+use crate::error::{Result, argument, config};
+
+/// Absolute positions, added to the embeddings.
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
+pub enum Positions {
+    /// None: the mechanism sees relative ones, or the order does not matter.
+    None,
+    /// Sines and cosines of geometric wavelengths (Vaswani et al. 2017).
+    Sinusoidal,
+}
+
+/// Makes a [`Seq2Seq`].
+#[derive(Config, Debug, PartialEq)]
+pub struct Seq2SeqConfig {
+    /// Number of source tokens.
+    pub source_vocab: usize,
+    /// Number of target tokens.
+    pub target_vocab: usize,
+    /// Width of a token between layers.
+    #[config(default = 128)]
+    pub d_model: usize,
+    /// Attention heads; they divide `d_model`.
+    #[config(default = 4)]
+    pub heads: usize,
+    /// Key/value heads of every attention if fewer than `heads`.
+    pub kv_heads: Option<usize>,
+    /// Blocks of the encoder.
+    #[config(default = 2)]
+    pub encoder_layers: usize,
+    /// Blocks of the decoder.
+    #[config(default = 2)]
+    pub decoder_layers: usize,
+    /// Width inside the feed-forward layers.
+    #[config(default = 512)]
+    pub d_ff: usize,
+    /// Probability with which a number is dropped in training.
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// Self-attention of encoder and decoder.
+    #[config(default = "AttentionConfig::shaw()")]
+    pub attention: AttentionConfig,
+    /// Attention of the decoder to the encoder's output.
+    #[config(default = "AttentionConfig::kernelized()")]
+    pub cross_attention: AttentionConfig,
+    /// Where the norms stand.
+    #[config(default = "Norm::Pre")]
+    pub norm: Norm,
+    /// Absolute positions.
+    #[config(default = "Positions::None")]
+    pub positions: Positions,
+}
+
+/// A sequence-to-sequence transformer.
+#[derive(Module, Debug)]
+pub struct Seq2Seq {
+    /// `[source_vocab, d_model]`.
+    pub source_embedding: Embedding,
+    /// `[target_vocab, d_model]`.
+    pub target_embedding: Embedding,
+    /// The encoder's blocks.
+    pub encoder: Vec<EncoderBlock>,
+    /// The norm after a pre-norm encoder.
+    pub encoder_norm: Option<LayerNorm>,
+    /// The decoder's blocks.
+    pub decoder: Vec<DecoderBlock>,
+    /// The norm after a pre-norm decoder.
+    pub decoder_norm: Option<LayerNorm>,
+    /// `[d_model, target_vocab]`.
+    pub output: Linear,
+    dropout: Dropout,
+    #[module(skip)]
+    positions: Positions,
+    d_model: usize,
+}
+
+impl Seq2SeqConfig {
+    /// Makes the model with fresh weights.
+    ///
+    /// # Errors
+    /// Sizes of 0, sizes that do not divide, and what a mechanism refuses.
+    pub fn init(&self, device: &Device) -> Result<Seq2Seq> {
+        const NAME: &str = "Seq2SeqConfig";
+        let sizes = [
+            ("source_vocab", self.source_vocab),
+            ("target_vocab", self.target_vocab),
+            ("d_model", self.d_model),
+            ("heads", self.heads),
+            ("d_ff", self.d_ff),
+        ];
+        for (field, size) in sizes {
+            config(size > 0, NAME, field, "at least 1", size)?;
+        }
+        config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
+        let options = BlockOptions {
+            d_model: self.d_model,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            d_ff: self.d_ff,
+            dropout: self.dropout,
+            norm: self.norm,
+        };
+        let embedding = |tokens| {
+            EmbeddingConfig::new(tokens, self.d_model)
+                .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
+                .init(device)
+        };
+        let last_norm = || (self.norm == Norm::Pre).then(|| LayerNormConfig::new(self.d_model).init(device));
+        Ok(Seq2Seq {
+            source_embedding: embedding(self.source_vocab),
+            target_embedding: embedding(self.target_vocab),
+            encoder: (0..self.encoder_layers)
+                .map(|_| EncoderBlock::new(&options, &self.attention, device))
+                .collect::<Result<_>>()?,
+            encoder_norm: last_norm(),
+            decoder: (0..self.decoder_layers)
+                .map(|_| DecoderBlock::new(&options, &self.attention, &self.cross_attention, device))
+                .collect::<Result<_>>()?,
+            decoder_norm: last_norm(),
+            output: LinearConfig::new(self.d_model, self.target_vocab)
+                .with_initializer(Initializer::XavierUniform { gain: 1.0 })
+                .init(device),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            positions: self.positions,
+            d_model: self.d_model,
+        })
+    }
+}
+
+impl Seq2Seq {
+    /// Logits of every next target token, for training.
+    ///
+    /// # Shapes
+    /// - `source`: `[batch, source_tokens]`; what stands beyond `source_lengths[b]` does not matter but must be a token
+    /// - `source_lengths`: one for each batch entry
+    /// - `target`: `[batch, target_tokens]`, beginning with the start token
+    /// - output: `[batch, target_tokens, target_vocab]`; position `t` predicts what follows `target[.., ..=t]`
+    ///
+    /// # Errors
+    /// Batch sizes that differ, or a length beyond `source_tokens`.
+    pub fn forward(
+        &self,
+        source: Tensor<2, Int>,
+        source_lengths: &[usize],
+        target: Tensor<2, Int>,
+    ) -> Result<Tensor<3>> {
+        let ([batch, _], [target_batch, _]) = (source.dims(), target.dims());
+        argument(
+            batch == target_batch,
+            "seq2seq",
+            "target",
+            || format!("a batch of {batch}, like the source"),
+            || target_batch.to_string(),
+        )?;
+        let (memory, mask) = self.encode_source(source, source_lengths)?;
+        let mut x = self.embed(&self.target_embedding, target, 0);
+        for block in &self.decoder {
+            x = block.forward(x, memory.clone(), &mask)?;
+        }
+        if let Some(norm) = &self.decoder_norm {
+            x = norm.forward(x);
+        }
+        Ok(self.output.forward(x))
+    }
+
+    /// The encoder's output, `[batch, source_tokens, d_model]`, and the mask under which to look at it.
+    fn encode_source(&self, source: Tensor<2, Int>, lengths: &[usize]) -> Result<(Tensor<3>, AttentionMask)> {
+        let [batch, tokens] = source.dims();
+        argument(
+            lengths.len() == batch && lengths.iter().all(|&n| n <= tokens),
+            "seq2seq",
+            "source_lengths",
+            || format!("{batch} lengths, each at most {tokens}"),
+            || format!("{lengths:?}"),
+        )?;
+        let mut mask = AttentionMask::bidirectional();
+        if lengths.iter().any(|&n| n < tokens) {
+            mask = mask.with_lengths(lengths);
+        }
+        let mut x = self.embed(&self.source_embedding, source, 0);
+        for block in &self.encoder {
+            x = block.forward(x, &mask)?;
+        }
+        if let Some(norm) = &self.encoder_norm {
+            x = norm.forward(x);
+        }
+        Ok((x, mask))
+    }
+
+    /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
+    fn embed(&self, embedding: &Embedding, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
+        let [_, count] = tokens.dims();
+        let mut x = embedding.forward(tokens);
+        if self.positions == Positions::Sinusoidal {
+            let table = sinusoids(first, count, self.d_model);
+            x = x.clone()
+                + Tensor::from_data(TensorData::new(table, [1, count, self.d_model]), (&x.device(), x.dtype()));
+        }
+        self.dropout.forward(x)
+    }
+}
+
+/// `sin(p/10000^{2i/d})` in column `2i`, `cos` of the same in column `2i+1`, for `count` positions from `first` on.
+fn sinusoids(first: usize, count: usize, width: usize) -> Vec<f32> {
+    let entry = |position: usize, column: usize| {
+        let angle = position as f64 / 1e4_f64.powf((column / 2 * 2) as f64 / width as f64);
+        (if column.is_multiple_of(2) { angle.sin() } else { angle.cos() }) as f32
+    };
+    (first..first + count).flat_map(|p| (0..width).map(move |c| entry(p, c))).collect()
+}
