@@ -18,8 +18,10 @@ pub struct RunConfig {
     pub source_tokens: Option<String>,
     /// As `source_tokens`.
     pub target_tokens: Option<String>,
-    /// Training pairs with more tokens than this on a side are left out; answers end there.
+    /// Training pairs with more tokens than this on a side are left out.
     pub max_tokens: usize,
+    /// Answers end after so many tokens; by default a quarter more than the longest training target has.
+    pub answer_tokens: Option<usize>,
 
     /// `kernelized`, `shaw` or `softmax`.
     pub attention: String,
@@ -60,6 +62,8 @@ pub struct RunConfig {
     pub label_smoothing: f64,
     /// Gradients with a larger norm are scaled down to it.
     pub clip_norm: f64,
+    /// Threads that share each batch; by default one a core, at most 8. Part of what makes a run repeatable to the bit.
+    pub workers: Option<usize>,
     /// A checkpoint is written every so many steps, and at the end.
     pub checkpoint_steps: usize,
     /// Held-out sources that are scored at the end; 0 for all.
@@ -73,6 +77,7 @@ impl Default for RunConfig {
             source_tokens: None,
             target_tokens: None,
             max_tokens: 512,
+            answer_tokens: None,
             attention: "shaw".into(),
             feature_map: "elu+1".into(),
             radius: 8,
@@ -92,6 +97,7 @@ impl Default for RunConfig {
             weight_decay: 0.01,
             label_smoothing: 0.05,
             clip_norm: 1.0,
+            workers: None,
             checkpoint_steps: 250,
             evaluate: 2000,
         }
@@ -107,10 +113,23 @@ pub struct Settings {
 impl Settings {
     /// The defaults.
     pub fn new() -> Result<Self> {
-        match serde_json::to_value(RunConfig::default())? {
+        Self::of(&RunConfig::default())
+    }
+
+    /// The settings of a run.
+    pub fn of(config: &RunConfig) -> Result<Self> {
+        match serde_json::to_value(config)? {
             Value::Object(values) => Ok(Self { values }),
-            other => bail!("the default settings are no table but {other}"),
+            other => bail!("settings are no table but {other}"),
         }
+    }
+
+    /// The keys whose values differ from those of `config`.
+    pub fn changed(&self, config: &RunConfig) -> Result<Vec<String>> {
+        let other = serde_json::to_value(config)?;
+        // Not the raw values: `2` and `2.0` are the same number.
+        let own = serde_json::to_value(self.build()?)?;
+        Ok(self.values.keys().filter(|key| own[*key] != other[*key]).cloned().collect())
     }
 
     /// Sets one key; `origin` names where it comes from in errors.

@@ -3,10 +3,11 @@
 //!
 //! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`], [`info`]);
 //! [`config`] gathers settings; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
-//! [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
+//! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
+mod answer;
 mod config;
 mod data;
 mod eval;
@@ -18,6 +19,7 @@ mod plot;
 mod predict;
 mod progress;
 mod run;
+mod signals;
 mod tokens;
 mod train;
 

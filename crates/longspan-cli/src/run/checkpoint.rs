@@ -39,6 +39,8 @@ pub struct Manifest {
     pub step: usize,
     /// Seconds spent training so far.
     pub seconds: f64,
+    /// Of the training pairs, so that a run goes on only with the pairs it began with.
+    pub data_sha256: String,
     /// The files of the checkpoint.
     pub files: BTreeMap<String, FileSum>,
     /// The weights of the checkpoint before. A process that is killed just after a checkpoint has appeared leaves these at
@@ -59,6 +61,7 @@ impl Checkpoint {
         folder: &RunFolder,
         step: usize,
         seconds: f64,
+        data_sha256: &str,
         model: &[u8],
         optimizer: &[u8],
         previous: Option<&Self>,
@@ -66,7 +69,8 @@ impl Checkpoint {
         let path = folder.path().join(format!("{PREFIX}{step:06}"));
         let files = BTreeMap::from([(MODEL.to_string(), FileSum::of(model)), (OPTIMIZER.into(), FileSum::of(optimizer))]);
         let previous_model = previous.and_then(|checkpoint| checkpoint.manifest.files.get(MODEL).cloned());
-        let manifest = Manifest { step, seconds, files, previous_model };
+        let data_sha256 = data_sha256.to_string();
+        let manifest = Manifest { step, seconds, data_sha256, files, previous_model };
         let draft = folder.path().join(format!(".{PREFIX}{step:06}.draft-{}", std::process::id()));
         let text = serde_json::to_string_pretty(&manifest)?;
         let failed = |error| write_error(&path, &error);
@@ -206,8 +210,8 @@ mod tests {
     #[test]
     fn the_last_checkpoint_counts_and_older_ones_go() {
         let (_place, folder) = run();
-        let first = Checkpoint::save(&folder, 5, 1.0, b"five", b"o5", None).unwrap();
-        Checkpoint::save(&folder, 10, 2.0, b"ten", b"o10", Some(&first)).unwrap();
+        let first = Checkpoint::save(&folder, 5, 1.0, "data", b"five", b"o5", None).unwrap();
+        Checkpoint::save(&folder, 10, 2.0, "data", b"ten", b"o10", Some(&first)).unwrap();
         let last = Checkpoint::last(&folder).unwrap();
         assert_eq!((last.manifest.step, last.model(&folder).unwrap()), (10, b"ten".to_vec()));
         assert_eq!(last.optimizer().unwrap(), b"o10");
@@ -217,8 +221,8 @@ mod tests {
     #[test]
     fn a_kill_between_checkpoint_and_model_is_no_damage() {
         let (_place, folder) = run();
-        let first = Checkpoint::save(&folder, 5, 1.0, b"five", b"o5", None).unwrap();
-        Checkpoint::save(&folder, 10, 2.0, b"ten", b"o10", Some(&first)).unwrap();
+        let first = Checkpoint::save(&folder, 5, 1.0, "data", b"five", b"o5", None).unwrap();
+        Checkpoint::save(&folder, 10, 2.0, "data", b"ten", b"o10", Some(&first)).unwrap();
         fs::write(folder.model(), b"five").unwrap();
         fs::create_dir(folder.path().join(".checkpoint-000015.draft-1")).unwrap();
         let last = Checkpoint::last(&folder).unwrap();
@@ -232,7 +236,7 @@ mod tests {
     fn damage_is_named() {
         let (_place, folder) = run();
         assert!(Checkpoint::last(&folder).unwrap_err().to_string().contains("no checkpoint"));
-        let checkpoint = Checkpoint::save(&folder, 5, 1.0, b"weights", b"moments", None).unwrap();
+        let checkpoint = Checkpoint::save(&folder, 5, 1.0, "data", b"weights", b"moments", None).unwrap();
         fs::write(folder.model(), b"weig").unwrap();
         let error = checkpoint.model(&folder).unwrap_err().to_string();
         assert!(error.contains("cut short: 4 of 7 bytes") && error.contains("cp "), "{error}");
