@@ -1,5 +1,9 @@
 //! Working memory that the caller keeps between calls.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rayon::prelude::*;
+
 use crate::real::Real;
 
 /// Numbers from one cache line to the next; scratch rows start on cache lines.
@@ -38,5 +42,56 @@ impl<T: Real> Scratch<T> {
         }
         let start = self.buffer.as_ptr().align_offset(LINE_BYTES).min(line);
         &mut self.buffer[start..start + len]
+    }
+}
+
+/// Hands out parts of a scratch buffer, each starting on a cache line.
+pub(crate) struct Arena<'s, T> {
+    rest: &'s mut [T],
+}
+
+impl<'s, T: Real> Arena<'s, T> {
+    /// All of `buffer`, which starts on a cache line.
+    pub fn new(buffer: &'s mut [T]) -> Self {
+        Self { rest: buffer }
+    }
+
+    /// The next `len` numbers, with any contents.
+    pub fn take(&mut self, len: usize) -> &'s mut [T] {
+        let rest = std::mem::take(&mut self.rest);
+        let (part, rest) = rest.split_at_mut(len.next_multiple_of(LINE_BYTES / size_of::<T>()));
+        self.rest = rest;
+        &mut part[..len]
+    }
+
+    /// Everything that is left.
+    pub fn rest(self) -> &'s mut [T] {
+        self.rest
+    }
+}
+
+/// Runs `body(task, scratch)` for every task, on the threads of the current pool, each worker with `per_worker` numbers
+/// of its own. Which worker takes which task is left to chance, so results must not depend on it.
+pub(crate) fn parallel<T: Real>(
+    tasks: usize,
+    scratch: &mut [T],
+    per_worker: usize,
+    body: impl Fn(usize, &mut [T]) + Sync,
+) {
+    let next = AtomicUsize::new(0);
+    let work = |scratch: &mut [T]| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                break;
+            }
+            body(task, scratch);
+        }
+    };
+    let workers = (scratch.len() / per_worker.max(1)).min(tasks);
+    if workers <= 1 {
+        work(scratch);
+    } else {
+        scratch[..workers * per_worker].par_chunks_exact_mut(per_worker).for_each(work);
     }
 }

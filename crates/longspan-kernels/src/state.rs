@@ -35,24 +35,31 @@ pub struct State<T> {
 }
 
 /// The parts of one head's state.
-#[derive(Debug)]
-pub(crate) struct HeadState<'a, T> {
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Head<S> {
     /// `features × value_dim`.
-    pub sum: &'a mut [T],
+    pub sum: S,
     /// `features`.
-    pub keys: &'a mut [T],
-    /// The exponent subtracted from the keys so far.
-    pub shift: &'a mut T,
+    pub keys: S,
+    /// The exponent subtracted from the keys so far; one number.
+    pub shift: S,
     /// `value_dim + 1`, or empty.
-    pub far: &'a mut [T],
+    pub far: S,
     /// `ring × (value_dim + 1)`, oldest first.
-    pub ring: &'a mut [T],
+    pub ring: S,
 }
 
 impl StateShape {
     /// Numbers for one batch entry and head.
     pub fn head_len(&self) -> usize {
-        self.features * (self.value_dim + 1) + 1 + (usize::from(self.far) + self.ring) * (self.value_dim + 1)
+        self.parts().iter().sum()
+    }
+
+    /// Numbers of the parts of [`Head`].
+    fn parts(&self) -> [usize; 5] {
+        let width = self.value_dim + 1;
+        let far = if self.far { width } else { 0 };
+        [self.features * self.value_dim, self.features, 1, far, self.ring * width]
     }
 }
 
@@ -60,10 +67,8 @@ impl<T: Real> State<T> {
     /// The state before the first token, with `shift` as the exponent subtracted from keys.
     pub(crate) fn empty(shape: StateShape, shift: T) -> Self {
         let mut state = Self { shape, numbers: vec![T::ZERO; shape.batch * shape.kv_heads * shape.head_len()] };
-        for batch in 0..shape.batch {
-            for head in 0..shape.kv_heads {
-                *state.head_mut(batch, head).shift = shift;
-            }
+        for head in state.heads_mut() {
+            head.shift[0] = shift;
         }
         state
     }
@@ -113,25 +118,27 @@ impl<T: Real> State<T> {
         std::mem::size_of_val(self.numbers.as_slice())
     }
 
-    /// Splits one head's numbers.
-    pub(crate) fn head_mut(&mut self, batch: usize, head: usize) -> HeadState<'_, T> {
+    /// One head's numbers.
+    pub(crate) fn head(&self, batch: usize, head: usize) -> Head<&[T]> {
         let len = self.shape.head_len();
-        let start = (batch * self.shape.kv_heads + head) * len;
-        split(&self.shape, &mut self.numbers[start..start + len])
+        let numbers = &self.numbers[(batch * self.shape.kv_heads + head) * len..][..len];
+        let [sum, keys, shift, far, _] = self.shape.parts();
+        let (sum, rest) = numbers.split_at(sum);
+        let (keys, rest) = rest.split_at(keys);
+        let (shift, rest) = rest.split_at(shift);
+        let (far, ring) = rest.split_at(far);
+        Head { sum, keys, shift, far, ring }
     }
 
-    /// Every head's numbers, each a task's own.
-    pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = HeadState<'_, T>> {
-        let shape = self.shape;
-        self.numbers.chunks_exact_mut(shape.head_len()).map(move |numbers| split(&shape, numbers))
+    /// Every head's numbers, batch entry after batch entry.
+    pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = Head<&mut [T]>> {
+        let [sum, keys, shift, far, _] = self.shape.parts();
+        self.numbers.chunks_exact_mut(self.shape.head_len()).map(move |numbers| {
+            let (sum, rest) = numbers.split_at_mut(sum);
+            let (keys, rest) = rest.split_at_mut(keys);
+            let (shift, rest) = rest.split_at_mut(shift);
+            let (far, ring) = rest.split_at_mut(far);
+            Head { sum, keys, shift, far, ring }
+        })
     }
-}
-
-fn split<'a, T>(shape: &StateShape, numbers: &'a mut [T]) -> HeadState<'a, T> {
-    let width = shape.value_dim + 1;
-    let (sum, rest) = numbers.split_at_mut(shape.features * shape.value_dim);
-    let (keys, rest) = rest.split_at_mut(shape.features);
-    let (shift, rest) = rest.split_at_mut(1);
-    let (far, ring) = rest.split_at_mut(if shape.far { width } else { 0 });
-    HeadState { sum, keys, shift: &mut shift[0], far, ring }
 }

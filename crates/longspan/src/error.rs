@@ -1,6 +1,7 @@
 //! What can go wrong, each with the operation, the argument, what was expected and what came.
 
 use std::fmt::Display;
+use std::path::PathBuf;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +33,29 @@ pub enum Error {
         /// What it was given.
         got: String,
     },
+    /// A file that is not what it should be.
+    #[error("{}: {problem}; {mend}", path.display())]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        mend: &'static str,
+    },
+    /// A file that cannot be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// `read` or `write`.
+        action: &'static str,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The device could not hand numbers back.
+    #[error("the device gave no numbers back: {0}")]
+    Device(String),
 }
 
 /// A result of this crate.

@@ -8,16 +8,24 @@
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
+mod forward;
+mod problem;
+mod summary;
+mod tile;
+
+mod reference;
+
 use crate::algorithm::{Algorithm, Plan};
-use crate::error::Error;
+use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::mask::Mask;
+use crate::mask::{Keys, Mask};
 use crate::mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
 use crate::real::Real;
 use crate::scratch::Scratch;
-use crate::shape::Dims;
+use crate::shape::{Dims, ViewMut};
 use crate::shaw::Shaw;
 use crate::state::State;
+use problem::Problem;
 
 /// Which terms make up the weight of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,8 +101,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        let _ = call;
-        unimplemented!()
+        Problem::new(self, call).map(drop)
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -103,8 +110,46 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let _ = (call, output, scratch);
-        unimplemented!()
+        let problem = Problem::new(self, call)?;
+        let operation = Mechanism::<T>::name(self);
+        let Output { mut out, denominators, final_state } = output;
+        let dims = &problem.dims;
+        out.check(operation, "out", dims.out())?;
+        let rows = dims.batch * dims.heads * dims.queries;
+        if let Some(denominators) = &denominators {
+            expect(
+                denominators.len() == rows,
+                operation,
+                "denominators",
+                || format!("batch × heads × queries = {rows} numbers"),
+                || denominators.len().to_string(),
+            )?;
+        }
+        if let Some(state) = &final_state {
+            let expected = problem::state_shape(self, dims);
+            expect(
+                state.shape() == expected,
+                operation,
+                "final_state",
+                || format!("{expected:?}"),
+                || format!("{:?}", state.shape()),
+            )?;
+            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "a final state with a bidirectional mask or packed sequences",
+                    mend: "use a causal mask and give each sequence its own batch entry",
+                });
+            }
+        }
+        let mut denominators =
+            denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
+        let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
+        forward::forward(&problem, sink, scratch);
+        if let Some(state) = final_state {
+            forward::final_state(&problem, state, scratch);
+        }
+        Ok(())
     }
 
     fn backward(
@@ -119,8 +164,9 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
-        let _ = dims;
-        unimplemented!()
+        dims.check(Mechanism::<T>::name(self))?;
+        let shift = if self.feature_map == FeatureMap::Exp { T::NEG_INFINITY } else { T::ZERO };
+        Ok(State::empty(problem::state_shape(self, dims), shift))
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
@@ -129,7 +175,6 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        let _ = call;
-        unimplemented!()
+        reference::reference(self, call)
     }
 }

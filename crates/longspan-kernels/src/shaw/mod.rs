@@ -3,6 +3,8 @@
 //! `S_ij = φ(q_i)·ρ(r_{clip(j−(i+o), −R, R)+R})`: row 0 of the table means "R or more *before*", row R "here", row 2R
 //! "R or more *after*".
 
+pub(crate) mod reference;
+
 /// A table of relative positions: how far it reaches and how its rows become features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shaw {

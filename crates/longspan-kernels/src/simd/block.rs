@@ -473,6 +473,108 @@ pub(crate) unsafe fn multiply<V: Vector>(to: &mut [V::Element], x: &[V::Element]
     }
 }
 
+/// `to ← a · to`.
+#[inline(always)]
+pub(crate) unsafe fn scale<V: Vector>(to: &mut [V::Element], a: V::Element) {
+    let whole = to.len() / V::LANES * V::LANES;
+    // SAFETY: `whole` numbers lie in the slice.
+    unsafe {
+        let av = V::splat(a);
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).mul(av).store(place);
+            at += V::LANES;
+        }
+    }
+    for x in &mut to[whole..] {
+        *x *= a;
+    }
+}
+
+/// Rows that enter a running sum one after the other: before row `n` the sum takes in `gain · rows[n]`, after it the
+/// sum is multiplied by `decay`.
+#[derive(Clone, Copy)]
+pub(crate) struct Run<'a, T> {
+    pub rows: &'a [T],
+    pub row_length: usize,
+    pub count: usize,
+    /// From the last row to the first.
+    pub reverse: bool,
+    pub gain: T,
+    pub decay: T,
+    /// One weight a row: what the sum is multiplied by where it is used; spaced by `weight_step`.
+    pub weights: &'a [T],
+    pub weight_step: usize,
+}
+
+impl<T> Run<'_, T> {
+    #[inline(always)]
+    fn order(&self, n: usize) -> usize {
+        if self.reverse { self.count - 1 - n } else { n }
+    }
+}
+
+/// Runs a sum over rows and adds it to those of `to`: `to[n] += weights[n] · sum`. Empty `to` only runs it.
+#[inline(always)]
+pub(crate) unsafe fn add_running<V: Vector>(
+    sum: &mut [V::Element],
+    run: Run<'_, V::Element>,
+    to: &mut [V::Element],
+    to_row: usize,
+) {
+    if run.count == 0 {
+        return;
+    }
+    let width = sum.len();
+    assert!(width.is_multiple_of(V::LANES) && (run.count - 1) * run.row_length + width <= run.rows.len());
+    let writes = !to.is_empty();
+    assert!(!writes || (run.count - 1) * to_row + width <= to.len());
+    assert!(!writes || (run.count - 1) * run.weight_step < run.weights.len());
+    let mut column = 0;
+    while column < width {
+        // SAFETY: each row of `rows` and `to` has a register at `column` by the assertions above.
+        unsafe {
+            let (gain, decay) = (V::splat(run.gain), V::splat(run.decay));
+            let mut total = V::load(sum.as_ptr().add(column));
+            for n in 0..run.count {
+                let row = run.order(n);
+                total = gain.mul_add(V::load(run.rows.as_ptr().add(row * run.row_length + column)), total);
+                if writes {
+                    let weight = V::splat(*run.weights.get_unchecked(row * run.weight_step));
+                    let place = to.as_mut_ptr().add(row * to_row + column);
+                    weight.mul_add(total, V::load(place)).store(place);
+                }
+                total = total.mul(decay);
+            }
+            total.store(sum.as_mut_ptr().add(column));
+        }
+        column += V::LANES;
+    }
+}
+
+/// Runs a sum over rows and takes its products with those of `with`: `dots[n] += with[n] · sum`.
+#[inline(always)]
+pub(crate) unsafe fn running_dots<V: Vector>(
+    sum: &mut [V::Element],
+    run: Run<'_, V::Element>,
+    with: &[V::Element],
+    with_row: usize,
+    dots: &mut [V::Element],
+) {
+    for n in 0..run.count {
+        let row = run.order(n);
+        // SAFETY: forwarded to the caller; the slices are indexed with checks.
+        unsafe {
+            add_scaled::<V>(sum, run.gain, &run.rows[row * run.row_length..][..sum.len()]);
+            dots[row] += dot::<V>(sum, &with[row * with_row..][..sum.len()]);
+            if run.decay != V::Element::ONE {
+                scale::<V>(sum, run.decay);
+            }
+        }
+    }
+}
+
 /// Whether every number of a block (a whole number of registers) is finite.
 #[inline(always)]
 pub(crate) unsafe fn all_finite<V: Vector>(block: &[V::Element]) -> bool {

@@ -15,8 +15,7 @@ use std::sync::OnceLock;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
-use block::{Band, Product};
-use vector::{Constants, Vector};
+use block::{Band, Product, Run};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,6 +160,9 @@ operations! {
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
     add_scaled(to: &mut [T], a: T, x: &[T]);
     multiply(to: &mut [T], x: &[T]);
+    scale(to: &mut [T], a: T);
+    add_running(sum: &mut [T], run: Run<'_, T>, to: &mut [T], to_row: usize);
+    running_dots(sum: &mut [T], run: Run<'_, T>, with: &[T], with_row: usize, dots: &mut [T]);
     all_finite(block: &[T]) -> bool;
 }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::AttentionMask;
 use super::by_name;
-use crate::backend;
+use crate::backend::{self, KernelizedState, Total};
 use crate::error::{Result, config};
 
 /// The weight of a pair of tokens by their contents, and how it is computed.
@@ -153,6 +153,23 @@ impl KernelizedAttention {
     /// Shapes that do not fit each other, the module or the mask.
     pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<Tensor<4>> {
         backend::attend(&self.options, q, k, v, self.relative.as_ref().map(|table| table.val()), mask)
+    }
+
+    /// Takes one token into `state` and gives its output: the row that [`KernelizedAttention::forward`] gives under a causal
+    /// mask.
+    ///
+    /// # Shapes
+    /// As in [`KernelizedAttention::forward`], with one query and one key.
+    ///
+    /// # Errors
+    /// Shapes that do not fit each other, the module or the state.
+    pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut KernelizedState) -> Result<Tensor<4>> {
+        backend::step(&self.options, q, k, v, self.relative.as_ref().map(|table| table.val()), state)
+    }
+
+    /// The sums that content-only queries need of `k` and `v`.
+    pub(super) fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Total {
+        Total::new(&self.options, self.heads, k, v, mask)
     }
 
     /// The options of the kernel behind it.

@@ -21,6 +21,9 @@ pub enum KeyMask {
 pub struct AttentionMask {
     /// The order of time.
     pub order: Order,
+    /// Query `i` stands at key `i + offset`: a causal query sees the keys `j ≤ i + offset`, and relative distances are
+    /// `j − (i + offset)`. 0 by default.
+    pub offset: isize,
     /// Which keys are there.
     pub keys: KeyMask,
 }
@@ -33,7 +36,12 @@ impl AttentionMask {
 
     /// Query `i` sees the keys `j ≤ i`.
     pub fn causal() -> Self {
-        Self { order: Order::Causal { offset: 0 }, keys: KeyMask::All }
+        Self { order: Order::Causal, ..Self::default() }
+    }
+
+    /// The same with query `i` standing at key `i + offset`.
+    pub fn with_offset(self, offset: isize) -> Self {
+        Self { offset, ..self }
     }
 
     /// The same order of time over the first `lengths[b]` keys of each batch entry.
@@ -53,7 +61,19 @@ impl AttentionMask {
             KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
             KeyMask::Padding(ignored) => Keys::Padding(ignored),
         };
-        Mask { order: self.order, keys }
+        Mask { order: self.order, offset: self.offset, keys }
+    }
+
+    /// The mask of the batch entries `indices` over `keys` keys.
+    pub(crate) fn select(&self, indices: &[usize], keys: usize) -> Self {
+        let keys = match &self.keys {
+            KeyMask::All => KeyMask::All,
+            KeyMask::Lengths(lengths) => KeyMask::Lengths(indices.iter().map(|&b| lengths[b]).collect()),
+            KeyMask::Padding(ignored) => {
+                KeyMask::Padding(indices.iter().flat_map(|&b| &ignored[b * keys..][..keys]).copied().collect())
+            }
+        };
+        Self { keys, ..*self }
     }
 
     /// Whether each of `batch × keys` keys is ignored; `None` where none is.

@@ -6,7 +6,7 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::module::linear;
 use burn::tensor::{Device, Tensor};
 
-use super::{Attention, AttentionConfig, AttentionMask};
+use super::{Attention, AttentionConfig, AttentionMask, AttentionState, MemoryState};
 use crate::error::{Result, argument, config};
 
 /// Makes a [`MultiHeadAttention`].
@@ -79,14 +79,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn self_attention(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        self.check("self-attention", "x", &x)?;
-        let [batch, tokens, _] = x.dims();
-        let all = self.heads + 2 * self.kv_heads;
-        let projected = self.query_key_value.forward(x).reshape([batch, tokens, all, self.head_dim]);
-        let part = |first, heads| projected.clone().narrow(2, first, heads).swap_dims(1, 2);
-        let q = part(0, self.heads);
-        let k = part(self.heads, self.kv_heads);
-        let v = part(self.heads + self.kv_heads, self.kv_heads);
+        let [q, k, v] = self.split(x, "self-attention")?;
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
@@ -106,10 +99,62 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
+    /// The state before the first token.
+    pub fn empty_state(&self) -> AttentionState {
+        self.attention.empty_state()
+    }
+
+    /// One token of causal self-attention: takes it into `state` and gives its row of
+    /// [`MultiHeadAttention::self_attention`].
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, 1, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a state of another batch or mechanism.
+    pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        let [q, k, v] = self.split(x, "self-attention step")?;
+        Ok(self.merge(self.attention.step(q, k, v, state)?))
+    }
+
+    /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
+    ///
+    /// # Errors
+    /// A wrong width, or a mask of the wrong size.
+    pub fn remember(&self, memory: Tensor<3>, mask: &AttentionMask) -> Result<MemoryState> {
+        self.check("cross-attention", "memory", &memory)?;
+        let [k, v] = self.keys_and_values(memory);
+        self.attention.remember(k, v, mask)
+    }
+
+    /// Attention of queries from position `first` on to a prepared memory: their rows of
+    /// [`MultiHeadAttention::cross_attention`].
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, queries, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a memory of another batch or mechanism.
+    pub fn recall(&self, x: Tensor<3>, first: usize, memory: &MemoryState) -> Result<Tensor<3>> {
+        self.check("cross-attention", "x", &x)?;
+        let q = self.project(x, 0, self.heads);
+        Ok(self.merge(self.attention.recall(q, first, memory)?))
+    }
+
     /// Keys and values of a memory, `[batch, kv_heads, keys, head_dim]` each.
     fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
         let both = self.project(memory, self.heads, 2 * self.kv_heads);
         [both.clone().narrow(1, 0, self.kv_heads), both.narrow(1, self.kv_heads, self.kv_heads)]
+    }
+
+    /// Queries, keys and values of `x`, `[batch, ·, tokens, head_dim]` each, as views of one product.
+    fn split(&self, x: Tensor<3>, operation: &'static str) -> Result<[Tensor<4>; 3]> {
+        self.check(operation, "x", &x)?;
+        let [batch, tokens, _] = x.dims();
+        let all = self.heads + 2 * self.kv_heads;
+        let projected = self.query_key_value.forward(x).reshape([batch, tokens, all, self.head_dim]).swap_dims(1, 2);
+        let part = |first, heads| projected.clone().narrow(1, first, heads);
+        Ok([part(0, self.heads), part(self.heads, self.kv_heads), part(self.heads + self.kv_heads, self.kv_heads)])
     }
 
     /// `count` of the projected heads from head `first` on, `[batch, count, tokens, head_dim]`.

@@ -3,12 +3,12 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::activation::softmax;
-use burn::tensor::{Bool, Tensor, TensorData};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
 use longspan_kernels::Order;
 
 use super::AttentionMask;
 use crate::backend;
-use crate::error::{Result, config};
+use crate::error::{Result, argument, config};
 
 /// Makes a [`SoftmaxAttention`].
 #[derive(Config, Debug)]
@@ -61,8 +61,13 @@ impl SoftmaxAttention {
     /// # Errors
     /// Shapes that do not fit each other or the mask.
     pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<Tensor<4>> {
+        self.check(&q, &k, &v)?;
+        backend::check_mask(mask, &k)?;
         let [batch, heads, queries, dim] = q.dims();
         let [_, _, keys, value_dim] = v.dims();
+        if batch * queries * keys * value_dim == 0 {
+            return Ok(Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), q.dtype())));
+        }
         let device = q.device();
         let (mut k, mut v) = (backend::repeat_heads(k, heads), backend::repeat_heads(v, heads));
         let ignored = mask.ignored(batch, keys);
@@ -87,6 +92,64 @@ impl SoftmaxAttention {
         }
         Ok(weights.matmul(v))
     }
+
+    fn check(&self, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+        let ([batch, heads, _, dim], [_, _, keys, _]) = (q.dims(), k.dims());
+        argument(
+            heads == self.heads && dim == self.head_dim,
+            "softmax_attention",
+            "q",
+            || format!("[batch, {}, queries, {}]", self.heads, self.head_dim),
+            || format!("{:?}", q.dims()),
+        )?;
+        argument(
+            k.dims() == [batch, self.kv_heads, keys, dim],
+            "softmax_attention",
+            "k",
+            || format!("[{batch}, {}, keys, {dim}]", self.kv_heads),
+            || format!("{:?}", k.dims()),
+        )?;
+        argument(
+            v.dims()[..3] == [batch, self.kv_heads, keys],
+            "softmax_attention",
+            "v",
+            || format!("[{batch}, {}, {keys}, value_dim]", self.kv_heads),
+            || format!("{:?}", v.dims()),
+        )
+    }
+}
+
+impl SoftmaxAttention {
+    /// Takes one token into `state` and gives its output: the row that [`SoftmaxAttention::forward`] gives under a causal
+    /// mask. The state grows with every token.
+    ///
+    /// # Shapes
+    /// As in [`SoftmaxAttention::forward`], with one query and one key.
+    ///
+    /// # Errors
+    /// Shapes that do not fit each other or the state.
+    pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut SoftmaxState) -> Result<Tensor<4>> {
+        let (keys, values) = match state.past.take() {
+            None => (k, v),
+            Some((keys, values)) => (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2)),
+        };
+        state.past = Some((keys.clone(), values.clone()));
+        self.forward(q, keys, values, &AttentionMask::bidirectional())
+    }
+}
+
+/// The keys and values of the tokens so far, `[batch, kv_heads, tokens, ·]` each.
+#[derive(Debug, Clone, Default)]
+pub struct SoftmaxState {
+    past: Option<(Tensor<4>, Tensor<4>)>,
+}
+
+impl SoftmaxState {
+    /// The states of the batch entries `indices`.
+    pub(super) fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        let take = |x: &Tensor<4>| x.clone().select(0, indices.clone());
+        Self { past: self.past.as_ref().map(|(keys, values)| (take(keys), take(values))) }
+    }
 }
 
 /// Which pairs are hidden, row-major over `rows × keys`, and `rows`: `queries` where all batch entries are alike,
@@ -94,7 +157,7 @@ impl SoftmaxAttention {
 fn hidden(mask: &AttentionMask, ignored: Option<Vec<bool>>, queries: usize, keys: usize) -> Option<(usize, Vec<bool>)> {
     let future = |row: usize, key: usize| match mask.order {
         Order::Bidirectional => false,
-        Order::Causal { offset } => key as isize > (row % queries) as isize + offset,
+        Order::Causal => key as isize > (row % queries) as isize + mask.offset,
     };
     if ignored.is_none() && mask.order == Order::Bidirectional {
         return None;

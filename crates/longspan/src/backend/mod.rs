@@ -1,16 +1,16 @@
-//! How one operation, attention over whole sequences, reaches the machine.
+//! How one operation, attention over whole sequences or token by token, reaches the machine.
 //!
 //! [`attend`] checks shapes and chooses.
 
 mod tensor;
 
-pub(crate) use tensor::repeat_heads;
-
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use longspan_kernels::KernelizedAttention;
 
-use crate::attention::AttentionMask;
-use crate::error::Result;
+pub(crate) use tensor::{Total, repeat_heads};
+
+use crate::attention::{AttentionMask, KeyMask, index_tensor};
+use crate::error::{Result, argument};
 
 /// Kernelized attention, with relative positions if `options` has them.
 ///
@@ -30,5 +30,141 @@ pub fn attend(
     table: Option<Tensor<3>>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
+    check(options, &q, &k, &v, table.as_ref())?;
+    check_mask(mask, &k)?;
     Ok(tensor::attend(options, q, k, v, table, mask))
+}
+
+/// The state of a prefix: all that later tokens need to know of earlier ones. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct KernelizedState {
+    inner: Option<Inner>,
+}
+
+#[derive(Debug, Clone)]
+enum Inner {
+    Tensors(tensor::Running),
+}
+
+impl KernelizedState {
+    /// Before the first token.
+    pub fn empty() -> Self {
+        Self { inner: None }
+    }
+
+    /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
+    ///
+    /// # Errors
+    /// An index beyond the batch.
+    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
+        Ok(Self {
+            inner: match &self.inner {
+                None => None,
+                Some(Inner::Tensors(running)) => Some(Inner::Tensors(running.select(&index_tensor(indices, device)))),
+            },
+        })
+    }
+}
+
+/// Takes one token into `state` and gives its output: the row that [`attend`] gives under a causal mask.
+///
+/// # Shapes
+/// As in [`attend`] with one query and one key.
+///
+/// # Errors
+/// Shapes or options that do not fit together or the state.
+pub fn step(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+    state: &mut KernelizedState,
+) -> Result<Tensor<4>> {
+    check(options, &q, &k, &v, table.as_ref())?;
+    argument(
+        q.dims()[2] == 1 && k.dims()[2] == 1,
+        NAME,
+        "tokens",
+        || "1 query and 1 key in a step".into(),
+        || format!("{} and {}", q.dims()[2], k.dims()[2]),
+    )?;
+    let inner = state.inner.get_or_insert_with(|| Inner::Tensors(tensor::Running::empty(options, &q, v.dims()[3])));
+    match inner {
+        Inner::Tensors(running) => Ok(running.step(options, q, k, v, table)),
+    }
+}
+
+const NAME: &str = "kernelized_attention";
+
+fn check(
+    options: &KernelizedAttention,
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    table: Option<&Tensor<3>>,
+) -> Result<()> {
+    let [batch, heads, _, dim] = q.dims();
+    let [k_batch, kv_heads, keys, k_dim] = k.dims();
+    argument(
+        kv_heads > 0 && heads.is_multiple_of(kv_heads),
+        NAME,
+        "k",
+        || format!("a number of heads that divides the {heads} of q"),
+        || kv_heads.to_string(),
+    )?;
+    argument(
+        k_batch == batch && k_dim == dim,
+        NAME,
+        "k",
+        || format!("[{batch}, kv_heads, keys, {dim}], like q"),
+        || format!("{:?}", k.dims()),
+    )?;
+    argument(
+        v.dims()[..3] == [batch, kv_heads, keys],
+        NAME,
+        "v",
+        || format!("[{batch}, {kv_heads}, {keys}, value_dim], like k"),
+        || format!("{:?}", v.dims()),
+    )?;
+    let rows = options.score.shaw().map(|shaw| [if shaw.shared { 1 } else { heads }, shaw.rows(), dim]);
+    argument(
+        table.map(|table| table.dims()) == rows,
+        NAME,
+        "table",
+        || rows.map_or("none without relative positions".into(), |rows| format!("{rows:?}")),
+        || table.map_or("none".into(), |table| format!("{:?}", table.dims())),
+    )?;
+    if let Some(decay) = &options.decay {
+        argument(
+            decay.len() == kv_heads,
+            NAME,
+            "decay",
+            || format!("one factor for each of the {kv_heads} key/value heads"),
+            || decay.len().to_string(),
+        )?;
+    }
+    Ok(())
+}
+
+/// Whether a mask fits `k`, `[batch, kv_heads, keys, head_dim]`.
+pub(crate) fn check_mask(mask: &AttentionMask, k: &Tensor<4>) -> Result<()> {
+    let [batch, _, keys, _] = k.dims();
+    match &mask.keys {
+        KeyMask::All => Ok(()),
+        KeyMask::Lengths(lengths) => argument(
+            lengths.len() == batch && lengths.iter().all(|&n| n <= keys),
+            NAME,
+            "key lengths",
+            || format!("{batch} lengths, each at most {keys}"),
+            || format!("{lengths:?}"),
+        ),
+        KeyMask::Padding(ignored) => argument(
+            ignored.len() == batch * keys,
+            NAME,
+            "key padding",
+            || format!("batch × keys = {batch} × {keys} entries"),
+            || ignored.len().to_string(),
+        ),
+    }
 }

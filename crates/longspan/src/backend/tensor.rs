@@ -37,9 +37,11 @@ pub(crate) fn attend(
     let inputs = Inputs::new(options, q, k, v, table, mask);
     let sums = match (mask.order, options.score) {
         (Order::Bidirectional, Score::Content) => inputs.content_total(),
-        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs).sums(),
-        (Order::Bidirectional, Score::Combined(_)) => inputs.content_total() + Grid::bidirectional(&inputs).sums(),
-        (Order::Causal { offset }, _) => Grid::causal(&inputs, offset).sums(),
+        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs, mask.offset).sums(),
+        (Order::Bidirectional, Score::Combined(_)) => {
+            inputs.content_total() + Grid::bidirectional(&inputs, mask.offset).sums()
+        }
+        (Order::Causal, _) => Grid::causal(&inputs, mask.offset).sums(),
     };
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
@@ -223,8 +225,11 @@ struct Grid<'a> {
 }
 
 impl<'a> Grid<'a> {
-    fn bidirectional(inputs: &'a Inputs<'a>) -> Self {
-        Self::new(inputs, false, 0)
+    fn bidirectional(inputs: &'a Inputs<'a>, offset: isize) -> Self {
+        // Beyond these offsets every key is far away on the same side.
+        let reach = |tokens: usize| (tokens + inputs.radius()) as isize;
+        let (queries, keys) = (inputs.q.dims()[2], inputs.k.dims()[2]);
+        Self::new(inputs, false, offset.clamp(-reach(queries), reach(keys)))
     }
 
     fn causal(inputs: &'a Inputs<'a>, offset: isize) -> Self {
@@ -468,4 +473,165 @@ fn shift(x: Tensor<5>, by: isize) -> Tensor<5> {
 
 fn join(mut parts: Vec<Tensor<5>>) -> Tensor<5> {
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 4) }
+}
+
+/// The state of a prefix in tensors, one for each query head.
+#[derive(Debug, Clone)]
+pub(crate) struct Running {
+    /// `Σ φ(k_j) v⁺_jᵀ`, `[batch, heads, m, dv + 1]`; without content none.
+    content: Option<Tensor<4>>,
+    /// The exponent that [`FeatureMap::Exp`] subtracted from the keys, `[batch, heads, 1, 1]`.
+    shift: Option<Tensor<4>>,
+    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`, oldest
+    /// first, `[batch, heads, R, dv + 1]`; without relative positions none.
+    recent: Option<(Tensor<4>, Tensor<4>)>,
+}
+
+impl Running {
+    /// Before the first token; `like` is a query `[batch, heads, 1, head_dim]`.
+    pub(crate) fn empty(options: &KernelizedAttention, like: &Tensor<4>, value_dim: usize) -> Self {
+        let [batch, heads, _, dim] = like.dims();
+        let dtype = widen(like.clone()).dtype();
+        let zeros = |rows, width| Tensor::<4>::zeros([batch, heads, rows, width], (&like.device(), dtype));
+        let width = value_dim + usize::from(options.normalize);
+        let shifted = options.feature_map == FeatureMap::Exp && options.normalize;
+        Self {
+            content: options.score.content().then(|| zeros(dim, width)),
+            // Below every exponent, and finite, so that no difference is NaN.
+            shift: shifted.then(|| zeros(1, 1).add_scalar(-1e30)),
+            recent: options.score.shaw().map(|shaw| (zeros(1, width), zeros(shaw.radius, width))),
+        }
+    }
+
+    /// Takes one token in, all `[batch, heads or kv_heads, 1, ·]`, and gives its output.
+    pub(crate) fn step(
+        &mut self,
+        options: &KernelizedAttention,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        table: Option<Tensor<3>>,
+    ) -> Tensor<4> {
+        let dtype = q.dtype();
+        let [batch, heads, _, _] = q.dims();
+        let [_, kv_heads, _, value_dim] = v.dims();
+        let (mut q, mut k) = (widen(q), widen(repeat_heads(k, heads)));
+        let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
+        let decay = options.decay.as_ref().map(|decay| {
+            let group = heads / kv_heads;
+            let factors: Vec<f32> = (0..heads).map(|h| decay[h / group] as f32).collect();
+            Tensor::<4>::from_data(TensorData::new(factors, [1, heads, 1, 1]), (&q.device(), q.dtype()))
+        });
+        let mut rescale = decay.clone();
+        if let Some(shift) = &self.shift {
+            q = q.clone() - q.max_dim(3);
+            let mut top = shift.clone();
+            if options.score.content() {
+                top = top.max_pair(largest(k.clone()));
+            }
+            if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
+                && shaw.map == RelativeMap::Same
+            {
+                let [_, rows, dim] = table.dims();
+                let rows = largest(widen(table.clone()).expand([heads, rows, dim]).unsqueeze_dim::<4>(0));
+                top = top.max_pair(rows.expand([batch, heads, 1, 1]));
+            }
+            k = k - top.clone();
+            let fall = (shift.clone() - top.clone()).exp();
+            rescale = Some(rescale.map_or(fall.clone(), |decay| decay * fall));
+            self.shift = Some(top);
+        }
+        let q = features(options.feature_map, q);
+        let mut sums = None;
+        if let Some(content) = self.content.take() {
+            let old = match rescale {
+                Some(factor) => content * factor,
+                None => content,
+            };
+            let content = old + features(options.feature_map, k).swap_dims(2, 3) * values.clone();
+            sums = Some(q.clone().matmul(content.clone()));
+            self.content = Some(content);
+        }
+        if let (Some((far, ring)), Some(table)) = (self.recent.take(), table) {
+            let (far, ring) = match decay {
+                Some(decay) => (far * decay.clone(), ring * decay),
+                None => (far, ring),
+            };
+            let radius = ring.dims()[2];
+            // Burn has no empty slices, so the shortest rings are cases of their own.
+            let (far, ring) = match radius {
+                0 => (far + values, ring),
+                1 => (far + ring, values),
+                _ => {
+                    let fallen = ring.clone().narrow(2, 0, 1);
+                    (far + fallen, Tensor::cat(vec![ring.narrow(2, 1, radius - 1), values], 2))
+                }
+            };
+            let rows = relative_features(options, table, heads, self.shift.clone());
+            let weights = q.matmul(rows.swap_dims(2, 3));
+            let mut relative = weights.clone().narrow(3, 0, 1) * far.clone();
+            if radius > 0 {
+                // The newest of the ring stands at distance 0, that is row R.
+                relative = relative + weights.narrow(3, 1, radius).matmul(ring.clone());
+            }
+            sums = Some(match sums {
+                Some(content) => content + relative,
+                None => relative,
+            });
+            self.recent = Some((far, ring));
+        }
+        let sums = sums.expect("a score has content, relative positions or both");
+        narrow_float(divide(sums, value_dim, options.normalize), dtype)
+    }
+
+    /// The states of the batch entries `indices`.
+    pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        let take = |x: &Tensor<4>| x.clone().select(0, indices.clone());
+        Self {
+            content: self.content.as_ref().map(take),
+            shift: self.shift.as_ref().map(take),
+            recent: self.recent.as_ref().map(|(far, ring)| (take(far), take(ring))),
+        }
+    }
+}
+
+/// All that content-only queries need to know of a memory: `φ(k)ᵀ v⁺`, `[batch, heads, m, dv + 1]`.
+#[derive(Debug, Clone)]
+pub(crate) struct Total {
+    sum: Tensor<4>,
+    value_dim: usize,
+}
+
+impl Total {
+    /// Of `k` and `v`, `[batch, kv_heads, keys, ·]`, for `heads` query heads.
+    pub(crate) fn new(
+        options: &KernelizedAttention,
+        heads: usize,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        mask: &AttentionMask,
+    ) -> Self {
+        let value_dim = v.dims()[3];
+        let [batch, _, _, dim] = k.dims();
+        // Queries play no part in the sums.
+        let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
+        let inputs = Inputs::new(options, no_query, k, v, None, mask);
+        Self { sum: inputs.k.swap_dims(2, 3).matmul(inputs.values), value_dim }
+    }
+
+    /// The outputs of `q`, `[batch, heads, queries, head_dim]`.
+    pub(crate) fn recall(&self, options: &KernelizedAttention, q: Tensor<4>) -> Tensor<4> {
+        let dtype = q.dtype();
+        let mut q = widen(q);
+        if options.feature_map == FeatureMap::Exp && options.normalize {
+            q = q.clone() - q.max_dim(3);
+        }
+        let sums = features(options.feature_map, q).matmul(self.sum.clone());
+        narrow_float(divide(sums, self.value_dim, options.normalize), dtype)
+    }
+
+    /// The memories of the batch entries `indices`.
+    pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        Self { sum: self.sum.clone().select(0, indices.clone()), value_dim: self.value_dim }
+    }
 }

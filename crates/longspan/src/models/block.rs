@@ -8,7 +8,9 @@ use burn::nn::{Dropout, DropoutConfig, Initializer, LayerNorm, LayerNormConfig, 
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
-use crate::attention::{AttentionConfig, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
+use crate::attention::{
+    AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
+};
 use crate::error::{Result, config};
 
 /// Where the norm of a residual branch stands.
@@ -173,6 +175,24 @@ impl DecoderBlock {
             residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.self_attention(x, &causal))?;
         let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x| {
             self.cross_attention.cross_attention(x, memory, memory_mask)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
+    }
+
+    /// The token at `position`, `[batch, 1, d_model]` → `[batch, 1, d_model]`: its row of [`DecoderBlock::forward`].
+    ///
+    /// # Errors
+    /// As [`MultiHeadAttention::step`] and [`MultiHeadAttention::recall`].
+    pub fn step(
+        &self,
+        x: Tensor<3>,
+        position: usize,
+        state: &mut AttentionState,
+        memory: &MemoryState,
+    ) -> Result<Tensor<3>> {
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.step(x, state))?;
+        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x| {
+            self.cross_attention.recall(x, position, memory)
         })?;
         residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
     }

@@ -4,4 +4,4 @@ mod block;
 mod seq2seq;
 
 pub use block::{DecoderBlock, EncoderBlock, FeedForward, Norm};
-pub use seq2seq::{Positions, Seq2Seq, Seq2SeqConfig};
+pub use seq2seq::{DecoderState, Memory, Positions, Seq2Seq, Seq2SeqConfig};

@@ -8,7 +8,7 @@ use burn::nn::{
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm};
-use crate::attention::{AttentionConfig, AttentionMask};
+use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 
 /// Absolute positions, added to the embeddings.
@@ -173,6 +173,68 @@ impl Seq2Seq {
         Ok(self.output.forward(x))
     }
 
+    /// Reads the sources, once for all that will be decoded from them. A model on a training device drops numbers here as
+    /// well: decode with `model.valid()`.
+    ///
+    /// # Shapes
+    /// As in [`Seq2Seq::forward`].
+    ///
+    /// # Errors
+    /// A length beyond `source_tokens`, or not one for each batch entry.
+    pub fn encode(&self, source: Tensor<2, Int>, source_lengths: &[usize]) -> Result<Memory> {
+        let batch = source.dims()[0];
+        let device = source.device();
+        let (memory, mask) = self.encode_source(source, source_lengths)?;
+        let layers = self
+            .decoder
+            .iter()
+            .map(|block| block.cross_attention.remember(memory.clone(), &mask))
+            .collect::<Result<_>>()?;
+        Ok(Memory { layers, batch, device })
+    }
+
+    /// The decoder before its first token.
+    pub fn start(&self, memory: Memory) -> DecoderState {
+        DecoderState {
+            layers: self.decoder.iter().map(|block| block.attention.empty_state()).collect(),
+            sources: (0..memory.batch).collect(),
+            memory,
+            position: 0,
+        }
+    }
+
+    /// Takes in one target token of each batch entry, the start token first, and gives the logits of the next,
+    /// `[batch, target_vocab]`: a row of [`Seq2Seq::forward`]. Memory and time for a token do not depend on how many came
+    /// before, except under softmax attention.
+    ///
+    /// # Errors
+    /// Not one token for each batch entry, or a token outside the vocabulary.
+    pub fn step(&self, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
+        let vocabulary = self.target_vocab();
+        argument(
+            tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary),
+            "seq2seq step",
+            "tokens",
+            || format!("{} tokens below {vocabulary}", state.memory.batch),
+            || format!("{tokens:?}"),
+        )?;
+        let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
+        let mut x = self.embed(&self.target_embedding, tokens, state.position);
+        for ((block, layer), memory) in self.decoder.iter().zip(&mut state.layers).zip(&state.memory.layers) {
+            x = block.step(x, state.position, layer, memory)?;
+        }
+        if let Some(norm) = &self.decoder_norm {
+            x = norm.forward(x);
+        }
+        state.position += 1;
+        Ok(self.output.forward(x).squeeze_dim(1))
+    }
+
+    /// Number of target tokens.
+    pub fn target_vocab(&self) -> usize {
+        self.target_embedding.weight.dims()[0]
+    }
+
     /// The encoder's output, `[batch, source_tokens, d_model]`, and the mask under which to look at it.
     fn encode_source(&self, source: Tensor<2, Int>, lengths: &[usize]) -> Result<(Tensor<3>, AttentionMask)> {
         let [batch, tokens] = source.dims();
@@ -207,6 +269,72 @@ impl Seq2Seq {
                 + Tensor::from_data(TensorData::new(table, [1, count, self.d_model]), (&x.device(), x.dtype()));
         }
         self.dropout.forward(x)
+    }
+}
+
+/// Sources that have been read. Made by [`Seq2Seq::encode`].
+#[derive(Debug, Clone)]
+pub struct Memory {
+    layers: Vec<MemoryState>,
+    batch: usize,
+    device: Device,
+}
+
+impl Memory {
+    /// Number of sources.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+}
+
+/// A decoder in the middle of its targets, a plain value: clone it to try two continuations.
+#[derive(Debug, Clone)]
+pub struct DecoderState {
+    layers: Vec<AttentionState>,
+    memory: Memory,
+    /// Which source each batch entry of the memory was at the start.
+    sources: Vec<usize>,
+    position: usize,
+}
+
+impl DecoderState {
+    /// Number of batch entries.
+    pub fn batch(&self) -> usize {
+        self.memory.batch
+    }
+
+    /// Tokens taken in so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
+    ///
+    /// # Errors
+    /// An index beyond the batch.
+    pub fn select(&self, indices: &[usize]) -> Result<Self> {
+        let batch = self.memory.batch;
+        argument(
+            indices.iter().all(|&i| i < batch),
+            "seq2seq select",
+            "indices",
+            || format!("indices below {batch}"),
+            || format!("{indices:?}"),
+        )?;
+        let device = &self.memory.device;
+        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+        let sources: Vec<usize> = indices.iter().map(|&i| self.sources[i]).collect();
+        // Beams of one source change places among themselves, and their memories are alike.
+        let memory = if sources == self.sources {
+            self.memory.clone()
+        } else {
+            Memory {
+                layers: self.memory.layers.iter().map(|layer| layer.select(indices, device)).collect(),
+                batch: indices.len(),
+                device: device.clone(),
+            }
+        };
+        Ok(Self { layers, memory, sources, position: self.position })
     }
 }
 

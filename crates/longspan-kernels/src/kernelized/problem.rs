@@ -1,0 +1,318 @@
+//! A checked call, with everything that its tasks share.
+
+use super::KernelizedAttention;
+use crate::error::{Error, expect};
+use crate::feature_map::FeatureMap;
+use crate::mask::{Order, Sequence};
+use crate::mechanism::{Call, Mechanism};
+use crate::real::Real;
+use crate::scratch::Arena;
+use crate::shape::{Dims, Rows};
+use crate::shaw::RelativeMap;
+use crate::simd::{InstructionSet, Ops};
+use crate::state::StateShape;
+
+/// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
+/// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
+/// blocks that a chunk touches stay in the second-level cache.
+pub(super) const CHUNK: usize = 64;
+
+/// Rows whose prefix state is formed on its own, so that segments can run on different threads. Sums restart from zero
+/// in every segment and are carried across segments in compensated form, with one thread as with many: that makes the
+/// bits independent of the number of threads.
+const SEGMENT: usize = 1024;
+
+/// At most so many segments, which bounds the memory for their states.
+const SEGMENTS: usize = 64;
+
+/// How far a key may rise above the running maximum inside one piece of a chunk under [`FeatureMap::Exp`]: beyond it
+/// the piece ends, so that rows before the rise keep e⁻³⁰ of the precision range.
+const EXP_RISE: f64 = 30.0;
+
+/// A checked call.
+pub(super) struct Problem<'a, T: 'static> {
+    pub attention: &'a KernelizedAttention,
+    pub call: &'a Call<'a, T>,
+    pub dims: Dims,
+    pub ops: &'static Ops<T>,
+    pub map: FeatureMap,
+    pub content: bool,
+    pub causal: bool,
+    pub offset: isize,
+    pub sequences: Vec<Sequence<'a>>,
+    /// Widths of q, v and table rows in blocks: whole cache lines.
+    pub head_width: usize,
+    pub value_width: usize,
+    /// Relative positions, if any.
+    pub radius: Option<usize>,
+}
+
+/// The table of relative positions after its feature map, for each head or once.
+#[derive(Clone, Copy)]
+pub(super) struct Table<'a, T> {
+    /// `[tables, rows, head_width]`.
+    pub rows: &'a [T],
+    /// Transposed, `[tables, head_width, row_count padded]`.
+    pub columns: &'a [T],
+    /// Rows of one table that matter: `R + 1` under a causal mask, else `2R + 1`.
+    pub count: usize,
+    /// `count` in whole cache lines.
+    pub width: usize,
+    head_width: usize,
+    shared: bool,
+    /// The exponent subtracted under [`FeatureMap::Exp`].
+    pub shift: T,
+}
+
+impl<'a, T: Real> Table<'a, T> {
+    /// `ρ(r)` of one head, row-major.
+    pub fn rows(&self, head: usize) -> &'a [T] {
+        let len = self.width * self.head_width;
+        &self.rows[if self.shared { 0 } else { head * len }..][..len]
+    }
+
+    /// `ρ(r)ᵀ` of one head.
+    pub fn columns(&self, head: usize) -> &'a [T] {
+        let len = self.width * self.head_width;
+        &self.columns[if self.shared { 0 } else { head * len }..][..len]
+    }
+}
+
+/// Whole cache lines of numbers.
+pub(super) fn padded<T>(len: usize) -> usize {
+    len.next_multiple_of(64 / size_of::<T>())
+}
+
+impl<'a, T: Real> Problem<'a, T> {
+    /// Checks everything but the outputs.
+    pub fn new(attention: &'a KernelizedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
+        let operation = Mechanism::<T>::name(attention);
+        let dims = call.dims;
+        InstructionSet::selected()?;
+        dims.check(operation)?;
+        call.q.check(operation, "q", dims.q())?;
+        call.k.check(operation, "k", dims.k())?;
+        call.v.check(operation, "v", dims.v())?;
+        call.mask.check(operation, &dims)?;
+        let causal = call.mask.order == Order::Causal;
+
+        let parameters = Mechanism::<T>::parameters(attention, &dims);
+        expect(
+            parameters.len() == call.parameters.len(),
+            operation,
+            "parameters",
+            || format!("{} ({})", parameters.len(), parameters.iter().map(|p| p.name).collect::<Vec<_>>().join(", ")),
+            || call.parameters.len().to_string(),
+        )?;
+        for (parameter, given) in parameters.iter().zip(call.parameters) {
+            expect(
+                parameter.len() == given.len(),
+                operation,
+                parameter.name,
+                || format!("shape {:?}, so {} elements", parameter.shape, parameter.len()),
+                || format!("{} elements", given.len()),
+            )?;
+        }
+        if let Some(decay) = &attention.decay {
+            expect(
+                decay.len() == dims.kv_heads,
+                operation,
+                "decay",
+                || format!("one for each of the {} key/value heads", dims.kv_heads),
+                || decay.len().to_string(),
+            )?;
+            let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
+            expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))?;
+            if !causal {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "decay with a bidirectional mask",
+                    mend: "use a causal mask or leave the decay out",
+                });
+            }
+        }
+        if let Some(state) = call.initial_state {
+            let expected = state_shape(attention, &dims);
+            expect(
+                state.shape() == expected,
+                operation,
+                "initial_state",
+                || format!("{expected:?}"),
+                || format!("{:?}", state.shape()),
+            )?;
+            if !causal || call.mask.offset < 0 {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "an initial state with a bidirectional mask or a negative offset",
+                    mend: "use a causal mask with offset 0",
+                });
+            }
+        }
+        Ok(Self {
+            attention,
+            call,
+            dims,
+            ops: T::ops(),
+            map: attention.feature_map,
+            content: attention.score.content(),
+            causal,
+            offset: call.mask.offset,
+            sequences: call.mask.sequences(&dims),
+            head_width: padded::<T>(dims.head_dim),
+            value_width: padded::<T>(dims.value_dim),
+            radius: attention.score.shaw().map(|shaw| shaw.radius),
+        })
+    }
+
+    /// Independent (sequence, key/value head) pairs.
+    pub fn units(&self) -> usize {
+        self.sequences.len() * self.dims.kv_heads
+    }
+
+    /// One of [`units`](Self::units).
+    pub fn unit(&self, index: usize) -> Unit<'a, T> {
+        let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
+        let gamma = self.attention.decay.as_ref().map_or(1.0, |decay| decay[kv_head]);
+        Unit {
+            sequence,
+            kv_head,
+            k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            gamma,
+        }
+    }
+
+    /// Queries of one head of a sequence.
+    pub fn queries(&self, unit: &Unit<'a, T>, head: usize) -> Rows<'a, T> {
+        self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
+    }
+
+    /// The query heads of a unit.
+    pub fn heads(&self, unit: &Unit<'a, T>) -> std::ops::Range<usize> {
+        let group = self.dims.group();
+        unit.kv_head * group..(unit.kv_head + 1) * group
+    }
+
+    /// Rows of one segment for sequences of `rows`; a multiple of [`CHUNK`].
+    pub fn segment(&self, rows: usize) -> usize {
+        let radius = self.radius.unwrap_or(0);
+        SEGMENT.max(rows.div_ceil(SEGMENTS).next_multiple_of(SEGMENT)).max(radius.next_multiple_of(SEGMENT))
+    }
+
+    /// Numbers that [`table`](Self::table) takes from an arena.
+    pub fn table_len(&self) -> usize {
+        let Some(shaw) = self.attention.score.shaw() else { return 0 };
+        let tables = if shaw.shared { 1 } else { self.dims.heads };
+        2 * tables * self.table_width() * self.head_width
+    }
+
+    fn table_count(&self) -> usize {
+        self.radius.map_or(0, |radius| if self.causal { radius + 1 } else { 2 * radius + 1 })
+    }
+
+    /// Table rows in whole cache lines.
+    pub fn table_width(&self) -> usize {
+        padded::<T>(self.table_count())
+    }
+
+    /// Maps the table of relative positions once for all tasks.
+    pub fn table<'s>(&self, arena: &mut Arena<'s, T>) -> Option<Table<'s, T>> {
+        let shaw = self.attention.score.shaw()?;
+        let source = self.call.parameters[0];
+        let map = match shaw.map {
+            RelativeMap::Same => self.map,
+            RelativeMap::Identity => FeatureMap::Identity,
+        };
+        let mut shift = T::ZERO;
+        if map == FeatureMap::Exp {
+            shift = source.iter().copied().fold(T::NEG_INFINITY, T::max);
+            if !shift.is_finite() {
+                shift = T::ZERO;
+            }
+        }
+        let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
+        let tables = if shaw.shared { 1 } else { self.dims.heads };
+        let rows = arena.take(tables * width * head_width);
+        let columns = arena.take(tables * width * head_width);
+        for table in 0..tables {
+            let source = &source[table * shaw.rows() * self.dims.head_dim..];
+            let rows = &mut rows[table * width * head_width..][..width * head_width];
+            let from = Rows { data: source, stride: self.dims.head_dim };
+            self.ops.load(map, shift, from, count, self.dims.head_dim, None, rows, head_width);
+            rows[count * head_width..].fill(T::ZERO);
+            let columns = &mut columns[table * width * head_width..][..width * head_width];
+            self.ops.transpose(rows, head_width, width, head_width, columns, width);
+        }
+        Some(Table { rows, columns, count, width, head_width, shared: shaw.shared, shift })
+    }
+}
+
+/// The sizes of the state of `attention` for calls of these sizes.
+pub(super) fn state_shape(attention: &KernelizedAttention, dims: &Dims) -> StateShape {
+    let radius = attention.score.shaw().map(|shaw| shaw.radius);
+    StateShape {
+        batch: dims.batch,
+        kv_heads: dims.kv_heads,
+        features: if attention.score.content() { dims.head_dim } else { 0 },
+        value_dim: dims.value_dim,
+        ring: radius.unwrap_or(0),
+        far: radius.is_some(),
+    }
+}
+
+/// One key/value head of one sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Unit<'a, T> {
+    pub sequence: Sequence<'a>,
+    pub kv_head: usize,
+    pub k: Rows<'a, T>,
+    pub v: Rows<'a, T>,
+    /// The decay a token.
+    pub gamma: f64,
+}
+
+impl<T: Real> Unit<'_, T> {
+    /// Whether key `j` is ignored.
+    pub fn ignores(&self, key: usize) -> bool {
+        self.sequence.padding.is_some_and(|padding| padding[key])
+    }
+
+    /// The entries of the padding mask for keys `from..to`.
+    pub fn padding(&self, from: usize, to: usize) -> Option<&[bool]> {
+        self.sequence.padding.map(|padding| &padding[from..to])
+    }
+
+    /// `γⁿ`.
+    pub fn decay(&self, tokens: usize) -> T {
+        if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(tokens as f64)) }
+    }
+
+    /// Key indices bounded to the sequence.
+    pub fn clamp(&self, key: isize) -> usize {
+        key.clamp(0, self.sequence.keys as isize) as usize
+    }
+
+    /// How many of the keys `from..to` the next piece takes under `map`, given the running maximum before it, and the
+    /// maximum after it. A piece ends before a key that rises too far above what its first row knows.
+    pub fn exp_piece(&self, from: usize, to: usize, width: usize, before: T) -> (usize, T) {
+        let mut highest = before;
+        let mut limit = None;
+        for key in from..to {
+            if self.ignores(key) {
+                continue;
+            }
+            let top = self.k.row(key, width).iter().copied().fold(T::NEG_INFINITY, T::max);
+            if let Some(limit) = limit
+                && top > limit
+            {
+                return (key - from, highest);
+            }
+            // NaN and infinities say nothing of scale; they spread by themselves.
+            if top.is_finite() {
+                highest = highest.max(top);
+            }
+            limit.get_or_insert(highest + T::from_f64(EXP_RISE));
+        }
+        (to - from, highest)
+    }
+}

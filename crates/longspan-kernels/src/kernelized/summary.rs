@@ -1,0 +1,239 @@
+//! What a stretch of keys leaves behind for later queries, in the layout of the kernels.
+
+use super::problem::{Problem, Unit, padded};
+use crate::feature_map::FeatureMap;
+use crate::real::Real;
+use crate::state::Head;
+
+/// Offsets of the parts of a summary.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout {
+    pub features: usize,
+    pub value_width: usize,
+    pub head_width: usize,
+}
+
+/// Numbers after the sums: the far count, the shift, and whether content and far sums hold anything.
+const FLAGS: usize = 4;
+
+impl Layout {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        Self {
+            features: if problem.content { problem.dims.head_dim } else { 0 },
+            value_width: problem.value_width,
+            head_width: problem.head_width,
+        }
+    }
+
+    /// Numbers of a summary.
+    pub fn len<T>(self) -> usize {
+        self.flags() + padded::<T>(FLAGS)
+    }
+
+    fn keys(self) -> usize {
+        self.features * self.value_width
+    }
+
+    fn far(self) -> usize {
+        self.keys() + self.head_width
+    }
+
+    fn flags(self) -> usize {
+        self.far() + self.value_width
+    }
+}
+
+/// `S = Σ φ(k) vᵀ` (`features × value_width`), `z = Σ φ(k)`, the far sum `Σ v⁺` and its count, and the exponent that
+/// was subtracted from the keys.
+pub(super) struct Summary<'s, T> {
+    pub layout: Layout,
+    pub numbers: &'s mut [T],
+}
+
+/// The parts of a summary, to be read.
+#[derive(Clone, Copy)]
+pub(super) struct SummaryRef<'s, T> {
+    layout: Layout,
+    numbers: &'s [T],
+}
+
+impl<'s, T: Real> SummaryRef<'s, T> {
+    pub fn new(layout: Layout, numbers: &'s [T]) -> Self {
+        Self { layout, numbers }
+    }
+    pub fn sum(&self) -> &'s [T] {
+        &self.numbers[..self.layout.keys()]
+    }
+    pub fn keys(&self) -> &'s [T] {
+        &self.numbers[self.layout.keys()..self.layout.far()]
+    }
+    pub fn far(&self) -> &'s [T] {
+        &self.numbers[self.layout.far()..self.layout.flags()]
+    }
+    pub fn count(&self) -> T {
+        self.numbers[self.layout.flags()]
+    }
+    pub fn shift(&self) -> T {
+        self.numbers[self.layout.flags() + 1]
+    }
+    /// Whether any key has gone into `S` and `z`.
+    pub fn has_content(&self) -> bool {
+        self.numbers[self.layout.flags() + 2] != T::ZERO
+    }
+}
+
+impl<'s, T: Real> Summary<'s, T> {
+    pub fn new(layout: Layout, numbers: &'s mut [T]) -> Self {
+        Self { layout, numbers }
+    }
+
+    pub fn view(&self) -> SummaryRef<'_, T> {
+        SummaryRef { layout: self.layout, numbers: self.numbers }
+    }
+
+    /// Nothing, with no exponent.
+    pub fn clear(&mut self) {
+        self.numbers.fill(T::ZERO);
+        *self.shift() = T::NEG_INFINITY;
+    }
+
+    pub fn sum(&mut self) -> &mut [T] {
+        &mut self.numbers[..self.layout.keys()]
+    }
+    pub fn keys(&mut self) -> &mut [T] {
+        &mut self.numbers[self.layout.keys()..self.layout.far()]
+    }
+    pub fn far(&mut self) -> &mut [T] {
+        &mut self.numbers[self.layout.far()..self.layout.flags()]
+    }
+    pub fn count(&mut self) -> &mut T {
+        &mut self.numbers[self.layout.flags()]
+    }
+    pub fn shift(&mut self) -> &mut T {
+        &mut self.numbers[self.layout.flags() + 1]
+    }
+    pub fn set_content(&mut self) {
+        self.numbers[self.layout.flags() + 2] = T::ONE;
+    }
+
+    /// Multiplies the content part.
+    pub fn scale_content(&mut self, problem: &Problem<'_, T>, factor: T) {
+        if factor != T::ONE {
+            let far = self.layout.far();
+            problem.ops.scale(&mut self.numbers[..far], factor);
+        }
+    }
+
+    /// Lets the exponent rise to `shift`.
+    pub fn raise(&mut self, problem: &Problem<'_, T>, shift: T) {
+        let old = *self.shift();
+        if shift > old {
+            if old.is_finite() {
+                self.scale_content(problem, (old - shift).exp());
+            }
+            *self.shift() = shift;
+        }
+    }
+
+    /// Takes the state of earlier calls.
+    pub fn load(&mut self, state: Head<&[T]>, value_dim: usize) {
+        self.clear();
+        let width = self.layout.value_width;
+        for feature in 0..self.layout.features {
+            self.sum()[feature * width..][..value_dim].copy_from_slice(&state.sum[feature * value_dim..][..value_dim]);
+        }
+        let features = self.layout.features;
+        self.keys()[..features].copy_from_slice(state.keys);
+        if !state.far.is_empty() {
+            self.far()[..value_dim].copy_from_slice(&state.far[..value_dim]);
+            *self.count() = state.far[value_dim];
+        }
+        *self.shift() = state.shift[0];
+        if state.keys.iter().chain(state.sum.iter()).any(|&x| x != T::ZERO) {
+            self.set_content();
+        }
+    }
+
+    /// Leaves a state for later calls, all but its ring.
+    pub fn store(&self, state: &mut Head<&mut [T]>, value_dim: usize, exponent: bool) {
+        let view = self.view();
+        let width = self.layout.value_width;
+        for feature in 0..self.layout.features {
+            state.sum[feature * value_dim..][..value_dim].copy_from_slice(&view.sum()[feature * width..][..value_dim]);
+        }
+        state.keys.copy_from_slice(&view.keys()[..self.layout.features]);
+        if !state.far.is_empty() {
+            state.far[..value_dim].copy_from_slice(&view.far()[..value_dim]);
+            state.far[value_dim] = view.count();
+        }
+        // Only an exponential leaves one behind.
+        state.shift[0] = if exponent { view.shift() } else { T::ZERO };
+    }
+}
+
+/// A sum of summaries along segments, compensated: what rounding takes from `high` is kept in `low`, so the error does
+/// not grow with the number of segments.
+pub(super) struct Carry<'s, T> {
+    pub high: Summary<'s, T>,
+    low: &'s mut [T],
+}
+
+impl<'s, T: Real> Carry<'s, T> {
+    pub fn new(layout: Layout, high: &'s mut [T], low: &'s mut [T]) -> Self {
+        low.fill(T::ZERO);
+        let mut high = Summary::new(layout, high);
+        high.clear();
+        Self { high, low }
+    }
+
+    /// Lets tokens pass.
+    pub fn pass(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, tokens: usize) {
+        let layout = self.high.layout;
+        let decay = unit.decay(tokens);
+        if decay != T::ONE {
+            let flags = layout.flags();
+            problem.ops.scale(&mut self.high.numbers[..flags], decay);
+            problem.ops.scale(&mut self.low[..flags], decay);
+            *self.high.count() *= decay;
+        }
+    }
+
+    /// Lets `rows` tokens pass and adds the summary of their keys.
+    pub fn add(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: usize, local: SummaryRef<'_, T>) {
+        self.pass(problem, unit, rows);
+        let layout = self.high.layout;
+        let mut factor = T::ONE;
+        if problem.map == FeatureMap::Exp && local.has_content() {
+            let before = *self.high.shift();
+            self.high.raise(problem, local.shift());
+            let now = *self.high.shift();
+            if now > before && before.is_finite() {
+                let far = layout.far();
+                problem.ops.scale(&mut self.low[..far], (before - now).exp());
+            }
+            factor = (local.shift() - now).exp();
+        }
+        let far = layout.far();
+        for (index, ((high, low), &term)) in self
+            .high
+            .numbers
+            .iter_mut()
+            .zip(self.low.iter_mut())
+            .zip(local.numbers)
+            .enumerate()
+            .take(layout.flags() + 1)
+        {
+            let term = if index < far { term * factor } else { term };
+            // Knuth's exact sum: `error` is what `sum` lost, with no demand on which is larger.
+            let sum = *high + (term + *low);
+            let shown = sum - *high;
+            let error = (*high - (sum - shown)) + ((term + *low) - shown);
+            *high = sum;
+            // An infinite or NaN sum has no error to keep.
+            *low = if error.is_finite() { error } else { T::ZERO };
+        }
+        if local.has_content() {
+            self.high.set_content();
+        }
+    }
+}

@@ -1,0 +1,445 @@
+//! One chunk of queries against the keys around it: the working memory, and the dense tile of weights that forward and
+//! backward share.
+
+use super::problem::{CHUNK, Problem, Table, Unit, padded};
+use super::summary::SummaryRef;
+use crate::feature_map::FeatureMap;
+use crate::real::Real;
+use crate::scratch::Arena;
+use crate::shape::Rows;
+use crate::simd::block::{Band, Product};
+use crate::state::Head;
+
+/// Rows of a chunk and the keys that it touches.
+///
+/// Query `i` stands at key `t = i + offset`. The *window* holds the values of the keys `window..window_end`: from
+/// `t − R` of the first row to the last key that a row of the piece sees through a near weight. The *tile* holds the
+/// weights of the keys from `t − R + 1` on (from `t` on for R = 0), so row `i` of it begins its near band at column `i`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    /// First row, counted in its sequence.
+    pub row: usize,
+    pub rows: usize,
+    /// First key of the window; may be negative (earlier calls, or nothing).
+    pub window: isize,
+    pub window_len: usize,
+    /// Keys that rows of the piece see and rows before it do not: `key..key + keys`. Content of earlier ones is in the
+    /// state. Empty under a bidirectional mask.
+    pub key: usize,
+    pub keys: usize,
+    /// Rows of the window before the tile's first column: 1, or 0 for R = 0 or without relative positions.
+    pub skip: usize,
+    /// Columns of the tile before the piece's own keys: R − 1, or 0.
+    pub lead: usize,
+}
+
+impl Piece {
+    /// Columns of the tile.
+    pub fn columns(&self) -> usize {
+        self.window_len - self.skip
+    }
+}
+
+/// Sizes of the working memory for a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub chunk: usize,
+    pub window: usize,
+    pub tile_row: usize,
+}
+
+impl Sizes {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        let longest = problem.sequences.iter().map(|s| s.queries.max(s.keys)).max().unwrap_or(0);
+        let chunk = CHUNK.min(padded::<T>(longest.max(1)));
+        let radius = problem.radius.unwrap_or(0);
+        // A transpose reads whole registers of rows, the content product writes whole registers of columns from `lead`.
+        let window = padded::<T>(chunk + if problem.causal { radius } else { 2 * radius } + 1);
+        Self { chunk, window, tile_row: padded::<T>(window + chunk.min(padded::<T>(1))) }
+    }
+}
+
+/// Working memory of one task: blocks of one chunk.
+pub(super) struct Buffers<'s, T> {
+    pub sizes: Sizes,
+    /// `φ(q)`, chunk × head_width.
+    pub q: &'s mut [T],
+    /// The exponent subtracted from each row of q.
+    pub q_shift: &'s mut [T],
+    /// `φ(k)` of the piece's keys, chunk × head_width.
+    pub k: &'s mut [T],
+    /// Its transpose, head_width × chunk.
+    pub k_columns: &'s mut [T],
+    /// Values of the window, window × value_width; rows that are not there are 0.
+    pub v: &'s mut [T],
+    /// 1 for the window's rows that are there, else 0.
+    pub present: &'s mut [T],
+    /// Whether all of them are.
+    pub all_present: bool,
+    /// Weights, chunk × tile_row.
+    pub tile: &'s mut [T],
+    /// `φ(q)·ρ(r)`, chunk × table width.
+    pub relative: &'s mut [T],
+    /// `γⁿ` for n = chunk + window − 1 down to 0.
+    pub powers: &'s mut [T],
+    /// The state that the piece starts from: features × value_width, then head_width.
+    pub state: &'s mut [T],
+    /// Denominators of the chunk's rows.
+    pub sums: &'s mut [T],
+    /// A far sum that runs along the rows, value_width.
+    pub far: &'s mut [T],
+    /// Outputs, or the gradients of outputs over their denominators, chunk × value_width.
+    pub o: &'s mut [T],
+}
+
+impl<'s, T: Real> Buffers<'s, T> {
+    /// Numbers taken from an arena.
+    pub fn len(problem: &Problem<'_, T>, sizes: Sizes) -> usize {
+        let Sizes { chunk, window, tile_row } = sizes;
+        let pad = padded::<T>;
+        3 * chunk * problem.head_width
+            + window * problem.value_width
+            + chunk * (tile_row + problem.table_width())
+            + problem.head_width * problem.value_width
+            + problem.head_width
+            + 2 * pad(chunk)
+            + 2 * pad(window)
+            + pad(chunk)
+            + (chunk + 1) * problem.value_width
+    }
+
+    pub fn new(problem: &Problem<'_, T>, sizes: Sizes, arena: &mut Arena<'s, T>) -> Self {
+        let Sizes { chunk, window, tile_row } = sizes;
+        let powers = arena.take(chunk + window);
+        powers.fill(T::ONE);
+        Self {
+            sizes,
+            q: arena.take(chunk * problem.head_width),
+            q_shift: arena.take(chunk),
+            k: arena.take(chunk * problem.head_width),
+            k_columns: arena.take(chunk * problem.head_width),
+            v: arena.take(window * problem.value_width),
+            present: arena.take(window),
+            all_present: true,
+            tile: arena.take(chunk * tile_row),
+            relative: arena.take(chunk * problem.table_width()),
+            powers,
+            state: arena.take(problem.head_width * (problem.value_width + 1)),
+            sums: arena.take(chunk),
+            far: arena.take(problem.value_width),
+            o: arena.take(chunk * problem.value_width),
+        }
+    }
+
+    /// Prepares for a unit.
+    pub fn start(&mut self, unit: &Unit<'_, T>) {
+        let len = self.powers.len();
+        for (n, power) in self.powers.iter_mut().rev().enumerate().take(len) {
+            *power = unit.decay(n);
+        }
+    }
+
+    /// Lays out the piece that begins at `row` with at most a chunk of rows, and loads its window and keys.
+    ///
+    /// It is cut short where one dense tile would not do: at the first row if a value is not finite (0 · NaN would
+    /// reach rows that do not see it), and before a key that rises far above the running maximum under
+    /// [`FeatureMap::Exp`]. The cut depends on keys and values alone. Returns the piece and the keys' exponent.
+    #[allow(clippy::too_many_arguments)]
+    pub fn piece(
+        &mut self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        offset: isize,
+        row: usize,
+        end: usize,
+        shift: T,
+        ring: Option<Head<&[T]>>,
+    ) -> (Piece, T) {
+        let mut piece = self.lay_out(problem, unit, offset, row, (end - row).min(self.sizes.chunk));
+        self.load_window(problem, unit, &piece, ring);
+        let mut shift = shift;
+        if problem.causal && piece.keys > 0 {
+            let width = problem.value_width;
+            let first = (piece.key as isize - piece.window) as usize * width;
+            let mut rows = piece.rows;
+            if !problem.ops.all_finite(&self.v[first..first + piece.keys * width]) {
+                rows = 1;
+            }
+            if problem.content && problem.map == FeatureMap::Exp {
+                let keys = self.lay_out(problem, unit, offset, row, rows).keys;
+                let (fit, top) = unit.exp_piece(piece.key, piece.key + keys, problem.dims.head_dim, shift);
+                shift = top;
+                if fit < keys {
+                    rows = fit;
+                }
+            }
+            if rows < piece.rows {
+                piece = self.lay_out(problem, unit, offset, row, rows);
+                self.load_window(problem, unit, &piece, ring);
+            }
+        }
+        if problem.content {
+            self.load_keys(problem, unit, &piece, shift);
+        }
+        (piece, shift)
+    }
+
+    fn lay_out(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, offset: isize, row: usize, rows: usize) -> Piece {
+        let stands = row as isize + offset;
+        let radius = problem.radius.unwrap_or(0);
+        let (key, end) = if problem.causal { (unit.clamp(stands), unit.clamp(stands + rows as isize)) } else { (0, 0) };
+        // Without relative positions the window is the piece's own keys.
+        let (window, window_len) = match problem.radius {
+            None => (key as isize, end - key),
+            Some(_) => (stands - radius as isize, rows + if problem.causal { radius } else { 2 * radius }),
+        };
+        Piece {
+            row,
+            rows,
+            window,
+            window_len,
+            key,
+            keys: end - key,
+            skip: radius.min(1),
+            lead: radius.saturating_sub(1),
+        }
+    }
+
+    pub fn load_window(
+        &mut self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        piece: &Piece,
+        ring: Option<Head<&[T]>>,
+    ) {
+        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
+        let end = piece.window + piece.window_len as isize;
+        let (from, to) = (unit.clamp(piece.window), unit.clamp(end).max(unit.clamp(piece.window)));
+        let before = ((from as isize - piece.window).max(0) as usize).min(piece.window_len);
+        let there = to - from;
+        self.v[..before * width].fill(T::ZERO);
+        let padding = unit.padding(from, to);
+        problem.ops.load(
+            FeatureMap::Identity,
+            T::ZERO,
+            unit.v.skip(from),
+            there,
+            value_dim,
+            padding,
+            &mut self.v[before * width..],
+            width,
+        );
+        // Products and transposes take whole registers of rows.
+        let filled = (before + there) * width;
+        self.v[filled..padded::<T>(piece.window_len).min(self.sizes.window) * width].fill(T::ZERO);
+        if problem.radius.is_none() {
+            return;
+        }
+        self.present.fill(T::ZERO);
+        self.present[before..before + there].fill(T::ONE);
+        if let Some(padding) = padding {
+            for (present, &ignored) in self.present[before..].iter_mut().zip(padding) {
+                if ignored {
+                    *present = T::ZERO;
+                }
+            }
+        }
+        if let Some(state) = ring {
+            let entry = value_dim + 1;
+            let rows = state.ring.len() / entry;
+            for index in 0..before {
+                // The ring ends with the key before key 0.
+                let back = -(piece.window + index as isize);
+                if back >= 1 && back as usize <= rows {
+                    let stored = &state.ring[(rows - back as usize) * entry..][..entry];
+                    self.v[index * width..][..value_dim].copy_from_slice(&stored[..value_dim]);
+                    self.present[index] = stored[value_dim];
+                }
+            }
+        }
+        self.all_present = self.present[..piece.window_len].iter().all(|&x| x == T::ONE);
+    }
+
+    pub fn load_keys(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, piece: &Piece, shift: T) {
+        let width = problem.head_width;
+        let padding = unit.padding(piece.key, piece.key + piece.keys);
+        problem.ops.load(
+            problem.map,
+            shift,
+            unit.k.skip(piece.key),
+            piece.keys,
+            problem.dims.head_dim,
+            padding,
+            self.k,
+            width,
+        );
+        let rows = padded::<T>(piece.keys);
+        self.k[piece.keys * width..rows * width].fill(T::ZERO);
+        problem.ops.transpose(self.k, width, rows, width, self.k_columns, self.sizes.chunk);
+    }
+
+    /// Loads `φ(q)` of a piece's rows.
+    pub fn load_queries(&mut self, problem: &Problem<'_, T>, queries: Rows<'_, T>, piece: &Piece) {
+        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
+        let queries = queries.skip(piece.row);
+        if problem.map == FeatureMap::Exp {
+            for row in 0..piece.rows {
+                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
+                let top = queries.row(row, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
+                let top = if top.is_finite() { top } else { T::ZERO };
+                self.q_shift[row] = top;
+                let to = &mut self.q[row * width..];
+                problem.ops.load(problem.map, top, queries.skip(row), 1, head_dim, None, to, width);
+            }
+        } else {
+            self.q_shift[..piece.rows].fill(T::ZERO);
+            problem.ops.load(problem.map, T::ZERO, queries, piece.rows, head_dim, None, self.q, width);
+        }
+    }
+
+    /// `φ(q)·ρ(r)` for every row of the piece, times `scale`.
+    pub fn load_relative(
+        &mut self,
+        problem: &Problem<'_, T>,
+        table: &Table<'_, T>,
+        head: usize,
+        rows: usize,
+        scale: T,
+    ) {
+        problem.ops.product(&mut Product {
+            a: self.q,
+            a_row: problem.head_width,
+            a_column: 1,
+            b: table.columns(head),
+            b_row: table.width,
+            c: self.relative,
+            c_row: table.width,
+            rows,
+            columns: table.width,
+            depth: problem.dims.head_dim,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        if scale != T::ONE {
+            problem.ops.scale(&mut self.relative[..rows * table.width], scale);
+        }
+    }
+
+    /// Fills the tile with the weights of a piece: content of its own keys times `content_scale`, near relative
+    /// weights, decay; 0 elsewhere. Returns whether there is any.
+    pub fn fill_tile(
+        &mut self,
+        problem: &Problem<'_, T>,
+        piece: &Piece,
+        table: Option<&Table<'_, T>>,
+        content_scale: T,
+        decays: bool,
+    ) -> bool {
+        let row_length = self.sizes.tile_row;
+        let near = near_columns(problem);
+        let content = problem.content && piece.keys > 0;
+        if !content && near == 0 {
+            return false;
+        }
+        if near > 0 || problem.radius.is_some() {
+            self.tile[..piece.rows * row_length].fill(T::ZERO);
+        }
+        if content {
+            problem.ops.product(&mut Product {
+                a: self.q,
+                a_row: problem.head_width,
+                a_column: 1,
+                b: self.k_columns,
+                b_row: self.sizes.chunk,
+                c: &mut self.tile[piece.lead..],
+                c_row: row_length,
+                rows: piece.rows,
+                columns: piece.keys,
+                depth: problem.dims.head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::up_to(0),
+            });
+            if content_scale != T::ONE {
+                problem.ops.scale(&mut self.tile[..piece.rows * row_length], content_scale);
+            }
+            if problem.radius.is_some() {
+                for row in 0..piece.rows {
+                    self.tile[row * row_length + piece.lead + row + 1..(row + 1) * row_length].fill(T::ZERO);
+                }
+            }
+        }
+        if let Some(table) = table
+            && near > 0
+        {
+            for row in 0..piece.rows {
+                let weights = &self.relative[row * table.width + 1..][..near];
+                problem.ops.add_scaled(&mut self.tile[row * row_length + row..][..near], T::ONE, weights);
+            }
+            if !self.all_present {
+                for row in 0..piece.rows {
+                    let line = &mut self.tile[row * row_length..][..piece.columns()];
+                    problem.ops.multiply(line, &self.present[piece.skip..]);
+                }
+            }
+        }
+        if decays {
+            self.decay_tile(problem, piece);
+        }
+        true
+    }
+
+    /// Multiplies each weight of the tile by `γ^{t − j}`.
+    pub fn decay_tile(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+        for row in 0..piece.rows {
+            let len = piece.lead + row + 1;
+            let line = &mut self.tile[row * self.sizes.tile_row..][..len];
+            problem.ops.multiply(line, &self.powers[self.powers.len() - len..]);
+        }
+    }
+
+    /// The column range of the tile that can be other than 0, as a band.
+    pub fn tile_band(problem: &Problem<'_, T>, piece: &Piece) -> Band {
+        match problem.radius {
+            None => Band::up_to(0),
+            Some(_) if !problem.causal => Band { from: 0, to: near_columns(problem) as isize },
+            Some(radius) if !problem.content => Band { from: 0, to: radius as isize },
+            Some(_) => Band::up_to(piece.lead as isize),
+        }
+    }
+}
+
+/// The state that a piece starts from, `start · start_scale + local · local_scale` as `(S, z)`: borrowed where one of
+/// them is empty, formed in `buffer` otherwise, `None` where both are.
+pub(super) fn combine_states<'b, T: Real>(
+    problem: &Problem<'_, T>,
+    buffer: &'b mut [T],
+    (start, start_scale): (SummaryRef<'b, T>, T),
+    local: Option<(SummaryRef<'b, T>, T)>,
+) -> Option<(&'b [T], &'b [T])> {
+    let local = local.filter(|(local, _)| local.has_content());
+    match (start.has_content(), local) {
+        (false, None) => None,
+        (true, None) if start_scale == T::ONE => Some((start.sum(), start.keys())),
+        (false, Some((local, scale))) if scale == T::ONE => Some((local.sum(), local.keys())),
+        (_, local) => {
+            // A start without content is all zeros, so either may stand for the other.
+            let (local, local_scale) = local.unwrap_or((start, T::ZERO));
+            let (sum, keys) = buffer.split_at_mut(start.sum().len());
+            let keys = &mut keys[..start.keys().len()];
+            problem.ops.combine(sum, start_scale, start.sum(), local_scale, local.sum());
+            problem.ops.combine(keys, start_scale, start.keys(), local_scale, local.keys());
+            Some((sum, keys))
+        }
+    }
+}
+
+/// Near columns of one row: distances from −R+1 to 0, or to R−1 under a bidirectional mask.
+pub(super) fn near_columns<T: Real>(problem: &Problem<'_, T>) -> usize {
+    match problem.radius {
+        None | Some(0) => 0,
+        Some(radius) if problem.causal => radius,
+        Some(radius) => 2 * radius - 1,
+    }
+}

@@ -1,0 +1,395 @@
+//! Weights and training states on disk.
+//!
+//! Every file is written under a temporary name in its own folder (`.NAME.tmp`), flushed to the disk and then renamed over
+//! the old one, so that at any moment, a power cut included, the old file or the new one stands there whole.
+//!
+//! **Weights** ([`save_weights`]) are a plain [safetensors](https://github.com/huggingface/safetensors) file, one tensor a
+//! parameter, named by its place in the model: `encoder.0.attention.query_key_value.weight`,
+//! `encoder.0.attention.attention.relative`, `decoder.1.cross_attention.output.bias`, `output.weight`. A linear layer's
+//! weight is `[input, output]` and multiplies from the right. Any safetensors reader opens it, from Python
+//! `safetensors.numpy.load_file`.
+//!
+//! **Training states** ([`save_training`]) are one safetensors file as well: the weights as `model.NAME`, the optimizer's
+//! record as the bytes `optimizer`, and a caller's own progress. One file, so that weights and moments never come from
+//! different steps.
+//!
+//! Both carry a checksum in their metadata under `longspan`. Files from elsewhere need not have it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The key of this crate's entry in a file's metadata: [`Footnote`] as JSON. One entry, because their order is not kept.
+const METADATA: &str = "longspan";
+
+/// What a file says of itself.
+#[derive(Debug, Serialize, Deserialize)]
+struct Footnote {
+    /// Of all tensors, by [`checksum`], in hexadecimal.
+    checksum: String,
+    /// The identities under which the optimizer's record knows the parameters.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    parameters: BTreeMap<String, u64>,
+    /// The caller's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    progress: Option<serde_json::Value>,
+}
+
+/// Writes the weights of `model` to `path`.
+///
+/// # Errors
+/// A device that gives no numbers back, a number type that safetensors has no name for, and what
+/// [`write_atomically`] cannot do.
+pub fn save_weights<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<()> {
+    let parameters = Collected::of(model, path.as_ref())?;
+    write_tensors(path.as_ref(), parameters.tensors, BTreeMap::new(), None)
+}
+
+/// Reads the weights at `path` into `model`, which must have the same parameters.
+///
+/// # Errors
+/// A file that cannot be read or is no whole safetensors file, that lacks a parameter or has one too many, with a wrong
+/// shape or number type, or whose numbers are not the ones that were written. `model` is then dropped.
+pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
+    let path = path.as_ref();
+    let bytes = read(path)?;
+    let (tensors, _) = parse(path, &bytes)?;
+    restore(path, tensors.iter().collect(), &BTreeMap::new(), model)
+}
+
+/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and the
+/// caller's `progress`.
+///
+/// # Errors
+/// As [`save_weights`]; a record or progress that cannot be serialised.
+pub fn save_training<M: Module>(
+    path: impl AsRef<Path>,
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    progress: &impl Serialize,
+) -> Result<()> {
+    let path = path.as_ref();
+    let broken = |problem: String| Error::Checkpoint { path: path.into(), problem, mend: "this is a bug; report it" };
+    let parameters = Collected::of(model, path)?;
+    let mut tensors: BTreeMap<String, Stored> =
+        parameters.tensors.into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
+    let record = optimizer.into_bytes().map_err(|error| broken(format!("the optimizer's record: {error}")))?;
+    let record = Stored { dtype: Dtype::U8, shape: vec![record.len()], data: record };
+    tensors.insert("optimizer".into(), record);
+    let progress = serde_json::to_value(progress).map_err(|error| broken(format!("the progress: {error}")))?;
+    write_tensors(path, tensors, parameters.identities, Some(progress))
+}
+
+/// Reads what [`save_training`] wrote into a model and an optimizer made from the same configurations.
+///
+/// # Errors
+/// As [`load_weights`]; a file that is no training state, or another version's progress.
+pub fn load_training<M: Module, P: DeserializeOwned>(
+    path: impl AsRef<Path>,
+    model: M,
+    optimizer: ModuleOptimizer,
+) -> Result<(M, ModuleOptimizer, P)> {
+    let path = path.as_ref();
+    let foreign = |problem: String| Error::Checkpoint {
+        path: path.into(),
+        problem,
+        mend: "resume with the version that wrote it, or begin a new run",
+    };
+    let bytes = read(path)?;
+    let (tensors, footnote) = parse(path, &bytes)?;
+    let footnote = footnote.ok_or_else(|| foreign("it is no training state".into()))?;
+    let record = tensors.tensor("optimizer").map_err(|_| foreign("it holds no optimizer".into()))?;
+    let optimizer = optimizer
+        .from_bytes(Bytes::from_bytes_vec(record.data().to_vec()))
+        .map_err(|error| foreign(format!("the optimizer's record: {error}")))?;
+    let progress = footnote.progress.ok_or_else(|| foreign("it holds no progress".into()))?;
+    let progress = serde_json::from_value(progress).map_err(|error| foreign(format!("the progress: {error}")))?;
+    let weights = tensors.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.")?, view))).collect();
+    let model = restore(path, weights, &footnote.parameters, model)?;
+    Ok((model, optimizer, progress))
+}
+
+/// Writes `contents` to `path` so that the old file or the new one stands there whole at any moment.
+///
+/// # Errors
+/// A folder that is missing or not writable, a full disk. The old file is then still there.
+pub fn write_atomically(path: impl AsRef<Path>, contents: &[u8]) -> Result<()> {
+    let path = path.as_ref();
+    let failed = |source| Error::Io { path: path.into(), action: "write", source };
+    let name = path.file_name().ok_or_else(|| failed(ErrorKind::InvalidFilename.into()))?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut temporary = std::ffi::OsString::from(".");
+    temporary.push(name);
+    temporary.push(".tmp");
+    let temporary = folder.join(temporary);
+    let written = File::create(&temporary).and_then(|mut file| {
+        file.write_all(contents)?;
+        file.sync_all()
+    });
+    if let Err(error) = written.and_then(|()| fs::rename(&temporary, path)) {
+        // Best effort: the error that matters is the first.
+        let _ = fs::remove_file(&temporary);
+        return Err(failed(error));
+    }
+    // The new name lasts only once the folder is on the disk, too. Elsewhere than on Unix folders cannot be opened.
+    #[cfg(unix)]
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    Ok(())
+}
+
+/// A tensor as it goes to the disk.
+struct Stored {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    data: Bytes,
+}
+
+/// The parameters of a module by name.
+struct Collected<'a> {
+    names: Names,
+    path: &'a Path,
+    tensors: BTreeMap<String, Stored>,
+    identities: BTreeMap<String, u64>,
+    error: Option<Error>,
+}
+
+impl<'a> Collected<'a> {
+    fn of<M: Module>(model: &M, path: &'a Path) -> Result<Self> {
+        let mut collected =
+            Self { names: Names::default(), path, tensors: BTreeMap::new(), identities: BTreeMap::new(), error: None };
+        model.visit(&mut collected);
+        match collected.error.take() {
+            None => Ok(collected),
+            Some(error) => Err(error),
+        }
+    }
+
+    fn store<const D: usize>(&self, param: &Param<Tensor<D>>) -> Result<Stored> {
+        let data = param.val().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
+        let (data, shape, dtype) = data.into_parts();
+        let dtype = stored_dtype(dtype).ok_or_else(|| Error::Checkpoint {
+            path: self.path.into(),
+            problem: format!("{} holds {dtype:?}, which safetensors cannot", self.names.current()),
+            mend: "cast the model to f32, f64, f16 or bf16 first",
+        })?;
+        Ok(Stored { dtype, shape: shape.to_vec(), data })
+    }
+}
+
+impl ModuleVisitor for Collected<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        match self.store(param) {
+            Ok(stored) => {
+                self.identities.insert(self.names.current(), param.id.val());
+                self.tensors.insert(self.names.current(), stored);
+            }
+            Err(error) => self.error = Some(error),
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.names.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, container_type: &str) {
+        self.names.exit(container_type);
+    }
+}
+
+/// The name of a parameter: the fields on the way to it. Which variant of an enum is there is no part of it.
+#[derive(Default)]
+struct Names(Vec<String>);
+
+impl Names {
+    fn enter(&mut self, name: &str, container_type: &str) {
+        if !container_type.starts_with("Enum:") {
+            self.0.push(name.into());
+        }
+    }
+
+    fn exit(&mut self, container_type: &str) {
+        if !container_type.starts_with("Enum:") {
+            self.0.pop();
+        }
+    }
+
+    fn current(&self) -> String {
+        self.0.join(".")
+    }
+}
+
+fn stored_dtype(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        _ => return None,
+    })
+}
+
+/// FNV-1a over words of 64 bits, of names and numbers in the order of the names.
+fn checksum<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut take = |bytes: &[u8]| {
+        for word in bytes.chunks(8) {
+            let mut padded = [0; 8];
+            padded[..word.len()].copy_from_slice(word);
+            hash = (hash ^ u64::from_le_bytes(padded)).wrapping_mul(0x0000_0100_0000_01b3);
+            // A product moves bits upwards only; words differ mostly at the top.
+            hash = hash.rotate_left(29);
+        }
+        hash = (hash ^ bytes.len() as u64).wrapping_mul(0x0000_0100_0000_01b3);
+    };
+    for (name, data) in tensors {
+        take(name.as_bytes());
+        take(data);
+    }
+    format!("{hash:016x}")
+}
+
+fn write_tensors(
+    path: &Path,
+    tensors: BTreeMap<String, Stored>,
+    parameters: BTreeMap<String, u64>,
+    progress: Option<serde_json::Value>,
+) -> Result<()> {
+    let broken = |error: String| Error::Checkpoint {
+        path: path.into(),
+        problem: format!("cannot be serialised: {error}"),
+        mend: "this is a bug; report it",
+    };
+    let checksum = checksum(tensors.iter().map(|(name, tensor)| (name.as_str(), &*tensor.data)));
+    let footnote = serde_json::to_string(&Footnote { checksum, parameters, progress })
+        .map_err(|error| broken(error.to_string()))?;
+    let views = tensors
+        .iter()
+        .map(|(name, tensor)| Ok((name, TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.data)?)))
+        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+        .map_err(|error| broken(error.to_string()))?;
+    let contents = safetensors::serialize(views, Some([(METADATA.to_owned(), footnote)].into()))
+        .map_err(|error| broken(error.to_string()))?;
+    write_atomically(path, &contents)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|source| Error::Io { path: path.into(), action: "read", source })
+}
+
+const DAMAGED: &str = "the file is damaged or cut short; restore it from a copy or train again";
+
+fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(SafeTensors<'a>, Option<Footnote>)> {
+    let damaged = |problem: String| Error::Checkpoint { path: path.into(), problem, mend: DAMAGED };
+    let tensors = SafeTensors::deserialize(bytes).map_err(|error| damaged(error.to_string()))?;
+    let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| damaged(error.to_string()))?;
+    let Some(footnote) = metadata.metadata().as_ref().and_then(|entries| entries.get(METADATA)) else {
+        return Ok((tensors, None));
+    };
+    let footnote: Footnote =
+        serde_json::from_str(footnote).map_err(|error| damaged(format!("its metadata: {error}")))?;
+    let by_name: BTreeMap<&str, TensorView<'_>> = tensors.iter().collect();
+    let found = checksum(by_name.iter().map(|(name, view)| (*name, view.data())));
+    if found != footnote.checksum {
+        return Err(damaged(format!("its numbers have the checksum {found}, not {}", footnote.checksum)));
+    }
+    Ok((tensors, Some(footnote)))
+}
+
+/// Puts stored tensors, and identities where there are any, into a module.
+fn restore<M: Module>(
+    path: &Path,
+    tensors: BTreeMap<&str, TensorView<'_>>,
+    identities: &BTreeMap<String, u64>,
+    model: M,
+) -> Result<M> {
+    let mut restorer = Restorer { names: Names::default(), path, tensors, identities, error: None };
+    let model = model.map(&mut restorer);
+    if let Some(error) = restorer.error {
+        return Err(error);
+    }
+    match restorer.tensors.first_key_value() {
+        None => Ok(model),
+        Some((name, _)) => Err(restorer.differs(format!("it holds {name}, which the model does not have"))),
+    }
+}
+
+struct Restorer<'a> {
+    names: Names,
+    path: &'a Path,
+    /// Those not yet restored.
+    tensors: BTreeMap<&'a str, TensorView<'a>>,
+    identities: &'a BTreeMap<String, u64>,
+    error: Option<Error>,
+}
+
+impl Restorer<'_> {
+    fn differs(&self, problem: String) -> Error {
+        Error::Checkpoint {
+            path: self.path.into(),
+            problem,
+            mend: "its configuration belongs to another model; use the one it was trained with",
+        }
+    }
+
+    fn value<const D: usize>(&mut self, old: &Tensor<D>) -> Result<Tensor<D>> {
+        let name = self.names.current();
+        let view =
+            self.tensors.remove(name.as_str()).ok_or_else(|| self.differs(format!("it holds no tensor {name}")))?;
+        let (shape, dtype) = (old.dims(), old.dtype());
+        if view.shape() != shape || Some(view.dtype()) != stored_dtype(dtype) {
+            return Err(self.differs(format!(
+                "{name} is {:?} of {:?}, the model wants {shape:?} of {dtype:?}",
+                view.shape(),
+                view.dtype()
+            )));
+        }
+        let finite = match view.dtype() {
+            Dtype::F32 => view.data().as_chunks().0.iter().all(|&x| f32::from_le_bytes(x).is_finite()),
+            Dtype::F64 => view.data().as_chunks().0.iter().all(|&x| f64::from_le_bytes(x).is_finite()),
+            _ => true,
+        };
+        if !finite {
+            return Err(Error::Checkpoint {
+                path: self.path.into(),
+                problem: format!("{name} holds NaN or infinity"),
+                mend: DAMAGED,
+            });
+        }
+        let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
+        Ok(Tensor::from_data(data, (&old.device(), dtype)).set_require_grad(old.is_require_grad()))
+    }
+}
+
+impl ModuleMapper for Restorer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.error.is_some() {
+            return param;
+        }
+        let (id, old, mapper) = param.consume();
+        let id = self.identities.get(&self.names.current()).map_or(id, |&known| ParamId::from(known));
+        let value = self.value(&old).unwrap_or_else(|error| {
+            self.error = Some(error);
+            old
+        });
+        Param::from_mapped_value(id, value, mapper)
+    }
+
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.names.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, container_type: &str) {
+        self.names.exit(container_type);
+    }
+}

@@ -1,0 +1,230 @@
+//! Decoding: greedy and beam search on a [`Seq2Seq`], a token at a time.
+//!
+//! Both are deterministic: equal scores are broken by the lower token, then by the earlier beam.
+
+use burn::tensor::{Int, Tensor};
+
+use crate::error::{Error, Result, argument};
+use crate::models::{DecoderState, Seq2Seq};
+
+/// Where targets begin and end.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateOptions {
+    /// The token that the decoder sees first.
+    pub start: usize,
+    /// The token that ends a target; it is not part of a hypothesis.
+    pub end: usize,
+    /// The longest target, without start and end.
+    pub max_tokens: usize,
+    /// `α` in the score `log p / (tokens + 1)^α` by which beam search ranks hypotheses of different lengths; 1 compares
+    /// the mean log-probability of a token, 0 the probability of the whole.
+    pub length_penalty: f64,
+}
+
+impl GenerateOptions {
+    /// Targets between `start` and `end` of at most `max_tokens` tokens, ranked by their mean log-probability.
+    pub fn new(start: usize, end: usize, max_tokens: usize) -> Self {
+        Self { start, end, max_tokens, length_penalty: 1.0 }
+    }
+}
+
+/// One answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Hypothesis {
+    /// The target's tokens, without start and end.
+    pub tokens: Vec<usize>,
+    /// The natural logarithm of the probability that the model gives these tokens, and the end if it came.
+    pub log_probability: f64,
+    /// `log_probability / (tokens + 1)^length_penalty`.
+    pub score: f64,
+    /// Whether the end token came, rather than the limit.
+    pub finished: bool,
+}
+
+/// The likeliest next token, over and over: one hypothesis for each source. Sources whose end has come are left out of
+/// the remaining steps.
+///
+/// # Shapes
+/// As in [`Seq2Seq::forward`].
+///
+/// # Errors
+/// What [`Seq2Seq::encode`] refuses, tokens outside the vocabulary, and logits that are NaN or all −∞.
+pub fn greedy(
+    model: &Seq2Seq,
+    source: Tensor<2, Int>,
+    source_lengths: &[usize],
+    options: &GenerateOptions,
+) -> Result<Vec<Hypothesis>> {
+    let hypotheses = beam_search(model, source, source_lengths, 1, options)?;
+    Ok(hypotheses.into_iter().filter_map(|best| best.into_iter().next()).collect())
+}
+
+/// The likeliest targets that keeping `width` prefixes of each source finds: up to `width` hypotheses for each source, the
+/// best score first. A prefix that ends keeps its place in the beam, and the search is over when all have ended. A width
+/// of 1 is greedy search.
+///
+/// # Shapes
+/// As in [`Seq2Seq::forward`].
+///
+/// # Errors
+/// What [`Seq2Seq::encode`] refuses, a width of 0, tokens outside the vocabulary, and logits that are NaN or all −∞.
+pub fn beam_search(
+    model: &Seq2Seq,
+    source: Tensor<2, Int>,
+    source_lengths: &[usize],
+    width: usize,
+    options: &GenerateOptions,
+) -> Result<Vec<Vec<Hypothesis>>> {
+    let vocabulary = model.target_vocab();
+    argument(width > 0, "beam search", "width", || "at least 1".into(), || width.to_string())?;
+    for (name, token) in [("start", options.start), ("end", options.end)] {
+        argument(
+            token < vocabulary,
+            "beam search",
+            name,
+            || format!("a token below {vocabulary}"),
+            || token.to_string(),
+        )?;
+    }
+    let state = model.start(model.encode(source, source_lengths)?);
+    Search { model, options, width, answers: vec![Vec::new(); state.batch()] }.run(state)
+}
+
+/// A prefix that has not ended.
+#[derive(Debug, Clone)]
+struct Prefix {
+    source: usize,
+    tokens: Vec<usize>,
+    log_probability: f64,
+}
+
+/// A prefix with one more token.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    row: usize,
+    token: usize,
+    log_probability: f64,
+}
+
+struct Search<'a> {
+    model: &'a Seq2Seq,
+    options: &'a GenerateOptions,
+    width: usize,
+    /// Hypotheses of each source.
+    answers: Vec<Vec<Hypothesis>>,
+}
+
+impl Search<'_> {
+    fn run(mut self, mut state: DecoderState) -> Result<Vec<Vec<Hypothesis>>> {
+        let mut prefixes: Vec<Prefix> =
+            (0..state.batch()).map(|source| Prefix { source, tokens: Vec::new(), log_probability: 0.0 }).collect();
+        while !prefixes.is_empty() {
+            let last: Vec<usize> =
+                prefixes.iter().map(|p| p.tokens.last().copied().unwrap_or(self.options.start)).collect();
+            let logits = self.model.step(&last, &mut state)?;
+            let chosen = self.extend(&prefixes, &rows_of(logits)?)?;
+            let rows: Vec<usize> = chosen.iter().map(|candidate| candidate.row).collect();
+            prefixes = chosen
+                .into_iter()
+                .map(|Candidate { row, token, log_probability }| {
+                    let mut tokens = prefixes[row].tokens.clone();
+                    tokens.push(token);
+                    Prefix { source: prefixes[row].source, tokens, log_probability }
+                })
+                .collect();
+            if !rows.iter().copied().eq(0..state.batch()) {
+                state = state.select(&rows)?;
+            }
+        }
+        for answers in &mut self.answers {
+            // Stable: of equal scores the one that ended first stays ahead.
+            answers.sort_by(|a, b| b.score.total_cmp(&a.score));
+        }
+        Ok(self.answers)
+    }
+
+    /// Takes one more token into each prefix: stores those that end, and gives those that go on, source by source.
+    fn extend(&mut self, prefixes: &[Prefix], logits: &[Vec<f32>]) -> Result<Vec<Candidate>> {
+        let mut going_on = Vec::new();
+        let mut first = 0;
+        for group in prefixes.chunk_by(|a, b| a.source == b.source) {
+            let source = group[0].source;
+            let rows = first..first + group.len();
+            first += group.len();
+            if group[0].tokens.len() == self.options.max_tokens {
+                for (row, prefix) in rows.zip(group) {
+                    let next = self.candidates(row, prefix, &logits[row])?[0];
+                    let ended = next.token == self.options.end;
+                    let log_probability = if ended { next.log_probability } else { prefix.log_probability };
+                    self.store(source, prefix.tokens.clone(), log_probability, ended);
+                }
+                continue;
+            }
+            let mut candidates = Vec::new();
+            for row in rows {
+                candidates.extend(self.candidates(row, &prefixes[row], &logits[row])?);
+            }
+            candidates.sort_by(|a, b| {
+                b.log_probability.total_cmp(&a.log_probability).then(a.token.cmp(&b.token)).then(a.row.cmp(&b.row))
+            });
+            // An answer keeps its place in the beam, so a beam narrows as its prefixes end.
+            for candidate in candidates.into_iter().take(self.width - self.answers[source].len()) {
+                if candidate.token == self.options.end {
+                    let tokens = prefixes[candidate.row].tokens.clone();
+                    self.store(source, tokens, candidate.log_probability, true);
+                } else {
+                    going_on.push(candidate);
+                }
+            }
+        }
+        Ok(going_on)
+    }
+
+    /// The likeliest continuations of one prefix, best first, as many as could survive.
+    fn candidates(&self, row: usize, prefix: &Prefix, logits: &[f32]) -> Result<Vec<Candidate>> {
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if logits.iter().any(|x| x.is_nan()) || !largest.is_finite() {
+            return Err(Error::Argument {
+                operation: "generate",
+                argument: "logits",
+                expected: "finite numbers".into(),
+                got: format!("NaN or infinity after {} tokens; the model's weights are broken", prefix.tokens.len()),
+            });
+        }
+        let total = logits.iter().map(|&x| f64::from(x - largest).exp()).sum::<f64>().ln();
+        let mut best: Vec<Candidate> = logits
+            .iter()
+            .enumerate()
+            .map(|(token, &x)| Candidate {
+                row,
+                token,
+                log_probability: prefix.log_probability + f64::from(x - largest) - total,
+            })
+            .collect();
+        let wanted = self.width.min(best.len());
+        let order =
+            |a: &Candidate, b: &Candidate| b.log_probability.total_cmp(&a.log_probability).then(a.token.cmp(&b.token));
+        if wanted < best.len() {
+            best.select_nth_unstable_by(wanted, order);
+            best.truncate(wanted);
+        }
+        best.sort_by(order);
+        Ok(best)
+    }
+
+    fn score(&self, log_probability: f64, tokens: usize) -> f64 {
+        log_probability / ((tokens + 1) as f64).powf(self.options.length_penalty)
+    }
+
+    fn store(&mut self, source: usize, tokens: Vec<usize>, log_probability: f64, finished: bool) {
+        let score = self.score(log_probability, tokens.len());
+        self.answers[source].push(Hypothesis { tokens, log_probability, score, finished });
+    }
+}
+
+/// The rows of `[batch, vocabulary]`.
+fn rows_of(logits: Tensor<2>) -> Result<Vec<Vec<f32>>> {
+    let [_, vocabulary] = logits.dims();
+    let numbers = logits.try_into_vec_as::<f32>().map_err(|error| Error::Device(error.to_string()))?;
+    Ok(numbers.chunks(vocabulary).map(<[f32]>::to_vec).collect())
+}

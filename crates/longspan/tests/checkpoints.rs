@@ -1,0 +1,207 @@
+//! Files hold what was saved, whole, or say in one line what is wrong with them.
+
+use std::fs;
+use std::path::Path;
+
+use burn::module::Module;
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::checkpoint::{load_training, load_weights, save_training, save_weights, write_atomically};
+use longspan::models::{Seq2Seq, Seq2SeqConfig};
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+
+fn config() -> Seq2SeqConfig {
+    Seq2SeqConfig::new(9, 7)
+        .with_d_model(8)
+        .with_heads(2)
+        .with_encoder_layers(1)
+        .with_decoder_layers(1)
+        .with_d_ff(12)
+        .with_dropout(0.0)
+}
+
+fn fresh(seed: u64) -> Seq2Seq {
+    let device = Device::flex().autodiff();
+    device.seed(seed);
+    config().init(&device).unwrap()
+}
+
+fn ids(numbers: &[i64], shape: [usize; 2]) -> Tensor<2, Int> {
+    Tensor::from_data(TensorData::new(numbers.to_vec(), shape), &Device::flex().autodiff())
+}
+
+fn logits(model: &Seq2Seq) -> Tensor<3> {
+    model.forward(ids(&[3, 4, 5, 6, 7, 8], [2, 3]), &[3, 2], ids(&[1, 2, 3, 4], [2, 2])).unwrap()
+}
+
+fn bits(x: Tensor<3>) -> Vec<u32> {
+    x.try_into_vec_as::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+fn train(mut model: Seq2Seq, optimizer: &mut ModuleOptimizer, steps: usize) -> (Seq2Seq, Vec<u32>) {
+    let mut losses = Vec::new();
+    for _ in 0..steps {
+        let loss = logits(&model).powi_scalar(2).mean();
+        losses.push(loss.clone().into_scalar::<f32>().to_bits());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(1e-2, model, gradients);
+    }
+    (model, losses)
+}
+
+#[test]
+fn weights_come_back_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let model = fresh(1);
+    save_weights(&path, &model).unwrap();
+    let other = fresh(2);
+    assert_ne!(bits(logits(&model)), bits(logits(&other)));
+    let loaded = load_weights(&path, other).unwrap();
+    assert_eq!(bits(logits(&model)), bits(logits(&loaded)));
+    // Weights from a training device serve on one without autodiff, and the other way round.
+    assert_eq!(bits(logits(&load_weights(&path, fresh(3).valid()).unwrap())), bits(logits(&model)));
+    // Saving again gives the same file, and nothing else is left in the folder.
+    let first = fs::read(&path).unwrap();
+    save_weights(&path, &loaded).unwrap();
+    assert_eq!(first, fs::read(&path).unwrap());
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn names_and_shapes_are_the_documented_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    save_weights(&path, &fresh(1)).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    for (name, shape) in [
+        ("encoder.0.attention.query_key_value.weight", vec![8, 24]),
+        ("encoder.0.attention.query_key_value.bias", vec![24]),
+        ("encoder.0.attention.attention.relative", vec![2, 33, 4]),
+        ("decoder.0.cross_attention.output.weight", vec![8, 8]),
+        ("decoder.0.feed_forward.inner.weight", vec![8, 12]),
+        ("encoder_norm.gamma", vec![8]),
+        ("source_embedding.weight", vec![9, 8]),
+        ("output.weight", vec![8, 7]),
+    ] {
+        assert_eq!(file.tensor(name).unwrap_or_else(|_| panic!("{name}")).shape(), shape, "{name}");
+    }
+}
+
+#[test]
+fn training_goes_on_to_the_same_losses() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("training.safetensors");
+    let optimizer = || AdamWConfig::new().init();
+    // Tests run at once and share one random generator, so one start serves both runs.
+    let start = fresh(1);
+    let (_, whole) = train(start.clone(), &mut optimizer(), 6);
+
+    let mut first = optimizer();
+    let (model, before) = train(start, &mut first, 3);
+    save_training(&path, &model, &first, &("step", 3)).unwrap();
+    let (model, mut second, progress): (_, _, (String, usize)) = load_training(&path, fresh(99), optimizer()).unwrap();
+    assert_eq!(progress, ("step".to_owned(), 3));
+    let (_, after) = train(model, &mut second, 3);
+    assert_eq!([before, after].concat(), whole);
+}
+
+/// What loading says of a file.
+fn complaint(path: &Path) -> String {
+    let error = load_weights(path, fresh(2)).err().expect("a broken file was loaded").to_string();
+    assert!(error.contains(path.to_str().unwrap()), "{error}");
+    assert!(!error.contains('\n'), "{error}");
+    error
+}
+
+#[test]
+fn every_cut_and_every_changed_byte_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    save_weights(&path, &fresh(1)).unwrap();
+    let whole = fs::read(&path).unwrap();
+    for length in (0..whole.len()).step_by(97).chain([1, 7, 8, 9, whole.len() - 1]) {
+        fs::write(&path, &whole[..length]).unwrap();
+        complaint(&path);
+    }
+    for at in (0..whole.len()).step_by(61) {
+        let mut changed = whole.clone();
+        changed[at] ^= 0x10;
+        fs::write(&path, &changed).unwrap();
+        complaint(&path);
+    }
+    fs::write(&path, [whole.as_slice(), b"more"].concat()).unwrap();
+    complaint(&path);
+}
+
+#[test]
+fn foreign_files_are_taken_as_they_are_and_checked_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let model = fresh(1);
+    save_weights(&path, &model).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    // As another program would write them: without our metadata.
+    let tensors: Vec<(String, TensorView<'_>)> = file.iter().map(|(n, v)| (n.to_owned(), v)).collect();
+    let write = |tensors: Vec<(String, TensorView<'_>)>| {
+        fs::write(&path, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    };
+    let with_bias = |view: TensorView<'_>| {
+        let rest = tensors.iter().filter(|(name, _)| name != "output.bias").cloned();
+        write(rest.chain([("output.bias".to_owned(), view)]).collect());
+    };
+    write(tensors.clone());
+    assert_eq!(bits(logits(&load_weights(&path, fresh(2)).unwrap())), bits(logits(&model)));
+
+    write(tensors.iter().filter(|(name, _)| name != "output.bias").cloned().collect());
+    assert!(complaint(&path).contains("no tensor output.bias"));
+
+    let surplus = ("surplus".to_owned(), file.tensor("output.bias").unwrap());
+    write(tensors.iter().cloned().chain([surplus]).collect());
+    assert!(complaint(&path).contains("surplus"));
+
+    with_bias(file.tensor("encoder_norm.beta").unwrap());
+    assert!(complaint(&path).contains("output.bias is [8]"));
+
+    with_bias(TensorView::new(safetensors::Dtype::F16, vec![7], &[0; 14]).unwrap());
+    assert!(complaint(&path).contains("F16"));
+
+    with_bias(TensorView::new(safetensors::Dtype::F32, vec![7], &[f32::NAN.to_le_bytes(); 7].concat()).unwrap());
+    assert!(complaint(&path).contains("NaN"));
+}
+
+#[test]
+fn a_file_that_is_not_there_or_not_a_training_state_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    assert!(complaint(&path).contains("cannot read"));
+    save_weights(&path, &fresh(1)).unwrap();
+    let result = load_training::<_, u32>(&path, fresh(1), AdamWConfig::new().init());
+    assert!(result.err().unwrap().to_string().contains("no optimizer"));
+    save_training(&path, &fresh(1), &AdamWConfig::new().init(), &"text").unwrap();
+    let result = load_training::<_, u32>(&path, fresh(1), AdamWConfig::new().init());
+    assert!(result.err().unwrap().to_string().contains("progress"));
+}
+
+#[test]
+fn a_failed_write_leaves_the_old_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    write_atomically(&path, b"old").unwrap();
+    // A folder in the way of the temporary file stands for every reason why it cannot be written.
+    fs::create_dir(folder.path().join(".file.tmp")).unwrap();
+    let error = write_atomically(&path, b"new").unwrap_err().to_string();
+    assert!(error.contains("cannot write") && error.contains(path.to_str().unwrap()), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), b"old");
+    let error = write_atomically(folder.path().join("no/such/folder"), b"new").unwrap_err().to_string();
+    assert!(error.contains("cannot write"), "{error}");
+    // What a killed process left behind is overwritten.
+    fs::remove_dir(folder.path().join(".file.tmp")).unwrap();
+    fs::write(folder.path().join(".file.tmp"), b"half").unwrap();
+    write_atomically(&path, b"new").unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"new");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}

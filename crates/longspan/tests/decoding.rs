@@ -1,0 +1,191 @@
+//! Token-by-token decoding gives the rows of the parallel forward pass, and searches find what they should.
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::attention::{AttentionConfig, KernelConfig, RelativeConfig};
+use longspan::generate::{GenerateOptions, beam_search, greedy};
+use longspan::kernels::FeatureMap;
+use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+
+fn device() -> Device {
+    Device::flex()
+}
+
+fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
+    device().seed(11);
+    Seq2SeqConfig::new(13, 7)
+        .with_d_model(24)
+        .with_heads(4)
+        .with_kv_heads(kv_heads)
+        .with_d_ff(40)
+        .with_attention(attention)
+        .with_cross_attention(cross)
+        .with_norm(norm)
+        .with_positions(Positions::Sinusoidal)
+        .init(&device())
+        .unwrap()
+        .valid()
+}
+
+fn ids(numbers: &[usize], shape: [usize; 2]) -> Tensor<2, Int> {
+    let numbers: Vec<i64> = numbers.iter().map(|&n| n as i64).collect();
+    Tensor::from_data(TensorData::new(numbers, shape), &device())
+}
+
+const SOURCE: [usize; 15] = [3, 9, 12, 4, 5, 6, 7, 0, 0, 0, 8, 0, 0, 0, 0];
+const LENGTHS: [usize; 3] = [5, 2, 1];
+const TARGET: [usize; 18] = [1, 4, 2, 6, 3, 5, 1, 2, 2, 2, 6, 4, 1, 6, 5, 4, 3, 2];
+
+fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.try_into_vec_as::<f32>().unwrap()
+}
+
+fn assert_close(name: &str, got: &[f32], expected: &[f32]) {
+    assert_eq!(got.len(), expected.len(), "{name}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!((got - expected).abs() < 2e-5 * (1.0 + expected.abs()), "{name}: at {i} {got} instead of {expected}");
+    }
+}
+
+/// Mechanisms for self-attention.
+fn mechanisms() -> Vec<AttentionConfig> {
+    let mut all = vec![AttentionConfig::softmax()];
+    for feature_map in [FeatureMap::EluPlusOne, FeatureMap::Softplus, FeatureMap::Exp] {
+        let kernel = KernelConfig { feature_map, ..KernelConfig::default() };
+        all.push(AttentionConfig::Kernelized { kernel: kernel.clone() });
+        for radius in [0, 1, 3, 9] {
+            for content in [true, false] {
+                let relative = RelativeConfig { radius, content, ..RelativeConfig::default() };
+                all.push(AttentionConfig::Shaw { relative, kernel: kernel.clone() });
+            }
+        }
+    }
+    all.push(AttentionConfig::Shaw {
+        relative: RelativeConfig { radius: 2, shared: true, ..RelativeConfig::default() },
+        kernel: KernelConfig { normalize: false, ..KernelConfig::default() },
+    });
+    all
+}
+
+#[test]
+fn step_by_step_gives_the_rows_of_forward() {
+    for norm in [Norm::Pre, Norm::Post] {
+        for attention in mechanisms() {
+            for cross in [AttentionConfig::kernelized(), AttentionConfig::softmax(), attention.clone()] {
+                for kv_heads in [None, Some(2)] {
+                    let name = format!("{norm:?} {attention:?} {cross:?} {kv_heads:?}");
+                    let model = model(attention.clone(), cross.clone(), norm, kv_heads);
+                    let whole = numbers(model.forward(ids(&SOURCE, [3, 5]), &LENGTHS, ids(&TARGET, [3, 6])).unwrap());
+                    let mut state = model.start(model.encode(ids(&SOURCE, [3, 5]), &LENGTHS).unwrap());
+                    for t in 0..6 {
+                        let tokens: Vec<usize> = (0..3).map(|b| TARGET[b * 6 + t]).collect();
+                        let row = numbers(model.step(&tokens, &mut state).unwrap());
+                        let expected: Vec<f32> = (0..3).flat_map(|b| whole[(b * 6 + t) * 7..][..7].to_vec()).collect();
+                        assert_close(&format!("{name} token {t}"), &row, &expected);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_selected_state_goes_on_as_its_own_row() {
+    for attention in mechanisms() {
+        let model = model(attention.clone(), attention.clone(), Norm::Pre, None);
+        let mut state = model.start(model.encode(ids(&SOURCE, [3, 5]), &LENGTHS).unwrap());
+        model.step(&[1, 2, 3], &mut state).unwrap();
+        model.step(&[4, 5, 6], &mut state).unwrap();
+        let mut picked = state.select(&[2, 0, 0, 1]).unwrap();
+        let all = numbers(model.step(&[1, 2, 3], &mut state).unwrap());
+        let some = numbers(model.step(&[3, 1, 1, 2], &mut picked).unwrap());
+        let row = |b: usize| all[b * 7..][..7].to_vec();
+        assert_close(&format!("{attention:?}"), &some, &[row(2), row(0), row(0), row(1)].concat());
+    }
+}
+
+#[test]
+fn contents_of_source_padding_do_not_matter() {
+    let model = model(AttentionConfig::shaw(), AttentionConfig::kernelized(), Norm::Pre, None);
+    let mut other = SOURCE;
+    for i in [7, 8, 9, 11, 12, 13, 14] {
+        other[i] = 11;
+    }
+    let logits = |source| numbers(model.forward(ids(source, [3, 5]), &LENGTHS, ids(&TARGET, [3, 6])).unwrap());
+    assert_close("padding", &logits(&other), &logits(&SOURCE));
+}
+
+/// The log-probability of a whole target by the parallel pass.
+fn log_probability(model: &Seq2Seq, source: &[usize], start: usize, tokens: &[usize], end: usize) -> f64 {
+    let inputs: Vec<usize> = [start].into_iter().chain(tokens.iter().copied()).collect();
+    let outputs = tokens.iter().copied().chain([end]);
+    let count = inputs.len();
+    let logits = model.forward(ids(source, [1, source.len()]), &[source.len()], ids(&inputs, [1, count])).unwrap();
+    let logits = numbers(logits);
+    outputs
+        .enumerate()
+        .map(|(t, token)| {
+            let row = &logits[t * 7..][..7];
+            f64::from(row[token]) - row.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln()
+        })
+        .sum()
+}
+
+#[test]
+fn a_beam_of_one_is_greedy_and_probabilities_are_those_of_the_model() {
+    let model = model(AttentionConfig::shaw(), AttentionConfig::kernelized(), Norm::Pre, None);
+    let options = GenerateOptions::new(1, 2, 8);
+    let found = greedy(&model, ids(&SOURCE, [3, 5]), &LENGTHS, &options).unwrap();
+    assert_eq!(found.len(), 3);
+    for (b, best) in found.iter().enumerate() {
+        let source = &SOURCE[b * 5..][..LENGTHS[b]];
+        // Alone or in a batch, the same.
+        let alone = greedy(&model, ids(source, [1, source.len()]), &[source.len()], &options).unwrap();
+        assert_eq!(alone[0].tokens, best.tokens);
+        if best.finished {
+            let expected = log_probability(&model, source, 1, &best.tokens, 2);
+            assert!((best.log_probability - expected).abs() < 1e-4, "{} and {expected}", best.log_probability);
+        } else {
+            assert_eq!(best.tokens.len(), 8);
+        }
+    }
+}
+
+#[test]
+fn a_wide_beam_finds_the_likeliest_of_all_short_targets() {
+    let model = model(AttentionConfig::shaw(), AttentionConfig::kernelized(), Norm::Pre, None);
+    let options = GenerateOptions { length_penalty: 0.0, ..GenerateOptions::new(1, 2, 2) };
+    let source = [3, 9, 12];
+    // Every target of at most two tokens over the six that are not the end.
+    let letters = [0, 1, 3, 4, 5, 6];
+    let mut targets: Vec<Vec<usize>> = vec![vec![]];
+    targets.extend(letters.iter().map(|&a| vec![a]));
+    targets.extend(letters.iter().flat_map(|&a| letters.iter().map(move |&b| vec![a, b])));
+    let best = targets
+        .iter()
+        .map(|tokens| (log_probability(&model, &source, 1, tokens, 2), tokens.clone()))
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .unwrap();
+    let found = beam_search(&model, ids(&source, [1, 3]), &[3], 50, &options).unwrap();
+    let finished: Vec<_> = found[0].iter().filter(|h| h.finished).collect();
+    assert_eq!(finished[0].tokens, best.1);
+    assert!((finished[0].log_probability - best.0).abs() < 1e-4);
+    assert!(found[0].windows(2).all(|pair| pair[0].score >= pair[1].score));
+    // The same again, to the bit.
+    assert_eq!(found, beam_search(&model, ids(&source, [1, 3]), &[3], 50, &options).unwrap());
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let model = model(AttentionConfig::shaw(), AttentionConfig::kernelized(), Norm::Pre, None);
+    let options = GenerateOptions::new(1, 2, 8);
+    let error = |result: Result<_, longspan::Error>| result.map(|_: Vec<_>| ()).unwrap_err().to_string();
+    assert!(error(beam_search(&model, ids(&[1], [1, 1]), &[1], 0, &options)).contains("width"));
+    assert!(error(beam_search(&model, ids(&[1], [1, 1]), &[2], 1, &options)).contains("source_lengths"));
+    let outside = GenerateOptions::new(1, 7, 8);
+    assert!(error(beam_search(&model, ids(&[1], [1, 1]), &[1], 1, &outside)).contains("end"));
+    let mut state = model.start(model.encode(ids(&[1], [1, 1]), &[1]).unwrap());
+    assert!(model.step(&[9], &mut state).unwrap_err().to_string().contains("below 7"));
+    assert!(model.step(&[1, 1], &mut state).unwrap_err().to_string().contains("1 tokens"));
+    assert!(state.select(&[1]).unwrap_err().to_string().contains("indices"));
+}
