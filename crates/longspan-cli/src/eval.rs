@@ -52,7 +52,6 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         let mut value = serde_json::to_value(&rates)?;
         value["run"] = json!(arguments.run);
         value["file"] = json!(arguments.file);
-        value["step"] = json!(trained.checkpoint.manifest.step);
         value["beam"] = json!(arguments.beam);
         writeln!(out, "{value}")?;
     } else {

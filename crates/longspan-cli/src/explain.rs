@@ -69,7 +69,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         algorithm: arguments.algorithm.parse::<Algorithm>()?,
         ..KernelizedAttention::default()
     };
-    let mask = if arguments.causal { Mask::causal(0) } else { Mask::bidirectional() };
+    let mask = if arguments.causal { Mask::causal() } else { Mask::bidirectional() };
     let plan = Mechanism::<f32>::plan(&mechanism, &dims, &mask);
     let mut out = std::io::stdout().lock();
     if arguments.json {

@@ -26,19 +26,18 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let trained = Trained::load(&arguments.run)?;
     // Not needed to answer, but to go on with training.
-    trained.checkpoint.optimizer()?;
+    let saved = trained.load_saved()?;
     let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
     let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let last = |key: &str| metrics.iter().rev().map(|line| &line[key]).find(|value| !value.is_null()).cloned();
-    let manifest = &trained.checkpoint.manifest;
     let config = &trained.config;
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let value = json!({
             "run": arguments.run,
-            "step": manifest.step,
-            "finished": config.minutes.is_none() && manifest.step >= config.steps,
-            "seconds": manifest.seconds,
+            "step": saved.step,
+            "finished": config.minutes.is_none() && saved.step >= config.steps,
+            "seconds": saved.seconds,
             "parameters": trained.model.num_params(),
             "source_vocabulary": trained.source.len(),
             "target_vocabulary": trained.target.len(),
@@ -66,7 +65,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         config.heads,
         trained.model.num_params()
     )?;
-    writeln!(out, "training    step {} of {steps}, {}", manifest.step, duration(manifest.seconds))?;
+    writeln!(out, "training    step {} of {steps}, {}", saved.step, duration(saved.seconds))?;
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
         writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
     }
@@ -78,7 +77,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
             }
         }
     }
-    if config.minutes.is_some() || manifest.step < config.steps {
+    if config.minutes.is_some() || saved.step < config.steps {
         writeln!(out, "unfinished  go on with: longspan train --resume {}", arguments.run.display())?;
     }
     Ok(Outcome::Done)

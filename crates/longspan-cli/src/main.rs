@@ -29,9 +29,16 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
+/// The version, and the notice that the embedded dictionary asks to be passed on with it.
+const LONG_VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    "\n\nThis program carries the CMU pronouncing dictionary, which comes with this notice:\n\n",
+    include_str!(env!("LONGSPAN_CMUDICT_LICENCE"))
+);
+
 /// Attention over long sequences at linear cost: train, run, score and explain.
 #[derive(Parser)]
-#[command(name = "longspan", version, long_version = long_version(), propagate_version = true)]
+#[command(name = "longspan", version, long_version = LONG_VERSION, propagate_version = true)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -107,13 +114,4 @@ fn is_closed_pipe(error: &anyhow::Error) -> bool {
         .chain()
         .filter_map(|cause| cause.downcast_ref::<io::Error>())
         .any(|error| error.kind() == io::ErrorKind::BrokenPipe)
-}
-
-/// The version, and the notice that the embedded dictionary asks to be passed on with it.
-fn long_version() -> String {
-    format!(
-        "{}\n\nThis program carries the CMU pronouncing dictionary, which comes with this notice:\n\n{}",
-        env!("CARGO_PKG_VERSION"),
-        data::cmudict::LICENCE
-    )
 }

@@ -1,17 +1,17 @@
-//! The model of a run: built from its settings, read from and written to bytes.
+//! The model of a run: built from its settings, and read with all that answering needs.
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
-use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::store::{ModuleStore, SafetensorsStore};
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use anyhow::{Result, bail};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, KernelConfig, RelativeConfig};
 use longspan::kernels::FeatureMap;
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
 use crate::config::{RunConfig, nearest};
-use crate::run::{Checkpoint, RunFolder};
+use crate::run::{RunFolder, Saved};
+use crate::train::optimizer;
 use crate::tokens::{PAD, Tokenizer};
 
 /// The mechanisms that `attention` names.
@@ -52,59 +52,17 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
 
 /// A model with fresh weights that depend on the seed alone.
 pub fn fresh(config: &Seq2SeqConfig, seed: u64, device: &Device) -> Result<Seq2Seq> {
+    /// Weights are drawn when they are first looked at; this looks at them in the order of the model.
+    struct Draw;
+    impl ModuleVisitor for Draw {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            param.val();
+        }
+    }
     device.seed(seed);
-    Ok(numbered(config.init(device)?))
-}
-
-/// A model with the weights of a safetensors file.
-pub fn from_bytes(config: &Seq2SeqConfig, bytes: Vec<u8>, device: &Device) -> Result<Seq2Seq> {
-    let mut model = config.init(device)?;
-    let mut store = SafetensorsStore::from_bytes(Some(bytes));
-    let result = store.apply_to(&mut model).map_err(|error| error.to_string());
-    match result {
-        Ok(result) if result.errors.is_empty() && result.missing.is_empty() && result.unused.is_empty() => {
-            Ok(numbered(model))
-        }
-        Ok(_) => bail!("the weights do not fit the sizes in config.json; restore both files from one run"),
-        Err(error) => {
-            let first = error.lines().next().unwrap_or_default().trim_end_matches(':').to_string();
-            bail!("the weights do not fit the sizes in config.json ({first}); restore both files from one run")
-        }
-    }
-}
-
-/// The weights as a safetensors file.
-pub fn to_bytes(model: &Seq2Seq) -> Result<Vec<u8>> {
-    let mut store = SafetensorsStore::from_bytes(None);
-    store.collect_from(model).map_err(|error| anyhow!("cannot serialise the weights: {error}"))?;
-    store.get_bytes().map_err(|error| anyhow!("cannot serialise the weights: {error}"))
-}
-
-/// Gives parameters their place in the model as identity. Fresh identities are random, and the optimiser's state, which
-/// refers to parameters by identity, must find them again in another process. Lazy weights are drawn on the way.
-fn numbered(model: Seq2Seq) -> Seq2Seq {
-    struct Numbering(u64);
-    impl Numbering {
-        fn next(&mut self) -> ParamId {
-            self.0 += 1;
-            ParamId::from(self.0)
-        }
-    }
-    impl ModuleMapper for Numbering {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let (_, tensor, mapper) = param.consume();
-            Param::from_mapped_value(self.next(), tensor, mapper)
-        }
-        fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-            let (_, tensor, mapper) = param.consume();
-            Param::from_mapped_value(self.next(), tensor, mapper)
-        }
-        fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-            let (_, tensor, mapper) = param.consume();
-            Param::from_mapped_value(self.next(), tensor, mapper)
-        }
-    }
-    model.map(&mut Numbering(0))
+    let model = config.init(device)?;
+    model.visit(&mut Draw);
+    Ok(model)
 }
 
 /// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.
@@ -125,7 +83,6 @@ pub struct Trained {
     pub source: Tokenizer,
     pub target: Tokenizer,
     pub model: Seq2Seq,
-    pub checkpoint: Checkpoint,
     pub folder: RunFolder,
 }
 
@@ -136,12 +93,16 @@ impl Trained {
         let config = RunConfig::load(&folder.config())?;
         let source = Tokenizer::load(&folder.source_tokenizer())?;
         let target = Tokenizer::load(&folder.target_tokenizer())?;
-        let checkpoint = Checkpoint::last(&folder)?;
-        let weights = checkpoint.model(&folder)?;
         let sizes = configure(&config, source.len(), target.len())?;
-        let model = from_bytes(&sizes, weights, &Device::flex())
-            .map_err(|error| anyhow!("{}: {error:#}", folder.model().display()))?;
-        Ok(Self { config, source, target, model, checkpoint, folder })
+        let model = folder.load_weights(sizes.init(&Device::flex())?)?;
+        Ok(Self { config, source, target, model, folder })
+    }
+
+    /// How far the training has come; reads and verifies the checkpoint.
+    pub fn load_saved(&self) -> Result<Saved> {
+        let sizes = configure(&self.config, self.source.len(), self.target.len())?;
+        let model = sizes.init(&Device::flex())?;
+        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.2)
     }
 }
 
@@ -155,24 +116,16 @@ mod tests {
     }
 
     #[test]
-    fn weights_depend_on_the_seed_and_survive_bytes() {
-        let device = Device::flex();
-        let one = to_bytes(&fresh(&tiny(), 1, &device).unwrap()).unwrap();
-        assert_eq!(to_bytes(&fresh(&tiny(), 1, &device).unwrap()).unwrap(), one);
-        assert_ne!(to_bytes(&fresh(&tiny(), 2, &device).unwrap()).unwrap(), one);
-        let again = from_bytes(&tiny(), one.clone(), &device).unwrap();
-        assert_eq!(to_bytes(&again).unwrap(), one);
-    }
-
-    #[test]
-    fn weights_of_other_sizes_are_refused() {
-        let device = Device::flex();
-        let bytes = to_bytes(&fresh(&tiny(), 1, &device).unwrap()).unwrap();
-        for other in [tiny().with_d_ff(16), tiny().with_encoder_layers(3), tiny().with_encoder_layers(1)] {
-            let error = from_bytes(&other, bytes.clone(), &device).unwrap_err().to_string();
-            assert!(error.contains("do not fit the sizes"), "{error}");
-            assert!(!error.contains('\n'), "{error}");
-        }
+    fn weights_depend_on_the_seed() {
+        let place = tempfile::tempdir().unwrap();
+        let bytes = |seed| {
+            let path = place.path().join("weights");
+            let model = fresh(&tiny(), seed, &Device::flex()).unwrap();
+            longspan::checkpoint::save_weights(&path, &model).unwrap();
+            std::fs::read(&path).unwrap()
+        };
+        assert_eq!(bytes(1), bytes(1));
+        assert_ne!(bytes(1), bytes(2));
     }
 
     #[test]

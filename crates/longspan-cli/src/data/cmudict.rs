@@ -5,9 +5,6 @@ use super::{Example, group};
 /// `word P1 P2 … # comment`, one pronunciation a line; further ones of a word are marked `word(2)`.
 const DICTIONARY: &str = include_str!(env!("LONGSPAN_CMUDICT"));
 
-/// The notice that must go along with the dictionary.
-pub const LICENCE: &str = include_str!(env!("LONGSPAN_CMUDICT_LICENCE"));
-
 /// Every word with all its pronunciations, phonemes separated by spaces, without stress marks.
 pub fn examples() -> Vec<Example> {
     group(DICTIONARY.lines().filter_map(entry))

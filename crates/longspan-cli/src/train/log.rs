@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
@@ -38,14 +39,14 @@ impl MetricsLog {
             let point = |value: &Value| Some((value["step"].as_f64()?, value[key].as_f64()?));
             lines.iter().filter_map(|(_, value)| point(value)).collect()
         };
-        let file = File::options().append(true).open(&path).map_err(|error| write_error(&path, &error))?;
+        let file = File::options().append(true).open(&path).map_err(|error| failed(&path, error))?;
         Ok(Self { folder: folder.clone(), file, training: curve("loss"), development: curve("development_loss") })
     }
 
     /// Adds a line.
     pub fn write(&mut self, value: &Value) -> Result<()> {
         let line = format!("{value}\n");
-        self.file.write_all(line.as_bytes()).map_err(|error| write_error(&self.folder.metrics(), &error))
+        self.file.write_all(line.as_bytes()).map_err(|error| failed(&self.folder.metrics(), error))
     }
 
     /// Adds a step.
@@ -65,9 +66,13 @@ impl MetricsLog {
 
     /// Waits until all lines are on the disk, and draws the curve anew.
     pub fn sync(&self, title: &str) -> Result<()> {
-        self.file.sync_data().map_err(|error| write_error(&self.folder.metrics(), &error))?;
+        self.file.sync_data().map_err(|error| failed(&self.folder.metrics(), error))?;
         let svg = crate::plot::loss_curve(&self.training, &self.development, title)
             .map_err(|error| anyhow!("{}: {error:#}", self.folder.loss_curve().display()))?;
         write_atomic(&self.folder.loss_curve(), svg.as_bytes())
     }
+}
+
+fn failed(path: &Path, source: std::io::Error) -> anyhow::Error {
+    write_error(longspan::Error::Io { path: path.to_path_buf(), action: "write", source })
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::{Bytes, Device};
+use burn::tensor::Device;
 use clap::Args;
 use longspan::models::Seq2Seq;
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ use crate::data::batches::{Batches, SplitMix};
 use crate::metrics::ErrorRates;
 use crate::model;
 use crate::progress::{Progress, Status, duration};
-use crate::run::{Checkpoint, Lock, RunFolder, write_atomic};
+use crate::run::{Lock, RunFolder, Saved, write_atomic};
 use crate::signals::Stop;
 use crate::tokens::Tokenizer;
 use corpus::Corpus;
@@ -107,11 +107,10 @@ struct Session {
     config: RunConfig,
     tokenizers: [Tokenizer; 2],
     corpus: Corpus,
-    fingerprint: String,
     workers: Workers,
     model: Seq2Seq,
     optimizer: ModuleOptimizer,
-    checkpoint: Checkpoint,
+    saved: Saved,
     log: MetricsLog,
 }
 
@@ -145,18 +144,16 @@ impl Session {
         let sizes = model::configure(&config, tokenizers[0].len(), tokenizers[1].len())?;
         let model = model::fresh(&sizes, config.seed, &Device::flex().autodiff())?;
         let optimizer = optimizer(&config);
-        let fingerprint = corpus.fingerprint();
+        let saved = Saved { step: 0, seconds: 0.0, data_sha256: corpus.fingerprint() };
         let folder = RunFolder::create(&path, |draft| {
             write_config(draft, &config)?;
             write_atomic(&draft.source_tokenizer(), tokenizers[0].to_json()?.as_bytes())?;
             write_atomic(&draft.target_tokenizer(), tokenizers[1].to_json()?.as_bytes())?;
             write_atomic(&draft.metrics(), b"")?;
-            save(draft, 0, 0.0, &model, &optimizer, &fingerprint, None)?;
-            Ok(())
+            draft.save(&model, &optimizer, &saved)
         })?;
         let lock = folder.lock()?;
         let log = MetricsLog::open(&folder, 0)?;
-        let checkpoint = Checkpoint::last(&folder)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
         Ok(Self {
             folder,
@@ -164,11 +161,10 @@ impl Session {
             config,
             tokenizers,
             corpus,
-            fingerprint,
             workers,
             model,
             optimizer,
-            checkpoint,
+            saved,
             log,
         })
     }
@@ -188,27 +184,20 @@ impl Session {
                 CHANGEABLE.join(", ")
             );
         }
-        let checkpoint = Checkpoint::last(&folder)?;
-        checkpoint.repair(&folder)?;
         let tokenizers = [Tokenizer::load(&folder.source_tokenizer())?, Tokenizer::load(&folder.target_tokenizer())?];
+        let sizes = model::configure(&config, tokenizers[0].len(), tokenizers[1].len())?;
+        let model = sizes.init(&Device::flex().autodiff())?;
+        let (model, optimizer, saved) = folder.load_checkpoint(model, optimizer(&config))?;
         let corpus = Corpus::encode(corpus::read(&config)?, &tokenizers, &config)?;
-        let fingerprint = corpus.fingerprint();
-        if fingerprint != checkpoint.manifest.data_sha256 {
+        if corpus.fingerprint() != saved.data_sha256 {
             let name = config.pairs.as_deref().unwrap_or(Path::new("the dictionary")).display();
             bail!("{name} is not what this run began with; restore the file, or train a new run with --out");
         }
-        let device = Device::flex().autodiff();
-        let sizes = model::configure(&config, tokenizers[0].len(), tokenizers[1].len())?;
-        let model = model::from_bytes(&sizes, checkpoint.model(&folder)?, &device)
-            .map_err(|error| anyhow!("{}: {error:#}", folder.model().display()))?;
-        let moments = Bytes::from_bytes_vec(checkpoint.optimizer()?);
-        let optimizer = optimizer(&config).from_bytes(moments).map_err(|error| {
-            anyhow!("{}: the optimiser's state cannot be read: {error:?}; train a new run", checkpoint.path.display())
-        })?;
+        folder.repair(&model)?;
         if config != stored {
             write_config(&folder, &config)?;
         }
-        let log = MetricsLog::open(&folder, checkpoint.manifest.step)?;
+        let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
         Ok(Self {
             folder,
@@ -216,18 +205,17 @@ impl Session {
             config,
             tokenizers,
             corpus,
-            fingerprint,
             workers,
             model,
             optimizer,
-            checkpoint,
+            saved,
             log,
         })
     }
 
     /// Steps taken up to the last checkpoint.
     fn step(&self) -> usize {
-        self.checkpoint.manifest.step
+        self.saved.step
     }
 
     /// Says what is about to happen.
@@ -265,7 +253,7 @@ impl Session {
         let mut batches = Batches::new(lengths, self.config.batch_size, self.config.seed);
         let first = self.step();
         let mut progress = Progress::new(first);
-        let (started, before) = (Instant::now(), self.checkpoint.manifest.seconds);
+        let (started, before) = (Instant::now(), self.saved.seconds);
         let mut recent = Recent::default();
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
@@ -276,11 +264,11 @@ impl Session {
                 return Ok(Outcome::Interrupted);
             }
             let step_started = Instant::now();
-            let batch: Vec<&Pair> = batches.at(step).iter().map(|&place| &self.corpus.train[place]).collect();
+            let batch = batches.at(step);
             let pairs = batch.len();
             let steps = if self.config.minutes.is_some() { usize::MAX } else { self.config.steps };
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
-            let (loss, norm) = self.take(step, &batch, rate).inspect_err(|_| progress.finish())?;
+            let (loss, norm) = self.take(step, batch, rate).inspect_err(|_| progress.finish())?;
             step += 1;
             let elapsed = started.elapsed().as_secs_f64();
             self.log.step(step, loss, rate, norm, before + elapsed)?;
@@ -310,13 +298,14 @@ impl Session {
     }
 
     /// Takes one step; returns its loss and the norm of its gradient.
-    fn take(&mut self, step: usize, batch: &[&Pair], rate: f64) -> Result<(f64, f64)> {
+    fn take(&mut self, step: usize, places: &[usize], rate: f64) -> Result<(f64, f64)> {
+        let batch: Vec<&Pair> = places.iter().map(|&place| &self.corpus.train[place]).collect();
         let dropout = self.config.dropout > 0.0;
         if dropout {
             let seed = SplitMix::new(self.config.seed, step as u64 + 1).next();
             Device::flex().seed(seed);
         }
-        let mut found = step::gradients(&self.model, batch, self.config.label_smoothing, dropout, &self.workers)?;
+        let mut found = step::gradients(&self.model, &batch, self.config.label_smoothing, dropout, &self.workers)?;
         let norm = step::clip(&self.model, &mut found.gradients, self.config.clip_norm);
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
@@ -356,15 +345,9 @@ impl Session {
             self.log.development(step, loss)?;
         }
         self.log.sync(&self.title())?;
-        self.checkpoint = save(
-            &self.folder,
-            step,
-            seconds,
-            &self.model,
-            &self.optimizer,
-            &self.fingerprint,
-            Some(&self.checkpoint),
-        )?;
+        let saved = Saved { step, seconds, ..self.saved.clone() };
+        self.folder.save(&self.model, &self.optimizer, &saved)?;
+        self.saved = saved;
         Ok(())
     }
 
@@ -396,9 +379,7 @@ impl Session {
         } else {
             eprintln!("scoring {} held-out sources", held_out.len());
             let rates = ErrorRates::of(&answerer.score(&held_out)?);
-            let mut line = serde_json::to_value(&rates)?;
-            line["step"] = json!(self.checkpoint.manifest.step);
-            self.log.write(&json!({ "step": self.step(), "held_out": line }))?;
+            self.log.write(&json!({ "step": self.step(), "held_out": rates }))?;
             let [token, sequence] =
                 if dictionary { ["phoneme", "word"] } else { ["token", "sequence"] }.map(|unit| format!("{unit} error rate"));
             let count = rates.sequences;
@@ -482,7 +463,8 @@ fn spread(examples: &[crate::data::Example], limit: usize) -> Vec<crate::data::E
     (0..count).map(|place| examples[place * examples.len() / count].clone()).collect()
 }
 
-fn optimizer(config: &RunConfig) -> ModuleOptimizer {
+/// The optimiser that the settings name.
+pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
     // β₂ of the first transformer: the usual 0.999 remembers longer than a short run lasts.
     AdamWConfig::new()
         .with_beta_1(0.9)
@@ -494,19 +476,6 @@ fn optimizer(config: &RunConfig) -> ModuleOptimizer {
 
 fn write_config(folder: &RunFolder, config: &RunConfig) -> Result<()> {
     write_atomic(&folder.config(), format!("{}\n", serde_json::to_string_pretty(config)?).as_bytes())
-}
-
-fn save(
-    folder: &RunFolder,
-    step: usize,
-    seconds: f64,
-    model: &Seq2Seq,
-    optimizer: &ModuleOptimizer,
-    fingerprint: &str,
-    previous: Option<&Checkpoint>,
-) -> Result<Checkpoint> {
-    let moments = optimizer.into_bytes().map_err(|error| anyhow!("cannot serialise the optimiser's state: {error:?}"))?;
-    Checkpoint::save(folder, step, seconds, fingerprint, &model::to_bytes(model)?, &moments, previous)
 }
 
 /// Means over the last steps, for the display.

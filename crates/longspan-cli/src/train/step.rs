@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use longspan::models::Seq2Seq;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 

@@ -1,15 +1,44 @@
-//! The folder of a run: names, making, locking, and writing a file in one piece.
+//! A run as a folder.
+//!
+//! ```text
+//! RUN/config.json              all settings, as resolved
+//! RUN/source_tokenizer.json    and target_tokenizer.json
+//! RUN/model.safetensors        the weights
+//! RUN/checkpoint.safetensors   weights, optimiser and progress: what --resume goes on from
+//! RUN/metrics.jsonl            one JSON object a line
+//! RUN/loss.svg                 the loss curve
+//! ```
+//!
+//! Nothing is ever visible half-written, so a process may be killed at any instant. The folder itself appears under its
+//! name when all of it is there. A file gets its contents under a temporary name, is synced, and renamed. All that must
+//! agree is in one file, `checkpoint.safetensors`; `model.safetensors` repeats its weights and is whole by itself.
+//! `metrics.jsonl` only grows; what lies beyond the checkpoint is dropped when a run goes on.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
+use burn::optim::ModuleOptimizer;
+use longspan::checkpoint;
+use longspan::models::Seq2Seq;
+use serde::{Deserialize, Serialize};
 
 /// A folder that holds a run, or is about to.
 #[derive(Debug, Clone)]
 pub struct RunFolder {
     path: PathBuf,
+}
+
+/// How far a run has come: stored with its weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Saved {
+    /// Steps that have been taken.
+    pub step: usize,
+    /// Seconds spent on them.
+    pub seconds: f64,
+    /// Of the training pairs, so that a run goes on only with the pairs it began with.
+    pub data_sha256: String,
 }
 
 /// Keeps other processes from training in the same folder; ends with the process, however it ends.
@@ -93,9 +122,49 @@ impl RunFolder {
         self.path.join("loss.svg")
     }
 
-    /// The weights of the last checkpoint.
-    pub fn model(&self) -> PathBuf {
+    fn model(&self) -> PathBuf {
         self.path.join("model.safetensors")
+    }
+
+    fn checkpoint(&self) -> PathBuf {
+        self.path.join("checkpoint.safetensors")
+    }
+
+    /// Writes a checkpoint, then the weights alone. Each is replaced in one piece; a process that is killed between the two
+    /// leaves weights that are one checkpoint older.
+    pub fn save(&self, model: &Seq2Seq, optimizer: &ModuleOptimizer, saved: &Saved) -> Result<()> {
+        let training = checkpoint::save_training(self.checkpoint(), model, optimizer, saved);
+        training.and_then(|()| checkpoint::save_weights(self.model(), model)).map_err(write_error)
+    }
+
+    /// Reads the weights into a model made from the same settings.
+    pub fn load_weights(&self, model: Seq2Seq) -> Result<Seq2Seq> {
+        checkpoint::load_weights(self.model(), model).map_err(|error| {
+            let name = self.path.display();
+            anyhow!("{error}; `longspan train --resume {name}` writes it anew from the checkpoint")
+        })
+    }
+
+    /// Reads weights, optimiser and progress into ones made from the same settings.
+    pub fn load_checkpoint(
+        &self,
+        model: Seq2Seq,
+        optimizer: ModuleOptimizer,
+    ) -> Result<(Seq2Seq, ModuleOptimizer, Saved)> {
+        Ok(checkpoint::load_training(self.checkpoint(), model, optimizer)?)
+    }
+
+    /// Brings the weights in line with the checkpoint that was just read, and removes what a killed process left.
+    pub fn repair(&self, model: &Seq2Seq) -> Result<()> {
+        checkpoint::save_weights(self.model(), model).map_err(write_error)?;
+        let failed = |error| write_error(longspan::Error::Io { path: self.path.clone(), action: "write", source: error });
+        for entry in fs::read_dir(&self.path).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(".tmp")) {
+                fs::remove_file(&path).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes the folder for this process.
@@ -115,37 +184,22 @@ impl RunFolder {
     }
 }
 
-/// Writes a file in one piece: under a temporary name beside it, synced, then renamed. Readers see the old contents or the
-/// new ones.
+/// Writes a file in one piece. Readers see the old contents or the new ones.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
-    let draft = match path.file_name() {
-        Some(name) => path.with_file_name(format!(".{}.draft-{}", name.display(), std::process::id())),
-        None => bail!("{} names no file", path.display()),
-    };
-    let written = write_synced(&draft, bytes).and_then(|()| fs::rename(&draft, path));
-    let written = written.and_then(|()| sync_folder(parent_of(path)));
-    written.map_err(|error| {
-        // Gone already if the rename came through.
-        let _ = fs::remove_file(&draft);
-        write_error(path, &error)
-    })
-}
-
-/// Writes a file and waits until it is on the disk.
-pub fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
+    checkpoint::write_atomically(path, bytes).map_err(write_error)
 }
 
 /// Waits until the names in a folder are on the disk.
-pub fn sync_folder(path: &Path) -> io::Result<()> {
-    if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+fn sync_folder(path: &Path) -> io::Result<()> {
+    if cfg!(unix) { fs::File::open(path)?.sync_all() } else { Ok(()) }
 }
 
-/// The one line for a file that could not be written.
-pub fn write_error(path: &Path, error: &io::Error) -> anyhow::Error {
-    anyhow!("cannot write {}: {error}; {}", path.display(), mend(error))
+/// The one line for a file that could not be written: the library's, and the mend.
+pub fn write_error(error: longspan::Error) -> anyhow::Error {
+    match &error {
+        longspan::Error::Io { source, .. } => anyhow!("{error}; {}", mend(source)),
+        _ => error.into(),
+    }
 }
 
 /// What to do about a failed write.
