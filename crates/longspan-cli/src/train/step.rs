@@ -235,22 +235,23 @@ mod tests {
             .to_vec()
     }
 
-    fn norm_of(found: &mut Found) -> f64 {
-        clip(&model(), &mut found.gradients, f64::MAX)
-    }
-
     #[test]
     fn parts_add_up_to_the_whole() {
-        let pairs = pairs();
+        let (model, pairs) = (model(), pairs());
         let batch: Vec<&Pair> = pairs.iter().collect();
-        let mut whole = gradients(&model(), &batch, 0.1, false, &Workers::new(1).unwrap()).unwrap();
-        let norm = norm_of(&mut whole);
-        for count in [2, 3, 8] {
-            let mut parts = gradients(&model(), &batch, 0.1, false, &Workers::new(count).unwrap()).unwrap();
-            assert!((parts.loss - whole.loss).abs() < 1e-5 * whole.loss, "{} {}", parts.loss, whole.loss);
-            assert!((norm_of(&mut parts) - norm).abs() < 1e-4 * norm);
+        let found = |workers| {
+            let mut found =
+                gradients(&model, &batch, 0.1, false, &Workers::new(workers).unwrap()).unwrap();
+            (found.loss, clip(&model, &mut found.gradients, f64::MAX))
+        };
+        let (loss, norm) = found(1);
+        for workers in [2, 3, 8] {
+            let parts = found(workers);
+            assert!((parts.0 - loss).abs() < 1e-5 * loss, "{} {loss}", parts.0);
+            assert!((parts.1 - norm).abs() < 1e-5 * norm, "{} {norm}", parts.1);
         }
-        assert!((mean_loss(&model(), &pairs, 2, &Workers::new(2).unwrap()).unwrap() - whole.loss).abs() < 1e-5);
+        let mean = mean_loss(&model, &pairs, 2, &Workers::new(2).unwrap()).unwrap();
+        assert!((mean - loss).abs() < 1e-5 * loss, "{mean} {loss}");
     }
 
     #[test]
@@ -261,14 +262,14 @@ mod tests {
                 self.0 += 1;
             }
         }
-        let pairs = pairs();
+        let (model, pairs) = (model(), pairs());
         let batch: Vec<&Pair> = pairs.iter().collect();
-        let mut found = gradients(&model(), &batch, 0.0, false, &Workers::new(2).unwrap()).unwrap();
+        let mut found = gradients(&model, &batch, 0.0, false, &Workers::new(2).unwrap()).unwrap();
         let mut count = Count(0);
-        model().visit(&mut count);
+        model.visit(&mut count);
         assert_eq!(found.gradients.len(), count.0);
-        let before = clip(&model(), &mut found.gradients, 0.25);
-        assert!(before > 0.25);
-        assert!((clip(&model(), &mut found.gradients, 0.25) - 0.25).abs() < 1e-5);
+        let before = clip(&model, &mut found.gradients, 0.25);
+        assert!(before > 0.25, "{before}");
+        assert!((clip(&model, &mut found.gradients, 0.25) - 0.25).abs() < 1e-5);
     }
 }
