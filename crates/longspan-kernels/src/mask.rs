@@ -141,18 +141,21 @@ impl<'a> Mask<'a> {
             queries: dims.queries,
             key_start: 0,
             keys: dims.keys,
+            absent: 0,
             padding: None,
         };
         match self.keys {
             Keys::All => (0..dims.batch).map(whole).collect(),
-            Keys::Lengths(lengths) => (0..dims.batch).map(|b| Sequence { keys: lengths[b], ..whole(b) }).collect(),
+            Keys::Lengths(lengths) => (0..dims.batch)
+                .map(|b| Sequence { keys: lengths[b], absent: dims.keys - lengths[b], ..whole(b) })
+                .collect(),
             Keys::Padding(padding) => (0..dims.batch)
                 .map(|b| {
                     let row = &padding[b * dims.keys..][..dims.keys];
                     // A row without padding takes the path without a mask; trailing padding is a shorter sequence.
                     let keys = row.iter().rposition(|&ignored| !ignored).map_or(0, |last| last + 1);
                     let row = &row[..keys];
-                    Sequence { keys, padding: row.contains(&true).then_some(row), ..whole(b) }
+                    Sequence { keys, absent: dims.keys - keys, padding: row.contains(&true).then_some(row), ..whole(b) }
                 })
                 .collect(),
             Keys::Packed { queries, keys } => queries
@@ -164,6 +167,7 @@ impl<'a> Mask<'a> {
                     queries: q[1] - q[0],
                     key_start: k[0],
                     keys: k[1] - k[0],
+                    absent: 0,
                     padding: None,
                 })
                 .collect(),
@@ -179,6 +183,8 @@ pub(crate) struct Sequence<'a> {
     pub queries: usize,
     pub key_start: usize,
     pub keys: usize,
+    /// Ignored keys after the last.
+    pub absent: usize,
     /// `true` means ignored; one entry a key. `None` where no key is ignored.
     pub padding: Option<&'a [bool]>,
 }

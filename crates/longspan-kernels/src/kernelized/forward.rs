@@ -24,10 +24,34 @@ pub(super) struct Segment {
     pub from: usize,
     pub to: usize,
     pub offset: isize,
+    /// Its place among the segments of its kind.
+    pub number: usize,
     /// Tokens that pass between the segment before and this one.
     pub idle: usize,
     /// Rows of the call, or keys before the first row that only enter the state.
     pub writes: bool,
+}
+
+/// What the rows of a piece see beside its tile.
+pub(super) struct Scene<'x, T> {
+    /// The state before the segment, and the decay since.
+    pub start: SummaryRef<'x, T>,
+    pub start_decay: T,
+    /// The state since the segment's start; none under a bidirectional mask.
+    pub local: Option<SummaryRef<'x, T>>,
+    /// The far sum before the piece's first row has taken in its key.
+    pub far: (&'x [T], T),
+    /// The far sum of the keys beyond the last row's reach, under a bidirectional mask.
+    pub after: Option<(&'x [T], T)>,
+}
+
+/// What is done with the rows of a call: their outputs, or the gradients of their queries.
+pub(super) trait Visitor<T: Real> {
+    /// Handles the rows of one piece for every query head of the unit.
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>);
+
+    /// Handles a row that sees nothing.
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
 }
 
 /// Where outputs go.
@@ -68,7 +92,11 @@ pub(super) fn cut<T: Real>(
     writes: bool,
 ) -> Vec<Segment> {
     let step = problem.segment(to - from);
-    (from..to).step_by(step).map(|at| Segment { from: at, to: (at + step).min(to), offset, idle: 0, writes }).collect()
+    (from..to)
+        .step_by(step)
+        .enumerate()
+        .map(|(number, at)| Segment { from: at, to: (at + step).min(to), offset, number, idle: 0, writes })
+        .collect()
 }
 
 /// The first row that stands at a key, or the number of rows.
@@ -94,7 +122,7 @@ impl<T: Real> Walk<'_, '_, T> {
         start: SummaryRef<'_, T>,
         local: &mut Summary<'_, T>,
         running_far: &mut [T],
-        sink: Option<Sink<'_, T>>,
+        mut visitor: Option<&mut dyn Visitor<T>>,
         buffers: &mut Buffers<'_, T>,
     ) {
         let problem = self.problem;
@@ -110,9 +138,15 @@ impl<T: Real> Walk<'_, '_, T> {
             if problem.content && problem.map == FeatureMap::Exp {
                 local.raise(problem, shift);
             }
-            if let Some(sink) = sink {
-                let passed = self.unit.decay(row - segment.from);
-                self.attend(&piece, start, passed, Some(local.view()), (far, far_count[0]), None, sink, buffers);
+            if let Some(visitor) = &mut visitor {
+                let scene = Scene {
+                    start,
+                    start_decay: self.unit.decay(row - segment.from),
+                    local: Some(local.view()),
+                    far: (far, far_count[0]),
+                    after: None,
+                };
+                visitor.attend(self, &piece, &scene, buffers);
             }
             if problem.radius.is_some() {
                 self.advance_far(&piece, local, far, &mut far_count[0], buffers);
@@ -204,11 +238,7 @@ impl<T: Real> Walk<'_, '_, T> {
             if problem.content {
                 let mut shift = local.view().shift();
                 if problem.map == FeatureMap::Exp {
-                    for k in (key..key + keys).filter(|&k| !self.unit.ignores(k)) {
-                        let row = self.unit.k.row(k, problem.dims.head_dim);
-                        let top = row.iter().copied().fold(T::NEG_INFINITY, T::max);
-                        shift = if top.is_finite() { shift.max(top) } else { shift };
-                    }
+                    shift = self.unit.highest(key, key + keys, problem.dims.head_dim, shift);
                     local.raise(problem, shift);
                 }
                 buffers.load_keys(problem, &self.unit, &piece, shift);
@@ -243,7 +273,7 @@ impl<T: Real> Walk<'_, '_, T> {
         (from, to): (usize, usize),
         total: SummaryRef<'_, T>,
         far: &FarSums<'_, T>,
-        sink: Sink<'_, T>,
+        visitor: &mut dyn Visitor<T>,
         buffers: &mut Buffers<'_, T>,
         checkpoints: &mut [T],
     ) {
@@ -255,7 +285,8 @@ impl<T: Real> Walk<'_, '_, T> {
             let mut row = from;
             while row < to {
                 let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
-                self.attend(&piece, total, T::ONE, None, (&[], T::ZERO), None, sink, buffers);
+                let scene = Scene { start: total, start_decay: T::ONE, local: None, far: (&[], T::ZERO), after: None };
+                visitor.attend(self, &piece, &scene, buffers);
                 row += piece.rows;
             }
             return;
@@ -294,10 +325,15 @@ impl<T: Real> Walk<'_, '_, T> {
         for index in 0..chunks {
             let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
             let (sums, count) = before.split_at_mut(width);
-            let later = &mut after[index * entry..][..entry];
-            let (later_sums, later_count) = later.split_at_mut(width);
-            let later = Some((&mut *later_sums, &mut later_count[0]));
-            self.attend(&piece, total, T::ONE, None, (sums, count[0]), later, sink, buffers);
+            let later = &after[index * entry..][..entry];
+            let scene = Scene {
+                start: total,
+                start_decay: T::ONE,
+                local: None,
+                far: (sums, count[0]),
+                after: (radius > 0).then_some((&later[..width], later[width])),
+            };
+            visitor.attend(self, &piece, &scene, buffers);
             if radius > 0 {
                 let run = Run {
                     rows: buffers.v,
@@ -315,40 +351,24 @@ impl<T: Real> Walk<'_, '_, T> {
             row += piece.rows;
         }
     }
+}
 
-    /// Writes the rows of one piece for every query head of the unit.
-    ///
-    /// `far` is the far sum before the piece's first row has entered its key; `after` that of the keys beyond the last
-    /// row's reach (bidirectional).
-    #[allow(clippy::too_many_arguments)]
-    fn attend(
-        &self,
-        piece: &Piece,
-        start: SummaryRef<'_, T>,
-        start_decay: T,
-        local: Option<SummaryRef<'_, T>>,
-        far: (&[T], T),
-        mut after: Option<(&mut [T], &mut T)>,
-        sink: Sink<'_, T>,
-        buffers: &mut Buffers<'_, T>,
-    ) {
-        let problem = self.problem;
+impl<T: Real> Visitor<T> for Sink<'_, T> {
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (walk.problem, &walk.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let sequence = &self.unit.sequence;
-        let scales = Scales::new(problem, self.table.as_ref(), start, local, start_decay);
-        let decays = self.unit.gamma != 1.0;
-        let mut far_run = [T::ZERO; 2];
-        let after_start = after.as_ref().map(|(_, count)| **count);
-        // The far sums run along the rows, once for every head.
+        let sequence = &unit.sequence;
+        let scales = Scales::new(problem, walk.table.as_ref(), scene);
+        let decays = unit.gamma != 1.0;
         let run_sum = std::mem::take(&mut buffers.far);
-        for head in self.problem.heads(&self.unit) {
-            buffers.load_queries(problem, problem.queries(&self.unit, head), piece);
+        for head in problem.heads(unit) {
+            buffers.load_queries(problem, problem.queries(&unit, head), piece);
             buffers.sums[..piece.rows].fill(T::ZERO);
             let mut written = false;
 
             let state = if problem.content {
-                let local = local.map(|local| (local, scales.local));
-                combine_states(problem, buffers.state, (start, scales.start), local)
+                let local = scene.local.map(|local| (local, scales.local));
+                combine_states(problem, buffers.state, (scene.start, scales.start), local)
             } else {
                 None
             };
@@ -371,7 +391,7 @@ impl<T: Real> Walk<'_, '_, T> {
                 problem.ops.add_row_dots(buffers.q, head_width, keys, &mut buffers.sums[..piece.rows]);
                 if decays {
                     for row in 1..piece.rows {
-                        let factor = self.unit.decay(row);
+                        let factor = unit.decay(row);
                         problem.ops.scale(&mut buffers.o[row * value_width..][..value_width], factor);
                         buffers.sums[row] *= factor;
                     }
@@ -379,10 +399,10 @@ impl<T: Real> Walk<'_, '_, T> {
                 written = true;
             }
 
-            if let Some(table) = &self.table {
+            if let Some(table) = &walk.table {
                 buffers.load_relative(problem, table, head, piece.rows, scales.relative);
             }
-            if buffers.fill_tile(problem, piece, self.table.as_ref(), scales.local, decays) {
+            if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
                 let band = Buffers::tile_band(problem, piece);
                 let row_length = buffers.sizes.tile_row;
                 let sums = &mut buffers.sums[..piece.rows];
@@ -408,29 +428,27 @@ impl<T: Real> Walk<'_, '_, T> {
                 buffers.o[..piece.rows * value_width].fill(T::ZERO);
             }
 
-            if let (Some(table), Some(radius)) = (&self.table, problem.radius) {
+            if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
                 let run = Run {
                     rows: buffers.v,
                     row_length: value_width,
                     // With R = 0 and a bidirectional mask the far sum already holds every key.
                     count: piece.rows,
                     reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { self.unit.decay(radius) },
-                    decay: self.unit.decay(1),
+                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
+                    decay: unit.decay(1),
                     weights: buffers.relative,
                     weight_step: table.width,
                 };
-                run_sum.copy_from_slice(far.0);
+                run_sum.copy_from_slice(scene.far.0);
                 problem.ops.add_running(run_sum, run, buffers.o, value_width);
-                far_run[0] = far.1;
+                let mut count = scene.far.1;
                 for row in 0..piece.rows {
-                    far_run[0] += run.gain * buffers.present[row];
-                    buffers.sums[row] += buffers.relative[row * table.width] * far_run[0];
-                    far_run[0] *= run.decay;
+                    count += run.gain * buffers.present[row];
+                    buffers.sums[row] += buffers.relative[row * table.width] * count;
+                    count *= run.decay;
                 }
-                if let Some((sums, _)) = &mut after
-                    && radius > 0
-                {
+                if let Some((sums, mut count)) = scene.after {
                     let run = Run {
                         rows: &buffers.v[2 * radius * value_width..],
                         reverse: true,
@@ -439,10 +457,9 @@ impl<T: Real> Walk<'_, '_, T> {
                     };
                     run_sum.copy_from_slice(sums);
                     problem.ops.add_running(run_sum, run, buffers.o, value_width);
-                    far_run[1] = after_start.unwrap_or(T::ZERO);
                     for row in (0..piece.rows).rev() {
-                        far_run[1] += buffers.present[row + 2 * radius];
-                        buffers.sums[row] += buffers.relative[row * table.width + 2 * radius] * far_run[1];
+                        count += buffers.present[row + 2 * radius];
+                        buffers.sums[row] += buffers.relative[row * table.width + 2 * radius] * count;
                     }
                 }
             }
@@ -451,7 +468,7 @@ impl<T: Real> Walk<'_, '_, T> {
                 let token = sequence.query_start + piece.row + row;
                 let sum = buffers.sums[row];
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
-                let out = unsafe { sink.out.row(sequence.batch, head, token, problem.dims.value_dim) };
+                let out = unsafe { self.out.row(sequence.batch, head, token, problem.dims.value_dim) };
                 if !problem.attention.normalize {
                     let factor = if problem.map == FeatureMap::Exp {
                         (scales.shift + buffers.q_shift[row]).exp()
@@ -464,7 +481,7 @@ impl<T: Real> Walk<'_, '_, T> {
                 } else {
                     problem.ops.store(&buffers.o[row * value_width..], T::ONE / sum, out);
                 }
-                if let Some(denominators) = sink.denominators {
+                if let Some(denominators) = self.denominators {
                     // SAFETY: as above.
                     let place = unsafe { denominators.row(sequence.batch, head, token, 1) };
                     place[0] = if problem.attention.normalize { sum } else { T::ONE };
@@ -472,6 +489,17 @@ impl<T: Real> Walk<'_, '_, T> {
             }
         }
         buffers.far = run_sum;
+    }
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize) {
+        let token = unit.sequence.query_start + row;
+        // SAFETY: these rows belong to no segment, and each unit's are written by one task.
+        let out = unsafe { self.out.row(unit.sequence.batch, head, token, problem.dims.value_dim) };
+        out.fill(T::ZERO);
+        if let Some(denominators) = self.denominators {
+            // SAFETY: as above.
+            let place = unsafe { denominators.row(unit.sequence.batch, head, token, 1) };
+            place[0] = if problem.attention.normalize { T::ZERO } else { T::ONE };
+        }
     }
 }
 
@@ -487,13 +515,8 @@ pub(super) struct Scales<T> {
 }
 
 impl<T: Real> Scales<T> {
-    pub fn new(
-        problem: &Problem<'_, T>,
-        table: Option<&Table<'_, T>>,
-        start: SummaryRef<'_, T>,
-        local: Option<SummaryRef<'_, T>>,
-        start_decay: T,
-    ) -> Self {
+    pub fn new(problem: &Problem<'_, T>, table: Option<&Table<'_, T>>, scene: &Scene<'_, T>) -> Self {
+        let &Scene { start, start_decay, local, .. } = scene;
         let none = Self { start: start_decay, local: T::ONE, relative: T::ONE, shift: T::ZERO };
         if problem.map != FeatureMap::Exp {
             return none;
@@ -626,6 +649,21 @@ impl Memory {
         }
     }
 
+    /// Whether segments of a unit run side by side: only where the units alone would leave threads idle, since forming
+    /// the states first costs the products `φ(k) vᵀ` a second time.
+    fn split<T: Real>(&self, problem: &Problem<'_, T>) -> bool {
+        problem.units() < rayon::current_num_threads() && self.segments > 1
+    }
+
+    fn states_len(&self) -> usize {
+        (self.segments + 1) * self.summary
+    }
+
+    /// Numbers shared between the tasks of a unit.
+    fn unit_len(&self, split: bool) -> usize {
+        if split { self.states_len() + self.far_len() } else { 0 }
+    }
+
     fn far_len(&self) -> usize {
         if self.far_segments == 0 { 0 } else { (3 * self.far_segments + 2) * self.entry }
     }
@@ -664,22 +702,34 @@ impl Memory {
     }
 }
 
-/// Runs the chunked forward pass.
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+/// Numbers of scratch that [`visit_rows`] takes beside the table's.
+pub(super) fn visit_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     let memory = Memory::new(problem);
     let workers = rayon::current_num_threads();
-    let units = problem.units();
-    // Segments of a unit run side by side only where the units alone would leave threads idle: forming the states
-    // first costs the products `φ(k) vᵀ` a second time.
-    let split = units < workers && memory.segments > 1;
-    let states_len = (memory.segments + 1) * memory.summary;
-    let per_unit = if split { states_len + memory.far_len() } else { 0 };
-    let per_worker = memory.worker_len(problem);
-    let mut arena = Arena::new(scratch.take(problem.table_len() + units * per_unit + workers * per_worker));
+    problem.units() * memory.unit_len(memory.split(problem)) + workers * memory.worker_len(problem)
+}
+
+/// Runs the chunked forward pass.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+    let mut arena = Arena::new(scratch.take(problem.table_len() + visit_len(problem)));
     let table = problem.table(&mut arena);
-    let shared = arena.take(units * per_unit);
-    let scratch = arena.rest();
-    let call = Forward { problem, memory, table, sink };
+    visit_rows(problem, table, &|_, _| sink, arena.rest());
+}
+
+/// Shows every row of a call to the visitor that `make` gives for its unit and segment.
+pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
+    problem: &Problem<'_, T>,
+    table: Option<Table<'_, T>>,
+    make: &(impl Fn(usize, usize) -> V + Sync),
+    scratch: &mut [T],
+) {
+    let memory = Memory::new(problem);
+    let units = problem.units();
+    let split = memory.split(problem);
+    let states_len = memory.states_len();
+    let (per_unit, per_worker) = (memory.unit_len(split), memory.worker_len(problem));
+    let (shared, scratch) = scratch.split_at_mut(units * per_unit);
+    let call = Forward { problem, memory, table, make };
 
     if !split {
         parallel(units, scratch, per_worker, |index, scratch| {
@@ -718,7 +768,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         })
         .filter(|(_, _, segment)| segment.writes)
         .collect();
-    (0..units).for_each(|index| call.write_unseeing_rows(&problem.unit(index)));
+    (0..units).for_each(|index| call.visit_unseen_rows(index));
     parallel(tasks.len(), scratch, per_worker, |task, scratch| {
         let mut worker = memory.worker(problem, &mut Arena::new(scratch));
         let (index, n, segment) = tasks[task];
@@ -727,15 +777,17 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         let walk = call.walk(index);
         worker.buffers.start(&walk.unit);
         let Worker { buffers, running, local, checkpoints, .. } = &mut worker;
+        let mut visitor = make(index, segment.number);
         if problem.causal {
             let mut local = Summary::new(memory.layout, local);
-            walk.causal(segment, state(n), &mut local, running, Some(sink), buffers);
+            walk.causal(segment, state(n), &mut local, running, Some(&mut visitor), buffers);
         } else {
             let segments = plans[index].len();
             let (prefix, suffix) = memory.far_totals(&states[states_len..]);
             let far =
                 FarSums { segment: segment_step(&plans[index]), width: problem.value_width, prefix, suffix, segments };
-            walk.bidirectional_rows((segment.from, segment.to), state(segments), &far, sink, buffers, checkpoints);
+            let rows = (segment.from, segment.to);
+            walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
         }
     });
 }
@@ -745,15 +797,15 @@ fn segment_step(segments: &[Segment]) -> usize {
     segments.first().map_or(1, |first| first.to - first.from)
 }
 
-/// A forward call under way.
-struct Forward<'w, 'a, T: 'static> {
+/// A visit under way.
+struct Forward<'w, 'a, T: 'static, F> {
     problem: &'w Problem<'a, T>,
     memory: Memory,
     table: Option<Table<'w, T>>,
-    sink: Sink<'w, T>,
+    make: &'w F,
 }
 
-impl<'w, 'a, T: Real> Forward<'w, 'a, T> {
+impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T, F> {
     fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
         let unit = self.problem.unit(index);
         let ring = self.problem.call.initial_state.map(|state| state.head(unit.sequence.batch, unit.kv_head));
@@ -823,7 +875,7 @@ impl<'w, 'a, T: Real> Forward<'w, 'a, T> {
         let problem = self.problem;
         let walk = self.walk(index);
         let unit = &walk.unit;
-        self.write_unseeing_rows(unit);
+        self.visit_unseen_rows(index);
         let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = worker;
         buffers.start(unit);
         let mut carry = self.carry(unit, [high, low]);
@@ -832,8 +884,9 @@ impl<'w, 'a, T: Real> Forward<'w, 'a, T> {
         for (n, &segment) in plan.iter().enumerate() {
             carry.pass(problem, unit, segment.idle);
             if problem.causal {
-                let sink = segment.writes.then_some(self.sink);
-                walk.causal(segment, carry.high.view(), &mut local, running, sink, buffers);
+                let mut visitor = segment.writes.then(|| (self.make)(index, segment.number));
+                let visitor = visitor.as_mut().map(|visitor| visitor as &mut dyn Visitor<T>);
+                walk.causal(segment, carry.high.view(), &mut local, running, visitor, buffers);
             } else {
                 walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
                 self.keep_far(n, local.view(), far);
@@ -853,24 +906,19 @@ impl<'w, 'a, T: Real> Forward<'w, 'a, T> {
         };
         for rows in cut(problem, 0, unit.sequence.queries, problem.offset, true) {
             let total = carry.high.view();
-            walk.bidirectional_rows((rows.from, rows.to), total, &far, self.sink, buffers, checkpoints);
+            let mut visitor = (self.make)(index, rows.number);
+            walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
         }
     }
 
     /// Rows that stand before the first key see nothing.
-    fn write_unseeing_rows(&self, unit: &Unit<'_, T>) {
-        let sequence = &unit.sequence;
-        for head in self.problem.heads(unit) {
-            for row in 0..first_row(self.problem, unit) {
-                let token = sequence.query_start + row;
-                // SAFETY: these rows belong to no segment, and each unit is written by one task.
-                let out = unsafe { self.sink.out.row(sequence.batch, head, token, self.problem.dims.value_dim) };
-                out.fill(T::ZERO);
-                if let Some(denominators) = self.sink.denominators {
-                    // SAFETY: as above.
-                    let place = unsafe { denominators.row(sequence.batch, head, token, 1) };
-                    place[0] = if self.problem.attention.normalize { T::ZERO } else { T::ONE };
-                }
+    fn visit_unseen_rows(&self, index: usize) {
+        let unit = self.problem.unit(index);
+        let rows = first_row(self.problem, &unit);
+        if rows > 0 {
+            let mut visitor = (self.make)(index, 0);
+            for head in self.problem.heads(&unit) {
+                (0..rows).for_each(|row| visitor.unseen(self.problem, &unit, head, row));
             }
         }
     }

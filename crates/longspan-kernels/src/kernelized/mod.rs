@@ -8,6 +8,7 @@
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
+mod backward;
 mod forward;
 mod problem;
 mod summary;
@@ -159,8 +160,42 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let _ = (call, cotangent, gradients, scratch);
-        unimplemented!()
+        let problem = Problem::new(self, call)?;
+        let operation = Mechanism::<T>::name(self);
+        let dims = &problem.dims;
+        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
+        cotangent.out.check(operation, "out", dims.out())?;
+        cotangent.d_out.check(operation, "d_out", dims.out())?;
+        let rows = dims.batch * dims.heads * dims.queries;
+        expect(
+            cotangent.denominators.len() == rows,
+            operation,
+            "denominators",
+            || format!("batch × heads × queries = {rows} numbers"),
+            || cotangent.denominators.len().to_string(),
+        )?;
+        dq.check(operation, "dq", dims.q())?;
+        dk.check(operation, "dk", dims.k())?;
+        dv.check(operation, "dv", dims.v())?;
+        let expected: Vec<usize> = Mechanism::<T>::parameters(self, dims).iter().map(Parameter::len).collect();
+        expect(
+            parameters.iter().map(|p| p.len()).eq(expected.iter().copied()),
+            operation,
+            "gradients of parameters",
+            || format!("tensors of {expected:?} elements"),
+            || format!("{:?}", parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
+        )?;
+        if call.initial_state.is_some() {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "the gradient of a call with an initial state",
+                mend: "run forward and backward over the whole sequence",
+            });
+        }
+        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        let d_table = parameters.first_mut().map(|table| &mut **table);
+        backward::backward(&problem, cotangent, sink, d_table, scratch);
+        Ok(())
     }
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {

@@ -292,6 +292,14 @@ impl<T: Real> Unit<'_, T> {
         key.clamp(0, self.sequence.keys as isize) as usize
     }
 
+    /// The largest finite entry of the keys `from..to`, at least `before`.
+    pub fn highest(&self, from: usize, to: usize, width: usize, before: T) -> T {
+        (from..to).filter(|&key| !self.ignores(key)).fold(before, |highest, key| {
+            let top = self.k.row(key, width).iter().copied().fold(T::NEG_INFINITY, T::max);
+            if top.is_finite() { highest.max(top) } else { highest }
+        })
+    }
+
     /// How many of the keys `from..to` the next piece takes under `map`, given the running maximum before it, and the
     /// maximum after it. A piece ends before a key that rises too far above what its first row knows.
     pub fn exp_piece(&self, from: usize, to: usize, width: usize, before: T) -> (usize, T) {

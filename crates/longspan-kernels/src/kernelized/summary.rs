@@ -9,6 +9,8 @@ use crate::state::Head;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     pub features: usize,
+    /// `features` in whole cache lines, so that `S` can be transposed in place of its own.
+    pub rows: usize,
     pub value_width: usize,
     pub head_width: usize,
 }
@@ -20,6 +22,7 @@ impl Layout {
     pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         Self {
             features: if problem.content { problem.dims.head_dim } else { 0 },
+            rows: if problem.content { problem.head_width } else { 0 },
             value_width: problem.value_width,
             head_width: problem.head_width,
         }
@@ -31,7 +34,7 @@ impl Layout {
     }
 
     fn keys(self) -> usize {
-        self.features * self.value_width
+        self.rows * self.value_width
     }
 
     fn far(self) -> usize {
@@ -43,7 +46,7 @@ impl Layout {
     }
 }
 
-/// `S = Σ φ(k) vᵀ` (`features × value_width`), `z = Σ φ(k)`, the far sum `Σ v⁺` and its count, and the exponent that
+/// `S = Σ φ(k) vᵀ` (`rows × value_width`), `z = Σ φ(k)`, the far sum `Σ v⁺` and its count, and the exponent that
 /// was subtracted from the keys.
 pub(super) struct Summary<'s, T> {
     pub layout: Layout,

@@ -54,7 +54,7 @@ impl Sizes {
         let chunk = CHUNK.min(padded::<T>(longest.max(1)));
         let radius = problem.radius.unwrap_or(0);
         // A transpose reads whole registers of rows, the content product writes whole registers of columns from `lead`.
-        let window = padded::<T>(chunk + if problem.causal { radius } else { 2 * radius } + 1);
+        let window = padded::<T>(chunk + if problem.causal { radius } else { 2 * radius } + 1) + padded::<T>(1);
         Self { chunk, window, tile_row: padded::<T>(window + chunk.min(padded::<T>(1))) }
     }
 }
@@ -86,6 +86,13 @@ pub(super) struct Buffers<'s, T> {
     pub state: &'s mut [T],
     /// Denominators of the chunk's rows.
     pub sums: &'s mut [T],
+    /// For gradients: the transposes of the state (value_width × head_width) and of the window's values (value_width ×
+    /// window), the state's `z`, the gradient of `φ(q)` (chunk × head_width), and one number a row.
+    pub state_columns: &'s mut [T],
+    pub v_columns: &'s mut [T],
+    pub keys_sum: &'s mut [T],
+    pub dq: &'s mut [T],
+    pub dots: &'s mut [T],
     /// A far sum that runs along the rows, value_width.
     pub far: &'s mut [T],
     /// Outputs, or the gradients of outputs over their denominators, chunk × value_width.
@@ -97,12 +104,12 @@ impl<'s, T: Real> Buffers<'s, T> {
     pub fn len(problem: &Problem<'_, T>, sizes: Sizes) -> usize {
         let Sizes { chunk, window, tile_row } = sizes;
         let pad = padded::<T>;
-        3 * chunk * problem.head_width
-            + window * problem.value_width
+        4 * chunk * problem.head_width
+            + 2 * window * problem.value_width
             + chunk * (tile_row + problem.table_width())
-            + problem.head_width * problem.value_width
-            + problem.head_width
-            + 2 * pad(chunk)
+            + 2 * problem.head_width * problem.value_width
+            + 2 * problem.head_width
+            + 3 * pad(chunk)
             + 2 * pad(window)
             + pad(chunk)
             + (chunk + 1) * problem.value_width
@@ -126,6 +133,11 @@ impl<'s, T: Real> Buffers<'s, T> {
             powers,
             state: arena.take(problem.head_width * (problem.value_width + 1)),
             sums: arena.take(chunk),
+            state_columns: arena.take(problem.head_width * problem.value_width),
+            v_columns: arena.take(window * problem.value_width),
+            keys_sum: arena.take(problem.head_width),
+            dq: arena.take(chunk * problem.head_width),
+            dots: arena.take(chunk),
             far: arena.take(problem.value_width),
             o: arena.take(chunk * problem.value_width),
         }
@@ -159,10 +171,8 @@ impl<'s, T: Real> Buffers<'s, T> {
         self.load_window(problem, unit, &piece, ring);
         let mut shift = shift;
         if problem.causal && piece.keys > 0 {
-            let width = problem.value_width;
-            let first = (piece.key as isize - piece.window) as usize * width;
             let mut rows = piece.rows;
-            if !problem.ops.all_finite(&self.v[first..first + piece.keys * width]) {
+            if !problem.ops.all_finite(unit.v.skip(piece.key), piece.keys, problem.dims.value_dim) {
                 rows = 1;
             }
             if problem.content && problem.map == FeatureMap::Exp {
@@ -233,6 +243,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         let filled = (before + there) * width;
         self.v[filled..padded::<T>(piece.window_len).min(self.sizes.window) * width].fill(T::ZERO);
         if problem.radius.is_none() {
+            self.present.fill(T::ONE);
             return;
         }
         self.present.fill(T::ZERO);

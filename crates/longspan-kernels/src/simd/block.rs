@@ -575,22 +575,44 @@ pub(crate) unsafe fn running_dots<V: Vector>(
     }
 }
 
-/// Whether every number of a block (a whole number of registers) is finite.
+/// Makes the elements of a block outside `band` 0.
 #[inline(always)]
-pub(crate) unsafe fn all_finite<V: Vector>(block: &[V::Element]) -> bool {
-    assert!(block.len().is_multiple_of(V::LANES));
-    // SAFETY: the block is a whole number of registers.
+pub(crate) unsafe fn mask<V: Vector>(
+    block: &mut [V::Element],
+    row_length: usize,
+    rows: usize,
+    columns: usize,
+    band: Band,
+) {
+    let columns = columns.next_multiple_of(V::LANES);
+    for row in 0..rows {
+        let line = &mut block[row * row_length..][..columns];
+        let (from, to) = band.columns(row, row, columns);
+        line[..from].fill(V::Element::ZERO);
+        line[to..].fill(V::Element::ZERO);
+    }
+}
+
+/// Whether all of a caller's numbers are finite.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<V: Vector>(from: Rows<'_, V::Element>, count: usize, width: usize) -> bool {
+    // SAFETY: every register lies in its row, which is a slice of `width` numbers.
     unsafe {
         // x·0 is 0 for finite x and NaN else; NaN survives the sum.
         let zero = V::splat(V::Element::ZERO);
-        let mut sums = [zero; 4];
-        let mut at = 0;
-        let mut lane = 0;
-        while at < block.len() {
-            sums[lane] = V::load(block.as_ptr().add(at)).mul_add(zero, sums[lane]);
-            lane = (lane + 1) % 4;
-            at += V::LANES;
+        let mut sum = zero;
+        let mut rest = V::Element::ZERO;
+        for row in 0..count {
+            let row = from.row(row, width);
+            let mut at = 0;
+            while at + V::LANES <= width {
+                sum = V::load(row.as_ptr().add(at)).mul_add(zero, sum);
+                at += V::LANES;
+            }
+            for &x in &row[at..] {
+                rest += x * V::Element::ZERO;
+            }
         }
-        sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum() == V::Element::ZERO
+        sum.sum() + rest == V::Element::ZERO
     }
 }

@@ -163,7 +163,8 @@ operations! {
     scale(to: &mut [T], a: T);
     add_running(sum: &mut [T], run: Run<'_, T>, to: &mut [T], to_row: usize);
     running_dots(sum: &mut [T], run: Run<'_, T>, with: &[T], with_row: usize, dots: &mut [T]);
-    all_finite(block: &[T]) -> bool;
+    mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
+    all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
 }
 
 table!(portable_f32, f32, portable::Array<f32>);

@@ -1,0 +1,1343 @@
+//! The chunked backward pass, linear in time and memory.
+//!
+//! With `dN_i = G_i / D_i` and `c_i = −dN_i·A_i`, the gradient of every weight is `dw_ij = dN_i·v_j + c_i`. Gradients of
+//! queries and of the relative table visit the rows as the forward pass does; gradients of keys and values walk the keys
+//! the other way, with the state `Σ φ(q_i) dN_iᵀ` of the rows that come later.
+
+use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
+use super::problem::{Problem, Table, Unit, padded};
+use super::summary::{Carry, Layout, Summary, SummaryRef};
+use super::tile::{Buffers, Piece, Sizes, combine_states, near_columns};
+use crate::feature_map::FeatureMap;
+use crate::mechanism::Cotangent;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, parallel};
+use crate::shape::{Rows, SharedRows, ViewMut};
+use crate::shaw::RelativeMap;
+use crate::simd::block::{Band, Product, Run};
+
+/// Where gradients go.
+#[derive(Clone, Copy)]
+pub(super) struct GradientSink<'a, T> {
+    pub dq: SharedRows<'a, T>,
+    pub dk: SharedRows<'a, T>,
+    pub dv: SharedRows<'a, T>,
+}
+
+/// What the rows' gradients start from.
+#[derive(Clone, Copy)]
+struct Source<'a, T> {
+    cotangent: &'a Cotangent<'a, T>,
+}
+
+impl<'a, T: Real> Source<'a, T> {
+    fn rows(&self, unit: &Unit<'_, T>, head: usize) -> (Rows<'a, T>, Rows<'a, T>) {
+        let sequence = &unit.sequence;
+        let of = |view: &crate::shape::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
+        (of(&self.cotangent.out), of(&self.cotangent.d_out))
+    }
+
+    /// Writes `dN` of `count` rows from `first` into a block and `c` beside it; `scale[n]` multiplies row `n` where the
+    /// call does not normalise.
+    #[allow(clippy::too_many_arguments)]
+    fn load(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        first: usize,
+        count: usize,
+        scale: impl Fn(usize) -> T,
+        d: &mut [T],
+        c: &mut [T],
+    ) {
+        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
+        let (out, d_out) = self.rows(unit, head);
+        problem.ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(first), count, value_dim, None, d, width);
+        let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
+        let start = start + unit.sequence.query_start + first;
+        for row in 0..count {
+            let d = &mut d[row * width..][..width];
+            if !problem.attention.normalize {
+                problem.ops.scale(d, scale(row));
+                c[row] = T::ZERO;
+                continue;
+            }
+            let denominator = self.cotangent.denominators[start + row];
+            if denominator == T::ZERO {
+                // The row gave 0 whatever the inputs were.
+                d.fill(T::ZERO);
+                c[row] = T::ZERO;
+            } else {
+                problem.ops.scale(d, T::ONE / denominator);
+                c[row] = -problem.ops.dot(out.row(first + row, value_dim), d);
+            }
+        }
+    }
+}
+
+/// Gradients of queries and of the relative table.
+struct QueryGradients<'a, 's, T> {
+    source: Source<'a, T>,
+    sink: GradientSink<'a, T>,
+    /// `[head of the unit, table width, head_width]` of this unit and segment.
+    table: &'s mut [T],
+    /// The common exponent of each row's piece, for the walk over the keys; under [`FeatureMap::Exp`] only.
+    shifts: &'s mut [T],
+}
+
+impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (walk.problem, &walk.unit);
+        let ops = problem.ops;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let scales = Scales::new(problem, walk.table.as_ref(), scene);
+        let decays = unit.gamma != 1.0;
+        let row_length = buffers.sizes.tile_row;
+        let near = near_columns(problem);
+        let sequence = &unit.sequence;
+        if problem.map == FeatureMap::Exp {
+            self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
+        }
+
+        // Sᵀ and Vᵀ are wanted by every head.
+        let mut has_state = false;
+        if problem.content {
+            let local = scene.local.map(|local| (local, scales.local));
+            if let Some((sum, keys)) = combine_states(problem, buffers.state, (scene.start, scales.start), local) {
+                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                buffers.keys_sum.copy_from_slice(keys);
+                has_state = true;
+            }
+        }
+        let tiled = near > 0 || (problem.content && piece.keys > 0);
+        if tiled {
+            let rows = padded::<T>(piece.window_len);
+            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, buffers.sizes.window);
+        }
+        let run_sum = std::mem::take(&mut buffers.far);
+        for (n, head) in problem.heads(unit).enumerate() {
+            let queries = problem.queries(unit, head);
+            buffers.load_queries(problem, queries, piece);
+            let q_shift = &*buffers.q_shift;
+            let scale =
+                |row: usize| if problem.map == FeatureMap::Exp { (scales.shift + q_shift[row]).exp() } else { T::ONE };
+            self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
+            let mut written = false;
+            if has_state {
+                ops.product(&mut Product {
+                    a: buffers.o,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.state_columns,
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: head_width,
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+                for row in 0..piece.rows {
+                    let line = &mut buffers.dq[row * head_width..][..head_width];
+                    ops.add_scaled(line, buffers.sums[row], buffers.keys_sum);
+                    if decays {
+                        ops.scale(line, unit.decay(row));
+                    }
+                }
+                written = true;
+            }
+            if tiled {
+                let band = Buffers::tile_band(problem, piece);
+                buffers.tile[..piece.rows * row_length].fill(T::ZERO);
+                ops.product(&mut Product {
+                    a: buffers.o,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: &buffers.v_columns[piece.skip..],
+                    b_row: buffers.sizes.window,
+                    c: buffers.tile,
+                    c_row: row_length,
+                    rows: piece.rows,
+                    columns: piece.columns(),
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: band,
+                });
+                for row in 0..piece.rows {
+                    let line = &mut buffers.tile[row * row_length..][..piece.columns()];
+                    ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
+                }
+                ops.mask(buffers.tile, row_length, piece.rows, piece.columns(), band);
+                if decays {
+                    buffers.decay_tile(problem, piece);
+                }
+            }
+            if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
+                let d_relative = &mut buffers.relative[..piece.rows * table.width];
+                d_relative.fill(T::ZERO);
+                for row in 0..piece.rows {
+                    d_relative[row * table.width + 1..][..near]
+                        .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
+                }
+                let run = Run {
+                    rows: buffers.v,
+                    row_length: value_width,
+                    count: piece.rows,
+                    reverse: false,
+                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
+                    decay: unit.decay(1),
+                    weights: &[],
+                    weight_step: 0,
+                };
+                run_sum.copy_from_slice(scene.far.0);
+                let dots = &mut buffers.dots[..piece.rows];
+                dots.fill(T::ZERO);
+                ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                let mut count = scene.far.1;
+                for row in 0..piece.rows {
+                    count += run.gain * buffers.present[row];
+                    d_relative[row * table.width] = dots[row] + buffers.sums[row] * count;
+                    count *= run.decay;
+                }
+                if let Some((sums, mut count)) = scene.after {
+                    let run = Run { rows: &buffers.v[2 * radius * value_width..], reverse: true, ..run };
+                    run_sum.copy_from_slice(sums);
+                    dots.fill(T::ZERO);
+                    ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                    for row in (0..piece.rows).rev() {
+                        count += buffers.present[row + 2 * radius];
+                        d_relative[row * table.width + 2 * radius] = dots[row] + buffers.sums[row] * count;
+                    }
+                }
+                if scales.relative != T::ONE {
+                    ops.scale(d_relative, scales.relative);
+                }
+                ops.product(&mut Product {
+                    a: d_relative,
+                    a_row: table.width,
+                    a_column: 1,
+                    b: table.rows(head),
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: head_width,
+                    depth: table.count,
+                    accumulate: written,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+                written = true;
+                let len = table.width * head_width;
+                ops.product(&mut Product {
+                    a: d_relative,
+                    a_row: 1,
+                    a_column: table.width,
+                    b: buffers.q,
+                    b_row: head_width,
+                    c: &mut self.table[n * len..][..len],
+                    c_row: head_width,
+                    rows: table.count,
+                    columns: head_width,
+                    depth: piece.rows,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+            }
+            if problem.content && piece.keys > 0 {
+                if scales.local != T::ONE {
+                    ops.scale(&mut buffers.tile[..piece.rows * row_length], scales.local);
+                }
+                ops.product(&mut Product {
+                    a: &buffers.tile[piece.lead..],
+                    a_row: row_length,
+                    a_column: 1,
+                    b: buffers.k,
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: head_width,
+                    depth: piece.keys,
+                    accumulate: written,
+                    a_band: Band::up_to(0),
+                    c_band: Band::ALL,
+                });
+                written = true;
+            }
+            if !written {
+                buffers.dq[..piece.rows * head_width].fill(T::ZERO);
+            }
+            let (head_dim, raw) = (problem.dims.head_dim, queries.skip(piece.row));
+            ops.pull_back(problem.map, raw, buffers.q, buffers.dq, piece.rows, head_dim, head_width);
+            for row in 0..piece.rows {
+                let token = sequence.query_start + piece.row + row;
+                // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
+                let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
+                ops.store(&buffers.dq[row * head_width..], T::ONE, to);
+            }
+        }
+        buffers.far = run_sum;
+    }
+
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize) {
+        let token = unit.sequence.query_start + row;
+        // SAFETY: these rows belong to no segment, and each unit's are written by one task.
+        let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
+        to.fill(T::ZERO);
+    }
+}
+
+/// Working memory of the walk over the keys.
+struct KeyBuffers<'s, T> {
+    chunk: usize,
+    /// Rows around a chunk of keys: those whose near band reaches it, and the one far row beyond each.
+    window: usize,
+    /// `φ(k)` and its transpose, chunk × head_width.
+    k: &'s mut [T],
+    k_columns: &'s mut [T],
+    /// Values and their transpose, chunk × value_width.
+    v: &'s mut [T],
+    v_columns: &'s mut [T],
+    /// `φ(q)` and `dN` of the window's rows, `c` and the exponent each was computed with.
+    q: &'s mut [T],
+    d: &'s mut [T],
+    c: &'s mut [T],
+    shift: &'s mut [T],
+    /// `φ(q)·ρ(r)`, window × table width.
+    relative: &'s mut [T],
+    /// Weights, later their gradients: window × chunk.
+    tile: &'s mut [T],
+    /// Far rows `w·dN` on their way into the running sum, chunk × value_width.
+    far_rows: &'s mut [T],
+    powers: &'s mut [T],
+    state: &'s mut [T],
+    state_columns: &'s mut [T],
+    dk: &'s mut [T],
+    dv: &'s mut [T],
+    running: &'s mut [T],
+}
+
+impl<'s, T: Real> KeyBuffers<'s, T> {
+    fn window(problem: &Problem<'_, T>, chunk: usize) -> usize {
+        let radius = problem.radius.unwrap_or(0);
+        padded::<T>(chunk + if problem.causal { radius } else { 2 * radius })
+    }
+
+    fn len(problem: &Problem<'_, T>, chunk: usize) -> usize {
+        let window = Self::window(problem, chunk);
+        let (head, value) = (problem.head_width, problem.value_width);
+        3 * chunk * head
+            + 4 * chunk * value
+            + window * (head + value + problem.table_width() + chunk)
+            + 2 * padded::<T>(window)
+            + padded::<T>(window + chunk)
+            + head * (value + 1)
+            + head * value
+            + value
+    }
+
+    fn new(problem: &Problem<'_, T>, chunk: usize, arena: &mut Arena<'s, T>) -> Self {
+        let window = Self::window(problem, chunk);
+        let (head, value) = (problem.head_width, problem.value_width);
+        Self {
+            chunk,
+            window,
+            k: arena.take(chunk * head),
+            k_columns: arena.take(chunk * head),
+            v: arena.take(chunk * value),
+            v_columns: arena.take(chunk * value),
+            q: arena.take(window * head),
+            d: arena.take(window * value),
+            c: arena.take(window),
+            shift: arena.take(window),
+            relative: arena.take(window * problem.table_width()),
+            tile: arena.take(window * chunk),
+            far_rows: arena.take(chunk * value),
+            powers: arena.take(window + chunk),
+            state: arena.take(head * (value + 1)),
+            state_columns: arena.take(head * value),
+            dk: arena.take(chunk * head),
+            dv: arena.take(chunk * value),
+            running: arena.take(value),
+        }
+    }
+}
+
+/// The walk over the keys of one unit.
+struct KeyWalk<'w, 'a, T: 'static> {
+    problem: &'w Problem<'a, T>,
+    unit: Unit<'a, T>,
+    table: Option<Table<'w, T>>,
+    source: Source<'w, T>,
+    sink: GradientSink<'w, T>,
+    /// The exponent of each row's piece; under [`FeatureMap::Exp`] only.
+    shifts: &'w [T],
+}
+
+impl<T: Real> KeyWalk<'_, '_, T> {
+    /// Rows of the call that stand at a key, as positions `t`.
+    fn positions(&self) -> std::ops::Range<isize> {
+        let first = first_row(self.problem, &self.unit) as isize;
+        first + self.problem.offset..self.unit.sequence.queries as isize + self.problem.offset
+    }
+
+    /// Loads `count` rows from position `from` on into the window; positions without a row become 0.
+    fn load_rows(&self, head: usize, from: isize, count: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let problem = self.problem;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let positions = self.positions();
+        let within = |t: isize| (t - from).clamp(0, count as isize) as usize;
+        let (a, b) = if positions.is_empty() { (0, 0) } else { (within(positions.start), within(positions.end)) };
+        let padded_count = count.next_multiple_of(padded::<T>(1)).min(buffers.window);
+        for range in [0..a, b..padded_count] {
+            buffers.q[range.start * head_width..range.end * head_width].fill(T::ZERO);
+            buffers.d[range.start * value_width..range.end * value_width].fill(T::ZERO);
+            buffers.c[range.clone()].fill(T::ZERO);
+            buffers.shift[range].fill(T::ZERO);
+        }
+        if a == b {
+            return;
+        }
+        let row = (from + a as isize - problem.offset) as usize;
+        let queries = problem.queries(&self.unit, head).skip(row);
+        let head_dim = problem.dims.head_dim;
+        let q = &mut buffers.q[a * head_width..];
+        let exp = problem.map == FeatureMap::Exp;
+        if exp {
+            for n in 0..b - a {
+                let top = queries.row(n, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
+                let top = if top.is_finite() { top } else { T::ZERO };
+                problem.ops.load(
+                    problem.map,
+                    top,
+                    queries.skip(n),
+                    1,
+                    head_dim,
+                    None,
+                    &mut q[n * head_width..],
+                    head_width,
+                );
+                // Kept for the scale of an unnormalised row until `shift` takes its final meaning below.
+                buffers.shift[a + n] = top + self.shifts[row + n];
+            }
+        } else {
+            problem.ops.load(problem.map, T::ZERO, queries, b - a, head_dim, None, q, head_width);
+        }
+        let shift = &*buffers.shift;
+        let scale = |n: usize| if exp { shift[a + n].exp() } else { T::ONE };
+        let (d, c) = (&mut buffers.d[a * value_width..], &mut buffers.c[a..]);
+        self.source.load(problem, &self.unit, head, row, b - a, scale, d, c);
+        for n in a..b {
+            buffers.shift[n] = if exp { self.shifts[row + n - a] } else { T::ZERO };
+        }
+    }
+
+    /// `φ(q)·ρ(r)` of the window's first `rows` rows.
+    fn load_relative(&self, head: usize, rows: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let Some(table) = &self.table else { return };
+        let problem = self.problem;
+        problem.ops.product(&mut Product {
+            a: buffers.q,
+            a_row: problem.head_width,
+            a_column: 1,
+            b: table.columns(head),
+            b_row: table.width,
+            c: buffers.relative,
+            c_row: table.width,
+            rows,
+            columns: table.width,
+            depth: problem.dims.head_dim,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        if problem.map == FeatureMap::Exp {
+            for row in 0..rows {
+                // Rows that are not there have features 0 and any factor will do.
+                let factor = (table.shift - buffers.shift[row]).exp();
+                let factor = if factor.is_finite() { factor } else { T::ZERO };
+                problem.ops.scale(&mut buffers.relative[row * table.width..][..table.width], factor);
+            }
+        }
+    }
+
+    /// Lets the rows of the window's first `rows` positions enter the state: `R += φ(q) dNᵀ`, `z += c φ(q)`.
+    fn absorb(&self, rows: usize, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
+        let problem = self.problem;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        if problem.map == FeatureMap::Exp {
+            // Row i counts e^{−M_i}; the exponent of the state is the largest −M_i.
+            let mut top = *local.shift();
+            for row in 0..rows {
+                if buffers.q[row * head_width..][..head_width].iter().any(|&x| x != T::ZERO) {
+                    top = top.max(-buffers.shift[row]);
+                }
+            }
+            if !top.is_finite() {
+                return;
+            }
+            local.raise(problem, top);
+            for row in 0..rows {
+                let factor = (-buffers.shift[row] - top).exp();
+                let factor = if factor.is_finite() { factor } else { T::ZERO };
+                problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
+            }
+        }
+        if self.unit.gamma != 1.0 {
+            for row in 1..rows {
+                let factor = self.unit.decay(row);
+                problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
+            }
+        }
+        problem.ops.product(&mut Product {
+            a: buffers.q,
+            a_row: 1,
+            a_column: head_width,
+            b: buffers.d,
+            b_row: value_width,
+            c: local.sum(),
+            c_row: value_width,
+            rows: problem.dims.head_dim,
+            columns: value_width,
+            depth: rows,
+            accumulate: true,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        for row in 0..rows {
+            problem.ops.add_scaled(local.keys(), buffers.c[row], &buffers.q[row * head_width..][..head_width]);
+        }
+        local.set_content();
+    }
+
+    /// Adds `w·dN` of the window's rows `first..first + count` to `far_rows`, where `w` is their weight for row `column`
+    /// of the table.
+    ///
+    /// The weights are taken as dots, not from `relative`, so that a segment's far sum has the same bits whether its
+    /// keys are looked at or only summed up.
+    fn add_far_rows(&self, head: usize, first: usize, count: usize, column: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let problem = self.problem;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let Some(table) = &self.table else { return };
+        let entry = &table.rows(head)[column * head_width..][..head_width];
+        for n in 0..count {
+            let row = first + n;
+            let mut weight = problem.ops.dot(&buffers.q[row * head_width..][..head_width], entry);
+            if problem.map == FeatureMap::Exp && weight != T::ZERO {
+                weight *= (table.shift - buffers.shift[row]).exp();
+            }
+            let d = &buffers.d[row * value_width..][..value_width];
+            problem.ops.add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
+        }
+    }
+
+    /// Sums up the rows of a stage that come before any key is looked at.
+    fn sum_rows(&self, stage: Stage, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
+        local.clear();
+        let mut end = stage.to;
+        while end > stage.from {
+            let start = (end - buffers.chunk as isize).max(stage.from);
+            self.pass(start, (end - start) as usize, stage.content, stage.far, local, buffers);
+            end = start;
+        }
+    }
+
+    /// Lets `count` positions from `start` on pass: rows at them enter the state, rows `far` later the far sum.
+    fn pass(
+        &self,
+        start: isize,
+        count: usize,
+        content: bool,
+        far: Option<usize>,
+        local: &mut Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        if content {
+            local.scale_content(problem, self.unit.decay(count));
+            for head in problem.heads(&self.unit) {
+                self.load_rows(head, start, count, buffers);
+                self.absorb(count, local, buffers);
+            }
+        }
+        if let Some(lag) = far {
+            buffers.far_rows[..count * problem.value_width].fill(T::ZERO);
+            for head in problem.heads(&self.unit) {
+                self.load_rows(head, start + lag as isize, count, buffers);
+                self.add_far_rows(head, 0, count, 0, buffers);
+            }
+            self.run_far(count, lag, local.far(), &mut [], buffers.far_rows);
+        }
+    }
+
+    /// Runs the far sum down over `count` far rows, adding it to `to`.
+    fn run_far(&self, count: usize, radius: usize, far: &mut [T], to: &mut [T], rows: &[T]) {
+        let width = self.problem.value_width;
+        let run = Run {
+            rows,
+            row_length: width,
+            count,
+            reverse: true,
+            gain: self.unit.decay(radius),
+            decay: self.unit.decay(1),
+            weights: &[T::ONE],
+            weight_step: 0,
+        };
+        self.problem.ops.add_running(far, run, to, width);
+    }
+
+    /// Walks the keys of a stage, last to first; `local` becomes the summary of the rows that stand at them. Their
+    /// gradients are written if `start`, the state of all rows that stand beyond them, is given.
+    fn keys(
+        &self,
+        stage: Stage,
+        start: Option<SummaryRef<'_, T>>,
+        local: &mut Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        local.clear();
+        let (from, to) = (stage.from as usize, stage.to as usize);
+        let far = std::mem::take(&mut buffers.running);
+        if let Some(start) = start {
+            far.copy_from_slice(start.far());
+        }
+        let mut end = to;
+        while end > from {
+            let begin = end.saturating_sub(buffers.chunk).max(from);
+            // Pieces from the chunk's first key on, the last one first.
+            let mut cuts = vec![begin];
+            let mut at = begin + self.piece_len(begin, end);
+            while at < end {
+                cuts.push(at);
+                at += self.piece_len(at, end);
+            }
+            let mut stop = end;
+            for &at in cuts.iter().rev() {
+                if let Some(start) = start {
+                    self.piece(at, stop - at, start, self.unit.decay(to - stop), local, far, buffers);
+                } else {
+                    let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
+                    let content = problem.content && problem.causal;
+                    self.pass(at as isize, stop - at, content, far, local, buffers);
+                }
+                stop = at;
+            }
+            end = begin;
+        }
+        buffers.running = far;
+    }
+
+    /// How many keys from `at` one dense tile may hold: all up to `end`, unless a row's inputs are not finite (then one,
+    /// so that 0 · NaN reaches no key that the row does not see) or a key rises far above the first.
+    fn piece_len(&self, at: usize, end: usize) -> usize {
+        let problem = self.problem;
+        if !problem.causal {
+            return end - at;
+        }
+        let positions = self.positions();
+        let from = (at as isize).max(positions.start);
+        let count = ((end as isize).min(positions.end) - from).max(0) as usize;
+        if count > 0 {
+            let row = (from - problem.offset) as usize;
+            for head in problem.heads(&self.unit) {
+                let (out, d_out) = self.source.rows(&self.unit, head);
+                let q = problem.queries(&self.unit, head);
+                let (d, dv) = (problem.dims.head_dim, problem.dims.value_dim);
+                let finite = problem.ops.all_finite(q.skip(row), count, d)
+                    && problem.ops.all_finite(d_out.skip(row), count, dv)
+                    && problem.ops.all_finite(out.skip(row), count, dv);
+                if !finite {
+                    return 1;
+                }
+            }
+        }
+        if problem.content && problem.map == FeatureMap::Exp {
+            return self.unit.exp_piece(at, end, problem.dims.head_dim, T::NEG_INFINITY).0;
+        }
+        end - at
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn piece(
+        &self,
+        key: usize,
+        keys: usize,
+        start: SummaryRef<'_, T>,
+        start_decay: T,
+        local: &mut Summary<'_, T>,
+        far: &mut [T],
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        let ops = problem.ops;
+        let unit = &self.unit;
+        let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
+        let exp = problem.map == FeatureMap::Exp;
+        let decays = unit.gamma != 1.0;
+        let near = near_columns(problem);
+        let radius = problem.radius.unwrap_or(0);
+        let lead = if problem.causal { 0 } else { radius.saturating_sub(1) };
+
+        // Keys and values.
+        let mut key_shift = T::ZERO;
+        if exp && problem.content {
+            key_shift = unit.highest(key, key + keys, problem.dims.head_dim, T::NEG_INFINITY);
+            if !key_shift.is_finite() {
+                key_shift = T::ZERO;
+            }
+        }
+        let padding = unit.padding(key, key + keys);
+        let rows = padded::<T>(keys);
+        if problem.content {
+            let k = unit.k.skip(key);
+            ops.load(problem.map, key_shift, k, keys, problem.dims.head_dim, padding, buffers.k, head_width);
+            buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
+            ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            let v = unit.v.skip(key);
+            let value_dim = problem.dims.value_dim;
+            ops.load(FeatureMap::Identity, T::ZERO, v, keys, value_dim, padding, buffers.v, value_width);
+            buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
+            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+        }
+        buffers.dk[..keys * head_width].fill(T::ZERO);
+        buffers.dv[..keys * value_width].fill(T::ZERO);
+
+        // Rows that stand beyond the piece, through the state.
+        if problem.content {
+            let mut shift = T::ZERO;
+            let (mut start_scale, mut local_scale) = (start_decay, T::ONE);
+            if exp {
+                let top = start.shift().max(local.view().shift());
+                if top.is_finite() {
+                    let factor = |x: T| if x.is_finite() { (x - top).exp() } else { T::ZERO };
+                    start_scale = start_decay * factor(start.shift());
+                    local_scale = factor(local.view().shift());
+                    shift = top;
+                }
+            }
+            let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
+            if let Some((sum, z)) = state {
+                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                ops.product(&mut Product {
+                    a: buffers.v,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.state_columns,
+                    b_row: head_width,
+                    c: buffers.dk,
+                    c_row: head_width,
+                    rows: keys,
+                    columns: head_width,
+                    depth: problem.dims.value_dim,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+                ops.product(&mut Product {
+                    a: buffers.k,
+                    a_row: head_width,
+                    a_column: 1,
+                    b: sum,
+                    b_row: value_width,
+                    c: buffers.dv,
+                    c_row: value_width,
+                    rows: keys,
+                    columns: value_width,
+                    depth: problem.dims.head_dim,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+                // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
+                let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
+                for n in 0..keys {
+                    let dk = &mut buffers.dk[n * head_width..][..head_width];
+                    ops.add_scaled(dk, T::ONE, z);
+                    let factor = lift * unit.decay(keys - n);
+                    if factor != T::ONE {
+                        ops.scale(dk, factor);
+                        ops.scale(&mut buffers.dv[n * value_width..][..value_width], factor);
+                    }
+                }
+            }
+            local.scale_content(problem, unit.decay(keys));
+        }
+
+        // Rows whose tile reaches the piece, and those that enter the far sum.
+        let reach = if near > 0 { keys + near - 1 } else { 0 };
+        let content_rows = if problem.content && problem.causal { keys } else { 0 };
+        let tile_rows = reach.max(content_rows);
+        let first_position = key as isize - lead as isize;
+        // R = 0 under a bidirectional mask has one weight for all pairs, which `start` sums up.
+        let far_rows = problem.radius.is_some() && (problem.causal || radius > 0);
+        let window = if far_rows { tile_rows.max(lead + radius + keys) } else { tile_rows };
+        for (n, head) in problem.heads(unit).enumerate() {
+            if window == 0 {
+                break;
+            }
+            self.load_rows(head, first_position, window, buffers);
+            if problem.radius.is_some() {
+                self.load_relative(head, window, buffers);
+            }
+            if tile_rows > 0 {
+                buffers.tile[..tile_rows * chunk].fill(T::ZERO);
+                if content_rows > 0 {
+                    ops.product(&mut Product {
+                        a: buffers.q,
+                        a_row: head_width,
+                        a_column: 1,
+                        b: buffers.k_columns,
+                        b_row: chunk,
+                        c: buffers.tile,
+                        c_row: chunk,
+                        rows: content_rows,
+                        columns: keys,
+                        depth: problem.dims.head_dim,
+                        accumulate: false,
+                        a_band: Band::ALL,
+                        c_band: Band::up_to(0),
+                    });
+                    ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                    if exp {
+                        self.lift_tile(content_rows, key_shift, buffers);
+                    }
+                }
+                if near > 0 {
+                    let table_width = problem.table_width();
+                    for x in 0..reach {
+                        // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
+                        let begin = x as isize - lead as isize - radius as isize + 1;
+                        let (from, to) = (begin.max(0) as usize, (begin + near as isize).min(keys as isize));
+                        if to <= from as isize {
+                            continue;
+                        }
+                        let to = to as usize;
+                        let column = 1 + (from as isize - begin) as usize;
+                        let weights = &buffers.relative[x * table_width + column..][..to - from];
+                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], T::ONE, weights);
+                    }
+                }
+                if decays {
+                    self.decay_tile(tile_rows, keys, buffers);
+                }
+                // Key j meets the rows from its own on: near ones, or all of the piece's if content is in the tile.
+                let to = if content_rows > 0 { Band::ALL.to } else { (lead + radius) as isize };
+                let band = Band { from: 0, to };
+                ops.product(&mut Product {
+                    a: buffers.tile,
+                    a_row: 1,
+                    a_column: chunk,
+                    b: buffers.d,
+                    b_row: value_width,
+                    c: buffers.dv,
+                    c_row: value_width,
+                    rows: keys,
+                    columns: value_width,
+                    depth: tile_rows,
+                    accumulate: true,
+                    a_band: band,
+                    c_band: Band::ALL,
+                });
+            }
+            if far_rows {
+                if n == 0 {
+                    buffers.far_rows[..keys * value_width].fill(T::ZERO);
+                }
+                self.add_far_rows(head, lead + radius, keys, 0, buffers);
+            }
+            if content_rows > 0 {
+                ops.product(&mut Product {
+                    a: buffers.d,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.v_columns,
+                    b_row: chunk,
+                    c: buffers.tile,
+                    c_row: chunk,
+                    rows: content_rows,
+                    columns: keys,
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: Band::up_to(0),
+                });
+                for x in 0..content_rows {
+                    let c = buffers.c[x];
+                    buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
+                }
+                ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                if exp {
+                    self.lift_tile(content_rows, key_shift, buffers);
+                }
+                if decays {
+                    self.decay_tile(content_rows, keys, buffers);
+                }
+                ops.product(&mut Product {
+                    a: buffers.tile,
+                    a_row: 1,
+                    a_column: chunk,
+                    b: buffers.q,
+                    b_row: head_width,
+                    c: buffers.dk,
+                    c_row: head_width,
+                    rows: keys,
+                    columns: head_width,
+                    depth: content_rows,
+                    accumulate: true,
+                    a_band: Band::starting_at(0),
+                    c_band: Band::ALL,
+                });
+                self.absorb(keys, local, buffers);
+            }
+        }
+        if far_rows {
+            self.run_far(keys, radius, far, buffers.dv, buffers.far_rows);
+            self.run_far(keys, radius, local.far(), &mut [], buffers.far_rows);
+        } else if problem.radius.is_some() {
+            for n in 0..keys {
+                ops.add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
+            }
+        }
+
+        // Out.
+        if problem.content {
+            let raw = unit.k.skip(key);
+            ops.pull_back(problem.map, raw, buffers.k, buffers.dk, keys, problem.dims.head_dim, head_width);
+        }
+        for n in 0..keys {
+            let token = unit.sequence.key_start + key + n;
+            let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+            // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
+            let (dk, dv) = unsafe {
+                (
+                    self.sink.dk.row(unit.sequence.batch, unit.kv_head, token, head_dim),
+                    self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
+                )
+            };
+            if unit.ignores(key + n) {
+                dk.fill(T::ZERO);
+                dv.fill(T::ZERO);
+                continue;
+            }
+            if problem.content {
+                ops.store(&buffers.dk[n * head_width..], T::ONE, dk);
+            } else {
+                dk.fill(T::ZERO);
+            }
+            ops.store(&buffers.dv[n * value_width..], T::ONE, dv);
+        }
+    }
+
+    /// Brings the first `rows` rows of the tile, formed from keys at exponent `κ`, to each row's own: `e^{κ − M_i}`.
+    fn lift_tile(&self, rows: usize, key_shift: T, buffers: &mut KeyBuffers<'_, T>) {
+        for x in 0..rows {
+            let factor = (key_shift - buffers.shift[x]).exp();
+            let factor = if factor.is_finite() { factor } else { T::ZERO };
+            self.problem.ops.scale(&mut buffers.tile[x * buffers.chunk..][..buffers.chunk], factor);
+        }
+    }
+
+    /// Multiplies each weight of the tile by `γ^{x − j}`; there is no other tile than a causal one that decays.
+    fn decay_tile(&self, rows: usize, keys: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let last = buffers.powers.len() - 1;
+        for x in 0..rows {
+            let len = keys.min(x + 1);
+            let powers = &buffers.powers[last - x..][..len];
+            self.problem.ops.multiply(&mut buffers.tile[x * buffers.chunk..][..len], powers);
+        }
+    }
+
+    /// What is left once every key has been walked over.
+    fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
+        self.add_rows_before(buffers);
+        let sequence = &self.unit.sequence;
+        for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {
+            let dims = &self.problem.dims;
+            // SAFETY: all of a unit's keys belong to the task that calls.
+            unsafe {
+                self.sink.dk.row(sequence.batch, self.unit.kv_head, token, dims.head_dim).fill(T::ZERO);
+                self.sink.dv.row(sequence.batch, self.unit.kv_head, token, dims.value_dim).fill(T::ZERO);
+            }
+        }
+    }
+
+    /// Adds the share of rows that stand `R` or more before a key (bidirectional), first key to last.
+    fn add_rows_before(&self, buffers: &mut KeyBuffers<'_, T>) {
+        let problem = self.problem;
+        let Some(radius) = problem.radius.filter(|&radius| radius > 0 && !problem.causal) else { return };
+        let unit = &self.unit;
+        let width = problem.value_width;
+        let far = std::mem::take(&mut buffers.running);
+        far.fill(T::ZERO);
+        let lag = |key: usize| key as isize - radius as isize;
+        // Rows that stand more than R before key 0.
+        let mut position = self.positions().start;
+        while position < lag(0) {
+            let count = ((lag(0) - position) as usize).min(buffers.chunk);
+            self.run_before(position, count, radius, far, false, buffers);
+            position += count as isize;
+        }
+        let mut key = 0;
+        while key < unit.sequence.keys {
+            let keys = (unit.sequence.keys - key).min(buffers.chunk);
+            buffers.dv[..keys * width].fill(T::ZERO);
+            self.run_before(lag(key), keys, radius, far, true, buffers);
+            for n in (0..keys).filter(|&n| !unit.ignores(key + n)) {
+                let token = unit.sequence.key_start + key + n;
+                // SAFETY: all of a unit's keys belong to the task that calls.
+                let dv = unsafe { self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
+                problem.ops.add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
+            }
+            key += keys;
+        }
+        buffers.running = far;
+    }
+
+    fn run_before(
+        &self,
+        from: isize,
+        count: usize,
+        radius: usize,
+        far: &mut [T],
+        writes: bool,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let width = self.problem.value_width;
+        for (n, head) in self.problem.heads(&self.unit).enumerate() {
+            self.load_rows(head, from, count, buffers);
+            if n == 0 {
+                buffers.far_rows[..count * width].fill(T::ZERO);
+            }
+            self.add_far_rows(head, 0, count, 2 * radius, buffers);
+        }
+        let run = Run {
+            rows: buffers.far_rows,
+            row_length: width,
+            count,
+            reverse: false,
+            gain: T::ONE,
+            decay: T::ONE,
+            weights: &[T::ONE],
+            weight_step: 0,
+        };
+        let to: &mut [T] = if writes { buffers.dv } else { &mut [] };
+        self.problem.ops.add_running(far, run, to, width);
+    }
+}
+
+/// Part of a walk over the keys.
+#[derive(Debug, Clone, Copy)]
+struct Stage {
+    /// Positions, or keys.
+    from: isize,
+    to: isize,
+    /// Whether these are keys whose gradients are wanted, or rows that only enter the sums.
+    writes: bool,
+    /// For rows: whether they enter the state, and how many positions later rows enter the far sum.
+    content: bool,
+    far: Option<usize>,
+    /// Positions without row or key between the stage before and this one.
+    idle: usize,
+}
+
+/// The stages of a unit in the order of the walk: rows that every key must know of first, then the keys, last to first.
+fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
+    let problem = walk.problem;
+    let keys = walk.unit.sequence.keys as isize;
+    let positions = walk.positions();
+    let mut list = Vec::new();
+    let mut rows = |from: isize, to: isize, content: bool, far: Option<usize>| {
+        let (from, to) = (from, to.max(from));
+        let mut parts = cut(problem, 0, (to - from) as usize, 0, false);
+        parts.reverse();
+        list.extend(parts.into_iter().map(|part| Stage {
+            from: from + part.from as isize,
+            to: from + part.to as isize,
+            writes: false,
+            content,
+            far,
+            idle: 0,
+        }));
+    };
+    let mut idle = 0;
+    if !positions.is_empty() {
+        let reach = problem.radius.unwrap_or(0) as isize;
+        if problem.causal {
+            let from = keys.max(positions.start - reach);
+            rows(from, positions.end, problem.content, problem.radius);
+            if positions.end > from {
+                idle = (from - keys) as usize;
+            }
+        } else {
+            if problem.content {
+                rows(positions.start, positions.end, true, None);
+            }
+            match problem.radius {
+                Some(0) => rows(positions.start, positions.end, false, Some(0)),
+                Some(radius) => rows(keys.max(positions.start - reach), positions.end - reach, false, Some(radius)),
+                None => {}
+            }
+        }
+    }
+    let mut parts = cut(problem, 0, keys as usize, 0, true);
+    parts.reverse();
+    list.extend(parts.into_iter().map(|part| Stage {
+        from: part.from as isize,
+        to: part.to as isize,
+        writes: true,
+        content: false,
+        far: None,
+        idle: 0,
+    }));
+    if let Some(stage) = list.iter_mut().find(|stage| stage.writes) {
+        stage.idle = idle;
+    }
+    list
+}
+
+/// Computes every gradient of a call.
+pub(super) fn backward<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    d_table: Option<&mut [T]>,
+    scratch: &mut Scratch<T>,
+) {
+    let units = problem.units();
+    let group = problem.dims.group();
+    let workers = rayon::current_num_threads();
+    let exp = problem.map == FeatureMap::Exp;
+    let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
+    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)).len() };
+    // A unit whose rows all see nothing is visited too.
+    let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
+
+    let entry = problem.table_width() * problem.head_width;
+    let per_unit_table = most_segments * group * entry;
+    let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
+    let chunk = Sizes::new(problem).chunk;
+    let layout = Layout::new(problem);
+    let summary = layout.len::<T>();
+    let per_worker = KeyBuffers::len(problem, chunk) + 3 * summary;
+    let keys = KeyMemory { layout, summary, chunk, per_worker };
+
+    let walks_len = visit_len(problem).max(keys.len(problem, workers));
+    let shared_len = units * (per_unit_table + per_unit_shifts);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + shared_len + walks_len));
+    let table = problem.table(&mut arena);
+    let table_gradients = arena.take(units * per_unit_table);
+    let shifts = arena.take(units * per_unit_shifts);
+    let scratch = arena.rest();
+    let source = Source { cotangent };
+
+    {
+        let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit_table, group * entry, 0]);
+        let gradients = gradients.shared();
+        let mut shifts = ViewMut::strided(&mut *shifts, [per_unit_shifts, 0, 0]);
+        let shifts = shifts.shared();
+        visit_rows(
+            problem,
+            table,
+            &|unit, segment| {
+                // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
+                // the segment that it belongs to.
+                let (table, shifts) = unsafe {
+                    (gradients.row(unit, segment, 0, group * entry), shifts.row(unit, 0, 0, per_unit_shifts))
+                };
+                table.fill(T::ZERO);
+                QueryGradients { source, sink, table, shifts }
+            },
+            scratch,
+        );
+    }
+    if let (Some(d_table), Some(table)) = (d_table, &table) {
+        reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, d_table);
+    }
+    let walk = |index: usize| KeyWalk {
+        problem,
+        unit: problem.unit(index),
+        table,
+        source,
+        sink,
+        shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
+    };
+    keys.run(problem, &walk, scratch);
+}
+
+/// The segments in which a unit's rows are visited.
+fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Segment> {
+    cut(problem, first_row(problem, unit).min(unit.sequence.queries), unit.sequence.queries, problem.offset, true)
+}
+
+/// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
+fn reduce_table<T: Real>(
+    problem: &Problem<'_, T>,
+    table: &Table<'_, T>,
+    gradients: &mut [T],
+    per_unit: usize,
+    segments: &dyn Fn(usize) -> usize,
+    d_table: &mut [T],
+) {
+    let Some(shaw) = problem.attention.score.shaw() else { return };
+    let (head_width, head_dim) = (problem.head_width, problem.dims.head_dim);
+    let entry = table.width * head_width;
+    let group = problem.dims.group();
+    d_table.fill(T::ZERO);
+    for index in 0..problem.units() {
+        let unit = problem.unit(index);
+        for segment in 0..segments(index) {
+            for (n, head) in problem.heads(&unit).enumerate() {
+                let from = &gradients[index * per_unit + (segment * group + n) * entry..][..entry];
+                let to = if shaw.shared { 0 } else { head } * shaw.rows() * head_dim;
+                for row in 0..table.count {
+                    let to = &mut d_table[to + row * head_dim..][..head_dim];
+                    problem.ops.add_scaled(to, T::ONE, &from[row * head_width..]);
+                }
+            }
+        }
+    }
+    if shaw.map == RelativeMap::Identity {
+        return;
+    }
+    // One entry of the gradients' memory is free to bring a table's rows to block form; without units all is 0 anyway.
+    let Some(block) = gradients.get_mut(..entry) else { return };
+    let tables = if shaw.shared { 1 } else { problem.dims.heads };
+    for index in 0..tables {
+        let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * head_dim..], stride: head_dim };
+        let d = &mut d_table[index * shaw.rows() * head_dim..][..table.count * head_dim];
+        let from = Rows { data: &*d, stride: head_dim };
+        problem.ops.load(FeatureMap::Identity, T::ZERO, from, table.count, head_dim, None, block, head_width);
+        problem.ops.pull_back(problem.map, raw, table.rows(index), block, table.count, head_dim, head_width);
+        for row in 0..table.count {
+            problem.ops.store(&block[row * head_width..], T::ONE, &mut d[row * head_dim..][..head_dim]);
+        }
+    }
+}
+
+/// Sizes of the working memory of the walk over the keys.
+#[derive(Debug, Clone, Copy)]
+struct KeyMemory {
+    layout: Layout,
+    summary: usize,
+    chunk: usize,
+    per_worker: usize,
+}
+
+impl KeyMemory {
+    /// Most segments of rows and of keys that a unit can have.
+    fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
+        let count = |tokens: usize| cut(problem, 0, tokens, 0, false).len();
+        problem.sequences.iter().map(|s| 2 * count(s.queries) + 1 + count(s.keys)).max().unwrap_or(0)
+    }
+
+    fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
+        problem.units() < rayon::current_num_threads() && Self::most_stages(problem) > 4
+    }
+
+    fn len<T: Real>(&self, problem: &Problem<'_, T>, workers: usize) -> usize {
+        let shared = if Self::split(problem) { problem.units() * Self::most_stages(problem) * self.summary } else { 0 };
+        shared + workers * self.per_worker
+    }
+
+    fn run<'w, 'a, T: Real>(
+        &self,
+        problem: &'w Problem<'a, T>,
+        walk: &(impl Fn(usize) -> KeyWalk<'w, 'a, T> + Sync),
+        scratch: &mut [T],
+    ) {
+        let &Self { layout, summary, chunk, per_worker } = self;
+        let units = problem.units();
+        let start = |unit: &Unit<'_, T>, buffers: &mut KeyBuffers<'_, T>| {
+            for (n, power) in buffers.powers.iter_mut().rev().enumerate() {
+                *power = unit.decay(n);
+            }
+        };
+        if !Self::split(problem) {
+            parallel(units, scratch, per_worker, |index, scratch| {
+                let mut arena = Arena::new(scratch);
+                let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
+                let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+                let mut local = Summary::new(layout, arena.take(summary));
+                let walk = walk(index);
+                start(&walk.unit, &mut buffers);
+                for stage in stages(&walk) {
+                    carry.pass(problem, &walk.unit, stage.idle);
+                    if stage.writes {
+                        walk.keys(stage, Some(carry.high.view()), &mut local, &mut buffers);
+                    } else {
+                        walk.sum_rows(stage, &mut local, &mut buffers);
+                    }
+                    carry.add(problem, &walk.unit, stage.passes(problem), local.view());
+                }
+                walk.finish(&mut buffers);
+            });
+            return;
+        }
+        let most = Self::most_stages(problem);
+        let (shared, scratch) = scratch.split_at_mut(units * most * summary);
+        let plans: Vec<Vec<Stage>> = (0..units).map(|index| stages(&walk(index))).collect();
+        let tasks: Vec<(usize, usize)> =
+            plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |n| (unit, n))).collect();
+        {
+            let mut states = ViewMut::strided(&mut *shared, [most * summary, 0, summary]);
+            let states = states.shared();
+            parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+                let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
+                let (index, n) = tasks[task];
+                let walk = walk(index);
+                start(&walk.unit, &mut buffers);
+                // SAFETY: each (unit, stage) is one task's own.
+                let mut local = Summary::new(layout, unsafe { states.row(index, 0, n, summary) });
+                let stage = plans[index][n];
+                if stage.writes {
+                    walk.keys(stage, None, &mut local, &mut buffers);
+                } else {
+                    walk.sum_rows(stage, &mut local, &mut buffers);
+                }
+            });
+        }
+        for (index, states) in shared.chunks_exact_mut(most * summary).enumerate() {
+            let mut arena = Arena::new(&mut *scratch);
+            let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+            let local = arena.take(summary);
+            let unit = problem.unit(index);
+            for (n, stage) in plans[index].iter().enumerate() {
+                carry.pass(problem, &unit, stage.idle);
+                let state = &mut states[n * summary..][..summary];
+                local.copy_from_slice(state);
+                state.copy_from_slice(carry.high.numbers);
+                carry.add(problem, &unit, stage.passes(problem), SummaryRef::new(layout, local));
+            }
+        }
+        let shared = &*shared;
+        let tasks: Vec<(usize, usize)> = tasks.into_iter().filter(|&(index, n)| plans[index][n].writes).collect();
+        parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+            let mut arena = Arena::new(scratch);
+            let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
+            let mut local = Summary::new(layout, arena.take(summary));
+            let (index, n) = tasks[task];
+            let walk = walk(index);
+            start(&walk.unit, &mut buffers);
+            let state = SummaryRef::new(layout, &shared[(index * most + n) * summary..][..summary]);
+            walk.keys(plans[index][n], Some(state), &mut local, &mut buffers);
+        });
+        parallel(units, scratch, per_worker, |index, scratch| {
+            let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
+            walk(index).finish(&mut buffers);
+        });
+    }
+}
+
+impl Stage {
+    /// Tokens that pass with the stage; the order of time has no meaning without a causal mask, nor has decay.
+    fn passes<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        if problem.causal { (self.to - self.from) as usize } else { 0 }
+    }
+}
