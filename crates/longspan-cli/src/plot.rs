@@ -79,9 +79,9 @@ fn draw(
     Ok(())
 }
 
-/// An exponential mean over about a fiftieth of the curve, without the pull of its start towards 0.
+/// An exponential mean over about a hundredth of the curve, without the pull of its start towards 0.
 fn running_mean(points: &[Point]) -> Vec<Point> {
-    let keep = 1.0 - 1.0 / (points.len() as f64 / 50.0).max(1.0);
+    let keep = 1.0 - 1.0 / (points.len() as f64 / 100.0).max(1.0);
     let (mut sum, mut weight) = (0.0, 0.0);
     points
         .iter()

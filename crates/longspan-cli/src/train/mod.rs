@@ -128,11 +128,11 @@ impl Session {
             let name = path.display();
             bail!("{name} holds a run already; go on with --resume {name}, or choose another folder with --out");
         }
+        let split = corpus::read(&config)?;
         if let Some(pairs) = &mut config.pairs {
             // The run may be resumed from another folder.
             *pairs = std::path::absolute(&*pairs)?;
         }
-        let split = corpus::read(&config)?;
         let tokenizers = corpus::tokenizers(&config, &split)?;
         let corpus = Corpus::encode(split, &tokenizers, &config)?;
         config.source_tokens.get_or_insert(tokenizers[0].kind().into());
