@@ -1,11 +1,23 @@
 //! How one operation, attention over whole sequences or token by token, reaches the machine.
 //!
-//! [`attend`] checks shapes and chooses.
+//! [`attend`] checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
+//! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
+//! same mathematics runs in plain tensor operations, chunk by chunk, which Burn differentiates.
 
+#[cfg(feature = "flex")]
+mod autodiff;
+#[cfg(feature = "flex")]
+mod flex;
 mod tensor;
+#[cfg(test)]
+mod tests;
 
+#[cfg(feature = "flex")]
+use burn::backend::DispatchDevice;
+#[cfg(feature = "flex")]
+use burn::tensor::FloatDType;
 use burn::tensor::{Device, Tensor};
-use longspan_kernels::KernelizedAttention;
+use longspan_kernels::{KernelizedAttention, Order};
 
 pub(crate) use tensor::{Total, repeat_heads};
 
@@ -30,9 +42,29 @@ pub fn attend(
     table: Option<Tensor<3>>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
-    check(options, &q, &k, &v, table.as_ref())?;
+    check(options, &q, &k, &v, table.as_ref(), mask)?;
     check_mask(mask, &k)?;
-    Ok(tensor::attend(options, q, k, v, table, mask))
+    #[cfg(feature = "flex")]
+    if is_flex(&q) {
+        let dtype = q.dtype();
+        // Half-width numbers are widened: the kernels have no arithmetic for them, nor has the CPU.
+        let (q, k, v, table) = if flex::supports(dtype) {
+            (q, k, v, table)
+        } else {
+            let wide = FloatDType::F32;
+            (q.cast(wide), k.cast(wide), v.cast(wide), table.map(|table| table.cast(wide)))
+        };
+        let settings = flex::Settings { options: options.clone(), mask: mask.clone() };
+        let out = autodiff::attend(settings, q, k, v, table)?;
+        return Ok(if out.dtype() == dtype { out } else { out.cast(dtype) });
+    }
+    Ok(tensor::attend(options, q, k, v, table, mask, tensor::CHUNK))
+}
+
+/// Whether a tensor lies on the CPU backend, with or without autodiff.
+#[cfg(feature = "flex")]
+fn is_flex(x: &Tensor<4>) -> bool {
+    matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
 /// The state of a prefix: all that later tokens need to know of earlier ones. Its size does not grow.
@@ -81,7 +113,7 @@ pub fn step(
     table: Option<Tensor<3>>,
     state: &mut KernelizedState,
 ) -> Result<Tensor<4>> {
-    check(options, &q, &k, &v, table.as_ref())?;
+    check(options, &q, &k, &v, table.as_ref(), &AttentionMask::causal())?;
     argument(
         q.dims()[2] == 1 && k.dims()[2] == 1,
         NAME,
@@ -103,6 +135,7 @@ fn check(
     k: &Tensor<4>,
     v: &Tensor<4>,
     table: Option<&Tensor<3>>,
+    mask: &AttentionMask,
 ) -> Result<()> {
     let [batch, heads, _, dim] = q.dims();
     let [k_batch, kv_heads, keys, k_dim] = k.dims();
@@ -120,6 +153,14 @@ fn check(
         || format!("[{batch}, kv_heads, keys, {dim}], like q"),
         || format!("{:?}", k.dims()),
     )?;
+    let dtypes = [Some(q.dtype()), Some(k.dtype()), Some(v.dtype()), table.map(|table| table.dtype())];
+    argument(
+        dtypes.iter().flatten().all(|&dtype| dtype == q.dtype()),
+        NAME,
+        "number types",
+        || format!("{:?} everywhere, like q", q.dtype()),
+        || format!("{:?}", dtypes.iter().flatten().collect::<Vec<_>>()),
+    )?;
     argument(
         v.dims()[..3] == [batch, kv_heads, keys],
         NAME,
@@ -136,6 +177,13 @@ fn check(
         || table.map_or("none".into(), |table| format!("{:?}", table.dims())),
     )?;
     if let Some(decay) = &options.decay {
+        argument(
+            mask.order == Order::Causal,
+            NAME,
+            "decay",
+            || "a causal mask".into(),
+            || "a bidirectional one, which has no direction in which to decay".into(),
+        )?;
         argument(
             decay.len() == kv_heads,
             NAME,

@@ -17,9 +17,10 @@ use crate::attention::AttentionMask;
 
 /// Tokens in a chunk. Tiles of 64² keep matrix products efficient on CPUs and GPUs alike, and the sums over chunks,
 /// `m·dv` for each, no larger than the inputs at the usual head width of 64.
-const CHUNK: usize = 64;
+pub(crate) const CHUNK: usize = 64;
 
-/// Attention over whole sequences; shapes as in [`attend`](super::attend), which checks them.
+/// Attention over whole sequences in chunks of at least `chunk` tokens; shapes as in [`attend`](super::attend), which
+/// checks them.
 pub(crate) fn attend(
     options: &KernelizedAttention,
     q: Tensor<4>,
@@ -27,6 +28,7 @@ pub(crate) fn attend(
     v: Tensor<4>,
     table: Option<Tensor<3>>,
     mask: &AttentionMask,
+    chunk: usize,
 ) -> Tensor<4> {
     let dtype = q.dtype();
     let [batch, heads, queries, _] = q.dims();
@@ -37,11 +39,11 @@ pub(crate) fn attend(
     let inputs = Inputs::new(options, q, k, v, table, mask);
     let sums = match (mask.order, options.score) {
         (Order::Bidirectional, Score::Content) => inputs.content_total(),
-        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs, mask.offset).sums(),
+        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs, mask.offset, chunk).sums(),
         (Order::Bidirectional, Score::Combined(_)) => {
-            inputs.content_total() + Grid::bidirectional(&inputs, mask.offset).sums()
+            inputs.content_total() + Grid::bidirectional(&inputs, mask.offset, chunk).sums()
         }
-        (Order::Causal, _) => Grid::causal(&inputs, mask.offset).sums(),
+        (Order::Causal, _) => Grid::causal(&inputs, mask.offset, chunk).sums(),
     };
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
@@ -225,39 +227,39 @@ struct Grid<'a> {
 }
 
 impl<'a> Grid<'a> {
-    fn bidirectional(inputs: &'a Inputs<'a>, offset: isize) -> Self {
+    fn bidirectional(inputs: &'a Inputs<'a>, offset: isize, chunk: usize) -> Self {
         // Beyond these offsets every key is far away on the same side.
         let reach = |tokens: usize| (tokens + inputs.radius()) as isize;
         let (queries, keys) = (inputs.q.dims()[2], inputs.k.dims()[2]);
-        Self::new(inputs, false, offset.clamp(-reach(queries), reach(keys)))
+        Self::new(inputs, false, offset.clamp(-reach(queries), reach(keys)), chunk)
     }
 
-    fn causal(inputs: &'a Inputs<'a>, offset: isize) -> Self {
+    fn causal(inputs: &'a Inputs<'a>, offset: isize, chunk: usize) -> Self {
         let [_, heads, queries, _] = inputs.q.dims();
         let [_, _, keys, _] = inputs.k.dims();
         // Beyond these offsets nothing changes but the power of the decay, which the division cancels.
         let nearest = offset.clamp(-(queries as isize), (keys + inputs.radius()) as isize);
-        let mut grid = Self::new(inputs, true, nearest);
+        let mut grid = Self::new(inputs, true, nearest, chunk);
         if let Some(decay) = &inputs.options.decay
             && !inputs.options.normalize
             && offset > nearest
         {
             let group = heads / decay.len();
-            let powers: Vec<f32> =
-                (0..heads).map(|h| decay[h / group].powf((offset - nearest) as f64) as f32).collect();
+            let powers: Vec<f64> = (0..heads).map(|h| decay[h / group].powf((offset - nearest) as f64)).collect();
             grid.scale = Some(grid.constant(powers, [1, heads, 1, 1]));
         }
         grid
     }
 
-    fn new(inputs: &'a Inputs<'a>, causal: bool, offset: isize) -> Self {
+    fn new(inputs: &'a Inputs<'a>, causal: bool, offset: isize, chunk: usize) -> Self {
         let [_, _, queries, _] = inputs.q.dims();
         let [_, _, keys, _] = inputs.k.dims();
         let first = 0.min(-offset);
         let span = (queries as isize).max(keys as isize - offset) - first;
         let span = span as usize;
         let front = -first as usize;
-        let chunk = CHUNK.max(inputs.radius()).min(span);
+        // A window of the radius must not reach beyond the next chunk.
+        let chunk = chunk.max(inputs.radius()).min(span);
         let chunks = span.div_ceil(chunk);
         let key_front = (-offset - first) as usize;
         let cut = |x: &Tensor<4>, front: usize| {
@@ -278,7 +280,7 @@ impl<'a> Grid<'a> {
         }
     }
 
-    fn constant<const D: usize>(&self, numbers: Vec<f32>, shape: [usize; D]) -> Tensor<D> {
+    fn constant<const D: usize>(&self, numbers: Vec<f64>, shape: [usize; D]) -> Tensor<D> {
         Tensor::from_data(TensorData::new(numbers, shape), (&self.q.device(), self.q.dtype()))
     }
 
@@ -345,11 +347,9 @@ impl<'a> Grid<'a> {
             let shape = scores.shape();
             scores = scores.mask_fill(future.expand(shape), 0.0);
             if let Some(decay) = self.decay() {
-                let powers: Vec<f32> = decay
+                let powers: Vec<f64> = decay
                     .iter()
-                    .flat_map(|&gamma| {
-                        places.clone().map(move |(x, j)| gamma.powf((-distance(x, j)).max(0) as f64) as f32)
-                    })
+                    .flat_map(|&gamma| places.clone().map(move |(x, j)| gamma.powf((-distance(x, j)).max(0) as f64)))
                     .collect();
                 scores = scores * self.constant(powers, [1, decay.len(), 1, self.chunk, width]);
             }
@@ -402,11 +402,10 @@ impl<'a> Grid<'a> {
         let decay = self.decay();
         if let Some(decay) = &decay {
             // A key at place p of a chunk is C − p + x + (chunks between)·C before place x of a later one.
-            let rows: Vec<f32> =
-                decay.iter().flat_map(|&g| (0..self.chunk).map(move |x| g.powf(x as f64) as f32)).collect();
-            let columns: Vec<f32> = decay
+            let rows: Vec<f64> = decay.iter().flat_map(|&g| (0..self.chunk).map(move |x| g.powf(x as f64))).collect();
+            let columns: Vec<f64> = decay
                 .iter()
-                .flat_map(|&g| (0..self.chunk).map(move |p| g.powf((lag * self.chunk - p) as f64) as f32))
+                .flat_map(|&g| (0..self.chunk).map(move |p| g.powf((lag * self.chunk - p) as f64)))
                 .collect();
             let shape = [1, decay.len(), 1, self.chunk, 1];
             query_features = query_features * self.constant(rows, shape);
@@ -426,7 +425,7 @@ impl<'a> Grid<'a> {
         let mut sums = x;
         let mut by = 1;
         while by < self.chunks {
-            let powers: Vec<f32> = decay.iter().map(|g| g.powf((by * self.chunk) as f64) as f32).collect();
+            let powers: Vec<f64> = decay.iter().map(|g| g.powf((by * self.chunk) as f64)).collect();
             let powers = self.constant(powers, [1, decay.len(), 1, 1, 1]);
             sums = sums.clone() + shift(sums, -(by as isize)) * powers;
             by *= 2;
@@ -519,7 +518,7 @@ impl Running {
         let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
         let decay = options.decay.as_ref().map(|decay| {
             let group = heads / kv_heads;
-            let factors: Vec<f32> = (0..heads).map(|h| decay[h / group] as f32).collect();
+            let factors: Vec<f64> = (0..heads).map(|h| decay[h / group]).collect();
             Tensor::<4>::from_data(TensorData::new(factors, [1, heads, 1, 1]), (&q.device(), q.dtype()))
         });
         let mut rescale = decay.clone();

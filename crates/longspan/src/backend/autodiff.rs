@@ -1,0 +1,140 @@
+//! The fused operation as Burn sees it: dispatched to the CPU backend, with a backward of its own.
+
+#![allow(
+    deprecated,
+    reason = "the dispatch that `backend_extension` generates names backends that Burn has deprecated"
+)]
+
+use std::sync::{Arc, OnceLock};
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
+use burn::tensor::Tensor;
+use burn_flex::FlexTensor;
+use longspan_kernels as kernels;
+
+use super::flex::{Operands, Outcome, Settings};
+
+/// A call with a place for what went wrong: operations of a backend cannot fail themselves.
+#[derive(Debug, Clone)]
+pub(super) struct FusedCall {
+    settings: Settings,
+    failure: Arc<OnceLock<kernels::Error>>,
+}
+
+/// Attention by the kernels. Only the CPU backend has it; the others compute in tensor operations.
+#[backend_extension(Flex, Autodiff)]
+pub(super) trait FusedAttention: Backend {
+    /// Shapes as in [`attend`](super::attend); `table` counts only if the call has relative positions.
+    fn fused_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        table: FloatTensor<Self>,
+        call: FusedCall,
+    ) -> FloatTensor<Self>;
+}
+
+/// Attention on tensors of the CPU backend in `f32` or `f64`.
+pub(super) fn attend(
+    settings: Settings,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+) -> Result<Tensor<4>, kernels::Error> {
+    let call = FusedCall { settings, failure: Arc::default() };
+    // The macro takes no optional tensors; this one is not looked at.
+    let table = table.unwrap_or_else(|| Tensor::zeros([1, 1, 1], (&q.device().inner(), q.dtype())));
+    let out = <Dispatch as FusedAttention>::fused_attention(
+        q.into_dispatch(),
+        k.into_dispatch(),
+        v.into_dispatch(),
+        table.into_dispatch(),
+        call.clone(),
+    );
+    match call.failure.get() {
+        None => Ok(Tensor::from_dispatch(out)),
+        Some(error) => Err(error.clone()),
+    }
+}
+
+fn operands(q: FlexTensor, k: FlexTensor, v: FlexTensor, table: FlexTensor, call: &FusedCall) -> Operands {
+    let table = call.settings.options.score.shaw().map(|_| table);
+    Operands { q, k, v, table }.with_adjacent_rows()
+}
+
+impl FusedCall {
+    /// The outcome, or none where the kernels refuse the call; the refusal is then kept.
+    fn run(&self, operands: &Operands) -> Option<Outcome> {
+        operands.forward(&self.settings).map_err(|error| self.failure.set(error)).ok()
+    }
+}
+
+impl FusedAttention for Flex {
+    fn fused_attention(q: FlexTensor, k: FlexTensor, v: FlexTensor, table: FlexTensor, call: FusedCall) -> FlexTensor {
+        let operands = operands(q, k, v, table, &call);
+        call.run(&operands).map_or(operands.q, |outcome| outcome.out)
+    }
+}
+
+impl<C: CheckpointStrategy> FusedAttention for Autodiff<Flex, C> {
+    fn fused_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        table: FloatTensor<Self>,
+        call: FusedCall,
+    ) -> FloatTensor<Self> {
+        let nodes = [q.node(), k.node(), v.node(), table.node()];
+        let preparation = Backward::<Flex, 4>::prepare::<C>(FusedBackward, nodes).compute_bound().stateful();
+        let operands = operands(
+            q.primitive().clone(),
+            k.primitive().clone(),
+            v.primitive().clone(),
+            table.primitive().clone(),
+            &call,
+        );
+        let outcome = call.run(&operands);
+        match (preparation, outcome) {
+            (OpsKind::Tracked(preparation), Some(outcome)) => {
+                let out = outcome.out.clone();
+                preparation.finish(Saved { operands, outcome, settings: call.settings }, out)
+            }
+            (OpsKind::UnTracked(preparation), Some(outcome)) => preparation.finish(outcome.out),
+            // The caller finds the failure before anyone sees this tensor.
+            (_, None) => q,
+        }
+    }
+}
+
+/// What the backward needs: inputs that live anyway, outputs and denominators.
+#[derive(Debug, Clone)]
+struct Saved {
+    operands: Operands,
+    outcome: Outcome,
+    settings: Settings,
+}
+
+#[derive(Debug)]
+struct FusedBackward;
+
+impl Backward<Flex, 4> for FusedBackward {
+    type State = Saved;
+
+    fn backward(self, ops: Ops<Saved, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let d_out = grads.consume::<Flex>(&ops.node);
+        let Saved { operands, outcome, settings } = ops.state;
+        let Operands { q, k, v, table } =
+            operands.backward(&settings, &outcome, d_out).expect("the forward call took the same arguments");
+        for (parent, gradient) in ops.parents.into_iter().zip([Some(q), Some(k), Some(v), table]) {
+            if let (Some(parent), Some(gradient)) = (parent, gradient) {
+                grads.register::<Flex>(parent.id, gradient);
+            }
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Both ways of computing attention against the definition, in doubles: outputs, and gradients by directional differences.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use longspan_kernels::{
+    Algorithm, Call, Dims, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw, View,
+};
+
+use super::tensor;
+use crate::attention::AttentionMask;
+
+/// A small generator, so that the numbers do not depend on another crate's.
+pub(super) struct Numbers(u64);
+
+impl Numbers {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Signed, in [−2, 2).
+    pub(super) fn signed(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| (self.next() >> 11) as f64 / (1_u64 << 51) as f64 - 2.0).collect()
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 16) as usize % n
+    }
+}
+
+/// One call with all its numbers.
+#[derive(Debug, Clone)]
+pub(super) struct Case {
+    pub options: KernelizedAttention,
+    pub dims: Dims,
+    pub mask: AttentionMask,
+    /// q, k, v, table.
+    pub inputs: [Vec<f64>; 4],
+}
+
+impl Case {
+    pub(super) fn new(options: KernelizedAttention, dims: Dims, mask: AttentionMask, seed: u64) -> Self {
+        let mut numbers = Numbers::new(seed);
+        let table: usize = Mechanism::<f64>::parameters(&options, &dims).iter().map(|p| p.len()).sum();
+        let len = |shape: [usize; 4]| shape.iter().product();
+        let inputs = [len(dims.q()), len(dims.k()), len(dims.v()), table].map(|n| numbers.signed(n));
+        Self { options, dims, mask, inputs }
+    }
+
+    pub(super) fn reference(&self, [q, k, v, table]: &[Vec<f64>; 4]) -> Vec<f64> {
+        let parameters: Vec<&[f64]> = if table.is_empty() { vec![] } else { vec![table] };
+        let call = Call {
+            dims: self.dims,
+            q: View::contiguous(q, self.dims.q()),
+            k: View::contiguous(k, self.dims.k()),
+            v: View::contiguous(v, self.dims.v()),
+            parameters: &parameters,
+            mask: self.mask.as_kernel(),
+            initial_state: None,
+        };
+        Mechanism::<f64>::reference(&self.options, &call).unwrap().out
+    }
+
+    /// The inputs as tensors on a training device.
+    pub(super) fn tensors(&self, dtype: DType) -> (Tensor<4>, Tensor<4>, Tensor<4>, Option<Tensor<3>>) {
+        let device = Device::flex().autodiff();
+        let tensor = |numbers: &Vec<f64>, shape| {
+            Tensor::<4>::from_data(TensorData::new(numbers.clone(), shape), (&device, dtype)).require_grad()
+        };
+        let [q, k, v, table] = &self.inputs;
+        let table = self.options.score.shaw().map(|shaw| {
+            let shape = [if shaw.shared { 1 } else { self.dims.heads }, shaw.rows(), self.dims.head_dim];
+            Tensor::<3>::from_data(TensorData::new(table.clone(), shape), (&device, dtype)).require_grad()
+        });
+        (tensor(q, self.dims.q()), tensor(k, self.dims.k()), tensor(v, self.dims.v()), table)
+    }
+}
+
+pub(super) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    x.try_into_vec_as::<f64>().unwrap()
+}
+
+/// Mechanisms of every kind.
+pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
+    let mut all = Vec::new();
+    for feature_map in FeatureMap::ALL {
+        let shaw = |map, shared| Shaw { radius, map, shared };
+        for score in [
+            Score::Content,
+            Score::Relative(shaw(RelativeMap::Same, false)),
+            Score::Combined(shaw(RelativeMap::Same, true)),
+            Score::Combined(shaw(RelativeMap::Identity, false)),
+        ] {
+            // Where denominators may have any sign, a difference quotient near 0 says nothing.
+            let signed = feature_map == FeatureMap::Identity
+                || score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+            let options =
+                KernelizedAttention { feature_map, score, decay: None, normalize: !signed, algorithm: Algorithm::Auto };
+            if !signed {
+                all.push(KernelizedAttention { normalize: false, ..options.clone() });
+            }
+            all.push(options);
+        }
+    }
+    all
+}
+
+/// Masks over `dims`: directions, offsets, padding.
+pub(super) fn masks(dims: &Dims, seed: u64) -> Vec<AttentionMask> {
+    let mut random = Numbers::new(seed);
+    let padding: Vec<bool> = (0..dims.batch * dims.keys).map(|_| random.below(3) == 0).collect();
+    // The second batch entry sees nothing at all.
+    let empty: Vec<bool> = (0..dims.batch * dims.keys).map(|i| i >= dims.keys).collect();
+    let lengths: Vec<usize> = (0..dims.batch).map(|_| random.below(dims.keys + 1)).collect();
+    let mut all = Vec::new();
+    for offset in [0, dims.keys as isize - dims.queries as isize, 2, -3, 500, -500] {
+        for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
+            let mask = order.with_offset(offset);
+            all.push(mask.clone());
+            all.push(mask.clone().with_padding(&padding));
+            all.push(mask.clone().with_padding(&empty));
+            all.push(mask.with_lengths(&lengths));
+        }
+    }
+    all
+}
+
+pub(super) type Attend =
+    fn(&KernelizedAttention, Tensor<4>, Tensor<4>, Tensor<4>, Option<Tensor<3>>, &AttentionMask) -> Tensor<4>;
+
+/// Asserts that outputs are those of the definition, and gradients its slopes along random directions.
+pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool) {
+    let (q, k, v, table) = case.tensors(DType::F64);
+    let out = attend(&case.options, q.clone(), k.clone(), v.clone(), table.clone(), &case.mask);
+    assert_eq!(out.dims(), case.dims.out(), "{case:?}");
+    let expected = case.reference(&case.inputs);
+    let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
+    for (i, (got, expected)) in numbers(out.clone()).into_iter().zip(&expected).enumerate() {
+        assert!((got - expected).abs() <= 1e-11 * largest, "out[{i}] is {got}, not {expected}: {case:?}");
+    }
+    if !slopes {
+        return;
+    }
+    let mut random = Numbers::new(99);
+    let weights = random.signed(expected.len());
+    let loss = |out: &[f64]| out.iter().zip(&weights).map(|(o, w)| o * w).sum::<f64>();
+    let cotangent =
+        Tensor::<4>::from_data(TensorData::new(weights.clone(), case.dims.out()), (&out.device(), DType::F64));
+    let gradients = (out * cotangent).sum().backward();
+    let found = [
+        q.grad(&gradients).map(numbers),
+        k.grad(&gradients).map(numbers),
+        v.grad(&gradients).map(numbers),
+        table.and_then(|table| table.grad(&gradients)).map(numbers),
+    ];
+    for (which, found) in found.into_iter().enumerate() {
+        let direction = random.signed(case.inputs[which].len());
+        let step = 1e-5;
+        let moved = |by: f64| {
+            let mut inputs = case.inputs.clone();
+            for (x, d) in inputs[which].iter_mut().zip(&direction) {
+                *x += by * d;
+            }
+            loss(&case.reference(&inputs))
+        };
+        let (up, down) = (moved(step), moved(-step));
+        let expected = (up - down) / (2.0 * step);
+        // A parameter that plays no part may have no gradient at all.
+        let slope: f64 = found.map_or(0.0, |found| {
+            assert!(found.iter().all(|g| g.is_finite()), "input {which} has a gradient that is not finite: {case:?}");
+            found.iter().zip(&direction).map(|(g, d)| g * d).sum()
+        });
+        let scale = 1.0 + expected.abs() + (up.abs() + down.abs()) * 1e-3;
+        assert!((slope - expected).abs() <= 2e-6 * scale, "slope along {which} is {slope}, not {expected}: {case:?}");
+    }
+}
+
+/// Tensor operations in chunks so short that a few tokens fill several.
+fn in_chunks(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    table: Option<Tensor<3>>,
+    mask: &AttentionMask,
+) -> Tensor<4> {
+    tensor::attend(options, q, k, v, table, mask, 4)
+}
+
+fn dims(queries: usize, keys: usize) -> Dims {
+    Dims { batch: 2, heads: 2, kv_heads: 1, queries, keys, head_dim: 3, value_dim: 2 }
+}
+
+#[test]
+fn tensor_operations_are_the_definition_where_one_chunk_holds_all() {
+    for (queries, keys, radius) in [(1, 1, 0), (2, 4, 1), (4, 3, 3), (7, 7, 20)] {
+        let dims = dims(queries, keys);
+        for options in mechanisms(radius) {
+            for mask in masks(&dims, 5) {
+                assert_is_the_definition(&Case::new(options.clone(), dims, mask, 3), in_chunks, true);
+            }
+        }
+    }
+}
+
+#[test]
+fn tensor_operations_are_the_definition_over_many_chunks() {
+    for (queries, keys, radius) in [(4, 5, 2), (13, 7, 3), (9, 17, 6), (17, 17, 1), (12, 21, 0)] {
+        let dims = dims(queries, keys);
+        for (i, options) in mechanisms(radius).into_iter().enumerate() {
+            for (j, mask) in masks(&dims, 5).into_iter().enumerate() {
+                // Differences of the definition are slow: a third of the grid, another third for each mechanism.
+                let case = Case::new(options.clone(), dims, mask, 3);
+                assert_is_the_definition(&case, in_chunks, (i + j) % 3 == 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn tensor_operations_decay_as_the_definition_does() {
+    for (queries, keys, radius) in [(6, 6, 2), (10, 19, 3), (33, 33, 5)] {
+        let dims = Dims { kv_heads: 2, ..dims(queries, keys) };
+        for mut options in mechanisms(radius) {
+            options.decay = Some(vec![0.9, 0.99]);
+            for mask in masks(&dims, 5) {
+                if mask.order == longspan_kernels::Order::Causal && options.feature_map != FeatureMap::Identity {
+                    let slopes = queries < 30;
+                    assert_is_the_definition(&Case::new(options.clone(), dims, mask, 3), in_chunks, slopes);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_sequences_are_legal() {
+    for (queries, keys) in [(0, 3), (3, 0), (0, 0)] {
+        let dims = dims(queries, keys);
+        let options = KernelizedAttention { score: Score::Combined(Shaw::new(2)), ..Default::default() };
+        let case = Case::new(options, dims, AttentionMask::causal(), 3);
+        assert_is_the_definition(&case, in_chunks, false);
+    }
+}
+
+#[cfg(feature = "flex")]
+mod fused {
+    use burn::backend::Flex;
+    use burn::tensor::Distribution;
+    use burn_flex::FlexTensor;
+
+    use super::super::flex::{self, Operands, Settings};
+    use super::*;
+
+    fn fused(
+        options: &KernelizedAttention,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        table: Option<Tensor<3>>,
+        mask: &AttentionMask,
+    ) -> Tensor<4> {
+        super::super::attend(options, q, k, v, table, mask).unwrap()
+    }
+
+    #[test]
+    fn kernels_are_the_definition() {
+        for (queries, keys, radius) in [(1, 1, 0), (4, 5, 2), (13, 7, 3), (70, 67, 6), (0, 3, 1), (3, 0, 1)] {
+            let dims = dims(queries, keys);
+            for options in mechanisms(radius) {
+                for mask in masks(&dims, 5) {
+                    let slopes = queries * keys > 0 && queries < 20;
+                    assert_is_the_definition(&Case::new(options.clone(), dims, mask, 3), fused, slopes);
+                }
+            }
+        }
+    }
+
+    /// `[batch, tokens, heads, width]` seen as `[batch, heads, tokens, width]`.
+    fn projected(batch: usize, heads: usize, tokens: usize, width: usize) -> Tensor<4> {
+        let device = Device::flex();
+        Tensor::<4>::random([batch, tokens, heads, width], Distribution::Default, &device).swap_dims(1, 2)
+    }
+
+    fn primitive(x: Tensor<4>) -> FlexTensor {
+        x.try_into_primitive::<Flex>().unwrap()
+    }
+
+    fn address(x: &FlexTensor) -> *const f32 {
+        &raw const x.storage::<f32>()[x.layout().start_offset()]
+    }
+
+    #[test]
+    fn views_reach_the_kernels_without_a_copy() {
+        let all = projected(2, 6, 5, 4);
+        let parts = [0, 2, 4].map(|first| primitive(all.clone().narrow(1, first, 2)));
+        let addresses = parts.each_ref().map(address);
+        let [q, k, v] = parts;
+        assert!(!q.is_contiguous());
+        let operands = Operands { q, k, v, table: None }.with_adjacent_rows();
+        assert_eq!([&operands.q, &operands.k, &operands.v].map(address), addresses);
+        // The output lies in the order of the projection that follows.
+        let settings = Settings { options: KernelizedAttention::default(), mask: AttentionMask::causal() };
+        let out = operands.forward(&settings).unwrap().out;
+        assert_eq!(out.layout().strides(), [5 * 2 * 4, 4, 2 * 4, 1]);
+        assert!(out.transpose(1, 2).is_contiguous());
+        // Rows that are not adjacent are the one case that is copied.
+        let crosswise = primitive(projected(2, 2, 4, 4).swap_dims(2, 3));
+        let before = address(&crosswise);
+        let operands = Operands { q: crosswise, ..operands }.with_adjacent_rows();
+        assert_ne!(address(&operands.q), before);
+    }
+
+    #[test]
+    fn a_model_trains_without_a_copy() {
+        use crate::attention::AttentionConfig;
+        use crate::models::Seq2SeqConfig;
+        use burn::tensor::Int;
+
+        let device = Device::flex().autodiff();
+        for cross in [AttentionConfig::kernelized(), AttentionConfig::shaw()] {
+            let model = Seq2SeqConfig::new(9, 9).with_d_model(16).with_heads(2).with_cross_attention(cross);
+            let model = model.with_dropout(0.0).init(&device).unwrap();
+            let ids = |n: usize| Tensor::<2, Int>::from_data(TensorData::new(vec![3_i64; 2 * n], [2, n]), &device);
+            flex::copies::COUNT.set(0);
+            let logits = model.forward(ids(5), &[5, 3], ids(7)).unwrap();
+            logits.powi_scalar(2).sum().backward();
+            assert_eq!(flex::copies::COUNT.get(), 0);
+        }
+    }
+}
