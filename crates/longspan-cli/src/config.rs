@@ -104,6 +104,37 @@ impl Default for RunConfig {
     }
 }
 
+/// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
+pub const KEYS: [(&str, &str); 27] = [
+    ("pairs", "a .tsv or .jsonl of pairs; the CMU dictionary without it"),
+    ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
+    ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
+    ("max_tokens", "longer training pairs are left out"),
+    ("answer_tokens", "longest answer; a quarter more than the longest training target"),
+    ("attention", "kernelized, shaw or softmax"),
+    ("feature_map", "elu+1, relu, softplus or exp"),
+    ("radius", "how far Shaw's relative positions reach"),
+    ("d_model", "width of the model"),
+    ("heads", "attention heads; they divide d_model"),
+    ("encoder_layers", "blocks of the encoder"),
+    ("decoder_layers", "blocks of the decoder"),
+    ("d_ff", "width inside the feed-forward layers"),
+    ("dropout", "share of activations dropped in training"),
+    ("norm", "pre or post: where layer norms stand"),
+    ("seed", "of initial weights, the order of pairs, and dropout"),
+    ("steps", "optimiser steps"),
+    ("minutes", "train about this long instead"),
+    ("batch_size", "pairs in a batch"),
+    ("learning_rate", "the largest rate of the schedule"),
+    ("warmup_steps", "steps in which the rate rises"),
+    ("weight_decay", "AdamW's decay of weights"),
+    ("label_smoothing", "probability mass spread over all tokens"),
+    ("clip_norm", "gradients with a larger norm are scaled down"),
+    ("workers", "threads that share each batch; one a core, at most 8"),
+    ("checkpoint_steps", "steps between checkpoints"),
+    ("evaluate", "held-out sources scored at the end; 0 for all"),
+];
+
 /// Settings as they are gathered, one source over the other.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -210,11 +241,7 @@ impl RunConfig {
             bail!("{key} = 0: expected at least 1; change it with --set {key}=…");
         }
         if !self.d_model.is_multiple_of(self.heads) {
-            bail!(
-                "d_model = {} is not a multiple of heads = {}; change one with --set",
-                self.d_model,
-                self.heads
-            );
+            bail!("d_model = {} is not a multiple of heads = {}; change one with --set", self.d_model, self.heads);
         }
         let fractions = [("dropout", self.dropout), ("label_smoothing", self.label_smoothing)];
         if let Some((key, value)) = fractions.iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
@@ -284,6 +311,16 @@ mod tests {
         assert!(error.contains("did you mean `learning_rate`?") && error.contains("known are"), "{error}");
         assert!(!settings.set_text("qqqqqqqq=1").unwrap_err().to_string().contains("did you mean"));
         assert!(settings.set_text("steps").unwrap_err().to_string().contains("no `=`"));
+    }
+
+    #[test]
+    fn every_key_is_explained() {
+        let settings = Settings::new().unwrap();
+        let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
+        let mut explained: Vec<&str> = KEYS.iter().map(|(key, _)| *key).collect();
+        known.sort_unstable();
+        explained.sort_unstable();
+        assert_eq!(explained, known);
     }
 
     #[test]

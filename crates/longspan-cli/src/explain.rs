@@ -116,7 +116,9 @@ fn as_table(arguments: &Arguments, dims: &Dims, plan: &Plan) -> String {
         "{order} attention, {radius}: batch {} × {} heads, {} queries × {} keys, head_dim {}, value_dim {}\n\n",
         dims.batch, dims.heads, dims.queries, dims.keys, dims.head_dim, dims.value_dim
     );
-    text.push_str("  algorithm   flops, all heads   working memory a head   published count a head   time, one thread\n");
+    text.push_str(
+        "  algorithm   flops, all heads   working memory a head   published count a head   time, one thread\n",
+    );
     for estimate in &plan.estimates {
         let mark = if estimate.algorithm == plan.algorithm { '→' } else { ' ' };
         text.push_str(&format!(

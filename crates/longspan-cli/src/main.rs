@@ -102,10 +102,17 @@ fn usage(error: &clap::Error) -> ExitCode {
         return ExitCode::from(2);
     }
     let text = error.to_string();
-    let parts: Vec<&str> =
-        text.lines().map(str::trim).filter(|line| !line.is_empty()).take_while(|line| !line.starts_with("Usage:")).collect();
+    let parts: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .take_while(|line| !line.starts_with("Usage:"))
+        .collect();
     let line = parts.join("; ");
-    eprintln!("{}; see longspan --help", line.trim_end_matches("For more information, try '--help'.").trim_end_matches("; "));
+    eprintln!(
+        "{}; see longspan --help",
+        line.trim_end_matches("For more information, try '--help'.").trim_end_matches("; ")
+    );
     ExitCode::from(2)
 }
 

@@ -77,8 +77,7 @@ impl Rate {
             return Self { rate, low: 0.0, high: rate.max(1.0) };
         }
         let rate = edits as f64 / tokens as f64;
-        let squares: f64 =
-            scores.iter().map(|score| (score.edits as f64 - rate * score.tokens as f64).powi(2)).sum();
+        let squares: f64 = scores.iter().map(|score| (score.edits as f64 - rate * score.tokens as f64).powi(2)).sum();
         let half = Z * (n / (n - 1.0) * squares).sqrt() / tokens as f64;
         Self { rate, low: (rate - half).max(0.0), high: rate + half }
     }

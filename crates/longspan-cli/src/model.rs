@@ -11,8 +11,8 @@ use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
 use crate::config::{RunConfig, nearest};
 use crate::run::{RunFolder, Saved};
-use crate::train::optimizer;
 use crate::tokens::{PAD, Tokenizer};
+use crate::train::optimizer;
 
 /// The mechanisms that `attention` names.
 const ATTENTIONS: [&str; 3] = ["kernelized", "shaw", "softmax"];
@@ -27,7 +27,8 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         "shaw" => AttentionConfig::Shaw { relative, kernel },
         "softmax" => AttentionConfig::softmax(),
         other => {
-            let nearest = nearest(other, &ATTENTIONS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
+            let nearest =
+                nearest(other, &ATTENTIONS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
             bail!("unknown attention {other:?}; {nearest}known are {}", ATTENTIONS.join(", "))
         }
     };

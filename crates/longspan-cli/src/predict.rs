@@ -53,8 +53,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (name, reader): (String, Box<dyn BufRead + Send>) = match &arguments.file {
         Some(path) => {
             let name = path.display().to_string();
-            let file =
-                File::open(path).map_err(|error| anyhow!("cannot read {name}: {error}; check the name and the permissions"))?;
+            let file = File::open(path)
+                .map_err(|error| anyhow!("cannot read {name}: {error}; check the name and the permissions"))?;
             (name, Box::new(BufReader::new(file)))
         }
         None => ("standard input".into(), Box::new(BufReader::new(io::stdin()))),

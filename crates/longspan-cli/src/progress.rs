@@ -34,7 +34,7 @@ impl Progress {
     pub fn new(step: usize) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(8));
-            let template = "{bar:32.cyan/dim} {pos}/{len} steps  {msg}";
+            let template = "{bar:32.cyan/dim} {msg}";
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("━━─"));
             }
@@ -56,8 +56,7 @@ impl Progress {
         let last = status.steps == Some(status.step);
         if last || self.last_line.is_none_or(|at| at.elapsed() >= PLAIN_INTERVAL) {
             self.last_line = Some(Instant::now());
-            let steps = status.steps.map_or("?".into(), |steps| steps.to_string());
-            eprintln!("step {}/{steps}  {}", status.step, self.describe(status));
+            eprintln!("{}", self.describe(status));
         }
     }
 
@@ -70,7 +69,8 @@ impl Progress {
             }
             _ => "timing the first steps".into(),
         };
-        format!("loss {:.3}  {:.0} pairs/s  {left}", status.loss, status.pairs_per_second)
+        let steps = status.steps.map_or("?".into(), |steps| steps.to_string());
+        format!("step {}/{steps}  loss {:.3}  {:.0} pairs/s  {left}", status.step, status.loss, status.pairs_per_second)
     }
 
     /// Prints a line above the bar.

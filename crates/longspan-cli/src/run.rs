@@ -41,6 +41,9 @@ pub struct Saved {
     pub data_sha256: String,
 }
 
+/// The file that is locked, within a run folder.
+const LOCK: &str = ".lock";
+
 /// Keeps other processes from training in the same folder; ends with the process, however it ends.
 #[derive(Debug)]
 pub struct Lock {
@@ -64,7 +67,7 @@ impl RunFolder {
     }
 
     /// Makes a run folder: `fill` writes into a hidden one beside it, which takes its name when all is there.
-    pub fn create(path: &Path, fill: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
+    pub fn create(path: &Path, fill: impl FnOnce(&Self) -> Result<()>) -> Result<(Self, Lock)> {
         let name = path.display();
         if path.symlink_metadata().is_ok() && !is_empty_folder(path) {
             bail!("{name} exists already; go on with --resume {name}, or choose another folder with --out");
@@ -74,22 +77,35 @@ impl RunFolder {
         };
         let parent = parent_of(path);
         let failed = |error: io::Error| anyhow!("cannot make the run folder {name}: {error}; {}", mend(&error));
-        fs::create_dir_all(parent).map_err(failed)?;
-        let draft = parent.join(format!(".{}.draft-{}", last.display(), std::process::id()));
-        if draft.exists() {
-            fs::remove_dir_all(&draft).map_err(failed)?;
-        }
-        fs::create_dir(&draft).map_err(failed)?;
-        let filled = fill(&Self { path: draft.clone() })
-            .and_then(|()| sync_folder(&draft).map_err(failed))
-            .and_then(|()| fs::rename(&draft, path).map_err(failed))
+        let draft = Self { path: parent.join(format!(".{}.draft", last.display())) };
+        fs::create_dir_all(&draft.path).map_err(failed)?;
+        // The lock is in the folder and keeps its hold when that is renamed.
+        let lock = draft.lock()?;
+        let filled = draft
+            .clear()
+            .map_err(failed)
+            .and_then(|()| fill(&draft))
+            .and_then(|()| sync_folder(&draft.path).map_err(failed))
+            .and_then(|()| fs::rename(&draft.path, path).map_err(failed))
             .and_then(|()| sync_folder(parent).map_err(failed));
         if let Err(error) = filled {
             // The draft is of no use to anyone; that it could not be removed matters less than why it failed.
-            let _ = fs::remove_dir_all(&draft);
-            return Err(error);
+            let _ = fs::remove_dir_all(&draft.path);
+            let of_draft = draft.path.display().to_string();
+            bail!("{}", format!("{error:#}").replace(&of_draft, &name.to_string()));
         }
-        Ok(Self { path: path.to_path_buf() })
+        Ok((Self { path: path.to_path_buf() }, lock))
+    }
+
+    /// Removes what a killed process left in a draft.
+    fn clear(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let path = entry?.path();
+            if path.file_name().is_some_and(|name| name != LOCK) {
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(())
     }
 
     /// Where it is.
@@ -157,7 +173,8 @@ impl RunFolder {
     /// Brings the weights in line with the checkpoint that was just read, and removes what a killed process left.
     pub fn repair(&self, model: &Seq2Seq) -> Result<()> {
         checkpoint::save_weights(self.model(), model).map_err(write_error)?;
-        let failed = |error| write_error(longspan::Error::Io { path: self.path.clone(), action: "write", source: error });
+        let failed =
+            |error| write_error(longspan::Error::Io { path: self.path.clone(), action: "write", source: error });
         for entry in fs::read_dir(&self.path).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
             if path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(".tmp")) {
@@ -169,7 +186,7 @@ impl RunFolder {
 
     /// Takes the folder for this process.
     pub fn lock(&self) -> Result<Lock> {
-        let path = self.path.join(".lock");
+        let path = self.path.join(LOCK);
         let name = self.path.display();
         let file = File::options().create(true).truncate(false).write(true).open(&path);
         let file = file.map_err(|error| anyhow!("cannot write to the run folder {name}: {error}; {}", mend(&error)))?;
@@ -206,7 +223,7 @@ pub fn write_error(error: longspan::Error) -> anyhow::Error {
 fn mend(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "make room, then go on with --resume, or choose another folder with --out"
+            "make room (a run that has begun goes on with --resume), or choose another folder with --out"
         }
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
             "choose a folder that can be written with --out"
@@ -237,9 +254,9 @@ mod tests {
         let path = place.path().join("run");
         let result = RunFolder::create(&path, |folder| {
             write_atomic(&folder.config(), b"{}")?;
-            bail!("no")
+            bail!("cannot write {}", folder.config().display())
         });
-        assert_eq!(result.unwrap_err().to_string(), "no");
+        assert_eq!(result.unwrap_err().to_string(), format!("cannot write {}", path.join("config.json").display()));
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0);
     }
 
@@ -248,9 +265,13 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("run");
         fs::create_dir(&path).unwrap();
-        let folder = RunFolder::create(&path, |folder| write_atomic(&folder.config(), b"{}")).unwrap();
+        // As a process that was killed leaves it.
+        fs::create_dir(place.path().join(".run.draft")).unwrap();
+        fs::write(place.path().join(".run.draft/half"), b"").unwrap();
+        let (folder, lock) = RunFolder::create(&path, |folder| write_atomic(&folder.config(), b"{}")).unwrap();
+        assert!(!path.join("half").exists());
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
         assert!(RunFolder::create(&path, |_| Ok(())).unwrap_err().to_string().contains("--resume"));
-        let lock = folder.lock().unwrap();
         assert!(folder.lock().unwrap_err().to_string().contains("another process"));
         drop(lock);
         folder.lock().unwrap();

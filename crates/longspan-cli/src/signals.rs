@@ -24,6 +24,11 @@ impl Stop {
         Ok(stop)
     }
 
+    /// From now on there is nothing left to save: the next signal stops at once.
+    pub fn nothing_to_save(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
     /// Whether to stop at the next good moment.
     pub fn asked(&self) -> bool {
         self.0.load(Ordering::SeqCst)

@@ -42,7 +42,9 @@ impl FromStr for Kind {
             "words" => Ok(Self::Words),
             "bytes" => Ok(Self::Bytes),
             path if path.ends_with(".json") => Ok(Self::File(path.into())),
-            other => bail!("unknown tokens {other:?}; known are characters, words, bytes, or the path of a tokenizer.json"),
+            other => {
+                bail!("unknown tokens {other:?}; known are characters, words, bytes, or the path of a tokenizer.json")
+            }
         }
     }
 }

@@ -16,7 +16,11 @@ fn bad_pairs_are_named_with_their_line() {
         ("c.tsv", [good.as_bytes(), b"a\xffb\tc\n"].concat(), ["c.tsv, line 7, byte 2: invalid UTF-8 (0xff)", "iconv"]),
         ("d.tsv", Vec::new(), ["d.tsv: no pairs", "one pair a line"]),
         ("e.tsv", b"\n\n".to_vec(), ["e.tsv: no pairs", "one pair a line"]),
-        ("f.jsonl", b"{\"source\": \"a\", \"target\": \"b\"}\n{\"source\": 3}".to_vec(), ["f.jsonl, line 2: ", "expected"]),
+        (
+            "f.jsonl",
+            b"{\"source\": \"a\", \"target\": \"b\"}\n{\"source\": 3}".to_vec(),
+            ["f.jsonl, line 2: ", "expected"],
+        ),
     ] {
         place.write(file, &contents);
         let out = format!("{file}-run");

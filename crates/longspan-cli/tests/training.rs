@@ -89,8 +89,12 @@ fn an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not() {
     for (name, more) in [("plain", vec![]), ("dropout", vec!["--set", "dropout=0.2"])] {
         let (whole, parts) = (format!("{name}-whole"), format!("{name}-parts"));
         place.ok(&place.train(&whole, "60", &more));
-        let mut child =
-            place.command(&place.train(&parts, "60", &more)).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let mut child = place
+            .command(&place.train(&parts, "60", &more))
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
         place.wait_for_lines(&format!("{parts}/metrics.jsonl"), 3);
         signal("INT", child.id());
         let status = child.wait().unwrap();
@@ -142,7 +146,8 @@ fn kill_9_at_any_moment_leaves_a_run_that_goes_on() {
 fn a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint() {
     let place = Place::new();
     let more = ["--learning-rate", "1e30", "--set", "checkpoint_steps=1"];
-    let error = place.fails(&place.train("run", "50", &more), &["at step ", "became NaN", "in run is kept", "--learning-rate"]);
+    let error =
+        place.fails(&place.train("run", "50", &more), &["at step ", "became NaN", "in run is kept", "--learning-rate"]);
     let info = place.info("run");
     let kept = info["step"].as_u64().unwrap();
     assert!(error.contains(&format!("the checkpoint of step {kept} ")), "{error}");
@@ -165,6 +170,7 @@ fn a_full_disk_keeps_the_last_checkpoint_and_says_so() {
 
     let output = with_file_limit(&place.path(""), 4, &place.train("none", "12", &[]));
     failed(&output, &["cannot write", "File too large"]);
+    assert!(!text(&output.stderr).contains("draft"), "{}", text(&output.stderr));
     assert!(!place.names("").iter().any(|name| name.contains("none")), "{:?}", place.names(""));
 }
 
@@ -176,7 +182,10 @@ fn a_folder_that_cannot_be_made_or_is_taken_is_refused() {
     place.fails(&place.train("run", "3", &[]), &["run holds a run already", "--resume run", "--out"]);
     assert_eq!(place.read("run/model.safetensors"), before);
     place.fails(&place.train("pairs.tsv/run", "3", &[]), &["cannot make the run folder pairs.tsv/run", "--out"]);
-    place.fails(&place.train("/proc/longspan/run", "3", &[]), &["cannot make the run folder /proc/longspan/run", "--out"]);
+    place.fails(
+        &place.train("/proc/longspan/run", "3", &[]),
+        &["cannot make the run folder /proc/longspan/run", "--out"],
+    );
     place.fails(&place.train("/", "3", &[]), &["/"]);
     std::fs::create_dir_all(place.path("full/of")).unwrap();
     place.fails(&place.train("full", "3", &[]), &["full exists already"]);

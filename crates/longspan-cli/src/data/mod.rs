@@ -32,8 +32,9 @@ const BUCKETS: u64 = 20;
 /// A hash, and not a random draw: the split is the same on every machine, in every run and for every order of the lines,
 /// and all targets of one source fall on the same side.
 fn bucket(source: &str) -> u64 {
-    let hash =
-        source.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    let hash = source
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     hash % BUCKETS
 }
 

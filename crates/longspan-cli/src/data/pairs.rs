@@ -114,7 +114,8 @@ mod tests {
 
     #[test]
     fn json_lines_take_one_target_or_several() {
-        let pairs = parse(b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}", true, "x");
+        let pairs =
+            parse(b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}", true, "x");
         assert_eq!(pairs.unwrap().len(), 3);
         assert!(message(b"{\"source\":\"a\"}", true).starts_with("x, line 1: missing field `target`"));
         assert!(message(b"\n{", true).starts_with("x, line 2: EOF"));

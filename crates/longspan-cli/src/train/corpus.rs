@@ -52,10 +52,8 @@ impl Corpus {
     pub fn encode(split: Split, [source, target]: &[Tokenizer; 2], config: &RunConfig) -> Result<Self> {
         let all = pairs(&split.train, source, target)?;
         let count = all.len();
-        let train: Vec<Pair> = all
-            .into_iter()
-            .filter(|pair| pair.source.len().max(pair.target.len()) <= config.max_tokens)
-            .collect();
+        let train: Vec<Pair> =
+            all.into_iter().filter(|pair| pair.source.len().max(pair.target.len()) <= config.max_tokens).collect();
         if train.is_empty() {
             bail!("every training pair has more than {} tokens; raise it with --set max_tokens=…", config.max_tokens);
         }

@@ -21,7 +21,7 @@ pub use step::{Workers, source_ids};
 
 use crate::Outcome;
 use crate::answer::Answerer;
-use crate::config::{RunConfig, Settings};
+use crate::config::{self, RunConfig, Settings};
 use crate::data::batches::{Batches, SplitMix};
 use crate::metrics::ErrorRates;
 use crate::model;
@@ -96,6 +96,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         eprintln!("stopped after step {} and saved; go on with: longspan train --resume {name}", session.step());
         return Ok(Outcome::Interrupted);
     }
+    stop.nothing_to_save();
     session.report()?;
     Ok(Outcome::Done)
 }
@@ -145,28 +146,16 @@ impl Session {
         let model = model::fresh(&sizes, config.seed, &Device::flex().autodiff())?;
         let optimizer = optimizer(&config);
         let saved = Saved { step: 0, seconds: 0.0, data_sha256: corpus.fingerprint() };
-        let folder = RunFolder::create(&path, |draft| {
+        let (folder, lock) = RunFolder::create(&path, |draft| {
             write_config(draft, &config)?;
             write_atomic(&draft.source_tokenizer(), tokenizers[0].to_json()?.as_bytes())?;
             write_atomic(&draft.target_tokenizer(), tokenizers[1].to_json()?.as_bytes())?;
             write_atomic(&draft.metrics(), b"")?;
             draft.save(&model, &optimizer, &saved)
         })?;
-        let lock = folder.lock()?;
         let log = MetricsLog::open(&folder, 0)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
-        Ok(Self {
-            folder,
-            _lock: lock,
-            config,
-            tokenizers,
-            corpus,
-            workers,
-            model,
-            optimizer,
-            saved,
-            log,
-        })
+        Ok(Self { folder, _lock: lock, config, tokenizers, corpus, workers, model, optimizer, saved, log })
     }
 
     /// A run that goes on from its last checkpoint.
@@ -199,18 +188,7 @@ impl Session {
         }
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
-        Ok(Self {
-            folder,
-            _lock: lock,
-            config,
-            tokenizers,
-            corpus,
-            workers,
-            model,
-            optimizer,
-            saved,
-            log,
-        })
+        Ok(Self { folder, _lock: lock, config, tokenizers, corpus, workers, model, optimizer, saved, log })
     }
 
     /// Steps taken up to the last checkpoint.
@@ -380,8 +358,8 @@ impl Session {
             eprintln!("scoring {} held-out sources", held_out.len());
             let rates = ErrorRates::of(&answerer.score(&held_out)?);
             self.log.write(&json!({ "step": self.step(), "held_out": rates }))?;
-            let [token, sequence] =
-                if dictionary { ["phoneme", "word"] } else { ["token", "sequence"] }.map(|unit| format!("{unit} error rate"));
+            let [token, sequence] = if dictionary { ["phoneme", "word"] } else { ["token", "sequence"] }
+                .map(|unit| format!("{unit} error rate"));
             let count = rates.sequences;
             writeln!(text, "On {count} held-out {}:", if dictionary { "words" } else { "sources" })?;
             writeln!(text, "  {token:<20} {}", rates.token_error_rate)?;
@@ -509,11 +487,14 @@ impl Recent {
 /// The table of keys for `--help`.
 fn keys_help() -> String {
     let mut text = String::from("Keys of --config and --set, with their defaults:\n");
-    if let Ok(Value::Object(defaults)) = serde_json::to_value(RunConfig::default()) {
-        for (key, value) in defaults {
-            let value = if value.is_null() { "(chosen from the data or the machine)".into() } else { value.to_string() };
-            text.push_str(&format!("  {key:<18} {value}\n"));
-        }
+    let defaults = serde_json::to_value(RunConfig::default()).unwrap_or_default();
+    for (key, meaning) in config::KEYS {
+        let default = match &defaults[key] {
+            Value::Null => "-".into(),
+            Value::String(name) => name.clone(),
+            other => other.to_string(),
+        };
+        text.push_str(&format!("  {key:<17} {default:<7} {meaning}\n"));
     }
     text
 }

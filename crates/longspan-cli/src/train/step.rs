@@ -76,7 +76,10 @@ impl Workers {
                 .zip(&self.pools)
                 .map(|(part, pool)| scope.spawn(move || pool.install(|| task(part))))
                 .collect();
-            handles.into_iter().map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+            handles
+                .into_iter()
+                .map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
         })
     }
 }
@@ -240,8 +243,7 @@ mod tests {
         let (model, pairs) = (model(), pairs());
         let batch: Vec<&Pair> = pairs.iter().collect();
         let found = |workers| {
-            let mut found =
-                gradients(&model, &batch, 0.1, false, &Workers::new(workers).unwrap()).unwrap();
+            let mut found = gradients(&model, &batch, 0.1, false, &Workers::new(workers).unwrap()).unwrap();
             (found.loss, clip(&model, &mut found.gradients, f64::MAX))
         };
         let (loss, norm) = found(1);

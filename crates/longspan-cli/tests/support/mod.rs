@@ -13,8 +13,17 @@ use tempfile::TempDir;
 pub struct Place(TempDir);
 
 /// Settings of a model that takes a step in a few milliseconds.
-pub const TINY: [&str; 9] =
-    ["d_model=16", "heads=2", "encoder_layers=1", "decoder_layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+pub const TINY: [&str; 9] = [
+    "d_model=16",
+    "heads=2",
+    "encoder_layers=1",
+    "decoder_layers=1",
+    "d_ff=16",
+    "radius=2",
+    "workers=2",
+    "batch_size=8",
+    "warmup_steps=5",
+];
 
 impl Place {
     pub fn new() -> Self {
