@@ -6,7 +6,7 @@
 //! RUN/model.safetensors        the weights
 //! RUN/checkpoint.safetensors   weights, optimiser and progress: what --resume goes on from
 //! RUN/metrics.jsonl            one JSON object a line
-//! RUN/loss.svg                 the loss curve
+//! RUN/loss.svg, loss.png       the loss curve
 //! ```
 //!
 //! Nothing is ever visible half-written, so a process may be killed at any instant. The folder itself appears under its
@@ -133,9 +133,9 @@ impl RunFolder {
         self.path.join("metrics.jsonl")
     }
 
-    /// The loss curve.
-    pub fn loss_curve(&self) -> PathBuf {
-        self.path.join("loss.svg")
+    /// The loss curve; `extension` is `svg` or `png`.
+    pub fn loss_curve(&self, extension: &str) -> PathBuf {
+        self.path.join("loss").with_extension(extension)
     }
 
     fn model(&self) -> PathBuf {

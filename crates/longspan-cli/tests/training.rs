@@ -23,6 +23,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
             ".lock",
             "checkpoint.safetensors",
             "config.json",
+            "loss.png",
             "loss.svg",
             "metrics.jsonl",
             "model.safetensors",

@@ -4,10 +4,10 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::plot::Point;
+use crate::plot::{LossCurve, Point};
 use crate::run::{RunFolder, write_atomic, write_error};
 
 /// The metrics of a run, open for more.
@@ -67,9 +67,9 @@ impl MetricsLog {
     /// Waits until all lines are on the disk, and draws the curve anew.
     pub fn sync(&self, title: &str) -> Result<()> {
         self.file.sync_data().map_err(|error| failed(&self.folder.metrics(), error))?;
-        let svg = crate::plot::loss_curve(&self.training, &self.development, title)
-            .map_err(|error| anyhow!("{}: {error:#}", self.folder.loss_curve().display()))?;
-        write_atomic(&self.folder.loss_curve(), svg.as_bytes())
+        let curve = LossCurve { training: &self.training, development: &self.development, title };
+        write_atomic(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
+        write_atomic(&self.folder.loss_curve("png"), &curve.png()?)
     }
 }
 
