@@ -25,6 +25,7 @@ fn main() {
             println!("cargo::error=the crate cmudict-fast has no file {}", path.display());
             return;
         }
+        println!("cargo::rerun-if-changed={}", path.display());
         println!("cargo::rustc-env={variable}={}", path.display());
     }
 }

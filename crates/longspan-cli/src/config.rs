@@ -98,8 +98,8 @@ impl Default for RunConfig {
             label_smoothing: 0.05,
             clip_norm: 1.0,
             workers: None,
-            checkpoint_steps: 250,
-            evaluate: 2000,
+            checkpoint_steps: 500,
+            evaluate: 0,
         }
     }
 }

@@ -50,8 +50,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let mut value = serde_json::to_value(&rates)?;
-        value["run"] = json!(arguments.run);
-        value["file"] = json!(arguments.file);
+        value["run"] = json!(arguments.run.display().to_string());
+        value["file"] = json!(arguments.file.display().to_string());
         value["beam"] = json!(arguments.beam);
         writeln!(out, "{value}")?;
     } else {

@@ -34,7 +34,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let value = json!({
-            "run": arguments.run,
+            "run": arguments.run.display().to_string(),
             "step": saved.step,
             "finished": config.minutes.is_none() && saved.step >= config.steps,
             "seconds": saved.seconds,

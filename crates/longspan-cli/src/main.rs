@@ -29,6 +29,8 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
+use crate::progress::note;
+
 /// The version, and the notice that the embedded dictionary asks to be passed on with it.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
@@ -86,7 +88,7 @@ fn main() -> ExitCode {
         // Whoever reads our output has had enough, as `head` does: that is no error.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", format!("{error:#}").replace('\n', " "));
+            note(format!("error: {error:#}").replace('\n', " "));
             ExitCode::FAILURE
         }
     }
@@ -98,7 +100,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        eprintln!("error: no subcommand; give train, predict, eval, explain or info, or see longspan --help");
+        note("error: no subcommand; give train, predict, eval, explain or info, or see longspan --help");
         return ExitCode::from(2);
     }
     let text = error.to_string();
@@ -109,10 +111,10 @@ fn usage(error: &clap::Error) -> ExitCode {
         .take_while(|line| !line.starts_with("Usage:"))
         .collect();
     let line = parts.join("; ");
-    eprintln!(
+    note(format_args!(
         "{}; see longspan --help",
         line.trim_end_matches("For more information, try '--help'.").trim_end_matches("; ")
-    );
+    ));
     ExitCode::from(2)
 }
 

@@ -15,6 +15,7 @@ use crate::Outcome;
 use crate::answer::Answerer;
 use crate::data::pairs::utf8;
 use crate::model::Trained;
+use crate::progress::note;
 use crate::train::Workers;
 
 /// Lines answered together, if so many are there already.
@@ -163,7 +164,7 @@ fn warn_unknown(trained: &Trained, texts: &[&str], reported: &mut HashSet<String
     for text in texts {
         for piece in trained.source.unknown_pieces(text) {
             if reported.insert(piece.to_string()) {
-                eprintln!("note: {piece:?} did not occur in training; it is taken as unknown");
+                note(format_args!("note: {piece:?} did not occur in training; it is taken as unknown"));
             }
         }
     }

@@ -1,12 +1,18 @@
 //! How far training has come: a bar in a terminal, a plain line now and then elsewhere. All on standard error.
 
-use std::io::IsTerminal;
+use std::fmt::Display;
+use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// Seconds between plain lines.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Writes a line to standard error. Where nobody reads it any more, that is no reason to stop, let alone to panic.
+pub fn note(line: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
 
 /// The display of a training run.
 pub struct Progress {
@@ -56,7 +62,7 @@ impl Progress {
         let last = status.steps == Some(status.step);
         if last || self.last_line.is_none_or(|at| at.elapsed() >= PLAIN_INTERVAL) {
             self.last_line = Some(Instant::now());
-            eprintln!("{}", self.describe(status));
+            note(self.describe(status));
         }
     }
 
@@ -76,8 +82,8 @@ impl Progress {
     /// Prints a line above the bar.
     pub fn note(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{line}")),
-            None => eprintln!("{line}"),
+            Some(bar) => bar.suspend(|| note(line)),
+            None => note(line),
         }
     }
 

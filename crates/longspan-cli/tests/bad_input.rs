@@ -64,6 +64,8 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
     train(&["--set", "learning-rat=1"], &["--set: unknown key `learning-rat`", "did you mean `learning_rate`"]);
     train(&["--set", "steps=many"], &["--set: `steps` = \"many\""]);
     train(&["--set", "steps"], &["no `=`"]);
+    train(&["--minutes", "nan"], &["cannot be used with"]);
+    train(&["--learning-rate", "inf"], &["--learning-rate inf: expected a finite number"]);
     train(&["--set", "norm=both"], &["unknown norm \"both\""]);
     train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
     train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);

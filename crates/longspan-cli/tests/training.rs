@@ -216,6 +216,17 @@ fn two_processes_cannot_train_in_one_folder() {
 }
 
 #[test]
+fn a_closed_standard_error_does_not_end_training() {
+    let place = Place::new();
+    let mut child =
+        place.command(&place.train("run", "30", &[])).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    assert_eq!(place.info("run")["step"], 30);
+}
+
+#[test]
 fn empty_texts_are_legal() {
     let place = Place::new();
     place.write("pairs.tsv", "ab\t\n\tba\nabc\tcba\nb\tb\na\ta\n\t\nca\tac\nd\td\n".repeat(2).as_bytes());

@@ -25,7 +25,7 @@ use crate::config::{self, RunConfig, Settings};
 use crate::data::batches::{Batches, SplitMix};
 use crate::metrics::ErrorRates;
 use crate::model;
-use crate::progress::{Progress, Status, duration};
+use crate::progress::{Progress, Status, duration, note};
 use crate::run::{Lock, RunFolder, Saved, write_atomic};
 use crate::signals::Stop;
 use crate::tokens::Tokenizer;
@@ -93,7 +93,10 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     session.introduce();
     if session.train(&stop)? == Outcome::Interrupted {
         let name = session.folder.path().display();
-        eprintln!("stopped after step {} and saved; go on with: longspan train --resume {name}", session.step());
+        note(format_args!(
+            "stopped after step {} and saved; go on with: longspan train --resume {name}",
+            session.step()
+        ));
         return Ok(Outcome::Interrupted);
     }
     stop.nothing_to_save();
@@ -202,27 +205,27 @@ impl Session {
             Some(path) => path.display().to_string(),
             None => "the CMU pronouncing dictionary".into(),
         };
-        eprintln!(
+        note(format_args!(
             "{name}: {} training pairs, {} held-out sources; {} → {}",
             self.corpus.train.len(),
             self.corpus.held_out.len(),
             self.tokenizers[0].kind(),
             self.tokenizers[1].kind()
-        );
+        ));
         if self.corpus.too_long > 0 {
-            eprintln!(
+            note(format_args!(
                 "{} pairs have more than {} tokens and are left out; --set max_tokens=… takes them in",
                 self.corpus.too_long, self.config.max_tokens
-            );
+            ));
         }
         let [encoder, decoder] = [self.config.encoder_layers, self.config.decoder_layers];
-        eprintln!(
+        note(format_args!(
             "{} attention, {encoder}+{decoder} blocks, width {}: {} parameters; run folder {}",
             self.config.attention,
             self.config.d_model,
             self.model.num_params(),
             self.folder.path().display()
-        );
+        ));
     }
 
     /// Takes steps until the run is complete or someone asks to stop.
@@ -270,7 +273,7 @@ impl Session {
         if step > self.step() {
             let seconds = before + started.elapsed().as_secs_f64();
             self.save_checkpoint(step, seconds)?;
-            eprintln!("{step} steps in {}", duration(seconds));
+            note(format_args!("{step} steps in {}", duration(seconds)));
         }
         Ok(Outcome::Done)
     }
@@ -355,7 +358,7 @@ impl Session {
         if held_out.is_empty() {
             writeln!(text, "no pairs were held out (about a twentieth is, by a hash of the source): no error rates")?;
         } else {
-            eprintln!("scoring {} held-out sources", held_out.len());
+            note(format_args!("scoring {} held-out sources", held_out.len()));
             let rates = ErrorRates::of(&answerer.score(&held_out)?);
             self.log.write(&json!({ "step": self.step(), "held_out": rates }))?;
             let [token, sequence] = if dictionary { ["phoneme", "word"] } else { ["token", "sequence"] }
@@ -402,15 +405,19 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         settings.set_text(assignment)?;
     }
     let flags: [(&str, &str, Option<Value>); 9] = [
-        ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| json!(path))),
+        ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
         ("attention", "--attention", arguments.attention.as_ref().map(|name| json!(name))),
         ("source_tokens", "--source-tokens", arguments.source_tokens.as_ref().map(|name| json!(name))),
         ("target_tokens", "--target-tokens", arguments.target_tokens.as_ref().map(|name| json!(name))),
         ("steps", "--steps", arguments.steps.map(|n| json!(n))),
-        ("minutes", "--minutes", arguments.minutes.map(|n| json!(n))),
+        ("minutes", "--minutes", arguments.minutes.map(|n| number("--minutes", n)).transpose()?),
         ("seed", "--seed", arguments.seed.map(|n| json!(n))),
         ("batch_size", "--batch-size", arguments.batch_size.map(|n| json!(n))),
-        ("learning_rate", "--learning-rate", arguments.learning_rate.map(|n| json!(n))),
+        (
+            "learning_rate",
+            "--learning-rate",
+            arguments.learning_rate.map(|n| number("--learning-rate", n)).transpose()?,
+        ),
     ];
     for (key, flag, value) in flags {
         if let Some(value) = value {
@@ -422,6 +429,18 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         settings.set("minutes", Value::Null, "--steps")?;
     }
     Ok(())
+}
+
+/// A path as a setting, which is text.
+fn text(flag: &str, path: &Path) -> Result<Value> {
+    let text =
+        path.to_str().ok_or_else(|| anyhow!("{flag} {}: the name is not UTF-8; rename the file", path.display()))?;
+    Ok(json!(text))
+}
+
+/// A number as a setting: JSON has neither infinity nor NaN.
+fn number(flag: &str, value: f64) -> Result<Value> {
+    if value.is_finite() { Ok(json!(value)) } else { bail!("{flag} {value}: expected a finite number") }
 }
 
 /// A folder under `runs/` that is not there yet.
