@@ -46,8 +46,8 @@ pub struct RunConfig {
 
     /// Of initial weights, the order of examples, and dropout.
     pub seed: u64,
-    /// Optimiser steps.
-    pub steps: usize,
+    /// Optimiser steps; by default 8000, or 60 passes over the pairs (at least 1000 steps) where that is less.
+    pub steps: Option<usize>,
     /// Train about this long instead: the first steps are timed, then `steps` is fixed.
     pub minutes: Option<f64>,
     /// Pairs in a batch.
@@ -89,10 +89,10 @@ impl Default for RunConfig {
             dropout: 0.0,
             norm: "pre".into(),
             seed: 1,
-            steps: 1500,
+            steps: None,
             minutes: None,
             batch_size: 64,
-            learning_rate: 2e-3,
+            learning_rate: 4e-3,
             warmup_steps: 100,
             weight_decay: 0.01,
             label_smoothing: 0.05,
@@ -122,7 +122,7 @@ pub const KEYS: [(&str, &str); 27] = [
     ("dropout", "share of activations dropped in training"),
     ("norm", "pre or post: where layer norms stand"),
     ("seed", "of initial weights, the order of pairs, and dropout"),
-    ("steps", "optimiser steps"),
+    ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less"),
     ("minutes", "train about this long instead"),
     ("batch_size", "pairs in a batch"),
     ("learning_rate", "the largest rate of the schedule"),
@@ -262,6 +262,11 @@ impl RunConfig {
         Ok(())
     }
 
+    /// How many steps the run takes; `None` while a run in minutes is being timed.
+    pub fn known_steps(&self) -> Option<usize> {
+        if self.minutes.is_some() { None } else { self.steps }
+    }
+
     /// Reads `config.json` of a run folder.
     pub fn load(path: &Path) -> Result<Self> {
         let name = path.display();
@@ -298,10 +303,10 @@ mod tests {
         settings.set_text("learning_rate=1e-4").unwrap();
         settings.set_text("steps=8").unwrap();
         let config = settings.finish().unwrap();
-        assert_eq!((config.steps, config.attention.as_str(), config.learning_rate), (8, "kernelized", 1e-4));
+        assert_eq!((config.steps, config.attention.as_str(), config.learning_rate), (Some(8), "kernelized", 1e-4));
         let error = settings.set_text("steps=many").unwrap_err().to_string();
         assert!(error.contains("`steps` = \"many\""), "{error}");
-        assert_eq!(settings.finish().unwrap().steps, 8, "a refused value leaves the old one");
+        assert_eq!(settings.finish().unwrap().steps, Some(8), "a refused value leaves the old one");
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         let value = json!({
             "run": arguments.run.display().to_string(),
             "step": saved.step,
-            "finished": config.minutes.is_none() && saved.step >= config.steps,
+            "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
             "seconds": saved.seconds,
             "parameters": trained.model.num_params(),
             "source_vocabulary": trained.source.len(),
@@ -50,7 +50,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         return Ok(Outcome::Done);
     }
     let data = config.pairs.as_ref().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string());
-    let steps = if config.minutes.is_some() { "?".into() } else { config.steps.to_string() };
+    let steps = config.known_steps();
     writeln!(out, "run         {}", arguments.run.display())?;
     writeln!(out, "data        {data}")?;
     let [source, target] = [&trained.source, &trained.target].map(|t| format!("{} ({} tokens)", t.kind(), t.len()));
@@ -65,7 +65,13 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         config.heads,
         trained.model.num_params()
     )?;
-    writeln!(out, "training    step {} of {steps}, {}", saved.step, duration(saved.seconds))?;
+    writeln!(
+        out,
+        "training    step {} of {}, {}",
+        saved.step,
+        steps.map_or("?".into(), |steps| steps.to_string()),
+        duration(saved.seconds)
+    )?;
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
         writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
     }
@@ -77,7 +83,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
             }
         }
     }
-    if config.minutes.is_some() || saved.step < config.steps {
+    if steps.is_none_or(|steps| saved.step < steps) {
         writeln!(out, "unfinished  go on with: longspan train --resume {}", arguments.run.display())?;
     }
     Ok(Outcome::Done)

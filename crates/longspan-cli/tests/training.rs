@@ -237,3 +237,18 @@ fn empty_texts_are_legal() {
     assert_eq!((lines.len(), lines[0], lines[2]), (3, "", ""));
     place.ok(&["eval", "run", "pairs.tsv"]);
 }
+
+#[test]
+fn few_pairs_get_fewer_steps() {
+    let place = Place::new();
+    let mut arguments = place.train("run", "1", &[]);
+    let at = arguments.iter().position(|part| *part == "--steps").expect("the flag is there");
+    arguments.drain(at..at + 2);
+    let mut child = place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    place.wait_for_lines("run/metrics.jsonl", 2);
+    signal("INT", child.id());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    // About 180 of the 200 pairs are trained on, 8 at a time, 60 times.
+    let steps = place.info("run")["config"]["steps"].as_u64().unwrap();
+    assert!((1000..1500).contains(&steps), "{steps}");
+}

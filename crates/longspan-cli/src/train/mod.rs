@@ -142,6 +142,8 @@ impl Session {
         config.source_tokens.get_or_insert(tokenizers[0].kind().into());
         config.target_tokens.get_or_insert(tokenizers[1].kind().into());
         config.answer_tokens.get_or_insert((corpus.longest_target() * 5).div_ceil(4).max(1));
+        let per_epoch = corpus.train.len().div_ceil(config.batch_size);
+        config.steps.get_or_insert(8000.min((60 * per_epoch).max(1000)));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         config.workers.get_or_insert(cores.min(8));
 
@@ -238,7 +240,7 @@ impl Session {
         let mut recent = Recent::default();
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
-        while self.config.minutes.is_some() || step < self.config.steps {
+        while self.config.known_steps().is_none_or(|steps| step < steps) {
             if stop.asked() {
                 progress.finish();
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
@@ -247,7 +249,7 @@ impl Session {
             let step_started = Instant::now();
             let batch = batches.at(step);
             let pairs = batch.len();
-            let steps = if self.config.minutes.is_some() { usize::MAX } else { self.config.steps };
+            let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
             let (loss, norm) = self.take(step, batch, rate).inspect_err(|_| progress.finish())?;
             step += 1;
@@ -257,12 +259,12 @@ impl Session {
             if let (Some(minutes), true) = (self.config.minutes, step >= TIMED_STEPS) {
                 let seconds_each = elapsed / (step - first) as f64;
                 let left = (minutes * 60.0 - before - elapsed).max(0.0) / seconds_each;
-                self.config.steps = step + left.round() as usize;
-                self.config.minutes = None;
+                let steps = step + left.round() as usize;
+                (self.config.steps, self.config.minutes) = (Some(steps), None);
                 write_config(&self.folder, &self.config)?;
-                progress.note(&format!("{minutes} minutes make {} steps", self.config.steps));
+                progress.note(&format!("{minutes} minutes make {steps} steps"));
             }
-            let steps = self.config.minutes.is_none().then_some(self.config.steps);
+            let steps = self.config.known_steps();
             progress.update(&Status { step, steps, loss: recent.loss(), pairs_per_second: recent.pairs_per_second() });
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64())
