@@ -80,6 +80,14 @@ impl Vocabulary {
         self.ids.get(entry).copied().unwrap_or(UNKNOWN)
     }
 
+    /// As [`Vocabulary::id`]; a capital that is not known counts as its small letter.
+    fn character(&self, c: char) -> u32 {
+        match self.id(c.encode_utf8(&mut [0; 4])) {
+            UNKNOWN => self.id(&c.to_lowercase().to_string()),
+            id => id,
+        }
+    }
+
     fn entry(&self, id: u32) -> Option<&str> {
         self.entries.get(id.checked_sub(SPECIALS)? as usize).map(String::as_str)
     }
@@ -163,12 +171,11 @@ impl Tokenizer {
         own + SPECIALS as usize
     }
 
-    /// Text to ids, without start and end. What is not known becomes [`UNKNOWN`].
+    /// Text to ids, without start and end. What is not known becomes [`UNKNOWN`]; among characters, a capital that is not
+    /// known counts as its small letter.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         Ok(match self {
-            Self::Characters { vocabulary } => {
-                text.chars().map(|c| vocabulary.id(c.encode_utf8(&mut [0; 4]))).collect()
-            }
+            Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
             Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
             Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
             Self::Json { tokenizer } => {
@@ -202,8 +209,8 @@ impl Tokenizer {
         match self {
             Self::Characters { vocabulary } => text
                 .char_indices()
+                .filter(|(_, c)| vocabulary.character(*c) == UNKNOWN)
                 .map(|(at, c)| &text[at..at + c.len_utf8()])
-                .filter(|piece| vocabulary.id(piece) == UNKNOWN)
                 .collect(),
             Self::Words { vocabulary } => {
                 text.split_whitespace().filter(|word| vocabulary.id(word) == UNKNOWN).collect()
@@ -235,6 +242,8 @@ mod tests {
         }
         let characters = build(Kind::Characters);
         assert_eq!(characters.encode("bxé").unwrap()[1..], [UNKNOWN, UNKNOWN]);
+        assert_eq!(characters.encode("BÜ").unwrap(), characters.encode("bü").unwrap());
+        assert_eq!(characters.unknown_pieces("BÜX"), ["X"]);
         assert_eq!(characters.unknown_pieces("bxé"), ["x", "é"]);
         assert_eq!(build(Kind::Words).unknown_pieces("bad dog"), ["dog"]);
     }
