@@ -1,1 +1,126 @@
-fn main() {}
+//! The command `longspan`: trains sequence-to-sequence transformers of linear cost on pairs of texts, runs and scores them,
+//! and explains what attention will cost.
+//!
+//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`], [`info`]);
+//! [`config`] gathers settings; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
+//! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
+//!
+//! Results go to standard output; progress, notes and errors to standard error, an error as one line.
+
+mod answer;
+mod config;
+mod data;
+mod eval;
+mod explain;
+mod info;
+mod metrics;
+mod model;
+mod plot;
+mod predict;
+mod progress;
+mod run;
+mod signals;
+mod tokens;
+mod train;
+
+use std::io;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::progress::note;
+
+/// The version, and the notice that the embedded dictionary asks to be passed on with it.
+const LONG_VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    "\n\nThis program carries the CMU pronouncing dictionary, which comes with this notice:\n\n",
+    include_str!(env!("LONGSPAN_CMUDICT_LICENCE"))
+);
+
+/// Attention over long sequences at linear cost: train, run, score and explain.
+#[derive(Parser)]
+#[command(name = "longspan", version, long_version = LONG_VERSION, propagate_version = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Learn from pairs of texts; with no arguments, to pronounce English
+    Train(train::Arguments),
+    /// Answer lines from standard input or a file with a trained run
+    Predict(predict::Arguments),
+    /// Score a run on a file of pairs
+    Eval(eval::Arguments),
+    /// Show which algorithm attention of given sizes would run, and its cost
+    Explain(explain::Arguments),
+    /// Describe a run folder and verify it
+    Info(info::Arguments),
+}
+
+/// How a command ended, if not by an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All was done.
+    Done,
+    /// A signal asked to stop; what there was is saved.
+    Interrupted,
+}
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => return usage(&error),
+    };
+    let result = match arguments.command {
+        Command::Train(arguments) => train::run(&arguments),
+        Command::Predict(arguments) => predict::run(&arguments),
+        Command::Eval(arguments) => eval::run(&arguments),
+        Command::Explain(arguments) => explain::run(&arguments),
+        Command::Info(arguments) => info::run(&arguments),
+    };
+    match result {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        // 128 + SIGINT, as shells report it.
+        Ok(Outcome::Interrupted) => ExitCode::from(130),
+        // Whoever reads our output has had enough, as `head` does: that is no error.
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            note(format!("error: {error:#}").replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Help and version as asked for; a mistake in the arguments as one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        note("error: no subcommand; give train, predict, eval, explain or info, or see longspan --help");
+        return ExitCode::from(2);
+    }
+    let text = error.to_string();
+    let parts: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .take_while(|line| !line.starts_with("Usage:"))
+        .collect();
+    let line = parts.join("; ");
+    note(format_args!(
+        "{}; see longspan --help",
+        line.trim_end_matches("For more information, try '--help'.").trim_end_matches("; ")
+    ));
+    ExitCode::from(2)
+}
+
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}

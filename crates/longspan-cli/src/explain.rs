@@ -1,0 +1,178 @@
+//! `longspan explain`: the cost model's answer for attention of given sizes.
+
+use std::io::Write;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, Mask, Mechanism, Plan, Score, Shaw};
+use serde_json::json;
+
+use crate::Outcome;
+
+/// Sizes of the attention to explain.
+#[derive(Args)]
+pub struct Arguments {
+    /// Query tokens
+    #[arg(long, default_value_t = 4096)]
+    length: usize,
+    /// Key tokens; as many as queries if not given
+    #[arg(long)]
+    keys: Option<usize>,
+    /// Independent sequences
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Attention heads
+    #[arg(long, default_value_t = 8)]
+    heads: usize,
+    /// Numbers in one query or key of one head
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Numbers in one value of one head; head_dim if not given
+    #[arg(long)]
+    value_dim: Option<usize>,
+    /// How far Shaw's relative positions reach; without it there are none
+    #[arg(long)]
+    radius: Option<usize>,
+    /// Every query sees only the keys up to its own place
+    #[arg(long)]
+    causal: bool,
+    /// elu+1, relu, softplus, exp or identity
+    #[arg(long, default_value = "elu+1")]
+    feature_map: String,
+    /// auto, naive, cumsum or chunked
+    #[arg(long, default_value = "auto")]
+    algorithm: String,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the plan.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let keys = arguments.keys.unwrap_or(arguments.length);
+    let dims = Dims {
+        batch: arguments.batch,
+        heads: arguments.heads,
+        kv_heads: arguments.heads,
+        queries: arguments.length,
+        keys,
+        head_dim: arguments.head_dim,
+        value_dim: arguments.value_dim.unwrap_or(arguments.head_dim),
+    };
+    let sizes = [("--batch", dims.batch), ("--heads", dims.heads), ("--head-dim", dims.head_dim)];
+    if let Some((flag, _)) = sizes.iter().find(|(_, size)| *size == 0) {
+        bail!("{flag} 0: expected at least 1");
+    }
+    let mechanism = KernelizedAttention {
+        feature_map: arguments.feature_map.parse::<FeatureMap>()?,
+        score: arguments.radius.map_or(Score::Content, |radius| Score::Combined(Shaw::new(radius))),
+        algorithm: arguments.algorithm.parse::<Algorithm>()?,
+        ..KernelizedAttention::default()
+    };
+    let mask = if arguments.causal { Mask::causal() } else { Mask::bidirectional() };
+    let plan = Mechanism::<f32>::plan(&mechanism, &dims, &mask);
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        writeln!(out, "{}", as_json(arguments, &dims, &plan))?;
+    } else {
+        write!(out, "{}", as_table(arguments, &dims, &plan))?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn as_json(arguments: &Arguments, dims: &Dims, plan: &Plan) -> serde_json::Value {
+    let estimates: Vec<_> = plan
+        .estimates
+        .iter()
+        .map(|estimate| {
+            json!({
+                "algorithm": estimate.algorithm.name(),
+                "flops": estimate.flops,
+                "published_elements_per_head": estimate.published_elements,
+                "scratch_bytes_per_head": estimate.scratch_bytes,
+                "seconds_one_thread": estimate.seconds,
+            })
+        })
+        .collect();
+    json!({
+        "batch": dims.batch,
+        "heads": dims.heads,
+        "queries": dims.queries,
+        "keys": dims.keys,
+        "head_dim": dims.head_dim,
+        "value_dim": dims.value_dim,
+        "radius": arguments.radius,
+        "causal": arguments.causal,
+        "algorithm": plan.algorithm.name(),
+        "reason": plan.reason,
+        "estimates": estimates,
+    })
+}
+
+fn as_table(arguments: &Arguments, dims: &Dims, plan: &Plan) -> String {
+    let radius = arguments.radius.map_or("no relative positions".into(), |radius| format!("Shaw radius {radius}"));
+    let order = if arguments.causal { "causal" } else { "bidirectional" };
+    let mut text = format!(
+        "{order} attention, {radius}: batch {} × {} heads, {} queries × {} keys, head_dim {}, value_dim {}\n\n",
+        dims.batch, dims.heads, dims.queries, dims.keys, dims.head_dim, dims.value_dim
+    );
+    text.push_str(
+        "  algorithm   flops, all heads   working memory a head   published count a head   time, one thread\n",
+    );
+    for estimate in &plan.estimates {
+        let mark = if estimate.algorithm == plan.algorithm { '→' } else { ' ' };
+        text.push_str(&format!(
+            "{mark} {:<9} {:>18} {:>23} {:>24} {:>18}\n",
+            estimate.algorithm.name(),
+            scaled(estimate.flops, ""),
+            bytes(estimate.scratch_bytes),
+            scaled(estimate.published_elements, ""),
+            seconds(estimate.seconds),
+        ));
+    }
+    text.push_str(&format!("\n{}: {}\n", plan.algorithm.name(), plan.reason));
+    text
+}
+
+/// A count with a decimal prefix.
+fn scaled(x: f64, unit: &str) -> String {
+    let (value, prefix) = match x {
+        x if x >= 1e12 => (x / 1e12, "T"),
+        x if x >= 1e9 => (x / 1e9, "G"),
+        x if x >= 1e6 => (x / 1e6, "M"),
+        x if x >= 1e3 => (x / 1e3, "k"),
+        x => return format!("{x:.0} {unit}").trim_end().to_string(),
+    };
+    format!("{value:.2} {prefix}{unit}")
+}
+
+/// Bytes in binary units.
+fn bytes(x: f64) -> String {
+    match x {
+        x if x >= 1024f64.powi(3) => format!("{:.1} GiB", x / 1024f64.powi(3)),
+        x if x >= 1024f64.powi(2) => format!("{:.1} MiB", x / 1024f64.powi(2)),
+        x if x >= 1024.0 => format!("{:.1} KiB", x / 1024.0),
+        x => format!("{x:.0} B"),
+    }
+}
+
+fn seconds(x: f64) -> String {
+    match x {
+        x if x >= 1.0 => format!("{x:.2} s"),
+        x if x >= 1e-3 => format!("{:.2} ms", x * 1e3),
+        x => format!("{:.1} µs", x * 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantities_carry_their_units() {
+        assert_eq!(scaled(12.0, ""), "12");
+        assert_eq!(scaled(2.5e9, ""), "2.50 G");
+        assert_eq!(bytes(1536.0), "1.5 KiB");
+        assert_eq!(seconds(2e-5), "20.0 µs");
+    }
+}

@@ -1,0 +1,90 @@
+//! `longspan info`: what a run folder holds, verified.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use burn::module::Module;
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::Outcome;
+use crate::model::Trained;
+use crate::progress::duration;
+
+/// What `longspan info` takes.
+#[derive(Args)]
+pub struct Arguments {
+    /// The folder of a run
+    run: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Describes a run after reading and verifying all of it.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let trained = Trained::load(&arguments.run)?;
+    // Not needed to answer, but to go on with training.
+    let saved = trained.load_saved()?;
+    let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
+    let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let last = |key: &str| metrics.iter().rev().map(|line| &line[key]).find(|value| !value.is_null()).cloned();
+    let config = &trained.config;
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        let value = json!({
+            "run": arguments.run.display().to_string(),
+            "step": saved.step,
+            "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
+            "seconds": saved.seconds,
+            "parameters": trained.model.num_params(),
+            "source_vocabulary": trained.source.len(),
+            "target_vocabulary": trained.target.len(),
+            "loss": last("loss"),
+            "development_loss": last("development_loss"),
+            "held_out": last("held_out"),
+            "config": config,
+        });
+        writeln!(out, "{value}")?;
+        return Ok(Outcome::Done);
+    }
+    let data = config.pairs.as_ref().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string());
+    let steps = config.known_steps();
+    writeln!(out, "run         {}", arguments.run.display())?;
+    writeln!(out, "data        {data}")?;
+    let [source, target] = [&trained.source, &trained.target].map(|t| format!("{} ({} tokens)", t.kind(), t.len()));
+    writeln!(out, "tokens      {source} → {target}")?;
+    writeln!(
+        out,
+        "model       {} attention, {}+{} blocks, width {}, {} heads: {} parameters",
+        config.attention,
+        config.encoder_layers,
+        config.decoder_layers,
+        config.d_model,
+        config.heads,
+        trained.model.num_params()
+    )?;
+    writeln!(
+        out,
+        "training    step {} of {}, {}",
+        saved.step,
+        steps.map_or("?".into(), |steps| steps.to_string()),
+        duration(saved.seconds)
+    )?;
+    if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
+        writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
+    }
+    if let Some(held_out) = last("held_out") {
+        for (key, name) in [("token_error_rate", "token"), ("sequence_error_rate", "sequence")] {
+            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
+            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
+                writeln!(out, "{name:<11} error rate {rate:.1} % ({low:.1} … {high:.1} %) on held-out sources")?;
+            }
+        }
+    }
+    if steps.is_none_or(|steps| saved.step < steps) {
+        writeln!(out, "unfinished  go on with: longspan train --resume {}", arguments.run.display())?;
+    }
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,143 @@
+//! The model of a run: built from its settings, and read with all that answering needs.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::attention::{AttentionConfig, KernelConfig, RelativeConfig};
+use longspan::kernels::FeatureMap;
+use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+
+use crate::config::{RunConfig, nearest};
+use crate::run::{RunFolder, Saved};
+use crate::tokens::{PAD, Tokenizer};
+use crate::train::optimizer;
+
+/// The mechanisms that `attention` names.
+const ATTENTIONS: [&str; 3] = ["kernelized", "shaw", "softmax"];
+
+/// The model's configuration for these settings and vocabulary sizes.
+pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
+    let feature_map: FeatureMap = config.feature_map.parse()?;
+    let kernel = KernelConfig { feature_map, ..KernelConfig::default() };
+    let relative = RelativeConfig { radius: config.radius, ..RelativeConfig::default() };
+    let attention = match config.attention.as_str() {
+        "kernelized" => AttentionConfig::Kernelized { kernel },
+        "shaw" => AttentionConfig::Shaw { relative, kernel },
+        "softmax" => AttentionConfig::softmax(),
+        other => {
+            let nearest =
+                nearest(other, &ATTENTIONS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
+            bail!("unknown attention {other:?}; {nearest}known are {}", ATTENTIONS.join(", "))
+        }
+    };
+    let norm = match config.norm.as_str() {
+        "pre" => Norm::Pre,
+        "post" => Norm::Post,
+        other => bail!("unknown norm {other:?}; known are pre, post"),
+    };
+    let positions = if attention.sees_order() { Positions::None } else { Positions::Sinusoidal };
+    Ok(Seq2SeqConfig::new(source_vocab, target_vocab)
+        .with_d_model(config.d_model)
+        .with_heads(config.heads)
+        .with_encoder_layers(config.encoder_layers)
+        .with_decoder_layers(config.decoder_layers)
+        .with_d_ff(config.d_ff)
+        .with_dropout(config.dropout)
+        .with_cross_attention(attention.clone())
+        .with_attention(attention)
+        .with_norm(norm)
+        .with_positions(positions))
+}
+
+/// A model with fresh weights that depend on the seed alone.
+pub fn fresh(config: &Seq2SeqConfig, seed: u64, device: &Device) -> Result<Seq2Seq> {
+    /// Weights are drawn when they are first looked at; this looks at them in the order of the model.
+    struct Draw;
+    impl ModuleVisitor for Draw {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            param.val();
+        }
+    }
+    device.seed(seed);
+    let model = config.init(device)?;
+    model.visit(&mut Draw);
+    Ok(model)
+}
+
+/// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.
+pub fn padded(rows: &[&[u32]], device: &Device) -> (Tensor<2, Int>, Vec<usize>) {
+    let longest = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+    let mut ids = Vec::with_capacity(rows.len() * longest);
+    for row in rows {
+        ids.extend(row.iter().map(|&id| id as i32));
+        ids.extend(std::iter::repeat_n(PAD as i32, longest - row.len()));
+    }
+    let tensor = Tensor::from_data(TensorData::new(ids, [rows.len(), longest]), device);
+    (tensor, rows.iter().map(|row| row.len()).collect())
+}
+
+/// A trained run, ready to answer.
+pub struct Trained {
+    pub config: RunConfig,
+    pub source: Tokenizer,
+    pub target: Tokenizer,
+    pub model: Seq2Seq,
+    pub folder: RunFolder,
+}
+
+impl Trained {
+    /// Reads and verifies a run.
+    pub fn load(path: &Path) -> Result<Self> {
+        let folder = RunFolder::open(path)?;
+        let config = RunConfig::load(&folder.config())?;
+        let source = Tokenizer::load(&folder.source_tokenizer())?;
+        let target = Tokenizer::load(&folder.target_tokenizer())?;
+        let sizes = configure(&config, source.len(), target.len())?;
+        let model = folder.load_weights(sizes.init(&Device::flex())?)?;
+        Ok(Self { config, source, target, model, folder })
+    }
+
+    /// How far the training has come; reads and verifies the checkpoint.
+    pub fn load_saved(&self) -> Result<Saved> {
+        let sizes = configure(&self.config, self.source.len(), self.target.len())?;
+        let model = sizes.init(&Device::flex())?;
+        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny() -> Seq2SeqConfig {
+        let config = RunConfig { d_model: 8, heads: 2, d_ff: 8, radius: 2, ..RunConfig::default() };
+        configure(&config, 7, 9).unwrap()
+    }
+
+    #[test]
+    fn weights_depend_on_the_seed() {
+        let place = tempfile::tempdir().unwrap();
+        let bytes = |seed| {
+            let path = place.path().join("weights");
+            let model = fresh(&tiny(), seed, &Device::flex()).unwrap();
+            longspan::checkpoint::save_weights(&path, &model).unwrap();
+            std::fs::read(&path).unwrap()
+        };
+        assert_eq!(bytes(1), bytes(1));
+        assert_ne!(bytes(1), bytes(2));
+    }
+
+    #[test]
+    fn unknown_names_are_listed() {
+        let with = |change: &dyn Fn(&mut RunConfig)| {
+            let mut config = RunConfig::default();
+            change(&mut config);
+            configure(&config, 7, 9).unwrap_err().to_string()
+        };
+        assert!(with(&|c| c.attention = "shw".into()).contains("did you mean `shaw`"));
+        assert!(with(&|c| c.feature_map = "gelu".into()).contains("known are elu+1"));
+        assert!(with(&|c| c.norm = "both".into()).contains("known are pre, post"));
+    }
+}

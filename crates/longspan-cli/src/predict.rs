@@ -1,0 +1,171 @@
+//! `longspan predict`: answers lines as they come.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::thread;
+
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use serde_json::json;
+
+use crate::Outcome;
+use crate::answer::Answerer;
+use crate::data::pairs::utf8;
+use crate::model::Trained;
+use crate::progress::note;
+use crate::train::Workers;
+
+/// Lines answered together, if so many are there already.
+const BATCH: usize = 256;
+
+/// What `longspan predict` takes.
+#[derive(Args)]
+pub struct Arguments {
+    /// The folder of a run
+    run: PathBuf,
+    /// A file with one source a line; standard input if not given
+    file: Option<PathBuf>,
+    /// Keep so many prefixes while searching; 1 takes the likeliest token each time
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    beam: usize,
+    /// Print a JSON object for each line, with all answers of the beam and their log-probabilities
+    #[arg(long)]
+    json: bool,
+}
+
+/// Answers every line in order, each as soon as it can be.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    if arguments.beam == 0 {
+        bail!("--beam 0: expected at least 1");
+    }
+    let trained = Trained::load(&arguments.run)?;
+    let workers = Workers::new(std::thread::available_parallelism().map_or(1, usize::from).min(8))?;
+    let answerer = Answerer {
+        model: &trained.model,
+        source: &trained.source,
+        target: &trained.target,
+        max_tokens: trained.config.answer_tokens.unwrap_or(trained.config.max_tokens),
+        beam: arguments.beam,
+        workers: &workers,
+    };
+    let (name, reader): (String, Box<dyn BufRead + Send>) = match &arguments.file {
+        Some(path) => {
+            let name = path.display().to_string();
+            let file = File::open(path)
+                .map_err(|error| anyhow!("cannot read {name}: {error}; check the name and the permissions"))?;
+            (name, Box::new(BufReader::new(file)))
+        }
+        None => ("standard input".into(), Box::new(BufReader::new(io::stdin()))),
+    };
+    let lines = read_ahead(reader);
+    let mut out = io::stdout().lock();
+    let mut reported = HashSet::new();
+    let mut number = 0;
+    while let Some((batch, failure)) = next_batch(&lines) {
+        let mut texts = Vec::with_capacity(batch.len());
+        let mut bad_line = None;
+        for line in batch {
+            number += 1;
+            match utf8(&line, &format!("{name}, line {number}")) {
+                Ok(text) => texts.push(text.to_string()),
+                Err(error) => {
+                    bad_line = Some(error);
+                    break;
+                }
+            }
+        }
+        // What came before a bad line is still answered.
+        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+        warn_unknown(&trained, &texts, &mut reported);
+        for (text, hypotheses) in texts.iter().zip(answerer.answer(&texts)?) {
+            if arguments.json {
+                let answers = hypotheses
+                    .iter()
+                    .map(|answer| {
+                        Ok(json!({
+                            "target": answerer.text(answer)?,
+                            "log_probability": answer.log_probability,
+                            "score": answer.score,
+                            "finished": answer.finished,
+                        }))
+                    })
+                    .collect::<Result<Vec<_>>>()?;
+                let best = answers.first().map(|answer| answer["target"].clone());
+                let score = answers.first().map(|answer| answer["score"].clone());
+                writeln!(out, "{}", json!({ "source": text, "target": best, "score": score, "answers": answers }))?;
+            } else {
+                let best = hypotheses.first().map(|answer| answerer.text(answer)).transpose()?.unwrap_or_default();
+                writeln!(out, "{best}")?;
+            }
+        }
+        out.flush()?;
+        if let Some(error) = bad_line {
+            return Err(error);
+        }
+        if let Some(error) = failure {
+            bail!("cannot read {name} after line {number}: {error}; check that it is a file of text");
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+/// Reads lines on a thread of its own, so that a line is answered when it has come, and many at once when many have.
+fn read_ahead(mut reader: Box<dyn BufRead + Send>) -> Receiver<io::Result<Vec<u8>>> {
+    let (sender, receiver) = mpsc::sync_channel(4 * BATCH);
+    thread::spawn(move || {
+        loop {
+            let mut line = Vec::new();
+            let message = match reader.read_until(b'\n', &mut line) {
+                Ok(0) => return,
+                Ok(_) => {
+                    if line.ends_with(b"\n") {
+                        line.pop();
+                    }
+                    if line.ends_with(b"\r") {
+                        line.pop();
+                    }
+                    Ok(line)
+                }
+                Err(error) => Err(error),
+            };
+            let failed = message.is_err();
+            if sender.send(message).is_err() || failed {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+/// Waits for a line and takes along those that are there already; also the failure that ended them. `None` at the end.
+fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Option<io::Error>)> {
+    let mut batch = Vec::new();
+    let mut message = lines.recv().ok()?;
+    loop {
+        match message {
+            Ok(line) => batch.push(line),
+            Err(error) => return Some((batch, Some(error))),
+        }
+        if batch.len() == BATCH {
+            return Some((batch, None));
+        }
+        message = match lines.try_recv() {
+            Ok(next) => next,
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Some((batch, None)),
+        };
+    }
+}
+
+/// Says once for each piece that the model has never seen it.
+fn warn_unknown(trained: &Trained, texts: &[&str], reported: &mut HashSet<String>) {
+    for text in texts {
+        for piece in trained.source.unknown_pieces(text) {
+            if reported.insert(piece.to_string()) {
+                note(format_args!("note: {piece:?} did not occur in training; it is taken as unknown"));
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Predicting, scoring, describing and explaining.
+
+mod support;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::Stdio;
+
+use serde_json::Value;
+use support::{Place, failed, text};
+
+#[test]
+fn lines_are_answered_as_they_come() {
+    let place = Place::new();
+    place.trained("run");
+    let mut child = place
+        .command(&["predict", "run"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut answers = Vec::new();
+    for line in ["abc", "", "gfe"] {
+        writeln!(input, "{line}").unwrap();
+        let mut answer = String::new();
+        // The input is still open: an answer that waited for more would never come.
+        output.read_line(&mut answer).unwrap();
+        answers.push(answer);
+    }
+    drop(input);
+    assert!(child.wait().unwrap().success());
+    assert_eq!(answers[1], "\n");
+    place.write("lines", b"abc\r\n\ngfe");
+    assert_eq!(place.ok(&["predict", "run", "lines"]), answers.concat(), "a file is answered alike");
+}
+
+#[test]
+fn answers_do_not_depend_on_their_neighbours() {
+    let place = Place::new();
+    place.trained("run");
+    let words = ["abc", "a", "gfedcba", "bb", "c"];
+    place.write("all", words.join("\n").as_bytes());
+    let together: Vec<String> = place.ok(&["predict", "run", "all", "--beam", "3"]).lines().map(Into::into).collect();
+    for (word, answer) in words.iter().zip(together) {
+        place.write("one", word.as_bytes());
+        assert_eq!(place.ok(&["predict", "run", "one", "--beam", "3"]).trim_end(), answer, "{word}");
+    }
+}
+
+#[test]
+fn json_has_the_beam_with_scores() {
+    let place = Place::new();
+    place.trained("run");
+    place.write("lines", b"abc\n\n");
+    let lines = place.ok(&["predict", "run", "lines", "--json", "--beam", "3"]);
+    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 2);
+    let answers = lines[0]["answers"].as_array().unwrap();
+    assert_eq!((lines[0]["source"].as_str(), answers.len()), (Some("abc"), 3));
+    assert_eq!(lines[0]["target"], answers[0]["target"]);
+    let scores: Vec<f64> = answers.iter().map(|answer| answer["score"].as_f64().unwrap()).collect();
+    assert!(scores.is_sorted_by(|a, b| a >= b) && scores[0] < 0.0, "{scores:?}");
+    assert_eq!(lines[1]["target"], "");
+}
+
+#[test]
+fn unknown_characters_are_said_once_and_answered() {
+    let place = Place::new();
+    place.trained("run");
+    place.write("lines", "aüb\nüü\n".as_bytes());
+    let output = place.run(&["predict", "run", "lines"]);
+    assert!(output.status.success());
+    assert_eq!(text(&output.stdout).lines().count(), 2);
+    assert_eq!(text(&output.stderr).matches("\"ü\" did not occur in training").count(), 1);
+}
+
+#[test]
+fn a_reader_that_has_had_enough_is_no_error() {
+    let place = Place::new();
+    place.trained("run");
+    place.write("many", "abc\n".repeat(20_000).as_bytes());
+    let mut child =
+        place.command(&["predict", "run", "many"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let place = Place::new();
+    place.trained("run");
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = place.command(&["predict", "run", "pairs.tsv"]).stdout(full).stderr(Stdio::piped()).output().unwrap();
+    failed(&output, &["No space left on device"]);
+}
+
+#[test]
+fn scores_come_with_intervals() {
+    let place = Place::new();
+    place.trained("run");
+    let table = place.ok(&["eval", "run", "pairs.tsv"]);
+    assert!(table.contains("token error rate") && table.contains("95 % confidence"), "{table}");
+    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    for key in ["token_error_rate", "sequence_error_rate"] {
+        let part = |name: &str| value[key][name].as_f64().unwrap();
+        assert!(part("low") <= part("rate") && part("rate") <= part("high"), "{value}");
+    }
+    assert_eq!(value["sequences"], 200);
+    place.write("own.jsonl", br#"{"source":"abc","target":["x","y"]}"#);
+    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "own.jsonl", "--json"])).unwrap();
+    assert_eq!((value["sequences"].as_u64(), value["tokens"].as_u64()), (Some(1), Some(1)));
+}
+
+#[test]
+fn a_run_that_learnt_its_pairs_answers_them() {
+    let place = Place::new();
+    // Enough steps to copy two letters: scoring must see it.
+    let pairs: String =
+        (0..49).map(|i| format!("{0}{1}\t{0}{1}\n", char::from(b'a' + i / 7), char::from(b'a' + i % 7))).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    place.ok(&place.train("run", "400", &["--learning-rate", "0.01", "--set", "d_model=32"]));
+    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    assert!(value["sequence_error_rate"]["rate"].as_f64().unwrap() < 0.2, "{value}");
+}
+
+#[test]
+fn words_bytes_and_a_tokenizer_file_serve_as_tokens() {
+    let place = Place::new();
+    place.write(
+        "tokenizer.json",
+        br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{"type":"Lowercase"},
+        "pre_tokenizer":{"type":"Split","pattern":{"Regex":"."},"behavior":"Isolated","invert":false},"post_processor":null,
+        "decoder":{"type":"Fuse"},"model":{"type":"WordLevel","vocab":{"[UNK]":0,"a":1,"b":2,"c":3,"d":4,"e":5,"f":6,"g":7},
+        "unk_token":"[UNK]"}}"#,
+    );
+    for (run, source, target) in [("one", "tokenizer.json", "bytes"), ("two", "words", "tokenizer.json")] {
+        place.ok(&place.train(run, "3", &["--source-tokens", source, "--target-tokens", target]));
+        // The run holds all it needs.
+        assert!(place.ok(&["info", run]).contains(&source.replace("words", "words (")));
+        assert_eq!(place.ok(&["predict", run, "pairs.tsv"]).lines().count(), 200);
+    }
+    std::fs::remove_file(place.path("tokenizer.json")).unwrap();
+    place.ok(&["predict", "one", "pairs.tsv"]);
+    place.ok(&["train", "--resume", "one", "--steps", "5"]);
+}
+
+#[test]
+fn the_cost_model_is_explained() {
+    let place = Place::new();
+    let table = place.ok(&["explain", "--length", "8192", "--radius", "64", "--causal"]);
+    for part in ["naive", "chunked", "→", "Shaw radius 64", "8192 queries"] {
+        assert!(table.contains(part), "{part:?}: {table}");
+    }
+    let value: Value = serde_json::from_str(&place.ok(&["explain", "--length", "8192", "--json"])).unwrap();
+    assert!(value["estimates"].as_array().unwrap().len() >= 2, "{value}");
+    let forced: Value =
+        serde_json::from_str(&place.ok(&["explain", "--length", "64", "--algorithm", "naive", "--json"])).unwrap();
+    assert_eq!(forced["algorithm"], "naive");
+    place.ok(&["explain", "--length", "0"]);
+    place.ok(&["explain", "--keys", "0"]);
+    place.fails(&["explain", "--feature-map", "elu"], &["unknown feature map \"elu\"", "known are elu+1"]);
+    place.fails(&["explain", "--algorithm", "fast"], &["unknown algorithm \"fast\"", "chunked"]);
+    place.fails(&["explain", "--heads", "0"], &["--heads 0"]);
+}

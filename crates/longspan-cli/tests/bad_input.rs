@@ -1,0 +1,167 @@
+//! Files, folders and settings that are not what they should be: one line each, and nothing is made or lost.
+
+mod support;
+
+use std::fs;
+
+use support::Place;
+
+#[test]
+fn bad_pairs_are_named_with_their_line() {
+    let place = Place::new();
+    let good = "ab\tba\n".repeat(6);
+    for (file, contents, parts) in [
+        ("a.tsv", [good.as_bytes(), b"no tab here\n"].concat(), ["a.tsv, line 7: 1 column", "tab"]),
+        ("b.tsv", [good.as_bytes(), b"a\tb\tc\n"].concat(), ["b.tsv, line 7: 3 columns", "cut -f 1,2"]),
+        ("c.tsv", [good.as_bytes(), b"a\xffb\tc\n"].concat(), ["c.tsv, line 7, byte 2: invalid UTF-8 (0xff)", "iconv"]),
+        ("d.tsv", Vec::new(), ["d.tsv: no pairs", "one pair a line"]),
+        ("e.tsv", b"\n\n".to_vec(), ["e.tsv: no pairs", "one pair a line"]),
+        (
+            "f.jsonl",
+            b"{\"source\": \"a\", \"target\": \"b\"}\n{\"source\": 3}".to_vec(),
+            ["f.jsonl, line 2: ", "expected"],
+        ),
+    ] {
+        place.write(file, &contents);
+        let out = format!("{file}-run");
+        let mut arguments = place.train(&out, "3", &[]);
+        arguments[2] = file;
+        place.fails(&arguments, &parts);
+        assert!(!place.path(&out).exists(), "{file}: a run folder was made");
+    }
+    let mut arguments = place.train("run", "3", &[]);
+    arguments[2] = "missing.tsv";
+    place.fails(&arguments, &["cannot read missing.tsv", "No such file"]);
+}
+
+#[test]
+fn eval_and_predict_refuse_bad_files() {
+    let place = Place::new();
+    place.trained("run");
+    place.write("bad.tsv", b"a\tb\na\n");
+    place.fails(&["eval", "run", "bad.tsv"], &["bad.tsv, line 2: 1 column"]);
+    place.write("empty.tsv", b"");
+    place.fails(&["eval", "run", "empty.tsv"], &["empty.tsv: no pairs"]);
+    place.fails(&["predict", "run", "missing"], &["cannot read missing"]);
+    place.fails(&["predict", "run", "."], &["cannot read ."]);
+    place.fails(&["predict", "run", "--beam", "0"], &["--beam 0"]);
+    place.write("bad.txt", b"abc\nab\xff\nabc\n");
+    let output = place.run(&["predict", "run", "bad.txt"]);
+    support::failed(&output, &["bad.txt, line 2, byte 3: invalid UTF-8"]);
+    assert_eq!(support::text(&output.stdout).lines().count(), 1, "the line before is answered");
+    assert_eq!(place.ok(&["predict", "run", "empty.tsv"]), "", "no lines, no answers");
+}
+
+#[test]
+fn unknown_names_and_keys_are_answered_with_the_known_ones() {
+    let place = Place::new();
+    let train = |more: &[&str], parts: &[&str]| {
+        place.fails(&place.train("run", "3", more), parts);
+        assert!(!place.path("run").exists());
+    };
+    train(&["--attention", "shw"], &["unknown attention \"shw\"", "did you mean `shaw`", "kernelized, shaw, softmax"]);
+    train(&["--set", "feature_map=gelu"], &["unknown feature map \"gelu\"", "elu+1"]);
+    train(&["--set", "learning-rat=1"], &["--set: unknown key `learning-rat`", "did you mean `learning_rate`"]);
+    train(&["--set", "steps=many"], &["--set: `steps` = \"many\""]);
+    train(&["--set", "steps"], &["no `=`"]);
+    train(&["--minutes", "nan"], &["cannot be used with"]);
+    train(&["--learning-rate", "inf"], &["--learning-rate inf: expected a finite number"]);
+    train(&["--set", "norm=both"], &["unknown norm \"both\""]);
+    train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
+    train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);
+    train(&["--source-tokens", "syllables"], &["unknown tokens \"syllables\"", "characters, words, bytes"]);
+    train(&["--source-tokens", "missing.json"], &["missing.json"]);
+    place.write("bad.json", b"{\"model\": 1}");
+    train(&["--source-tokens", "bad.json"], &["bad.json: not a tokenizer.json"]);
+    train(&["--config", "missing.toml"], &["cannot read missing.toml"]);
+    place.write("bad.toml", b"steps = 3\nseed = = 4\n");
+    train(&["--config", "bad.toml"], &["bad.toml, line 2: "]);
+    place.write("key.toml", b"stesp = 3\n");
+    train(&["--config", "key.toml"], &["key.toml: unknown key `stesp`", "did you mean `steps`"]);
+    place.fails(&["train", "--frobnicate"], &["unexpected argument '--frobnicate'", "longspan --help"]);
+    place.fails(&["train", "--steps", "x"], &["invalid value 'x' for '--steps <N>'"]);
+    place.fails(&["fly"], &["unrecognized subcommand 'fly'"]);
+    place.fails(&[], &["no subcommand"]);
+    place.fails(&["predict"], &["<RUN>"]);
+}
+
+#[test]
+fn no_pairs_left_for_training_is_said() {
+    let place = Place::new();
+    place.write("pairs.tsv", b"aaaa\tb\n");
+    place.fails(&place.train("run", "3", &["--set", "max_tokens=2"]), &["more than 2 tokens", "max_tokens"]);
+}
+
+#[test]
+fn a_damaged_model_is_named_and_going_on_mends_it() {
+    let place = Place::new();
+    place.trained("run");
+    place.write("lines", b"abc\n");
+    let answer = place.ok(&["predict", "run", "lines"]);
+    let whole = place.read("run/model.safetensors");
+    let mut tampered = whole.clone();
+    *tampered.last_mut().unwrap() ^= 1;
+    let mut other_header = whole.clone();
+    other_header[20] ^= 1;
+    for (contents, what) in [
+        (whole[..whole.len() / 2].to_vec(), "cut short"),
+        (whole[..4].to_vec(), "cut short"),
+        (Vec::new(), "empty"),
+        (tampered, "changed"),
+        (other_header, "changed header"),
+    ] {
+        place.write("run/model.safetensors", &contents);
+        for arguments in [vec!["predict", "run", "lines"], vec!["info", "run"], vec!["eval", "run", "pairs.tsv"]] {
+            let error = place.fails(&arguments, &["run/model.safetensors: ", "train --resume run"]);
+            assert!(error.contains("damaged"), "{what}: {error}");
+        }
+    }
+    fs::remove_file(place.path("run/model.safetensors")).unwrap();
+    place.fails(&["predict", "run", "lines"], &["run/model.safetensors", "No such file"]);
+    place.ok(&["train", "--resume", "run"]);
+    assert_eq!(place.read("run/model.safetensors"), whole);
+    assert_eq!(place.ok(&["predict", "run", "lines"]), answer);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named() {
+    let place = Place::new();
+    place.trained("run");
+    let whole = place.read("run/checkpoint.safetensors");
+    let mut tampered = whole.clone();
+    *tampered.last_mut().unwrap() ^= 1;
+    for contents in [whole[..whole.len() - 1].to_vec(), tampered] {
+        place.write("run/checkpoint.safetensors", &contents);
+        place.fails(&["train", "--resume", "run"], &["run/checkpoint.safetensors: ", "damaged"]);
+        place.fails(&["info", "run"], &["run/checkpoint.safetensors: ", "damaged"]);
+        place.ok(&["predict", "run", "pairs.tsv"]);
+    }
+}
+
+#[test]
+fn a_run_folder_cut_short_is_named() {
+    let place = Place::new();
+    for file in ["config.json", "source_tokenizer.json", "target_tokenizer.json"] {
+        let run = format!("without-{file}");
+        place.trained(&run);
+        let contents = place.read(&format!("{run}/{file}"));
+        place.write(&format!("{run}/{file}"), &contents[..contents.len() / 2]);
+        place.fails(&["predict", &run, "pairs.tsv"], &[file, "damaged"]);
+        fs::remove_file(place.path(&format!("{run}/{file}"))).unwrap();
+        place.fails(&["predict", &run, "pairs.tsv"], &[file]);
+        place.fails(&["train", "--resume", &run], &[file]);
+    }
+    fs::create_dir(place.path("empty")).unwrap();
+    place.fails(&["info", "empty"], &["empty is not a run folder", "config.json"]);
+    place.fails(&["info", "pairs.tsv"], &["pairs.tsv is not a folder"]);
+    place.fails(&["info", "nowhere"], &["cannot open the run folder nowhere"]);
+}
+
+#[test]
+fn settings_and_weights_of_different_runs_do_not_mix() {
+    let place = Place::new();
+    place.trained("run");
+    place.ok(&place.train("wide", "3", &["--set", "d_ff=32"]));
+    fs::copy(place.path("wide/model.safetensors"), place.path("run/model.safetensors")).unwrap();
+    place.fails(&["predict", "run", "pairs.tsv"], &["run/model.safetensors: ", "the model wants"]);
+}

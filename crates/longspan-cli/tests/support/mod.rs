@@ -1,0 +1,160 @@
+//! Runs the built command in a folder of its own.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A folder that the command runs in, with `pairs.tsv` in it.
+pub struct Place(TempDir);
+
+/// Settings of a model that takes a step in a few milliseconds.
+pub const TINY: [&str; 9] = [
+    "d_model=16",
+    "heads=2",
+    "encoder_layers=1",
+    "decoder_layers=1",
+    "d_ff=16",
+    "radius=2",
+    "workers=2",
+    "batch_size=8",
+    "warmup_steps=5",
+];
+
+impl Place {
+    pub fn new() -> Self {
+        let place = Self(tempfile::tempdir().expect("a temporary folder"));
+        place.write("pairs.tsv", pairs(200).as_bytes());
+        place
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, contents: &[u8]) {
+        fs::write(self.path(name), contents).expect("a file in the temporary folder");
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_longspan"));
+        command.args(arguments).current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().expect("the command starts")
+    }
+
+    /// Runs the command, which must succeed; its standard output.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    }
+
+    /// Runs the command, which must fail with one line on standard error that has all of `parts`.
+    pub fn fails(&self, arguments: &[&str], parts: &[&str]) -> String {
+        failed(&self.run(arguments), parts)
+    }
+
+    /// Arguments of a tiny training run on `pairs.tsv`, then `more`.
+    pub fn train<'a>(&self, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        let mut arguments = vec!["train", "--pairs", "pairs.tsv", "--out", out, "--steps", steps];
+        arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+        arguments.extend(more);
+        arguments
+    }
+
+    /// A trained tiny run.
+    pub fn trained(&self, out: &str) {
+        self.ok(&self.train(out, "12", &[]));
+    }
+
+    /// The loss of every step that `metrics.jsonl` lists, as its bits.
+    pub fn losses(&self, run: &str) -> Vec<(u64, u64)> {
+        text(&self.read(&format!("{run}/metrics.jsonl")))
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap_or_else(|error| panic!("{line}: {error}")))
+            .filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64()?.to_bits())))
+            .collect()
+    }
+
+    pub fn info(&self, run: &str) -> Value {
+        serde_json::from_str(&self.ok(&["info", run, "--json"])).expect("JSON")
+    }
+
+    /// Names in a folder, hidden ones too.
+    pub fn names(&self, folder: &str) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(self.path(folder))
+            .expect("a folder")
+            .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Waits until a file has so many lines.
+    pub fn wait_for_lines(&self, name: &str, lines: usize) {
+        let started = Instant::now();
+        while fs::read_to_string(self.path(name)).map_or(0, |text| text.lines().count()) < lines {
+            assert!(started.elapsed() < Duration::from_secs(60), "{name} does not get {lines} lines");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// A failure must be one line on standard error, the last one, with all of `parts`.
+pub fn failed(output: &Output, parts: &[&str]) -> String {
+    let stderr = text(&output.stderr);
+    assert!(!output.status.success(), "succeeded: {}", text(&output.stdout));
+    assert!(output.status.code().is_some(), "ended by a signal: {:?} {stderr}", output.status);
+    let errors: Vec<&str> = stderr.lines().filter(|line| line.starts_with("error:")).collect();
+    assert_eq!(errors.len(), 1, "{stderr}");
+    assert_eq!(stderr.lines().last(), Some(errors[0]), "{stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    for part in parts {
+        assert!(errors[0].contains(part), "{part:?} is not in: {}", errors[0]);
+    }
+    errors[0].to_string()
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// Words of three letters and what they are backwards, one pair a line.
+fn pairs(count: usize) -> String {
+    (0..count)
+        .map(|i| {
+            let letter = |at: usize| char::from(b'a' + (at % 7) as u8);
+            let (a, b, c) = (letter(i), letter(i / 7), letter(i / 49));
+            format!("{a}{b}{c}\t{c}{b}{a}\n")
+        })
+        .collect()
+}
+
+/// Sends a signal, such as `INT`.
+pub fn signal(name: &str, process: u32) {
+    let status = Command::new("kill").args([format!("-{name}"), process.to_string()]).status();
+    assert!(status.expect("kill starts").success());
+}
+
+/// Runs the command under a limit of file sizes in blocks of 512 bytes; writes beyond it fail.
+pub fn with_file_limit(folder: &Path, blocks: usize, arguments: &[&str]) -> Output {
+    Command::new("sh")
+        .args(["-c", &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_longspan")])
+        .args(arguments)
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .output()
+        .expect("sh starts")
+}

@@ -1,0 +1,254 @@
+//! Training: what a run folder holds, going on, and being stopped in every way.
+
+mod support;
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use support::{Place, failed, signal, text, with_file_limit};
+
+#[test]
+fn a_run_ends_with_error_rates_samples_and_the_next_command() {
+    let place = Place::new();
+    let output = place.run(&place.train("run", "12", &["--seed", "3", "--set", "checkpoint_steps=5"]));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    for part in ["held-out sources:", "token error rate", "sequence error rate", "95 % confidence", "predict run"] {
+        assert!(stdout.contains(part), "{part:?}: {stdout}");
+    }
+    assert!(stderr.contains("step 12/12"), "{stderr}");
+    assert_eq!(
+        place.names("run"),
+        [
+            ".lock",
+            "checkpoint.safetensors",
+            "config.json",
+            "loss.png",
+            "loss.svg",
+            "metrics.jsonl",
+            "model.safetensors",
+            "source_tokenizer.json",
+            "target_tokenizer.json"
+        ]
+    );
+    assert_eq!(place.losses("run").len(), 12);
+    let info = place.info("run");
+    assert_eq!((info["step"].as_u64(), info["finished"].as_bool()), (Some(12), Some(true)));
+    assert_eq!(info["config"]["seed"].as_u64(), Some(3));
+    assert!(info["held_out"]["token_error_rate"]["low"].is_f64(), "{info}");
+    let described = place.ok(&["info", "run"]);
+    assert!(described.contains("step 12 of 12") && described.contains("shaw attention"), "{described}");
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run_and_another_seed_another() {
+    let place = Place::new();
+    for (out, seed) in [("one", "1"), ("same", "1"), ("other", "2")] {
+        place.ok(&place.train(out, "6", &["--seed", seed]));
+    }
+    assert_eq!(place.losses("one"), place.losses("same"));
+    assert_ne!(place.losses("one"), place.losses("other"));
+}
+
+#[test]
+fn every_attention_trains() {
+    let place = Place::new();
+    for attention in ["kernelized", "shaw", "softmax"] {
+        place.ok(&place.train(attention, "3", &["--attention", attention]));
+        assert_eq!(place.info(attention)["config"]["attention"], attention);
+    }
+}
+
+#[test]
+fn flags_win_over_set_and_set_over_the_file() {
+    let place = Place::new();
+    place.write("run.toml", b"steps = 9\nseed = 7\nlearning_rate = 0.001\nbatch_size = 4\n");
+    let more = ["--config", "run.toml", "--set", "seed=8", "--set", "learning_rate=0.002", "--learning-rate", "0.003"];
+    place.ok(&place.train("run", "3", &more));
+    let config = &place.info("run")["config"];
+    assert_eq!(config["steps"], 3);
+    assert_eq!(config["seed"], 8);
+    assert_eq!(config["learning_rate"], 0.003);
+    assert_eq!(config["batch_size"], 8, "a file stands below --set");
+}
+
+#[test]
+fn minutes_become_steps_that_can_be_given() {
+    let place = Place::new();
+    let mut arguments = place.train("timed", "1", &[]);
+    let at = arguments.iter().position(|part| *part == "--steps").expect("the flag is there");
+    arguments.splice(at..at + 2, ["--minutes", "0.01"]);
+    place.ok(&arguments);
+    let steps = place.info("timed")["config"]["steps"].as_u64().expect("a number").to_string();
+    place.ok(&place.train("counted", &steps, &[]));
+    assert_eq!(place.losses("timed"), place.losses("counted"));
+}
+
+#[test]
+fn an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not() {
+    let place = Place::new();
+    for (name, more) in [("plain", vec![]), ("dropout", vec!["--set", "dropout=0.2"])] {
+        let (whole, parts) = (format!("{name}-whole"), format!("{name}-parts"));
+        place.ok(&place.train(&whole, "60", &more));
+        let mut child = place
+            .command(&place.train(&parts, "60", &more))
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        place.wait_for_lines(&format!("{parts}/metrics.jsonl"), 3);
+        signal("INT", child.id());
+        let status = child.wait().unwrap();
+        let stderr = std::io::read_to_string(child.stderr.take().unwrap()).unwrap();
+        assert_eq!(status.code(), Some(130), "{stderr}");
+        assert!(stderr.contains(&format!("go on with: longspan train --resume {parts}")), "{stderr}");
+        let step = place.info(&parts)["step"].as_u64().unwrap();
+        assert!((1..60).contains(&step), "stopped at step {step}");
+        let stdout = place.ok(&["train", "--resume", &parts]);
+        assert!(stdout.contains("token error rate"), "{stdout}");
+        assert_eq!(place.losses(&parts), place.losses(&whole), "{name}");
+        let answers = |run: &str| place.ok(&["predict", run, "pairs.tsv", "--json"]);
+        assert_eq!(answers(&parts), answers(&whole));
+    }
+}
+
+#[test]
+fn kill_9_at_any_moment_leaves_a_run_that_goes_on() {
+    let place = Place::new();
+    let more = ["--set", "checkpoint_steps=1"];
+    place.ok(&place.train("whole", "400", &more));
+    let mut child = place.command(&place.train("killed", "400", &more)).stderr(Stdio::null()).spawn().unwrap();
+    let mut killed = 0;
+    for round in 0..25u64 {
+        // Irregular, so that the kills fall on different parts of a step and of a save.
+        std::thread::sleep(Duration::from_millis(60 + (round * 37) % 101));
+        if child.try_wait().unwrap().is_some() {
+            break;
+        }
+        signal("KILL", child.id());
+        child.wait().unwrap();
+        killed += 1;
+        if place.path("killed").exists() {
+            assert!(place.info("killed")["step"].is_u64());
+            place.ok(&["predict", "killed", "pairs.tsv"]);
+            child = place.command(&["train", "--resume", "killed"]).stderr(Stdio::null()).spawn().unwrap();
+        } else {
+            child = place.command(&place.train("killed", "400", &more)).stderr(Stdio::null()).spawn().unwrap();
+        }
+    }
+    child.wait().unwrap();
+    assert!(killed >= 3, "only {killed} kills came in time");
+    place.ok(&["train", "--resume", "killed"]);
+    assert_eq!(place.losses("killed"), place.losses("whole"));
+    assert!(!place.names("killed").iter().any(|name| name.ends_with(".tmp")), "{:?}", place.names("killed"));
+}
+
+#[test]
+fn a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint() {
+    let place = Place::new();
+    let more = ["--learning-rate", "1e30", "--set", "checkpoint_steps=1"];
+    let error =
+        place.fails(&place.train("run", "50", &more), &["at step ", "became NaN", "in run is kept", "--learning-rate"]);
+    let info = place.info("run");
+    let kept = info["step"].as_u64().unwrap();
+    assert!(error.contains(&format!("the checkpoint of step {kept} ")), "{error}");
+    place.ok(&["predict", "run", "pairs.tsv"]);
+}
+
+#[test]
+fn a_full_disk_keeps_the_last_checkpoint_and_says_so() {
+    let place = Place::new();
+    place.trained("sizes");
+    let whole = place.read("sizes/checkpoint.safetensors").len();
+    // The first checkpoint has no moments yet and fits; the next ones do not.
+    let blocks = whole * 2 / 3 / 512;
+    let output = with_file_limit(&place.path(""), blocks, &place.train("run", "12", &["--set", "checkpoint_steps=4"]));
+    failed(&output, &["cannot write run/checkpoint.safetensors", "File too large", "make room", "--resume"]);
+    assert!(!place.names("run").iter().any(|name| name.ends_with(".tmp")), "{:?}", place.names("run"));
+    assert_eq!(place.info("run")["step"], 0);
+    place.ok(&["train", "--resume", "run"]);
+    assert_eq!(place.losses("run"), place.losses("sizes"), "nothing of the run is lost");
+
+    let output = with_file_limit(&place.path(""), 4, &place.train("none", "12", &[]));
+    failed(&output, &["cannot write", "File too large"]);
+    assert!(!text(&output.stderr).contains("draft"), "{}", text(&output.stderr));
+    assert!(!place.names("").iter().any(|name| name.contains("none")), "{:?}", place.names(""));
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_or_is_taken_is_refused() {
+    let place = Place::new();
+    place.trained("run");
+    let before = place.read("run/model.safetensors");
+    place.fails(&place.train("run", "3", &[]), &["run holds a run already", "--resume run", "--out"]);
+    assert_eq!(place.read("run/model.safetensors"), before);
+    place.fails(&place.train("pairs.tsv/run", "3", &[]), &["cannot make the run folder pairs.tsv/run", "--out"]);
+    place.fails(
+        &place.train("/proc/longspan/run", "3", &[]),
+        &["cannot make the run folder /proc/longspan/run", "--out"],
+    );
+    place.fails(&place.train("/", "3", &[]), &["/"]);
+    std::fs::create_dir_all(place.path("full/of")).unwrap();
+    place.fails(&place.train("full", "3", &[]), &["full exists already"]);
+}
+
+#[test]
+fn going_on_keeps_what_the_run_fixed() {
+    let place = Place::new();
+    place.trained("run");
+    place.fails(&["train", "--resume", "run", "--set", "d_model=32"], &["`d_model` is fixed by the run", "--out"]);
+    place.fails(&["train", "--resume", "run", "--attention", "softmax"], &["`attention` is fixed by the run"]);
+    place.fails(&["train", "--resume", "nowhere"], &["cannot open the run folder nowhere"]);
+    place.ok(&["train", "--resume", "run", "--steps", "15"]);
+    assert_eq!(place.info("run")["step"], 15);
+    place.write("pairs.tsv", b"abc\tcba\nabd\tdba\nbcd\tdcb\n");
+    place.fails(&["train", "--resume", "run", "--steps", "20"], &["pairs.tsv is not what this run began with"]);
+}
+
+#[test]
+fn two_processes_cannot_train_in_one_folder() {
+    let place = Place::new();
+    let mut child = place.command(&place.train("run", "100000", &[])).stderr(Stdio::null()).spawn().unwrap();
+    place.wait_for_lines("run/metrics.jsonl", 2);
+    place.fails(&["train", "--resume", "run"], &["another process is training in run"]);
+    signal("TERM", child.id());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+#[test]
+fn a_closed_standard_error_does_not_end_training() {
+    let place = Place::new();
+    let mut child =
+        place.command(&place.train("run", "30", &[])).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    assert_eq!(place.info("run")["step"], 30);
+}
+
+#[test]
+fn empty_texts_are_legal() {
+    let place = Place::new();
+    place.write("pairs.tsv", "ab\t\n\tba\nabc\tcba\nb\tb\na\ta\n\t\nca\tac\nd\td\n".repeat(2).as_bytes());
+    place.ok(&place.train("run", "4", &[]));
+    place.write("lines", b"\nab\n\n");
+    let answers = place.ok(&["predict", "run", "lines"]);
+    let lines: Vec<&str> = answers.lines().collect();
+    assert_eq!((lines.len(), lines[0], lines[2]), (3, "", ""));
+    place.ok(&["eval", "run", "pairs.tsv"]);
+}
+
+#[test]
+fn few_pairs_get_fewer_steps() {
+    let place = Place::new();
+    let mut arguments = place.train("run", "1", &[]);
+    let at = arguments.iter().position(|part| *part == "--steps").expect("the flag is there");
+    arguments.drain(at..at + 2);
+    let mut child = place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    place.wait_for_lines("run/metrics.jsonl", 2);
+    signal("INT", child.id());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    // About 180 of the 200 pairs are trained on, 8 at a time, 60 times.
+    let steps = place.info("run")["config"]["steps"].as_u64().unwrap();
+    assert!((1000..1500).contains(&steps), "{steps}");
+}
