@@ -154,7 +154,7 @@ fn long() -> Vec<(KernelizedAttention, Case)> {
             }
             let case = Case { seed: 5, ..Case::new(dims, causal) };
             let ragged = Case { dims: grouped, offset: 1500, ..case.clone() };
-            let padding = KeyMask::Padding((0..4500).map(|j| j % 7 == 3 || (1000..2200).contains(&j)).collect());
+            let padding = KeyMask::Padding((0..4500).map(|j| j % 7 == 3 || (1000..1700).contains(&j)).collect());
             let bounds = vec![0, 10, 10, 2600, 4500];
             let packed = KeyMask::Packed { queries: bounds.clone(), keys: bounds };
             cases.extend([
@@ -205,6 +205,21 @@ fn long_sequences_are_those_of_the_naive_algorithm() {
             panic!("{failure}\n    {attention:?}\n    {case:?}");
         }
     }
+}
+
+/// Behind 1,200 ignored keys, weights of 0.9^1200 are no numbers of `f32`: such a row sees nothing, and gives no infinity.
+#[test]
+fn a_gap_that_outlasts_the_decay_gives_no_infinity() {
+    let attention = KernelizedAttention { decay: Some(vec![0.9]), ..Default::default() };
+    let subject = Subject::kernelized(&attention);
+    let padding = (0..1500).map(|j| (100..1400).contains(&j)).collect();
+    let case = Case { keys: KeyMask::Padding(padding), ..Case::new(Dims::square(1, 1, 1500, 4), true) };
+    let inputs = execute::random(&subject, &case).cast::<f32>();
+    let forward = execute::forward(&subject, &case, &inputs).expect("a call that makes sense");
+    assert!(forward.out.iter().all(|x| x.is_finite()));
+    assert!(forward.out[1399 * 4..1400 * 4].iter().all(|&x| x == 0.0), "the last row of the gap sees nothing");
+    let backward = execute::backward(&subject, &case, &inputs, &forward).expect("a call that makes sense");
+    assert!(backward.gradients.iter().flatten().all(|x| x.is_finite()));
 }
 
 #[test]

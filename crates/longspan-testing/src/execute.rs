@@ -1,9 +1,7 @@
 //! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, so that what a kernel fails to write, or
 //! reads before it wrote, shows.
 
-use longspan_kernels::{
-    Cotangent, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut,
-};
+use longspan_kernels::{Cotangent, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut};
 
 use crate::case::{Case, Inputs};
 use crate::subject::{Number, Subject};
