@@ -9,6 +9,7 @@
 //! gradient, stands in this folder's `README.md`.
 
 mod backward;
+mod cost;
 mod forward;
 mod problem;
 mod step;
@@ -107,8 +108,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        let _ = (dims, mask);
-        unimplemented!()
+        cost::plan(self, dims, mask)
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {

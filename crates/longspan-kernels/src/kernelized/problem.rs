@@ -292,14 +292,15 @@ impl<T: Real> Unit<'_, T> {
         key.clamp(0, self.sequence.keys as isize) as usize
     }
 
-    /// Whether the values of the keys `from..to` that are not ignored are finite.
-    pub fn values_are_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
-        let width = problem.dims.value_dim;
+    /// Whether the keys `from..to` that are not ignored, and their values, are finite.
+    pub fn is_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
+        let finite = |from: usize, count: usize| {
+            problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
+                && (!problem.content || problem.ops.all_finite(self.k.skip(from), count, problem.dims.head_dim))
+        };
         match self.sequence.padding {
-            None => problem.ops.all_finite(self.v.skip(from), to - from, width),
-            Some(_) => (from..to)
-                .filter(|&key| !self.ignores(key))
-                .all(|key| problem.ops.all_finite(self.v.skip(key), 1, width)),
+            None => finite(from, to - from),
+            Some(_) => (from..to).filter(|&key| !self.ignores(key)).all(|key| finite(key, 1)),
         }
     }
 

@@ -172,7 +172,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         let mut shift = shift;
         if problem.causal && piece.keys > 0 {
             let mut rows = piece.rows;
-            if !unit.values_are_finite(problem, piece.key, piece.key + piece.keys) {
+            if !unit.is_finite(problem, piece.key, piece.key + piece.keys) {
                 rows = 1;
             }
             if problem.content && problem.map == FeatureMap::Exp {
