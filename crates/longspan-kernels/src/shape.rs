@@ -182,7 +182,7 @@ impl<'a, T> ViewMut<'a, T> {
         for (stride, length) in axes {
             if length > 1 {
                 apart &= stride >= reach;
-                reach = stride * (length - 1) + reach;
+                reach += stride * (length - 1);
             }
         }
         expect(

@@ -1,6 +1,6 @@
 //! Cases that hit every boundary of the kernels: lengths around a chunk, radii around a length, offsets, masks, shapes.
 //!
-//! The full product has millions of cases. A [`Deck`] deals every level of a factor equally often in random order, so
+//! The full product has millions of cases. A deck deals every level of a factor equally often in random order, so
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
 use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};

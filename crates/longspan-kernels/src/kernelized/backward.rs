@@ -1267,14 +1267,17 @@ impl KeyMemory {
                 let mut local = Summary::new(layout, arena.take(summary));
                 let walk = walk(index);
                 start(&walk.unit, &mut buffers);
-                for stage in stages(&walk) {
+                let plan = stages(&walk);
+                for (n, &stage) in plan.iter().enumerate() {
                     carry.pass(problem, &walk.unit, stage.idle);
                     if stage.writes {
                         walk.keys(stage, Some(carry.high.view()), &mut local, &mut buffers);
                     } else {
                         walk.sum_rows(stage, &mut local, &mut buffers);
                     }
-                    carry.add(problem, &walk.unit, stage.passes(problem), local.view());
+                    if n + 1 < plan.len() {
+                        carry.add(problem, &walk.unit, stage.passes(problem), local.view());
+                    }
                 }
                 walk.finish(&mut buffers);
             });

@@ -103,6 +103,8 @@ pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
 }
 
 /// `BLOCK_ROWS` rows and `N` registers of C. Rows beyond `last` repeat it, which writes the same numbers again.
+// Counted loops over registers unroll; iterators over two arrays at once are not sure to.
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn tile<V: Vector, const N: usize>(
     p: &mut Product<'_, V::Element>,
@@ -172,6 +174,7 @@ where
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
 /// in `ignored` is true become 0 whatever stands in them. `shift` counts for [`FeatureMap::Exp`] alone.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(crate) unsafe fn load<V: Vector>(
     map: FeatureMap,
     shift: V::Element,

@@ -68,7 +68,7 @@ impl InstructionSet {
             .get_or_init(|| {
                 let available = || Self::ALL.into_iter().filter(|set| set.is_available());
                 match std::env::var("LONGSPAN_SIMD") {
-                    Err(_) => Ok(available().last().unwrap_or(Self::Portable)),
+                    Err(_) => Ok(available().next_back().unwrap_or(Self::Portable)),
                     Ok(name) => available().find(|set| set.name() == name).ok_or_else(|| Error::UnknownName {
                         kind: "instruction set in LONGSPAN_SIMD",
                         got: name,
