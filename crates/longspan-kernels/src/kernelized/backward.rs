@@ -1177,7 +1177,7 @@ fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Se
 }
 
 /// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
-fn reduce_table<T: Real>(
+pub(super) fn reduce_table<T: Real>(
     problem: &Problem<'_, T>,
     table: &Table<'_, T>,
     gradients: &mut [T],

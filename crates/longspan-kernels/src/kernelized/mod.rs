@@ -11,6 +11,7 @@
 mod backward;
 mod cost;
 mod forward;
+mod naive;
 mod problem;
 mod step;
 mod summary;
@@ -71,7 +72,7 @@ pub struct KernelizedAttention {
     pub decay: Option<Vec<f64>>,
     /// Divide by the sum of the weights. Without it the output is `N`.
     pub normalize: bool,
-    /// How it is computed.
+    /// How it is computed. Calls with an initial state run chunked whatever stands here.
     pub algorithm: Algorithm,
 }
 
@@ -147,7 +148,14 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        forward::forward(&problem, sink, scratch);
+        match self.algorithm {
+            // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
+            // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
+            Algorithm::Naive if call.initial_state.is_none() => naive::forward(&problem, sink, scratch),
+            Algorithm::Naive | Algorithm::Auto | Algorithm::Cumsum | Algorithm::Chunked => {
+                forward::forward(&problem, sink, scratch);
+            }
+        }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
@@ -195,7 +203,12 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         }
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let d_table = parameters.first_mut().map(|table| &mut **table);
-        backward::backward(&problem, cotangent, sink, d_table, scratch);
+        match self.algorithm {
+            Algorithm::Naive => naive::backward(&problem, cotangent, sink, d_table, scratch),
+            Algorithm::Auto | Algorithm::Cumsum | Algorithm::Chunked => {
+                backward::backward(&problem, cotangent, sink, d_table, scratch);
+            }
+        }
         Ok(())
     }
 
