@@ -39,7 +39,7 @@ pub struct Arguments {
     /// elu+1, relu, softplus, exp or identity
     #[arg(long, default_value = "elu+1")]
     feature_map: String,
-    /// auto, naive, cumsum or chunked
+    /// auto, naive or chunked
     #[arg(long, default_value = "auto")]
     algorithm: String,
     /// Print one JSON object

@@ -11,24 +11,22 @@ pub enum Algorithm {
     /// The cheapest by the cost model.
     #[default]
     Auto,
-    /// Every pair of query and key: `queries × keys` scores, tile by tile.
+    /// Every pair of query and key, one after the other. A call with an initial state runs [`Chunked`](Self::Chunked)
+    /// all the same: only that can go on from one.
     Naive,
-    /// The published linear algorithm: outer products `φ(k_j) v_jᵀ` summed along the sequence and all kept.
-    Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
 }
 
 impl Algorithm {
     /// Every choice, in the order of this page.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked];
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Naive, Self::Chunked];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
             Self::Naive => "naive",
-            Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
         }
     }

@@ -88,6 +88,17 @@ impl Default for KernelizedAttention {
     }
 }
 
+impl KernelizedAttention {
+    /// The algorithm that a call runs; the same for its backward.
+    fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
+        if call.initial_state.is_some() {
+            Algorithm::Chunked
+        } else {
+            cost::plan(self, &call.dims, &call.mask).algorithm
+        }
+    }
+}
+
 impl<T: Real> Mechanism<T> for KernelizedAttention {
     fn name(&self) -> &'static str {
         match self.score {
@@ -148,13 +159,11 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        match self.algorithm {
+        match self.chosen(call) {
             // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
             // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
-            Algorithm::Naive if call.initial_state.is_none() => naive::forward(&problem, sink, scratch),
-            Algorithm::Naive | Algorithm::Auto | Algorithm::Cumsum | Algorithm::Chunked => {
-                forward::forward(&problem, sink, scratch);
-            }
+            Algorithm::Naive => naive::forward(&problem, sink, scratch),
+            Algorithm::Auto | Algorithm::Chunked => forward::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
@@ -203,9 +212,9 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         }
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let d_table = parameters.first_mut().map(|table| &mut **table);
-        match self.algorithm {
+        match self.chosen(call) {
             Algorithm::Naive => naive::backward(&problem, cotangent, sink, d_table, scratch),
-            Algorithm::Auto | Algorithm::Cumsum | Algorithm::Chunked => {
+            Algorithm::Auto | Algorithm::Chunked => {
                 backward::backward(&problem, cotangent, sink, d_table, scratch);
             }
         }

@@ -278,7 +278,7 @@ pub(super) fn backward<T: Real>(
                     if problem.attention.normalize {
                         let rows = unit.sequence.batch * problem.dims.heads + head;
                         let denominator = cotangent.denominators[rows * problem.dims.queries + token];
-                        if denominator == T::ZERO {
+                        if denominator.vanishes() {
                             // The row gave 0 whatever the inputs were.
                             to.fill(T::ZERO);
                             continue;
