@@ -2,12 +2,13 @@
 
 use std::fmt::Debug;
 
-use crate::algorithm::Plan;
-use crate::error::Error;
+use crate::algorithm::{Algorithm, Plan};
+use crate::error::{Error, expect};
 use crate::mask::Mask;
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, View, ViewMut};
+use crate::simd::InstructionSet;
 use crate::state::State;
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
@@ -115,6 +116,14 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// Its name in errors, benchmarks and on the command line.
     fn name(&self) -> &'static str;
 
+    /// The algorithms that can be forced; the first is the one that always can.
+    fn algorithms(&self) -> &'static [Algorithm];
+
+    /// Numbers in one key of one head: [`Dims::head_dim`], but for mechanisms whose keys are narrower than queries.
+    fn key_dim(&self, dims: &Dims) -> usize {
+        dims.head_dim
+    }
+
     /// The learned tensors it takes for calls of these sizes.
     fn parameters(&self, dims: &Dims) -> Vec<Parameter>;
 
@@ -145,4 +154,88 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
 
     /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;
+}
+
+/// Checks what every mechanism asks of a call: sizes, layouts, mask and parameters. States are the mechanism's own.
+pub(crate) fn check_call<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), call: &Call<'_, T>) -> Result<(), Error> {
+    let operation = mechanism.name();
+    let dims = &call.dims;
+    InstructionSet::selected()?;
+    dims.check(operation)?;
+    call.q.check(operation, "q", dims.q())?;
+    call.k.check(operation, "k", key_shape(mechanism, dims))?;
+    call.v.check(operation, "v", dims.v())?;
+    call.mask.check(operation, dims)?;
+    let expected = mechanism.parameters(dims);
+    expect(
+        expected.len() == call.parameters.len(),
+        operation,
+        "parameters",
+        || format!("{} ({})", expected.len(), expected.iter().map(|p| p.name).collect::<Vec<_>>().join(", ")),
+        || call.parameters.len().to_string(),
+    )?;
+    for (parameter, given) in expected.iter().zip(call.parameters) {
+        expect(
+            parameter.len() == given.len(),
+            operation,
+            parameter.name,
+            || format!("shape {:?}, so {} elements", parameter.shape, parameter.len()),
+            || format!("{} elements", given.len()),
+        )?;
+    }
+    Ok(())
+}
+
+/// Checks the places that a forward call writes to, but for the final state.
+pub(crate) fn check_output<T: Real>(
+    mechanism: &(impl Mechanism<T> + ?Sized),
+    dims: &Dims,
+    output: &Output<'_, T>,
+) -> Result<(), Error> {
+    output.out.check(mechanism.name(), "out", dims.out())?;
+    output.denominators.as_ref().map_or(Ok(()), |numbers| check_denominators(mechanism, dims, numbers))
+}
+
+/// Checks what a backward call starts from and where it writes to.
+pub(crate) fn check_gradients<T: Real>(
+    mechanism: &(impl Mechanism<T> + ?Sized),
+    dims: &Dims,
+    cotangent: &Cotangent<'_, T>,
+    gradients: &Gradients<'_, '_, T>,
+) -> Result<(), Error> {
+    let operation = mechanism.name();
+    cotangent.out.check(operation, "out", dims.out())?;
+    cotangent.d_out.check(operation, "d_out", dims.out())?;
+    check_denominators(mechanism, dims, cotangent.denominators)?;
+    gradients.dq.check(operation, "dq", dims.q())?;
+    gradients.dk.check(operation, "dk", key_shape(mechanism, dims))?;
+    gradients.dv.check(operation, "dv", dims.v())?;
+    let expected: Vec<usize> = mechanism.parameters(dims).iter().map(Parameter::len).collect();
+    expect(
+        gradients.parameters.iter().map(|p| p.len()).eq(expected.iter().copied()),
+        operation,
+        "gradients of parameters",
+        || format!("tensors of {expected:?} elements"),
+        || format!("{:?}", gradients.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
+    )
+}
+
+fn check_denominators<T: Real>(
+    mechanism: &(impl Mechanism<T> + ?Sized),
+    dims: &Dims,
+    denominators: &[T],
+) -> Result<(), Error> {
+    let rows = dims.batch * dims.heads * dims.queries;
+    expect(
+        denominators.len() == rows,
+        mechanism.name(),
+        "denominators",
+        || format!("batch × heads × queries = {rows} numbers"),
+        || denominators.len().to_string(),
+    )
+}
+
+fn key_shape<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), dims: &Dims) -> [usize; 4] {
+    let [batch, heads, keys, _] = dims.k();
+    [batch, heads, keys, mechanism.key_dim(dims)]
 }

@@ -3,91 +3,46 @@
 use crate::error::{Error, expect};
 use crate::real::Real;
 
-/// Sizes of a [`State`].
+/// Parts that one head's state may have.
+pub(crate) const PARTS: usize = 6;
+
+/// Whose state it is, and its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
+    /// The mechanism's name; a state of one means nothing to another.
+    pub mechanism: &'static str,
     /// Independent sequences.
     pub batch: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Features of a key, `m`; 0 where the content term is absent.
-    pub features: usize,
-    /// Numbers in one value, `dv`.
-    pub value_dim: usize,
-    /// Rows of the ring of recent values: the radius of the relative positions, 0 where they are absent.
-    pub ring: usize,
-    /// Whether there is a sum of the values that fell out of the ring.
-    pub far: bool,
+    /// Numbers in each part of one head's state, in the order that the mechanism's page gives; unused ones are 0.
+    pub parts: [usize; PARTS],
 }
 
 /// The state of a prefix, a plain value: clone it for beam search, store its [`numbers`](State::numbers), send it.
 ///
-/// For each batch entry and key/value head it holds, one after the other,
-/// `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the exponent that [`FeatureMap::Exp`]
-/// subtracted from the keys and the index of the ring's oldest row (2), the far sum `Σ v⁺_j` (`value_dim + 1`) and the
-/// ring of the last values `v⁺ = [v, 1]` (`ring × (value_dim + 1)`; rows before the first token and of ignored keys
-/// are 0).
-///
-/// [`FeatureMap::Exp`]: crate::FeatureMap::Exp
+/// It holds the [parts](StateShape::parts) of each batch entry and key/value head, one after the other; what they mean
+/// is said by the mechanism, for one in [`kernelized`](crate::kernelized).
 #[derive(Debug, Clone, PartialEq)]
 pub struct State<T> {
     shape: StateShape,
     numbers: Vec<T>,
 }
 
-/// The parts of one head's state.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Head<S> {
-    /// `features × value_dim`.
-    pub sum: S,
-    /// `features`.
-    pub keys: S,
-    /// Two numbers: the exponent subtracted from the keys so far, and which row of the ring is the oldest.
-    pub marks: S,
-    /// `value_dim + 1`, or empty.
-    pub far: S,
-    /// `ring × (value_dim + 1)`, in a circle.
-    pub ring: S,
-}
-
-/// Places of [`Head::marks`].
-pub(crate) const SHIFT: usize = 0;
-pub(crate) const OLDEST: usize = 1;
-
-impl<'a, T: Real> Head<&'a [T]> {
-    /// The ring's row of `back` tokens ago (1 is the last one), if it reaches that far.
-    pub fn ring_row(&self, back: usize, width: usize) -> Option<&'a [T]> {
-        let rows = self.ring.len() / width;
-        let row = (1..=rows).contains(&back).then(|| (self.marks[OLDEST].to_f64() as usize + rows - back) % rows)?;
-        self.ring.get(row * width..(row + 1) * width)
-    }
-}
-
 impl StateShape {
     /// Numbers for one batch entry and head.
     pub fn head_len(&self) -> usize {
-        self.parts().iter().sum()
-    }
-
-    /// Numbers of the parts of [`Head`].
-    fn parts(&self) -> [usize; 5] {
-        let width = self.value_dim + 1;
-        let far = if self.far { width } else { 0 };
-        [self.features * self.value_dim, self.features, 2, far, self.ring * width]
+        self.parts.iter().sum()
     }
 }
 
 impl<T: Real> State<T> {
-    /// The state before the first token, with `shift` as the exponent subtracted from keys.
-    pub(crate) fn empty(shape: StateShape, shift: T) -> Self {
-        let mut state = Self { shape, numbers: vec![T::ZERO; shape.batch * shape.kv_heads * shape.head_len()] };
-        for head in state.heads_mut() {
-            head.marks[SHIFT] = shift;
-        }
-        state
+    /// A state of zeros.
+    pub(crate) fn zeros(shape: StateShape) -> Self {
+        Self { shape, numbers: vec![T::ZERO; shape.batch * shape.kv_heads * shape.head_len()] }
     }
 
-    /// The sizes.
+    /// Whose state it is, and its sizes.
     pub fn shape(&self) -> StateShape {
         self.shape
     }
@@ -97,7 +52,8 @@ impl<T: Real> State<T> {
         &self.numbers
     }
 
-    /// A state from numbers that [`State::numbers`] gave, perhaps in another process.
+    /// A state from numbers that [`State::numbers`] gave, perhaps in another process. The mechanism that takes it looks
+    /// at the numbers themselves.
     pub fn from_numbers(shape: StateShape, numbers: Vec<T>) -> Result<Self, Error> {
         let expected = shape.batch * shape.kv_heads * shape.head_len();
         expect(
@@ -107,18 +63,7 @@ impl<T: Real> State<T> {
             || format!("{expected} for {shape:?}"),
             || numbers.len().to_string(),
         )?;
-        let state = Self { shape, numbers };
-        for head in 0..shape.batch * shape.kv_heads {
-            let oldest = state.head(0, head).marks[OLDEST].to_f64();
-            expect(
-                oldest >= 0.0 && oldest < shape.ring.max(1) as f64 && oldest.fract() == 0.0,
-                "state",
-                "index of the ring's oldest row",
-                || format!("a whole number below {}", shape.ring.max(1)),
-                || oldest.to_string(),
-            )?;
-        }
-        Ok(state)
+        Ok(Self { shape, numbers })
     }
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
@@ -143,27 +88,37 @@ impl<T: Real> State<T> {
         std::mem::size_of_val(self.numbers.as_slice())
     }
 
-    /// One head's numbers.
-    pub(crate) fn head(&self, batch: usize, head: usize) -> Head<&[T]> {
-        let len = self.shape.head_len();
-        let numbers = &self.numbers[(batch * self.shape.kv_heads + head) * len..][..len];
-        let [sum, keys, marks, far, _] = self.shape.parts();
-        let (sum, rest) = numbers.split_at(sum);
-        let (keys, rest) = rest.split_at(keys);
-        let (marks, rest) = rest.split_at(marks);
-        let (far, ring) = rest.split_at(far);
-        Head { sum, keys, marks, far, ring }
+    /// Checks that the state has the sizes that `operation` wants for `argument`.
+    pub(crate) fn check(
+        &self,
+        operation: &'static str,
+        argument: &'static str,
+        expected: StateShape,
+    ) -> Result<(), Error> {
+        expect(self.shape == expected, operation, argument, || format!("{expected:?}"), || format!("{:?}", self.shape))
     }
 
-    /// Every head's numbers, batch entry after batch entry.
-    pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = Head<&mut [T]>> {
-        let [sum, keys, marks, far, _] = self.shape.parts();
-        self.numbers.chunks_exact_mut(self.shape.head_len()).map(move |numbers| {
-            let (sum, rest) = numbers.split_at_mut(sum);
-            let (keys, rest) = rest.split_at_mut(keys);
-            let (marks, rest) = rest.split_at_mut(marks);
-            let (far, ring) = rest.split_at_mut(far);
-            Head { sum, keys, marks, far, ring }
+    /// The parts of one head's state.
+    pub(crate) fn head(&self, batch: usize, head: usize) -> [&[T]; PARTS] {
+        let len = self.shape.head_len();
+        let mut rest = &self.numbers[(batch * self.shape.kv_heads + head) * len..][..len];
+        self.shape.parts.map(|part| {
+            let (first, others) = rest.split_at(part);
+            rest = others;
+            first
+        })
+    }
+
+    /// The parts of every head's state, batch entry after batch entry.
+    pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = [&mut [T]; PARTS]> {
+        let parts = self.shape.parts;
+        // A state of no numbers has no heads to change.
+        self.numbers.chunks_exact_mut(self.shape.head_len().max(1)).map(move |mut rest| {
+            parts.map(|part| {
+                let (first, others) = std::mem::take(&mut rest).split_at_mut(part);
+                rest = others;
+                first
+            })
         })
     }
 }

@@ -14,19 +14,19 @@ use crate::subject::{Number, Subject};
 /// states that differ in nothing but these can be compared.
 fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
-    let sums = shape.features * (shape.value_dim + 1);
+    let [sum, keys, _, row, ring, _] = shape.parts;
+    let sums = sum + keys;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
         let (own, other) = (head[sums], to[sums]);
         let factor = if own == other { 1.0 } else { (own - other).exp() };
         head[..sums].iter_mut().for_each(|x| *x *= factor);
         head[sums] = other;
-        let row = shape.value_dim + 1;
-        let ring = head.len() - shape.ring * row;
-        if shape.ring > 0 {
+        if ring > 0 {
             let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
-            head[ring..].rotate_left(own * row);
-            head[ring..].rotate_right(other * row);
+            let start = head.len() - ring;
+            head[start..].rotate_left(own * row);
+            head[start..].rotate_right(other * row);
             head[sums + 1] = to[sums + 1];
         }
     }

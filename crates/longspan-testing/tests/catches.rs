@@ -1,8 +1,8 @@
 //! A check that cannot fail is worthless: each must pass a sound mechanism and catch a mechanism with a fault.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Parameter, Plan, Real,
-    Reference, Score, Scratch, Shaw, State, Token, ViewMut,
+    Algorithm, Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Parameter, Plan,
+    Real, Reference, Score, Scratch, Shaw, State, Token, ViewMut,
 };
 use longspan_testing::suite::{Check, failures};
 use longspan_testing::{Case, KeyMask, Subject, accuracy, isolation, memory, rejection, streaming, threads};
@@ -109,6 +109,10 @@ fn slightly<T: Real>() -> T {
 impl<T: Real> Mechanism<T> for Broken {
     fn name(&self) -> &'static str {
         self.sound::<T>().name()
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        self.sound::<T>().algorithms()
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {

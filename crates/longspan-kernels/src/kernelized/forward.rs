@@ -8,6 +8,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::problem::{Problem, Table, Unit, padded};
+use super::state::{Head, OLDEST};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states};
 use crate::feature_map::FeatureMap;
@@ -15,7 +16,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product, Run};
-use crate::state::{Head, OLDEST, State};
+use crate::state::State;
 
 /// A stretch of rows of one unit that forms its state from zero.
 #[derive(Debug, Clone, Copy)]
@@ -808,7 +809,8 @@ struct Forward<'w, 'a, T: 'static, F> {
 impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T, F> {
     fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
         let unit = self.problem.unit(index);
-        let ring = self.problem.call.initial_state.map(|state| state.head(unit.sequence.batch, unit.kv_head));
+        let ring =
+            self.problem.call.initial_state.map(|state| Head::from(state.head(unit.sequence.batch, unit.kv_head)));
         Walk { problem: self.problem, unit, table: self.table, ring }
     }
 
@@ -816,7 +818,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
     fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
-            carry.high.load(state.head(unit.sequence.batch, unit.kv_head), self.problem.dims.value_dim);
+            carry.high.load(state.head(unit.sequence.batch, unit.kv_head).into(), self.problem.dims.value_dim);
         }
         carry
     }
@@ -936,10 +938,10 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     // The table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);
-    let heads: Vec<Mutex<Head<&mut [T]>>> = state.heads_mut().map(Mutex::new).collect();
+    let heads: Vec<Mutex<Head<&mut [T]>>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
     parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
         let unit = problem.unit(index);
-        let ring = problem.call.initial_state.map(|state| state.head(unit.sequence.batch, unit.kv_head));
+        let ring = problem.call.initial_state.map(|state| Head::from(state.head(unit.sequence.batch, unit.kv_head)));
         let walk = Walk { problem, unit, table, ring };
         let Worker { mut buffers, running, carry: [high, low], local, .. } =
             memory.worker(problem, &mut Arena::new(scratch));

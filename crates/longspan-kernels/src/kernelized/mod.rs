@@ -5,6 +5,11 @@
 //! 2020), the relative term ([`Shaw`]), or their sum (the Linear Scalable Transformer), under one normaliser. `γ` is 1
 //! unless a [`decay`](KernelizedAttention::decay) is given.
 //!
+//! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
+//! exponent that [`FeatureMap::Exp`] subtracted from the keys and the index of the ring's oldest row (2), the sum of the
+//! `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows `v⁺`. The last two are
+//! there with relative positions only.
+//!
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
@@ -13,6 +18,7 @@ mod cost;
 mod forward;
 mod naive;
 mod problem;
+mod state;
 mod step;
 mod summary;
 mod tile;
@@ -20,10 +26,12 @@ mod tile;
 mod reference;
 
 use crate::algorithm::{Algorithm, Plan};
-use crate::error::{Error, expect};
+use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::{Keys, Mask};
-use crate::mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
+use crate::mechanism::{
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -108,6 +116,10 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         }
     }
 
+    fn algorithms(&self) -> &'static [Algorithm] {
+        &[Algorithm::Chunked, Algorithm::Naive]
+    }
+
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
         let Some(shaw) = self.score.shaw() else { return Vec::new() };
         let rows = shaw.rows();
@@ -126,28 +138,11 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         let operation = Mechanism::<T>::name(self);
-        let Output { mut out, denominators, final_state } = output;
         let dims = &problem.dims;
-        out.check(operation, "out", dims.out())?;
-        let rows = dims.batch * dims.heads * dims.queries;
-        if let Some(denominators) = &denominators {
-            expect(
-                denominators.len() == rows,
-                operation,
-                "denominators",
-                || format!("batch × heads × queries = {rows} numbers"),
-                || denominators.len().to_string(),
-            )?;
-        }
-        if let Some(state) = &final_state {
-            let expected = problem::state_shape(self, dims);
-            expect(
-                state.shape() == expected,
-                operation,
-                "final_state",
-                || format!("{expected:?}"),
-                || format!("{:?}", state.shape()),
-            )?;
+        check_output(self, dims, &output)?;
+        let Output { mut out, denominators, final_state } = output;
+        if let Some(to) = &final_state {
+            to.check(operation, "final_state", state::shape::<T>(self, dims))?;
             if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
                 return Err(Error::Unsupported {
                     operation,
@@ -180,29 +175,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         let operation = Mechanism::<T>::name(self);
-        let dims = &problem.dims;
+        check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
-        cotangent.out.check(operation, "out", dims.out())?;
-        cotangent.d_out.check(operation, "d_out", dims.out())?;
-        let rows = dims.batch * dims.heads * dims.queries;
-        expect(
-            cotangent.denominators.len() == rows,
-            operation,
-            "denominators",
-            || format!("batch × heads × queries = {rows} numbers"),
-            || cotangent.denominators.len().to_string(),
-        )?;
-        dq.check(operation, "dq", dims.q())?;
-        dk.check(operation, "dk", dims.k())?;
-        dv.check(operation, "dv", dims.v())?;
-        let expected: Vec<usize> = Mechanism::<T>::parameters(self, dims).iter().map(Parameter::len).collect();
-        expect(
-            parameters.iter().map(|p| p.len()).eq(expected.iter().copied()),
-            operation,
-            "gradients of parameters",
-            || format!("tensors of {expected:?} elements"),
-            || format!("{:?}", parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-        )?;
         if call.initial_state.is_some() {
             return Err(Error::Unsupported {
                 operation,
@@ -223,8 +197,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(Mechanism::<T>::name(self))?;
-        let shift = if self.feature_map == FeatureMap::Exp { T::NEG_INFINITY } else { T::ZERO };
-        Ok(State::empty(problem::state_shape(self, dims), shift))
+        Ok(state::empty(self, dims))
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

@@ -1,16 +1,15 @@
 //! A checked call, with everything that its tasks share.
 
-use super::KernelizedAttention;
+use super::{KernelizedAttention, state};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, Mechanism};
+use crate::mechanism::{Call, Mechanism, check_call};
 use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
-use crate::simd::{InstructionSet, Ops};
-use crate::state::StateShape;
+use crate::simd::Ops;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -88,31 +87,9 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn new(attention: &'a KernelizedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
         let operation = Mechanism::<T>::name(attention);
         let dims = call.dims;
-        InstructionSet::selected()?;
-        dims.check(operation)?;
-        call.q.check(operation, "q", dims.q())?;
-        call.k.check(operation, "k", dims.k())?;
-        call.v.check(operation, "v", dims.v())?;
-        call.mask.check(operation, &dims)?;
+        check_call(attention, call)?;
         let causal = call.mask.order == Order::Causal;
 
-        let parameters = Mechanism::<T>::parameters(attention, &dims);
-        expect(
-            parameters.len() == call.parameters.len(),
-            operation,
-            "parameters",
-            || format!("{} ({})", parameters.len(), parameters.iter().map(|p| p.name).collect::<Vec<_>>().join(", ")),
-            || call.parameters.len().to_string(),
-        )?;
-        for (parameter, given) in parameters.iter().zip(call.parameters) {
-            expect(
-                parameter.len() == given.len(),
-                operation,
-                parameter.name,
-                || format!("shape {:?}, so {} elements", parameter.shape, parameter.len()),
-                || format!("{} elements", given.len()),
-            )?;
-        }
         if let Some(decay) = &attention.decay {
             expect(
                 decay.len() == dims.kv_heads,
@@ -131,15 +108,8 @@ impl<'a, T: Real> Problem<'a, T> {
                 });
             }
         }
-        if let Some(state) = call.initial_state {
-            let expected = state_shape(attention, &dims);
-            expect(
-                state.shape() == expected,
-                operation,
-                "initial_state",
-                || format!("{expected:?}"),
-                || format!("{:?}", state.shape()),
-            )?;
+        if let Some(initial) = call.initial_state {
+            state::check(attention, &dims, initial, "initial_state")?;
             if !causal || call.mask.offset < 0 {
                 return Err(Error::Unsupported {
                     operation,
@@ -244,19 +214,6 @@ impl<'a, T: Real> Problem<'a, T> {
             self.ops.transpose(rows, head_width, width, head_width, columns, width);
         }
         Some(Table { rows, columns, count, width, head_width, shared: shaw.shared, shift })
-    }
-}
-
-/// The sizes of the state of `attention` for calls of these sizes.
-pub(super) fn state_shape(attention: &KernelizedAttention, dims: &Dims) -> StateShape {
-    let radius = attention.score.shaw().map(|shaw| shaw.radius);
-    StateShape {
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        features: if attention.score.content() { dims.head_dim } else { 0 },
-        value_dim: dims.value_dim,
-        ring: radius.unwrap_or(0),
-        far: radius.is_some(),
     }
 }
 

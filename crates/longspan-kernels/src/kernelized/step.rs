@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::{KernelizedAttention, problem};
+use super::KernelizedAttention;
+use super::state::{self, Head, OLDEST, SHIFT};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::{Mechanism, Parameter, Token};
@@ -10,7 +11,7 @@ use crate::real::Real;
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::{InstructionSet, Ops};
-use crate::state::{Head, OLDEST, SHIFT, State};
+use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread updates about this many.
@@ -29,14 +30,14 @@ pub(super) fn step<T: Real>(
     let operation = Mechanism::<T>::name(attention);
     InstructionSet::selected()?;
     let shape = state.shape();
-    let (batch, kv_heads, value_dim) = (shape.batch, shape.kv_heads, shape.value_dim);
-    // The token's own length gives the sizes that a state without content does not know.
-    let head_dim = token.k.len() / (batch * kv_heads).max(1);
+    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
+    // Only the token's own length tells its widths.
+    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
+    let (head_dim, value_dim) = (width(token.k), width(token.v));
     let heads = token.q.len() / (batch * head_dim).max(1);
     let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
     dims.check(operation)?;
-    let expected = problem::state_shape(attention, &dims);
-    expect(shape == expected, operation, "state", || format!("{expected:?}"), || format!("{shape:?}"))?;
+    state::check(attention, &dims, state, "state")?;
     for (name, len, shape) in [
         ("q", token.q.len(), [batch, heads, head_dim]),
         ("k", token.k.len(), [batch, kv_heads, head_dim]),
@@ -89,7 +90,7 @@ pub(super) fn step<T: Real>(
     if value_dim == 0 {
         return Ok(());
     }
-    let tasks = state.heads_mut().zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         tasks.for_each(run);
     } else {

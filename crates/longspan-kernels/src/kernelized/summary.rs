@@ -1,9 +1,9 @@
 //! What a stretch of keys leaves behind for later queries, in the layout of the kernels.
 
 use super::problem::{Problem, Unit, padded};
+use super::state::{Head, SHIFT};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::state::{Head, SHIFT};
 
 /// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]

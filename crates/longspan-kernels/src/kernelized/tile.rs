@@ -2,13 +2,13 @@
 //! backward share.
 
 use super::problem::{CHUNK, Problem, Table, Unit, padded};
+use super::state::Head;
 use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::Rows;
 use crate::simd::block::{Band, Product};
-use crate::state::Head;
 
 /// Rows of a chunk and the keys that it touches.
 ///
