@@ -1,12 +1,13 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
+//! [`KernelizedAttention`] with [`Shaw`]'s or [`Fourier`] positions are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
 mod algorithm;
 mod error;
 mod feature_map;
+pub mod fourier;
 pub mod kernelized;
 mod mask;
 mod mechanism;
@@ -20,6 +21,7 @@ mod state;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;
+pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
 pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};

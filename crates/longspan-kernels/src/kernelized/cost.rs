@@ -74,6 +74,7 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
     let terms = match attention.score {
         Score::Content | Score::Relative(_) => 1.0,
         Score::Combined(_) => 2.0,
+        Score::Fourier(fourier) => fourier.blocks().0 as f64,
     };
     let pairs = heads(dims) * visible_pairs(dims, mask);
     let flops = pairs * 2.0 * (terms * d + dv);
@@ -91,7 +92,11 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let (queries, keys, chunk) = (dims.queries as f64, dims.keys as f64, CHUNK as f64);
     let causal = mask.order == Order::Causal;
-    let content = if attention.score.content() { 1.0 } else { 0.0 };
+    let content = match attention.score {
+        Score::Relative(_) => 0.0,
+        Score::Content | Score::Combined(_) => 1.0,
+        Score::Fourier(fourier) => fourier.blocks().0 as f64,
+    };
     let rows = table_rows(attention, mask);
     let longest = queries.max(keys).min(chunk);
     let in_chunk = if causal { longest / 2.0 * (d + dv) } else { 0.0 };

@@ -5,16 +5,18 @@
 //! 2020), the relative term ([`Shaw`]), or their sum (the Linear Scalable Transformer), under one normaliser. `γ` is 1
 //! unless a [`decay`](KernelizedAttention::decay) is given.
 //!
-//! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
+//! One head's [`State`] has six parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
 //! exponent that [`FeatureMap::Exp`] subtracted from the keys and the index of the ring's oldest row (2), the sum of the
-//! `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows `v⁺`. The last two are
-//! there with relative positions only.
+//! `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows `v⁺`. These two are
+//! there with relative positions only. The last part is the number of tokens so far, `n = high · 2²⁰ + low` (2), with
+//! counted Fourier positions; there `S` and `z` hold the turned features, several times those of the map.
 //!
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
 mod backward;
 mod cost;
+mod features;
 mod forward;
 mod naive;
 mod problem;
@@ -28,6 +30,7 @@ mod reference;
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::fourier::{Fourier, FourierNormalizer};
 use crate::mask::{Keys, Mask};
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
@@ -48,15 +51,22 @@ pub enum Score {
     Relative(Shaw),
     /// The sum of both.
     Combined(Shaw),
+    /// `Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(p_i − p_j)))`: Fourier or rotary positions.
+    Fourier(Fourier),
 }
 
 impl Score {
     /// The relative positions, if there are any.
     pub fn shaw(&self) -> Option<Shaw> {
         match *self {
-            Self::Content => None,
+            Self::Content | Self::Fourier(_) => None,
             Self::Relative(shaw) | Self::Combined(shaw) => Some(shaw),
         }
+    }
+
+    /// The Fourier positions, if there are any.
+    pub fn fourier(&self) -> Option<Fourier> {
+        if let Self::Fourier(fourier) = *self { Some(fourier) } else { None }
     }
 
     /// Whether keys take part.
@@ -67,8 +77,8 @@ impl Score {
 
 /// Kernelized attention with optional relative positions and decay.
 ///
-/// The one parameter is Shaw's table `relative`, `[heads, 2R+1, head_dim]`, or `[2R+1, head_dim]` if shared; without
-/// relative positions there is none.
+/// With Shaw's relative positions the one parameter is the table `relative`, `[heads, 2R+1, head_dim]`, or
+/// `[2R+1, head_dim]` if shared; with Fourier positions they are those that [`Fourier`] lists; else there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KernelizedAttention {
     /// `φ`.
@@ -78,7 +88,8 @@ pub struct KernelizedAttention {
     /// `γ` in (0, 1] for each key/value head: the weight of a key falls by `γ` with every token (retention). Causal
     /// masks only. Not learned.
     pub decay: Option<Vec<f64>>,
-    /// Divide by the sum of the weights. Without it the output is `N`.
+    /// Divide by the sum of the weights. Without it the output is `N`. [`FourierNormalizer::None`] is the same as
+    /// `false` here.
     pub normalize: bool,
     /// How it is computed. Calls with an initial state run chunked whatever stands here.
     pub algorithm: Algorithm,
@@ -97,6 +108,16 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
+    /// Whether rows are divided by a denominator.
+    fn normalizes(&self) -> bool {
+        self.normalize && self.score.fourier().is_none_or(|fourier| fourier.normalizer != FourierNormalizer::None)
+    }
+
+    /// Whether a negative denominator is an error.
+    fn wants_positive(&self) -> bool {
+        self.normalizes() && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
+    }
+
     /// The algorithm that a call runs; the same for its backward.
     fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
         if call.initial_state.is_some() {
@@ -113,6 +134,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             Score::Content => "kernelized",
             Score::Relative(_) => "shaw-relative",
             Score::Combined(_) => "shaw",
+            Score::Fourier(_) => "fourier",
         }
     }
 
@@ -121,6 +143,9 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+        if let Score::Fourier(fourier) = self.score {
+            return fourier.parameters(dims, dims.head_dim);
+        }
         let Some(shaw) = self.score.shaw() else { return Vec::new() };
         let rows = shaw.rows();
         let shape = if shaw.shared { vec![rows, dims.head_dim] } else { vec![dims.heads, rows, dims.head_dim] };
@@ -163,7 +188,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
-        Ok(())
+        problem.negative.report(operation, dims)
     }
 
     fn backward(
@@ -184,12 +209,11 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
                 mend: "run forward and backward over the whole sequence",
             });
         }
-        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        let d_table = parameters.first_mut().map(|table| &mut **table);
+        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
         match self.chosen(call) {
-            Algorithm::Naive => naive::backward(&problem, cotangent, sink, d_table, scratch),
+            Algorithm::Naive => naive::backward(&problem, cotangent, sink, parameters, scratch),
             Algorithm::Auto | Algorithm::Chunked => {
-                backward::backward(&problem, cotangent, sink, d_table, scratch);
+                backward::backward(&problem, cotangent, sink, parameters, scratch);
             }
         }
         Ok(())

@@ -10,12 +10,13 @@
 
 use super::backward::{GradientSink, reduce_table};
 use super::forward::Sink;
-use super::problem::{Problem, Table, Unit, padded};
+use super::features::{Lift, PositionSink};
+use super::problem::{CHUNK, Problem, Table, Unit, padded};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
-use crate::shape::{Rows, ViewMut};
+use crate::shape::ViewMut;
 
 /// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
 fn top<T: Real>(row: &[T]) -> Option<T> {
@@ -64,30 +65,41 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
     /// Numbers of scratch for the longest unit.
     fn len(problem: &Problem<'_, T>) -> usize {
         let keys = most_keys(problem);
-        keys * problem.head_width + 2 * padded::<T>(keys)
+        keys * problem.head_width + 2 * padded::<T>(keys) + Lift::len(problem, CHUNK)
     }
 
-    fn new(problem: &'x Problem<'a, T>, index: usize, table: Option<Table<'x, T>>, arena: &mut Arena<'x, T>) -> Self {
+    /// The pairs of one unit, and what forms its features.
+    fn new(
+        problem: &'x Problem<'a, T>,
+        index: usize,
+        table: Option<Table<'x, T>>,
+        arena: &mut Arena<'x, T>,
+    ) -> (Self, Lift<'x, T>) {
         let unit = problem.unit(index);
         let keys = unit.sequence.keys;
         let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
         let k = arena.take(if problem.content { keys * width } else { 0 });
         let tops = arena.take(if problem.content && problem.map == FeatureMap::Exp { keys } else { 0 });
         let powers = arena.take(if unit.gamma == 1.0 { 0 } else { keys });
+        let mut lift = Lift::new(problem, CHUNK, arena);
+        lift.start(problem, &unit);
         if tops.is_empty() {
             if problem.content {
-                problem.ops.load(problem.map, T::ZERO, unit.k, keys, head_dim, unit.sequence.padding, k, width);
+                for key in (0..keys).step_by(CHUNK) {
+                    let (count, to) = (CHUNK.min(keys - key), &mut k[key * width..]);
+                    problem.load_keys(&unit, key, count, T::ZERO, to, &mut lift);
+                }
             }
         } else {
             for (key, highest) in tops.iter_mut().enumerate().filter(|(key, _)| !unit.ignores(*key)) {
                 let found = top(unit.k.row(key, head_dim));
                 *highest = found.unwrap_or(T::NEG_INFINITY);
                 let (shift, to) = (found.unwrap_or(T::ZERO), &mut k[key * width..]);
-                problem.ops.load(problem.map, shift, unit.k.skip(key), 1, head_dim, None, to, width);
+                problem.load_keys(&unit, key, 1, shift, to, &mut lift);
             }
         }
         powers.iter_mut().enumerate().for_each(|(n, power)| *power = unit.decay(n));
-        Self { problem, unit, table, k, tops, powers }
+        (Self { problem, unit, table, k, tops, powers }, lift)
     }
 
     /// The keys that a row sees.
@@ -119,16 +131,11 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
         Some(sight)
     }
 
-    /// Writes `φ(q)` of one row and returns the exponent that was subtracted.
-    fn load_query(&self, query: Rows<'_, T>, to: &mut [T]) -> T {
-        let problem = self.problem;
-        let mut shift = T::ZERO;
-        if problem.map == FeatureMap::Exp {
-            // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-            shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
-        }
-        problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
-        shift
+    /// Writes the features of one query and returns the exponent that was subtracted.
+    fn load_query(&self, head: usize, row: usize, to: &mut [T], lift: &mut Lift<'_, T>) -> T {
+        let mut shift = [T::ZERO];
+        self.problem.load_queries(&self.unit, head, row, 1, &mut shift, to, lift);
+        shift[0]
     }
 
     /// The pair of a row and a key that it sees.
@@ -159,8 +166,17 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
 
     fn weight(&self, pair: &Pair<'_, T>, q: &[T]) -> T {
         let ops = self.problem.ops;
-        let content = pair.key.map_or(T::ZERO, |(key, factor)| factor * ops.dot(q, key));
+        let depth = self.problem.layout.separate().unwrap_or(q.len());
+        let content = pair.key.map_or(T::ZERO, |(key, factor)| factor * ops.dot(&q[..depth], key));
         pair.position.map_or(content, |(_, position, factor)| content + factor * ops.dot(q, position))
+    }
+
+    /// What a pair adds to the denominator, given its weight.
+    fn share(&self, pair: &Pair<'_, T>, weight: T, q: &[T]) -> T {
+        match (self.problem.layout.separate(), pair.key) {
+            (Some(from), Some((key, factor))) => factor * self.problem.ops.dot(&q[from..], &key[from..]),
+            _ => weight,
+        }
     }
 }
 
@@ -178,31 +194,34 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let pairs = Pairs::new(problem, index, table, &mut arena);
+        let (pairs, mut lift) = Pairs::new(problem, index, table, &mut arena);
         let (q, sum) = (arena.take(head_width), arena.take(value_width));
         let unit = &pairs.unit;
         for head in problem.heads(unit) {
-            let queries = problem.queries(unit, head);
             for row in 0..unit.sequence.queries {
                 let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
                 // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
                 let out = unsafe { sink.out.row(batch, head, token, value_dim) };
                 let mut denominator = T::ZERO;
                 if let Some(sight) = pairs.sight(row) {
-                    let q_shift = pairs.load_query(queries.skip(row), q);
+                    let q_shift = pairs.load_query(head, row, q, &mut lift);
                     sum.fill(T::ZERO);
                     for key in pairs.keys(&sight) {
-                        let weight = pairs.weight(&pairs.pair(&sight, head, key), q);
+                        let pair = pairs.pair(&sight, head, key);
+                        let weight = pairs.weight(&pair, q);
                         problem.ops.add_scaled(&mut sum[..value_dim], weight, unit.v.row(key, value_dim));
-                        denominator += weight;
+                        denominator += pairs.share(&pair, weight, q);
                     }
                     let reciprocal = T::ONE / denominator;
-                    if !problem.attention.normalize {
+                    if !problem.attention.normalizes() {
                         problem.ops.store(sum, pairs.scale(&sight, q_shift), out);
                     } else if denominator.is_finite() && !(T::from_f64(4.0) * reciprocal).is_finite() {
                         // 0, or no normal number (four times its reciprocal overflows), which is what a long decay
                         // leaves: the row gives 0 and says so, so that its gradient is 0 too instead of infinite.
                         denominator = T::ZERO;
+                        out.fill(T::ZERO);
+                    } else if problem.gives_nothing(denominator) {
+                        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
                         out.fill(T::ZERO);
                     } else {
                         problem.ops.store(sum, reciprocal, out);
@@ -213,7 +232,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                 if let Some(denominators) = sink.denominators {
                     // SAFETY: as above.
                     let place = unsafe { denominators.row(batch, head, token, 1) };
-                    place[0] = if problem.attention.normalize { denominator } else { T::ONE };
+                    place[0] = if problem.attention.normalizes() { denominator } else { T::ONE };
                 }
             }
         }
@@ -227,26 +246,34 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_table: Option<&mut [T]>,
+    parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
-    let entry = problem.table_width() * head_width;
+    let (sums_len, units) = (problem.sums_len(), problem.units());
+    let entry = problem.table_width() * head_width + sums_len;
     let per_unit = problem.dims.group() * entry;
     let per_worker =
         Pairs::len(problem) + (most_keys(problem) + 2) * head_width + (most_keys(problem) + 1) * value_width;
-    let shared = problem.table_len() + problem.units() * per_unit;
+    let [query_positions, key_positions] = problem.position_lens();
+    let shared = problem.table_len() + units * (per_unit + sums_len) + query_positions + key_positions + 4 * padded::<T>(1);
     let mut arena = Arena::new(scratch.take(shared + rayon::current_num_threads() * per_worker));
     let table = problem.table(&mut arena);
-    let table_gradients = arena.take(problem.units() * per_unit);
+    let table_gradients = arena.take(units * per_unit);
+    let key_sums = arena.take(units * sums_len);
+    let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
     let ops = problem.ops;
     {
+        let mut positions = problem.position_views(query_positions, key_positions);
+        let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+        let mut key_sums = ViewMut::strided(&mut *key_sums, [sums_len, 0, 0]);
+        let key_sums = key_sums.shared();
         let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit, 0, 0]);
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let pairs = Pairs::new(problem, index, table, &mut arena);
+            let (pairs, mut lift) = Pairs::new(problem, index, table, &mut arena);
             let unit = &pairs.unit;
             let keys = unit.sequence.keys;
             let (q, dq, d) = (arena.take(head_width), arena.take(head_width), arena.take(value_width));
@@ -254,12 +281,14 @@ pub(super) fn backward<T: Real>(
             dk.fill(T::ZERO);
             dv.fill(T::ZERO);
             // SAFETY: each unit is one task's own.
-            let d_table = unsafe { gradients.row(index, 0, 0, per_unit) };
+            let (d_table, key_sums) =
+                unsafe { (gradients.row(index, 0, 0, per_unit), key_sums.row(index, 0, 0, sums_len)) };
             d_table.fill(T::ZERO);
+            key_sums.fill(T::ZERO);
+            let separate = problem.layout.separate();
             // Keys from here on are seen by no row.
             let mut end = 0;
             for (n, head) in problem.heads(unit).enumerate() {
-                let queries = problem.queries(unit, head);
                 let [out, d_out] = [cotangent.out, cotangent.d_out]
                     .map(|view| view.rows(unit.sequence.batch, head).skip(unit.sequence.query_start));
                 let d_table = &mut d_table[n * entry..][..entry];
@@ -272,13 +301,13 @@ pub(super) fn backward<T: Real>(
                         continue;
                     };
                     end = end.max(sight.end);
-                    let q_shift = pairs.load_query(queries.skip(row), q);
+                    let q_shift = pairs.load_query(head, row, q, &mut lift);
                     ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(row), 1, value_dim, None, d, value_width);
                     let mut c = T::ZERO;
-                    if problem.attention.normalize {
+                    if problem.attention.normalizes() {
                         let rows = unit.sequence.batch * problem.dims.heads + head;
                         let denominator = cotangent.denominators[rows * problem.dims.queries + token];
-                        if denominator.vanishes() {
+                        if problem.gives_nothing(denominator) {
                             // The row gave 0 whatever the inputs were.
                             to.fill(T::ZERO);
                             continue;
@@ -292,18 +321,28 @@ pub(super) fn backward<T: Real>(
                     for key in pairs.keys(&sight) {
                         let pair = pairs.pair(&sight, head, key);
                         ops.add_scaled(&mut dv[key * value_width..][..value_width], pairs.weight(&pair, q), d);
-                        let d_weight = c + ops.dot(unit.v.row(key, value_dim), d);
+                        let mut d_weight = ops.dot(unit.v.row(key, value_dim), d);
+                        let dk = &mut dk[key * head_width..][..head_width];
+                        if let (Some((features, factor)), Some(from)) = (pair.key, separate) {
+                            ops.add_scaled(&mut dq[..from], d_weight * factor, features);
+                            ops.add_scaled(&mut dk[..from], d_weight * factor, q);
+                            ops.add_scaled(&mut dq[from..], c * factor, &features[from..]);
+                            ops.add_scaled(&mut dk[from..], c * factor, &q[from..]);
+                            continue;
+                        }
+                        d_weight += c;
                         if let Some((features, factor)) = pair.key {
                             ops.add_scaled(dq, d_weight * factor, features);
-                            ops.add_scaled(&mut dk[key * head_width..][..head_width], d_weight * factor, q);
+                            ops.add_scaled(dk, d_weight * factor, q);
                         }
                         if let Some((place, features, factor)) = pair.position {
                             ops.add_scaled(dq, d_weight * factor, features);
                             ops.add_scaled(&mut d_table[place * head_width..][..head_width], d_weight * factor, q);
                         }
                     }
-                    ops.pull_back(problem.map, queries.skip(row), q, dq, 1, head_dim, head_width);
-                    ops.store(dq, T::ONE, to);
+                    let (sums, sink) = (&mut d_table[..sums_len], sink.positions);
+                    let (raw, _) = problem.pull_back_queries(unit, head, row, 1, q, dq, sums, sink, &mut lift);
+                    ops.store(raw, T::ONE, to);
                 }
             }
             for key in 0..keys + unit.sequence.absent {
@@ -321,15 +360,27 @@ pub(super) fn backward<T: Real>(
                 }
                 ops.store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
-                if problem.content {
-                    let features = &pairs.k[key * head_width..][..head_width];
-                    ops.pull_back(problem.map, unit.k.skip(key), features, d, 1, head_dim, head_width);
+                if !problem.content {
+                    ops.store(d, T::ONE, to_k);
+                    continue;
                 }
-                ops.store(d, T::ONE, to_k);
+                // With positions, what stands between raw keys and features has been overwritten by later ones.
+                let shift = pairs.tops.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
+                if problem.rotations.is_some() {
+                    problem.load_keys(unit, key, 1, shift, q, &mut lift);
+                }
+                let features = &pairs.k[key * head_width..][..head_width];
+                let (raw, _) =
+                    problem.pull_back_keys(unit, key, 1, features, d, key_sums, sink.positions, &mut lift);
+                ops.store(raw, T::ONE, to_k);
             }
         });
     }
-    if let (Some(d_table), Some(table)) = (d_table, &table) {
+    let query_sums = |index: usize, n: usize| vec![&table_gradients[index * per_unit + n * entry..][..sums_len]];
+    let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
+    let positions: [&[T]; 2] = [query_positions, key_positions];
+    problem.write_position_gradients(&query_sums, &unit_sums, positions, parameters);
+    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
         reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
     }
 }

@@ -6,6 +6,7 @@
 
 pub(crate) mod block;
 mod portable;
+pub(crate) mod rotation;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -16,6 +17,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use rotation::{Rotation, Unrotated};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +120,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: the caller has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -132,7 +134,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: every processor of the target has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -140,6 +142,12 @@ macro_rules! operations {
             };
         }
     };
+}
+
+/// The generic operations, wherever they are defined.
+mod kernels {
+    pub(crate) use super::block::*;
+    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
 }
 
 operations! {
@@ -167,6 +175,9 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
