@@ -2,7 +2,7 @@
 
 use longspan_kernels::{Dims, State};
 
-use crate::accuracy::forward_scale;
+use crate::accuracy::{forward_scale, level};
 use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, close, ensure, same_bits};
 use crate::execute;
@@ -92,7 +92,12 @@ pub fn pieces_make_the_whole_of<T: Number>(
     } else {
         absolute
     };
-    let state_scale = execute::forward_state(subject, case, &absolute, None)?.1;
+    let mut state_scale = execute::forward_state(subject, case, &absolute, None)?.1;
+    if subject.assumptions.turned {
+        let mut numbers = state_scale.numbers().to_vec();
+        numbers.chunks_mut(state_scale.shape().head_len().max(1)).for_each(level);
+        state_scale = State::from_numbers(state_scale.shape(), numbers)?;
+    }
 
     let single = inputs.cast::<T>();
     let (whole, whole_state) = execute::forward_state(subject, case, &single, None)?;

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use longspan_kernels::{Algorithm, FeatureMap, KernelizedAttention, Mechanism, Real, RelativeMap, Score};
+use longspan_kernels::{
+    Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap, Score,
+    Wave,
+};
 
 /// A number type that a [`Subject`] can be asked for.
 pub trait Number: Real {
@@ -43,8 +46,16 @@ pub struct Assumptions {
     pub positions: bool,
     /// Every weight that a query may give is positive, so that what it sees always shows.
     pub positive_weights: bool,
+    /// Features are turned by positions: what features add up to may cancel, whatever the signs of the inputs.
+    pub turned: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
+}
+
+/// Whether rows are divided by the sum of weights of either sign.
+pub fn is_signed(fourier: &Fourier) -> bool {
+    fourier.normalizer == FourierNormalizer::Literal
+        || (fourier.wave == Wave::Pairs && fourier.normalizer != FourierNormalizer::Unrotated)
 }
 
 /// A mechanism in both number types.
@@ -54,6 +65,8 @@ pub struct Subject {
     pub label: String,
     /// What the checks may assume of it.
     pub assumptions: Assumptions,
+    /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
+    pub prepare: Arc<dyn Fn(&Parameter, &mut [f64]) + Send + Sync>,
     single: Arc<dyn Mechanism<f32>>,
     double: Arc<dyn Mechanism<f64>>,
 }
@@ -67,6 +80,7 @@ impl Subject {
         Self {
             label: format!("{mechanism:?}"),
             assumptions,
+            prepare: Arc::new(|_, _| {}),
             single: Arc::new(mechanism.clone()),
             double: Arc::new(mechanism),
         }
@@ -81,14 +95,35 @@ impl Subject {
             signed_parameters: identity || raw_table,
             content: attention.score.content(),
             positions: attention.score != Score::Content || attention.decay.is_some(),
-            positive_weights: !identity && !raw_table && attention.feature_map != FeatureMap::Relu,
+            positive_weights: !identity
+                && !raw_table
+                && attention.feature_map != FeatureMap::Relu
+                && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
+            turned: attention.score.fourier().is_some(),
             true_denominators: attention.feature_map != FeatureMap::Exp,
         }
     }
 
     /// Kernelized attention.
     pub fn kernelized(attention: &KernelizedAttention) -> Self {
-        Self::new(attention.clone(), Self::assume(attention))
+        let subject = Self::new(attention.clone(), Self::assume(attention));
+        match attention.score {
+            // The sum of signed weights must not come near 0, or no tolerance would mean anything.
+            Score::Fourier(fourier) if is_signed(&fourier) && attention.normalize => Self {
+                prepare: Arc::new(|parameter, numbers| {
+                    let factor = if parameter.name == "a" { 1e-3 } else { 0.15 };
+                    for x in numbers.iter_mut() {
+                        match parameter.name {
+                            "a" | "b" => *x *= factor,
+                            "c" => *x = x.abs(),
+                            _ => {}
+                        }
+                    }
+                }),
+                ..subject
+            },
+            _ => subject,
+        }
     }
 
     /// Kernelized attention by each algorithm that can be forced.
