@@ -41,7 +41,10 @@ pub fn len(shape: [usize; 4]) -> usize {
 pub fn random(subject: &Subject, case: &Case) -> Inputs<f64> {
     let parameters = f64::mechanism(subject).parameters(&case.dims);
     let mut inputs = Inputs::random(case, &parameters);
-    parameters.iter().zip(&mut inputs.parameters).for_each(|(parameter, numbers)| (subject.prepare)(parameter, numbers));
+    parameters
+        .iter()
+        .zip(&mut inputs.parameters)
+        .for_each(|(parameter, numbers)| (subject.prepare)(parameter, numbers));
     inputs
 }
 

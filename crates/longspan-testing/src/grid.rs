@@ -4,7 +4,8 @@
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
 use longspan_kernels::{
-    Algorithm, Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw, Wave,
+    Algorithm, Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw,
+    Wave,
 };
 
 use crate::case::{Case, KeyMask};

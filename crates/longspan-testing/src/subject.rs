@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap, Score,
-    Wave,
+    Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap,
+    Score, Wave,
 };
 
 /// A number type that a [`Subject`] can be asked for.
@@ -58,6 +58,9 @@ pub fn is_signed(fourier: &Fourier) -> bool {
         || (fourier.wave == Wave::Pairs && fourier.normalizer != FourierNormalizer::Unrotated)
 }
 
+/// What changes a drawn parameter in place.
+pub type Prepare = Arc<dyn Fn(&Parameter, &mut [f64]) + Send + Sync>;
+
 /// A mechanism in both number types.
 #[derive(Clone)]
 pub struct Subject {
@@ -66,7 +69,7 @@ pub struct Subject {
     /// What the checks may assume of it.
     pub assumptions: Assumptions,
     /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
-    pub prepare: Arc<dyn Fn(&Parameter, &mut [f64]) + Send + Sync>,
+    pub prepare: Prepare,
     single: Arc<dyn Mechanism<f32>>,
     double: Arc<dyn Mechanism<f64>>,
 }

@@ -159,11 +159,8 @@ impl<'a, T: Real> Rotations<'a, T> {
     pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
         let block = rows * self.angles;
         let (table, given) = if self.given() { (0, block) } else { (block, 0) };
-        let mut side = || SideAngles {
-            cos: arena.take(given),
-            sin: arena.take(given),
-            base: arena.take(4 * self.angles),
-        };
+        let mut side =
+            || SideAngles { cos: arena.take(given), sin: arena.take(given), base: arena.take(4 * self.angles) };
         let sides = [side(), side()];
         RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
     }

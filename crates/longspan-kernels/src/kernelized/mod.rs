@@ -115,7 +115,8 @@ impl KernelizedAttention {
 
     /// Whether a negative denominator is an error.
     fn wants_positive(&self) -> bool {
-        self.normalizes() && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
+        self.normalizes()
+            && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
     }
 
     /// The algorithm that a call runs; the same for its backward.

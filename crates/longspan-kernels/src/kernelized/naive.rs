@@ -9,8 +9,8 @@
 //! [`backward`] forms the same exponents anew.
 
 use super::backward::{GradientSink, reduce_table};
-use super::forward::Sink;
 use super::features::{Lift, PositionSink};
+use super::forward::Sink;
 use super::problem::{CHUNK, Problem, Table, Unit, padded};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
@@ -221,7 +221,9 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                         denominator = T::ZERO;
                         out.fill(T::ZERO);
                     } else if problem.gives_nothing(denominator) {
-                        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
+                        problem
+                            .negative
+                            .see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
                         out.fill(T::ZERO);
                     } else {
                         problem.ops.store(sum, reciprocal, out);
@@ -257,7 +259,8 @@ pub(super) fn backward<T: Real>(
     let per_worker =
         Pairs::len(problem) + (most_keys(problem) + 2) * head_width + (most_keys(problem) + 1) * value_width;
     let [query_positions, key_positions] = problem.position_lens();
-    let shared = problem.table_len() + units * (per_unit + sums_len) + query_positions + key_positions + 4 * padded::<T>(1);
+    let shared =
+        problem.table_len() + units * (per_unit + sums_len) + query_positions + key_positions + 4 * padded::<T>(1);
     let mut arena = Arena::new(scratch.take(shared + rayon::current_num_threads() * per_worker));
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(units * per_unit);
@@ -370,8 +373,7 @@ pub(super) fn backward<T: Real>(
                     problem.load_keys(unit, key, 1, shift, q, &mut lift);
                 }
                 let features = &pairs.k[key * head_width..][..head_width];
-                let (raw, _) =
-                    problem.pull_back_keys(unit, key, 1, features, d, key_sums, sink.positions, &mut lift);
+                let (raw, _) = problem.pull_back_keys(unit, key, 1, features, d, key_sums, sink.positions, &mut lift);
                 ops.store(raw, T::ONE, to_k);
             }
         });

@@ -112,20 +112,17 @@ struct Term {
 }
 
 /// `φ(q)·φ(k)` and `φ(q)·ρ(r_δ)`, feature by feature.
-fn terms(
-    attention: &KernelizedAttention,
-    call: &Call<'_, f64>,
-    place: &Place,
-    q: &[f64],
-    k: &[f64],
-) -> Vec<Term> {
+fn terms(attention: &KernelizedAttention, call: &Call<'_, f64>, place: &Place, q: &[f64], k: &[f64]) -> Vec<Term> {
     let &Place { head, delta, .. } = place;
     let phi = |x: f64| match attention.feature_map {
         FeatureMap::Exp => Term { factor: 1.0, share: 1.0, exponent: x },
         map => Term { factor: map.apply(x), share: map.apply(x), exponent: 0.0 },
     };
-    let times =
-        |a: Term, b: Term| Term { factor: a.factor * b.factor, share: a.share * b.share, exponent: a.exponent + b.exponent };
+    let times = |a: Term, b: Term| Term {
+        factor: a.factor * b.factor,
+        share: a.share * b.share,
+        exponent: a.exponent + b.exponent,
+    };
     let mut terms = Vec::new();
     if let Score::Content | Score::Combined(_) = attention.score {
         terms.extend(q.iter().zip(k).map(|(&q, &k)| times(phi(q), phi(k))));

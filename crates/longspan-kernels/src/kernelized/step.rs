@@ -253,8 +253,7 @@ impl<T: Real> HeadToken<'_, T> {
         let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
         let kv_head = self.first_head / (self.q.len() / x.len().max(1)).max(1);
         rotations.start(kv_head, &mut buffers);
-        let span =
-            Span { side, batch: self.batch, kv_head, token: 0, count: 1, position: tokens, ignored: None };
+        let span = Span { side, batch: self.batch, kv_head, token: 0, count: 1, position: tokens, ignored: None };
         let row = to.len();
         rotations.rotate(&span, &mapped, mapped.len(), to, row, self.layout.mapped, &mut buffers);
     }
