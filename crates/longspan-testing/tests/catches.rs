@@ -208,7 +208,7 @@ impl<T: Real> Mechanism<T> for Broken {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let dims = call.dims;
-        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let checked = self.sound::<T>().check(call).is_ok();
         let before = if checked && dims.queries > 0 && dims.heads > 0 && dims.batch > 0 {
             dq.token(0, 0, 0, 1)[0]
@@ -218,7 +218,7 @@ impl<T: Real> Mechanism<T> for Broken {
         let mut own =
             [dims.q(), dims.k(), dims.v()].map(|shape| vec![T::ZERO; if checked { shape.iter().product() } else { 0 }]);
         if !checked || matches!(self.fault, None | TakesWrongCalls | WritesBeforeItRefuses | BlamesAnother) {
-            let gradients = Gradients { dq, dk, dv, parameters };
+            let gradients = Gradients { dq, dk, dv, parameters, initial_state };
             let result = self.sound::<T>().backward(call, cotangent, gradients, scratch);
             return result.or_else(|error| self.refuse(error));
         }
@@ -229,6 +229,7 @@ impl<T: Real> Mechanism<T> for Broken {
             dk: ViewMut::contiguous(own_k, dims.k()),
             dv: ViewMut::contiguous(own_v, dims.v()),
             parameters: &mut own_parameters,
+            initial_state,
         };
         self.sound::<T>().backward(&self.distort(call), cotangent, own_gradients, scratch)?;
         match self.fault {

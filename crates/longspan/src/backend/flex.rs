@@ -157,10 +157,16 @@ impl Operands {
                 out: view(&outcome.out),
                 denominators: contiguous(&outcome.denominators),
                 d_out: view(d_out),
+                final_state: None,
             };
             let mut parameters: Vec<&mut [T]> = d_table.iter_mut().map(Vec::as_mut_slice).collect();
-            let gradients =
-                Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut parameters };
+            let gradients = Gradients {
+                dq: dq.view_mut(),
+                dk: dk.view_mut(),
+                dv: dv.view_mut(),
+                parameters: &mut parameters,
+                initial_state: None,
+            };
             settings.options.backward(call, &cotangent, gradients, scratch)?;
             let table = d_table.zip(self.table.as_ref()).map(|(numbers, table)| {
                 let layout = Layout::contiguous(table.layout().shape().clone());
