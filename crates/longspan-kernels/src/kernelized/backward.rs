@@ -763,9 +763,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 key_shift = T::ZERO;
             }
         }
-        let padding = unit.padding(key, key + keys);
-        let rows = padded::<T>(keys);
         if content {
+            let (padding, rows) = (unit.padding(key, key + keys), padded::<T>(keys));
             let k = unit.k.skip(key);
             ops.load(problem.map, key_shift, k, keys, problem.dims.head_dim, padding, buffers.k, head_width);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
