@@ -306,7 +306,9 @@ fn exponential_features_stream_without_overflow() {
         if !case.causal {
             return Ok(());
         }
-        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
+        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)?;
+        streaming::states_add_up_of::<f32>(subject, case, inputs)?;
+        state_gradients::gradients_pass_through_states_of::<f32>(subject, case, inputs)
     });
 }
 

@@ -107,14 +107,22 @@ fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
 /// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are those
 /// of the whole. The case must have as many queries as keys, offset 0 and all keys.
 pub fn gradients_pass_through_states<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    gradients_pass_through_states_of::<T>(subject, case, &execute::random(subject, case))
+}
+
+/// The same on given numbers.
+pub fn gradients_pass_through_states_of<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<f64>,
+) -> Result<(), Failure> {
     assert!(case.causal && case.offset == 0 && case.dims.queries == case.dims.keys, "{case:?}");
     let (pieces, case) = plan(case);
-    let inputs = execute::random(subject, &case);
-    let forward = execute::forward::<f64>(subject, &case, &inputs)?;
-    let expected = execute::backward(subject, &case, &inputs, &forward)?;
-    let scale = accuracy::backward_scale(subject, &case, &inputs)?;
+    let forward = execute::forward::<f64>(subject, &case, inputs)?;
+    let expected = execute::backward(subject, &case, inputs, &forward)?;
+    let scale = accuracy::backward_scale(subject, &case, inputs)?;
     let got = in_pieces(subject, &case, &inputs.cast::<T>(), &pieces)?;
-    for (n, name) in gradient_names(&inputs).iter().enumerate() {
+    for (n, name) in gradient_names(inputs).iter().enumerate() {
         let what = format!("{name} in pieces {pieces:?} under {:?}", case.keys);
         close(&what, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(&case))?;
     }

@@ -136,8 +136,12 @@ pub fn pieces_make_the_whole_of<T: Number>(
 /// The states of ragged pieces, each computed apart from the empty state, add up to that of the whole in any order of the
 /// sums, and the sequence goes on from a sum as it would from the state itself.
 pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    states_add_up_of::<T>(subject, case, &execute::random(subject, case))
+}
+
+/// The same on given numbers.
+pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
     let dims = &case.dims;
-    let inputs = execute::random(subject, case);
     let mut random = Random::new(case.seed ^ 0xADD);
     let single = inputs.cast::<T>();
     let mechanism = T::mechanism(subject);
@@ -161,8 +165,7 @@ pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Fa
         *earlier = earlier.start..later.end;
         let rest = earlier.end..(earlier.end + 70).min(dims.keys);
         if earlier.start == 0 && random.chance(0.5) && !rest.is_empty() {
-            let (known, _) = part(case, &inputs, 0..rest.end, 0..rest.end);
-            let numbers = part(case, &inputs, 0..rest.end, 0..rest.end).1;
+            let (known, numbers) = part(case, inputs, 0..rest.end, 0..rest.end);
             let expected = execute::forward(subject, &known, &numbers)?;
             let scale = forward_scale(subject, &known, &numbers)?;
             let (piece, numbers) = part(case, &single, rest.clone(), rest.clone());
@@ -175,8 +178,8 @@ pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Fa
             close(&what, &got.out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
         }
     }
-    let expected = execute::forward_state(subject, case, &inputs, None)?.1;
-    let scale = state_scale(subject, case, &inputs)?;
+    let expected = execute::forward_state(subject, case, inputs, None)?.1;
+    let scale = state_scale(subject, case, inputs)?;
     close_states("sum of the states of all pieces", &apart[0].1, &expected, &scale, case.terms())
 }
 
