@@ -18,7 +18,7 @@ use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{Rows, ViewMut};
 
 /// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
-fn top<T: Real>(row: &[T]) -> Option<T> {
+pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
     let top = row.iter().copied().fold(T::NEG_INFINITY, T::max);
     top.is_finite().then_some(top)
 }
@@ -119,18 +119,6 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
         Some(sight)
     }
 
-    /// Writes `φ(q)` of one row and returns the exponent that was subtracted.
-    fn load_query(&self, query: Rows<'_, T>, to: &mut [T]) -> T {
-        let problem = self.problem;
-        let mut shift = T::ZERO;
-        if problem.map == FeatureMap::Exp {
-            // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-            shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
-        }
-        problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
-        shift
-    }
-
     /// The pair of a row and a key that it sees.
     fn pair(&self, sight: &Sight<T>, head: usize, key: usize) -> Pair<'x, T> {
         let problem = self.problem;
@@ -164,8 +152,48 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
     }
 }
 
+/// Writes `φ(q)` of one row and returns the exponent that was subtracted.
+pub(super) fn load_query<T: Real>(problem: &Problem<'_, T>, query: Rows<'_, T>, to: &mut [T]) -> T {
+    let mut shift = T::ZERO;
+    if problem.map == FeatureMap::Exp {
+        // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
+        shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
+    }
+    problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
+    shift
+}
+
+/// Writes one row of a unit from its weighted sum of values and of ones, and the exponent that both are relative to.
+pub(super) fn write_row<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    sink: &Sink<'_, T>,
+    (head, row): (usize, usize),
+    (sum, denominator, exponent): (&[T], T, T),
+) {
+    let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
+    // SAFETY: each (batch, head, token) belongs to one unit, so to one task, which holds no other slice of it.
+    let out = unsafe { sink.out.row(batch, head, token, problem.dims.value_dim) };
+    // A denominator that is no normal number is what a long decay leaves: the row gives 0 and says so, so that its
+    // gradient is 0 too instead of infinite.
+    let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
+    if !problem.attention.normalize {
+        let factor = if problem.map == FeatureMap::Exp { exponent.exp() } else { T::ONE };
+        problem.ops.store(sum, factor, out);
+    } else if denominator == T::ZERO {
+        out.fill(T::ZERO);
+    } else {
+        problem.ops.store(sum, T::ONE / denominator, out);
+    }
+    if let Some(denominators) = sink.denominators {
+        // SAFETY: as above.
+        let place = unsafe { denominators.row(batch, head, token, 1) };
+        place[0] = if problem.attention.normalize { denominator } else { T::ONE };
+    }
+}
+
 /// Keys of the longest sequence.
-fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
+pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
 }
 
@@ -184,37 +212,18 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         for head in problem.heads(unit) {
             let queries = problem.queries(unit, head);
             for row in 0..unit.sequence.queries {
-                let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
-                // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
-                let out = unsafe { sink.out.row(batch, head, token, value_dim) };
                 let mut denominator = T::ZERO;
+                let mut exponent = T::ZERO;
+                sum.fill(T::ZERO);
                 if let Some(sight) = pairs.sight(row) {
-                    let q_shift = pairs.load_query(queries.skip(row), q);
-                    sum.fill(T::ZERO);
+                    exponent = sight.shift + load_query(problem, queries.skip(row), q);
                     for key in pairs.keys(&sight) {
                         let weight = pairs.weight(&pairs.pair(&sight, head, key), q);
                         problem.ops.add_scaled(&mut sum[..value_dim], weight, unit.v.row(key, value_dim));
                         denominator += weight;
                     }
-                    let reciprocal = T::ONE / denominator;
-                    if !problem.attention.normalize {
-                        problem.ops.store(sum, pairs.scale(&sight, q_shift), out);
-                    } else if denominator.is_finite() && !(T::from_f64(4.0) * reciprocal).is_finite() {
-                        // 0, or no normal number (four times its reciprocal overflows), which is what a long decay
-                        // leaves: the row gives 0 and says so, so that its gradient is 0 too instead of infinite.
-                        denominator = T::ZERO;
-                        out.fill(T::ZERO);
-                    } else {
-                        problem.ops.store(sum, reciprocal, out);
-                    }
-                } else {
-                    out.fill(T::ZERO);
                 }
-                if let Some(denominators) = sink.denominators {
-                    // SAFETY: as above.
-                    let place = unsafe { denominators.row(batch, head, token, 1) };
-                    place[0] = if problem.attention.normalize { denominator } else { T::ONE };
-                }
+                write_row(problem, unit, &sink, (head, row), (sum, denominator, exponent));
             }
         }
     });
@@ -272,7 +281,7 @@ pub(super) fn backward<T: Real>(
                         continue;
                     };
                     end = end.max(sight.end);
-                    let q_shift = pairs.load_query(queries.skip(row), q);
+                    let q_shift = load_query(problem, queries.skip(row), q);
                     ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(row), 1, value_dim, None, d, value_width);
                     let mut c = T::ZERO;
                     if problem.attention.normalize {
