@@ -400,12 +400,14 @@ fn a_length_without_room_for_its_cumulated_sums_is_refused() {
         out: View::contiguous(&out, dims.out()),
         denominators: &[1.0],
         d_out: View::contiguous(&row, dims.out()),
+        final_state: None,
     };
     let gradients = Gradients {
         dq: ViewMut::contiguous(&mut dq, dims.q()),
         dk: ViewMut::contiguous(&mut dk, dims.k()),
         dv: ViewMut::contiguous(&mut dv, dims.v()),
         parameters: &mut [],
+        initial_state: None,
     };
     assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
     assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
