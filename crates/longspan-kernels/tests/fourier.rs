@@ -6,7 +6,8 @@ use longspan_kernels::{
 };
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
+    streaming, threads,
 };
 
 fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
@@ -82,6 +83,15 @@ fn pieces_make_the_whole() {
     over(&cases(66), streaming::states_are_values::<f32>);
     over(&cases(67), streaming::lengths_end_the_sequence::<f32>);
     over(&cases(68), streaming::ignored_keys_keep_their_place::<f32>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 60, &grid::LENGTHS, false));
+    over(&cases(69), state_gradients::gradients_pass_through_states::<f64>);
+    let few = grid::as_streams(70, grid::fourier(70, 30, &grid::SHORT_LENGTHS, false));
+    over(&few, state_gradients::state_gradients_are_difference_quotients);
+    over(&cases(71), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
 }
 
 /// Numbers of a call of one sequence and head-independent sizes, with their outputs and gradients.
@@ -176,8 +186,9 @@ fn angles_are_exact_at_position_ten_million() {
         let expected = execute::reference(&subject, &case, &inputs).expect("a call that makes sense").out;
         let empty = Mechanism::<f32>::empty_state(&attention, &dims).expect("sizes that make sense");
         let mut numbers = empty.numbers().to_vec();
-        let [high, low] = [numbers.len() - 2, numbers.len() - 1];
-        (numbers[high], numbers[low]) = (9.0, 562_816.0);
+        // Two digits to base 2²⁰.
+        let (low, high) = (numbers.len() - 2, numbers.len() - 1);
+        (numbers[low], numbers[high]) = (562_816.0, 9.0);
         let far = longspan_kernels::State::from_numbers(empty.shape(), numbers).expect("numbers that fit");
         let single = inputs.cast::<f32>();
         let (forward, state) =
@@ -185,12 +196,12 @@ fn angles_are_exact_at_position_ten_million() {
         let got: Vec<f64> = forward.out.iter().map(|&x| f64::from(x)).collect();
         let size = expected.iter().fold(0.0f64, |size, x| size.max(x.abs()));
         near("out after ten million tokens", &got, &expected, 5e-6 * size);
-        assert_eq!(state.numbers()[high..], [9.0, 562_916.0], "the count goes on");
+        assert_eq!(state.numbers()[low..], [562_916.0, 9.0], "the count goes on");
         let mut stepped = far;
         let steps = execute::steps(&subject, &case, &single, 0..100, &mut stepped).expect("steps that make sense");
         let got: Vec<f64> = steps.iter().map(|&x| f64::from(x)).collect();
         near("out of steps after ten million tokens", &got, &expected, 5e-6 * size);
-        assert_eq!(stepped.numbers()[high..], [9.0, 562_916.0], "the count goes on");
+        assert_eq!(stepped.numbers()[low..], [562_916.0, 9.0], "the count goes on");
     }
 }
 
@@ -198,7 +209,7 @@ fn angles_are_exact_at_position_ten_million() {
 /// are told, and give 0 with gradient 0 instead of nonsense.
 #[test]
 fn rows_with_negative_denominators_are_told() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in [Algorithm::Naive, Algorithm::Chunked] {
         let literal = with(Wave::Each, FourierNormalizer::Literal, Positions::Counted);
         let attention = KernelizedAttention { feature_map: FeatureMap::Exp, algorithm, ..literal };
         let dims = Dims::square(2, 2, 100, 16);

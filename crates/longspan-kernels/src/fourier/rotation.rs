@@ -367,6 +367,7 @@ impl<'a, T: Real> Rotations<'a, T> {
     }
 
     /// Writes the gradients of the parameters, all but positions, from sums as [`unrotate`](Self::unrotate) forms them:
+    /// or adds them;
     /// `query_sums` gives those of a head, `key_sums` those of a key/value head, in a fixed order.
     pub fn write_gradients<'x>(
         &self,
@@ -374,6 +375,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         query_sums: impl Fn(usize) -> Vec<&'x [T]>,
         key_sums: impl Fn(usize) -> Vec<&'x [T]>,
         parameters: &[&'a [T]],
+        accumulate: bool,
         gradients: &mut [&mut [T]],
     ) {
         let inputs = self.fourier.tensors(parameters);
@@ -394,7 +396,8 @@ impl<'a, T: Real> Rotations<'a, T> {
                 let parts: Vec<&[T]> = heads.clone().flat_map(&query_sums).chain(key_sums(kv_head)).collect();
                 for axis in 0..self.axes {
                     for (k, sum) in total(&parts, (3 + axis) * width, self.angles).into_iter().enumerate() {
-                        a[(kv_head * self.angles + k) * self.axes + axis] = T::from_f64(sum);
+                        let to = &mut a[(kv_head * self.angles + k) * self.axes + axis];
+                        *to = T::from_f64(sum + if accumulate { to.to_f64() } else { 0.0 });
                     }
                 }
             }
@@ -402,7 +405,9 @@ impl<'a, T: Real> Rotations<'a, T> {
                 let parts = query_sums(head);
                 let place = head * self.features..(head + 1) * self.features;
                 let write = |to: &mut [T], from: &[f64]| {
-                    to.iter_mut().zip(from).for_each(|(to, &x)| *to = T::from_f64(x));
+                    for (to, &x) in to.iter_mut().zip(from) {
+                        *to = T::from_f64(x + if accumulate { to.to_f64() } else { 0.0 });
+                    }
                 };
                 if let Some(b) = &mut b {
                     write(&mut b[place.clone()], &total(&parts, 2 * width, self.features));

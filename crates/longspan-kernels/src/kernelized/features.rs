@@ -292,12 +292,14 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// Writes the gradients of the parameters of Fourier positions, if there are any: from the sums of each unit and the
-    /// `n`-th of its heads, from those of each unit's keys, and from the gradients of positions by head.
+    /// `n`-th of its heads, from those of each unit's keys, and from the gradients of positions by head. With `accumulate`
+    /// they are added.
     pub fn write_position_gradients<'x>(
         &self,
         query_sums: &dyn Fn(usize, usize) -> Vec<&'x [T]>,
         key_sums: &dyn Fn(usize) -> Vec<&'x [T]>,
         positions: [&[T]; 2],
+        accumulate: bool,
         gradients: &mut [&mut [T]],
     ) {
         let Some(rotations) = &self.rotations else { return };
@@ -308,6 +310,7 @@ impl<'a, T: Real> Problem<'a, T> {
             |head| units(head / group).flat_map(|index| query_sums(index, head % group)).collect(),
             |kv_head| units(kv_head).flat_map(key_sums).collect(),
             self.call.parameters,
+            accumulate,
             gradients,
         );
         if !rotations.given() {
@@ -315,7 +318,9 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         let last = gradients.len() - 2;
         for (to, from) in gradients[last..].iter_mut().zip(positions) {
-            to.fill(T::ZERO);
+            if !accumulate {
+                to.fill(T::ZERO);
+            }
             for head in from.chunks_exact(to.len().max(1)) {
                 self.ops.add_scaled(to, T::ONE, head);
             }

@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::features::FeatureLayout;
-use super::{KernelizedAttention, Score, state};
-use crate::error::{Error, expect};
+use super::state::{self, Head};
+use super::{KernelizedAttention, Score};
+use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::fourier::Positions;
 use crate::fourier::rotation::Rotations;
@@ -15,6 +16,7 @@ use crate::scratch::Arena;
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::Ops;
+use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -102,23 +104,13 @@ impl<'a, T: Real> Problem<'a, T> {
         check_call(attention, call)?;
         let causal = call.mask.order == Order::Causal;
 
-        if let Some(decay) = &attention.decay {
-            expect(
-                decay.len() == dims.kv_heads,
+        attention.check_decay(operation, dims.kv_heads)?;
+        if attention.decay.is_some() && !causal {
+            return Err(Error::Unsupported {
                 operation,
-                "decay",
-                || format!("one for each of the {} key/value heads", dims.kv_heads),
-                || decay.len().to_string(),
-            )?;
-            let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
-            expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))?;
-            if !causal {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "decay with a bidirectional mask",
-                    mend: "use a causal mask or leave the decay out",
-                });
-            }
+                combination: "decay with a bidirectional mask",
+                mend: "use a causal mask or leave the decay out",
+            });
         }
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
@@ -189,7 +181,7 @@ impl<'a, T: Real> Problem<'a, T> {
     fn origin(&self, batch: usize, kv_head: usize) -> f64 {
         let counted = self.attention.score.fourier().is_some_and(|f| f.positions == Positions::Counted);
         let state = self.call.initial_state.filter(|_| counted);
-        state.map_or(0.0, |state| state::Head::from(state.head(batch, kv_head)).tokens())
+        state.map_or(0.0, |state| Head::from(state.head(batch, kv_head)).tokens() as f64)
     }
 
     /// Whether a row has nothing to be divided by, so that it gives 0.
@@ -313,6 +305,11 @@ impl NegativeRows {
 }
 
 impl<T: Real> Unit<'_, T> {
+    /// Its part of a state.
+    pub fn head<'s>(&self, state: &'s State<T>) -> Head<&'s [T]> {
+        state.head(self.sequence.batch, self.kv_head).into()
+    }
+
     /// Whether key `j` is ignored.
     pub fn ignores(&self, key: usize) -> bool {
         self.sequence.padding.is_some_and(|padding| padding[key])

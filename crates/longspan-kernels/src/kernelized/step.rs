@@ -65,15 +65,7 @@ pub(super) fn step<T: Real>(
         || format!("{parameters:?}"),
         || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
     )?;
-    if let Some(decay) = &attention.decay {
-        expect(
-            decay.len() == kv_heads && decay.iter().all(|gamma| (0.0..=1.0).contains(gamma)),
-            operation,
-            "decay",
-            || format!("{kv_heads} numbers in (0, 1]"),
-            || format!("{decay:?}"),
-        )?;
-    }
+    attention.check_decay(operation, kv_heads)?;
 
     let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
     let rotations = match attention.score {
@@ -183,7 +175,7 @@ impl<T: Real> HeadToken<'_, T> {
             }
         }
         if content {
-            self.features(Side::Key, shift, self.k, state.tokens(), k);
+            self.features(Side::Key, shift, self.k, state.tokens() as f64, k);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
@@ -200,7 +192,7 @@ impl<T: Real> HeadToken<'_, T> {
         for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
             let q_shift = if exp { largest(raw) } else { T::ZERO };
             let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
-            self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens(), q);
+            self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens() as f64, q);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             if content {
@@ -233,7 +225,7 @@ impl<T: Real> HeadToken<'_, T> {
                 self.ops.scale(out, T::ONE / sum);
             }
         }
-        state.set_tokens(state.tokens() + 1.0);
+        state.count_token();
         if self.gamma != 1.0 {
             let gamma = T::from_f64(self.gamma);
             self.ops.scale(state.sum, gamma);
