@@ -4,6 +4,7 @@ use super::problem::CHUNK;
 use super::{KernelizedAttention, Score};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
+use crate::mechanism::Mechanism;
 use crate::shape::Dims;
 
 /// Flops a second of dense tiles on one thread. These constants are fits to times of both algorithms at 4 to 64 tokens
@@ -27,7 +28,9 @@ const CUMSUM_NUMBER: f64 = 0.5e-9;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    let estimates = vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    let mut estimates =
+        vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    estimates.retain(|estimate| Mechanism::<f32>::algorithms(attention).contains(&estimate.algorithm));
     let cheapest = estimates.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let (algorithm, reason) = match (attention.algorithm, cheapest) {
         (Algorithm::Auto, Some(best)) => {
