@@ -369,3 +369,50 @@ fn a_radius_beyond_all_bounds_is_refused() {
         }
     }
 }
+
+/// Cumulated sums of 2¹⁷ keys would take 2.7 GB: an error that says so, not an abort. Nothing else refuses that length.
+#[test]
+fn a_length_without_room_for_its_cumulated_sums_is_refused() {
+    use longspan_kernels::{Call, Gradients, Mask, Mechanism, Output, Scratch, View, ViewMut};
+    let dims = Dims { queries: 1, keys: 1 << 17, ..Dims::square(1, 1, 1, 64) };
+    let row = [1.0f32; 64];
+    let call = |mask| Call {
+        dims,
+        q: View::strided(&row, [0; 3]),
+        k: View::strided(&row, [0; 3]),
+        v: View::strided(&row, [0; 3]),
+        parameters: &[],
+        mask,
+        initial_state: None,
+    };
+    let cumsum = KernelizedAttention { algorithm: Algorithm::Cumsum, ..Default::default() };
+    let mask = Mask::causal().with_offset(5);
+    let error = Mechanism::<f32>::check(&cumsum, &call(mask)).expect_err("2.7 GB were taken");
+    for part in ["algorithm", "cumsum", "chunked", "MiB"] {
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    let mut out = [7.0f32; 64];
+    let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+    assert_eq!(cumsum.forward(&call(mask), output, &mut Scratch::new()), Err(error.clone()));
+    assert_eq!(out, [7.0; 64], "written before the error");
+    let (mut dq, mut dk, mut dv) = ([7.0f32; 64], vec![7.0f32; 64 << 17], vec![7.0f32; 64 << 17]);
+    let cotangent = longspan_kernels::Cotangent {
+        out: View::contiguous(&out, dims.out()),
+        denominators: &[1.0],
+        d_out: View::contiguous(&row, dims.out()),
+        final_state: None,
+    };
+    let gradients = Gradients {
+        dq: ViewMut::contiguous(&mut dq, dims.q()),
+        dk: ViewMut::contiguous(&mut dk, dims.k()),
+        dv: ViewMut::contiguous(&mut dv, dims.v()),
+        parameters: &mut [],
+        initial_state: None,
+    };
+    assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
+    assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
+
+    Mechanism::<f32>::check(&KernelizedAttention::default(), &call(mask)).expect("the default takes any length");
+    let short = Call { dims: Dims { keys: 1 << 12, ..dims }, ..call(mask) };
+    Mechanism::<f32>::check(&cumsum, &short).expect("a length that fits");
+}

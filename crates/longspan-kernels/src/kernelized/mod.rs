@@ -19,6 +19,7 @@
 
 mod backward;
 mod cost;
+mod cumsum;
 mod forward;
 mod naive;
 mod problem;
@@ -84,7 +85,8 @@ pub struct KernelizedAttention {
     pub decay: Option<Vec<f64>>,
     /// Divide by the sum of the weights. Without it the output is `N`.
     pub normalize: bool,
-    /// How it is computed. Calls with an initial state run chunked whatever stands here.
+    /// How it is computed. Calls with an initial state run chunked whatever stands here. [`Algorithm::Cumsum`] refuses a
+    /// causal call whose cumulated sums, keys · features · values for a head, take more than 2 GiB.
     pub algorithm: Algorithm,
 }
 
@@ -101,6 +103,20 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
+    /// The algorithms that can be forced; the first always can.
+    const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
+
+    /// A checked call, and that the algorithm has room for it.
+    fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
+        let operation = Mechanism::<T>::name(self);
+        self.algorithm.check(operation, &Self::ALGORITHMS)?;
+        let problem = Problem::new(self, call)?;
+        if self.chosen(call) == Algorithm::Cumsum {
+            cumsum::check(&problem, operation)?;
+        }
+        Ok(problem)
+    }
+
     /// Checks the decay for so many key/value heads.
     fn check_decay(&self, operation: &'static str, kv_heads: usize) -> Result<(), Error> {
         let Some(decay) = &self.decay else { return Ok(()) };
@@ -147,7 +163,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        &[Algorithm::Chunked, Algorithm::Naive]
+        &Self::ALGORITHMS
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
@@ -158,7 +174,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        Problem::new(self, call).map(drop)
+        self.problem(call).map(drop)
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -166,7 +182,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
         let dims = &problem.dims;
         check_output(self, dims, &output)?;
@@ -182,7 +198,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
             // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
             Algorithm::Naive => naive::forward(&problem, sink, scratch),
-            Algorithm::Auto | Algorithm::Chunked => forward::forward(&problem, sink, scratch),
+            Algorithm::Cumsum => cumsum::forward(&problem, sink, scratch)?,
+            _ => forward::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
@@ -197,7 +214,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
@@ -220,15 +237,17 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let d_table = parameters.first_mut().map(|table| &mut **table);
         match self.chosen(call) {
-            Algorithm::Naive => {
-                naive::backward(&problem, cotangent, sink, d_table, scratch);
+            algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
+                if algorithm == Algorithm::Naive {
+                    naive::backward(&problem, cotangent, sink, d_table, scratch);
+                } else {
+                    cumsum::backward(&problem, cotangent, sink, d_table, scratch)?;
+                }
                 if cotangent.final_state.is_some() {
                     backward::add_final_state(&problem, cotangent, sink, scratch);
                 }
             }
-            Algorithm::Auto | Algorithm::Chunked => {
-                backward::backward(&problem, cotangent, sink, d_table, initial_state, scratch);
-            }
+            _ => backward::backward(&problem, cotangent, sink, d_table, initial_state, scratch),
         }
         Ok(())
     }

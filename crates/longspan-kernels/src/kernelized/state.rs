@@ -151,7 +151,7 @@ pub(super) fn combine<T: Real>(
 ) -> Result<State<T>, Error> {
     let operation = Mechanism::<T>::name(attention);
     let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
-    let value_dim = sum.checked_div(features).unwrap_or(far.saturating_sub(1));
+    let value_dim = sum.checked_div(features).unwrap_or_else(|| far.saturating_sub(1));
     let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: features, value_dim };
     check(attention, &dims, earlier, "earlier state")?;
     check(attention, &dims, later, "later state")?;
