@@ -3,7 +3,8 @@
 use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
+    streaming, threads,
 };
 
 /// Runs a check over drawn cases.
@@ -104,6 +105,23 @@ fn strides_do_not_matter() {
 fn pieces_make_the_whole() {
     over(&grid::streaming(31, 200), streaming::pieces_make_the_whole::<f32>);
     over(&grid::streaming(32, 200), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_add_up() {
+    over(&grid::streaming(41, 200), streaming::states_add_up::<f32>);
+    over(&grid::streaming(42, 200), streaming::states_add_up::<f64>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    over(&grid::streaming(43, 200), state_gradients::gradients_pass_through_states::<f32>);
+    over(&grid::streaming(44, 200), state_gradients::gradients_pass_through_states::<f64>);
+}
+
+#[test]
+fn state_gradients_are_difference_quotients() {
+    over(&grid::kernelized(45, 250, &grid::LENGTHS), state_gradients::state_gradients_are_difference_quotients);
 }
 
 #[test]
@@ -229,6 +247,14 @@ fn long_sequences_stream() {
     over(&cases, streaming::pieces_make_the_whole::<f32>);
 }
 
+#[test]
+fn gradients_of_long_sequences_pass_through_states() {
+    let cases: Vec<_> =
+        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
+    over(&cases, state_gradients::gradients_pass_through_states::<f32>);
+    over(&cases, state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
 /// Exponentials whose keys lie far beyond what a float can hold the exponential of.
 fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>) {
     let exp = KernelizedAttention { feature_map: FeatureMap::Exp, ..Default::default() };
@@ -280,7 +306,9 @@ fn exponential_features_stream_without_overflow() {
         if !case.causal {
             return Ok(());
         }
-        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
+        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)?;
+        streaming::states_add_up_of::<f32>(subject, case, inputs)?;
+        state_gradients::gradients_pass_through_states_of::<f32>(subject, case, inputs)
     });
 }
 
@@ -372,12 +400,14 @@ fn a_length_without_room_for_its_cumulated_sums_is_refused() {
         out: View::contiguous(&out, dims.out()),
         denominators: &[1.0],
         d_out: View::contiguous(&row, dims.out()),
+        final_state: None,
     };
     let gradients = Gradients {
         dq: ViewMut::contiguous(&mut dq, dims.q()),
         dk: ViewMut::contiguous(&mut dk, dims.k()),
         dv: ViewMut::contiguous(&mut dv, dims.v()),
         parameters: &mut [],
+        initial_state: None,
     };
     assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
     assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
