@@ -166,6 +166,12 @@ fn pieces_make_the_whole() {
 }
 
 #[test]
+fn states_add_up() {
+    over(&streams(41, 150), streaming::states_add_up::<f32>);
+    over(&streams(42, 150), streaming::states_add_up::<f64>);
+}
+
+#[test]
 fn states_are_values() {
     over(&streams(33, 100), streaming::states_are_values::<f32>);
     over(&streams(34, 100), streaming::states_are_values::<f64>);

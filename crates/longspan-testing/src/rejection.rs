@@ -330,7 +330,7 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
         let gradients = Gradients {
             dq: ViewMut::contiguous(dq, dims.q()),
-            dk: ViewMut::contiguous(dk, dims.k()),
+            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut slices,
             initial_state: first.then_some(&mut target),

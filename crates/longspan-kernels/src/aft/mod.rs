@@ -7,8 +7,8 @@
 //!
 //! One head's [`State`] has six parts: numerator `Σ e^{k_j − x} v_j`, denominator `Σ e^{k_j − x}` and exponent `x`
 //! (`head_dim` each) of the keys that no window reaches any more; the ring of the keys that windows still reach
-//! (`window − 1` or `taps − 1` rows) and that of their values; and two marks, the index of the ring's oldest row and the
-//! position of the next token in the table of biases.
+//! (`window − 1` or `taps − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
+//! many of its rows hold a token, and the position of the next token in the table of biases.
 //!
 //! Time and memory are linear. The derivation, and that of the gradient, stands in this folder's `README.md`.
 
@@ -176,14 +176,14 @@ impl<T: Real> Mechanism<T> for Aft {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if call.initial_state.is_some() {
+        if call.initial_state.is_some() || cotangent.final_state.is_some() || gradients.initial_state.is_some() {
             return Err(Error::Unsupported {
                 operation: Mechanism::<T>::name(self),
-                combination: "the gradient of a call with an initial state",
+                combination: "a gradient through an initial or final state",
                 mend: "run forward and backward over the whole sequence",
             });
         }
-        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state: _ } = gradients;
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         backward::backward(&problem, cotangent, sink, parameters, scratch);
         Ok(())
@@ -196,6 +196,10 @@ impl<T: Real> Mechanism<T> for Aft {
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

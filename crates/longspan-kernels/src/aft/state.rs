@@ -1,8 +1,8 @@
 //! The state of an attention-free transformer: what each part of a [`State`] means here.
 
-use super::keys::KeyItems;
+use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, check_options, reach};
-use super::walk::{Items, join_all};
+use super::walk::{Items, clear, join_all};
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
 use crate::mechanism::Mechanism;
@@ -25,14 +25,16 @@ pub(super) struct Head<S> {
     pub ring_keys: S,
     /// Their values; 0 where a key is ignored or before the first token.
     pub ring_values: S,
-    /// Two numbers: which row of the ring is the oldest, and how many tokens came before, up to the table's length
-    /// (0 without a table).
+    /// Three numbers: which row of the ring is the oldest, how many rows hold a token, and how many tokens came before,
+    /// up to the table's length (0 without a table).
     pub marks: S,
 }
 
 /// Places of [`Head::marks`].
 pub(super) const OLDEST: usize = 0;
-pub(super) const POSITION: usize = 1;
+const FILLED: usize = 1;
+pub(super) const POSITION: usize = 2;
+const MARKS: usize = 3;
 
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([numerator, denominator, exponent, ring_keys, ring_values, marks]: [S; PARTS]) -> Self {
@@ -90,7 +92,7 @@ pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
         mechanism: Mechanism::<T>::name(aft),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
-        parts: [width, width, width, ring * Mechanism::<T>::key_dim(aft, dims), ring * width, 2],
+        parts: [width, width, width, ring * Mechanism::<T>::key_dim(aft, dims), ring * width, MARKS],
     }
 }
 
@@ -131,10 +133,16 @@ pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument:
         let marks = Head::from(state.head(0, index)).marks;
         let whole = |x: T, limit: f64| x >= T::ZERO && x.to_f64() < limit && x.to_f64().fract() == 0.0;
         expect(
-            whole(marks[OLDEST], rows as f64) && whole(marks[POSITION], (1 << 24) as f64 + 1.0),
+            whole(marks[OLDEST], rows as f64)
+                && whole(marks[FILLED], rows as f64 + 1.0)
+                && whole(marks[POSITION], (1 << 24) as f64),
             operation,
             argument,
-            || format!("a whole number below {rows} as the index of the ring's oldest row, and one as its position"),
+            || {
+                format!(
+                    "a whole number below {rows} as the index of the ring's oldest row, and its length and position"
+                )
+            },
             || format!("{marks:?}"),
         )?;
     }
@@ -150,14 +158,64 @@ pub(super) fn position<T: Real>(state: &State<T>, batch: usize) -> usize {
 }
 
 /// The marks after `tokens` more.
-pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; 2] {
-    let ring = reach(aft, true).0.max(1);
-    let [oldest, position] = [OLDEST, POSITION].map(|n| marks[n].to_f64() as usize);
+pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MARKS] {
+    let ring = reach(aft, true).0;
+    let [oldest, filled, position] = [OLDEST, FILLED, POSITION].map(|n| marks[n].to_f64() as usize);
     let position = match aft.variant {
         Variant::Local { length: Some(length), .. } => (position + tokens).min(length),
         _ => 0,
     };
-    [T::from_f64(((oldest + tokens) % ring) as f64), T::from_f64(position as f64)]
+    [(oldest + tokens) % ring.max(1), (filled + tokens).min(ring), position].map(|n| T::from_f64(n as f64))
+}
+
+/// The state of two stretches of tokens, one after the other.
+pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    let width = earlier.shape().parts[0];
+    let StateShape { batch, kv_heads, .. } = earlier.shape();
+    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: width, value_dim: width };
+    check(aft, &dims, earlier, "earlier state")?;
+    check(aft, &dims, later, "later state")?;
+    let key_dim = Mechanism::<T>::key_dim(aft, &dims);
+    let ring = reach(aft, true).0;
+    let padded = width.next_multiple_of(64 / size_of::<T>());
+    let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
+    let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
+    let ops = T::ops();
+    let mut combined = earlier.clone();
+    for (index, mut head) in combined.heads_mut().map(Head::from).enumerate() {
+        let later = Head::from(later.head(0, index));
+        let tokens = later.marks[FILLED].to_f64() as usize;
+        let oldest = head.marks[OLDEST].to_f64() as usize;
+        clear(sum);
+        head.as_ref().read(sum);
+        // The earlier stretch's oldest tokens leave the reach of windows, and the later one's take their places.
+        for n in 0..tokens {
+            let row = (oldest + n) % ring;
+            let key = &mut head.ring_keys[row * key_dim..][..key_dim];
+            let value = &mut head.ring_values[row * width..][..width];
+            write_item(Some((&*key, &*value)), padded, item);
+            ops.join(sum, item, T::ZERO);
+        }
+        clear(item);
+        later.read(item);
+        ops.join(sum, item, T::ZERO);
+        head.write(sum);
+        let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
+        let mut marks = advance(aft, head.marks, later.marks[OLDEST].to_f64() as usize);
+        marks[FILLED] = T::from_f64((head.marks[FILLED].to_f64() as usize + tokens).min(ring) as f64);
+        if let Variant::Local { length: Some(length), .. } = aft.variant {
+            marks[POSITION] = T::from_f64((own + added).min(length) as f64);
+        }
+        head.marks.copy_from_slice(&marks);
+        let end = marks[OLDEST].to_f64() as usize;
+        for back in 1..=tokens {
+            let Some((key, value)) = later.ring_row(back, key_dim, width) else { continue };
+            let row = (end + ring - back) % ring;
+            head.ring_keys[row * key_dim..][..key_dim].copy_from_slice(key);
+            head.ring_values[row * width..][..width].copy_from_slice(value);
+        }
+    }
+    Ok(combined)
 }
 
 /// The state after the last key.
@@ -177,7 +235,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         join_all(problem.ops, &items, -(problem.ring as isize), reached, sum, block);
         head.write(sum);
         let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
-        let zeros = [T::ZERO; 2];
+        let zeros = [T::ZERO; MARKS];
         let marks = before.map_or(&zeros[..], |head| head.marks);
         let marks = advance(problem.aft, marks, sequence.keys);
         let oldest = marks[OLDEST].to_f64() as usize;
