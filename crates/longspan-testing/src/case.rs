@@ -164,7 +164,7 @@ impl<T: Number> Inputs<T> {
     pub fn key_shape(&self, dims: &Dims) -> [usize; 4] {
         let [batch, heads, keys, head_dim] = dims.k();
         let tokens = batch * heads * keys;
-        [batch, heads, keys, if tokens == 0 { head_dim } else { self.k.len() / tokens }]
+        [batch, heads, keys, self.k.len().checked_div(tokens).unwrap_or(head_dim)]
     }
 
     /// Overwrites key and value `j` of one batch entry, all heads.
