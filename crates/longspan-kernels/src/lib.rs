@@ -4,6 +4,7 @@
 //! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
+pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
@@ -17,6 +18,7 @@ pub mod shaw;
 mod simd;
 mod state;
 
+pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;

@@ -5,6 +5,7 @@
 //! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
 pub(crate) mod block;
+pub(crate) mod log_sum;
 mod portable;
 mod vector;
 #[cfg(target_arch = "x86_64")]
@@ -16,6 +17,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use log_sum::OutputRow;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,6 +169,11 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    join(to: &mut [T], item: &[T], bias: T);
+    gated_mean(mean: &[T], q: &[T], out: &mut [T]);
+    row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
+    key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
+    bias_gradient(row: &[T], key: &[T], bias: T) -> T;
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
