@@ -16,11 +16,13 @@ pub enum Algorithm {
     Naive,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
+    /// Scores in tiles, weighed by distance.
+    Tiled,
 }
 
 impl Algorithm {
     /// Every choice, in the order of this page.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Naive, Self::Chunked];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Naive, Self::Chunked, Self::Tiled];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -28,6 +30,7 @@ impl Algorithm {
             Self::Auto => "auto",
             Self::Naive => "naive",
             Self::Chunked => "chunked",
+            Self::Tiled => "tiled",
         }
     }
 }

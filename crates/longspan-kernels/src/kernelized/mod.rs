@@ -158,7 +158,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
             // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
             Algorithm::Naive => naive::forward(&problem, sink, scratch),
-            Algorithm::Auto | Algorithm::Chunked => forward::forward(&problem, sink, scratch),
+            _ => forward::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
@@ -188,7 +188,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let d_table = parameters.first_mut().map(|table| &mut **table);
         match self.chosen(call) {
             Algorithm::Naive => naive::backward(&problem, cotangent, sink, d_table, scratch),
-            Algorithm::Auto | Algorithm::Chunked => {
+            _ => {
                 backward::backward(&problem, cotangent, sink, d_table, scratch);
             }
         }
