@@ -359,35 +359,10 @@ fn exponential_features_do_not_overflow() {
     }
 }
 
-/// States of stretches that were computed apart have the state of the whole as their sum, however they are bracketed.
 #[test]
 fn states_add_up() {
-    for (n, (toeplitz, case)) in streams(41, 120).into_iter().enumerate() {
-        let subject = subject(&toeplitz);
-        let inputs = execute::random(&subject, &case);
-        let length = case.dims.keys;
-        let whole = execute::forward_state(&subject, &case, &inputs, None).expect("a call that makes sense").1;
-        let mut random = Random::new(n as u64);
-        let mut cuts = [0, random.below(length + 1), random.below(length + 1), length];
-        cuts.sort_unstable();
-        let states: Vec<_> = cuts
-            .windows(2)
-            .map(|cut| {
-                // Steps, because a stretch of an image need not start at its first pixel.
-                let mut state = Mechanism::<f64>::empty_state(&toeplitz, &case.dims).expect("a state");
-                execute::steps(&subject, &case, &inputs, cut[0]..cut[1], &mut state).expect("steps");
-                state
-            })
-            .collect();
-        let add = |a, b| toeplitz.combine::<f64>(a, b).expect("states of one mechanism");
-        for sum in [add(&add(&states[0], &states[1]), &states[2]), add(&states[0], &add(&states[1], &states[2]))] {
-            assert_eq!(sum.shape(), whole.shape());
-            for (place, (a, b)) in sum.numbers().iter().zip(whole.numbers()).enumerate() {
-                let near = (a - b).abs() <= 1e-12 * (1.0 + b.abs()) || a == b;
-                assert!(near, "number {place}: {a} instead of {b}\n    {toeplitz:?}\n    {case:?}");
-            }
-        }
-    }
+    over(&streams(41, 200), streaming::states_add_up::<f32>);
+    over(&streams(42, 200), streaming::states_add_up::<f64>);
 }
 
 /// Every algorithm gives the outputs and gradients of every other.

@@ -63,13 +63,8 @@ impl Toeplitz {
         Self { feature_map: FeatureMap::default(), bias, normalize: true, algorithm: Algorithm::Auto }
     }
 
-    /// The state after two stretches of tokens, each given by the state that it alone leaves. The sum is associative.
-    ///
-    /// # Errors
-    /// If the states have other sizes than each other, or hold more tokens than the bias reaches.
-    pub fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
-    }
+    /// The algorithms that can be forced; the first always can.
+    const ALGORITHMS: [Algorithm; 1] = [Algorithm::Tiled];
 }
 
 impl<T: Real> Mechanism<T> for Toeplitz {
@@ -78,7 +73,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        &[Algorithm::Tiled]
+        &Self::ALGORITHMS
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
@@ -131,11 +126,11 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
-        if call.initial_state.is_some() {
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        if call.initial_state.is_some() || cotangent.final_state.is_some() || initial_state.is_some() {
             return Err(Error::Unsupported {
                 operation: OPERATION,
-                combination: "the gradient of a call with an initial state",
+                combination: "the gradient of a call with an initial state, or through a final one",
                 mend: "run forward and backward over the whole sequence",
             });
         }
@@ -151,6 +146,10 @@ impl<T: Real> Mechanism<T> for Toeplitz {
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

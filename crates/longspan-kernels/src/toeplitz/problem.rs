@@ -108,6 +108,7 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(toeplitz: &'a Toeplitz, call: &'a Call<'a, T>) -> Result<Self, Error> {
         toeplitz.bias.check()?;
+        toeplitz.algorithm.check(OPERATION, &Toeplitz::ALGORITHMS)?;
         check_call(toeplitz, call)?;
         let (dims, mask) = (call.dims, &call.mask);
         let causal = mask.order == Order::Causal;
