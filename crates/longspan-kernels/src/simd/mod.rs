@@ -7,6 +7,7 @@
 pub(crate) mod block;
 pub(crate) mod log_sum;
 mod portable;
+pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -18,6 +19,7 @@ use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
 use log_sum::OutputRow;
+use toeplitz::Factors;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,6 +176,9 @@ operations! {
     row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
     key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
     bias_gradient(row: &[T], key: &[T], bias: T) -> T;
+    weigh(
+        tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
+    );
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
