@@ -267,7 +267,9 @@ impl<B: DrawingBackend> Canvas<'_, B> {
         (horizontal, vertical): (HPos, VPos),
     ) -> Drawn<B> {
         let style = ("sans-serif", size * SCALE).into_font().color(&colour).pos(Pos::new(horizontal, vertical));
-        self.area.draw_text(text, &style, (x * SCALE, y * SCALE))
+        // The middle of a line's box is above the middle of its small letters.
+        let lower = if matches!(vertical, VPos::Center) { size / 6 } else { 0 };
+        self.area.draw_text(text, &style, (x * SCALE, (y + lower) * SCALE))
     }
 
     fn grid(&self, plot: &Plot) -> Drawn<B> {
@@ -383,7 +385,7 @@ impl<B: DrawingBackend> Canvas<'_, B> {
         }
         self.area.draw(&Polygon::new(shape.clone(), WHITE.filled()))?;
         let mut outline = shape;
-        outline.extend_from_within(..2);
+        outline.extend_from_within(..1);
         self.area.draw(&PathElement::new(outline, colour.stroke_width(3 * SCALE as u32 / 2)))
     }
 

@@ -31,8 +31,16 @@ impl Random {
         f64::from((x + (1.0 / 64.0f64).copysign(x)) as f32)
     }
 
-    /// `len` normal numbers times `scale`.
+    /// `len` normal numbers times `scale`; long tensors repeat their first numbers, for drawing hundreds of millions takes
+    /// longer than timing what is done with them.
     pub fn singles(&mut self, len: usize, scale: f64) -> Vec<f32> {
-        (0..len).map(|_| (scale * self.normal()) as f32).collect()
+        // No multiple of a row's width, so that no two rows of a call are the same soon.
+        const DRAWN: usize = (1 << 18) + 1;
+        let mut numbers: Vec<f32> = (0..len.min(DRAWN)).map(|_| (scale * self.normal()) as f32).collect();
+        while numbers.len() < len {
+            let more = numbers.len().min(len - numbers.len());
+            numbers.extend_from_within(..more);
+        }
+        numbers
     }
 }

@@ -254,7 +254,7 @@ impl Report {
         );
         text.push_str(match pass {
             Pass::Decode => " of one token after so many\n",
-            Pass::Forward => " and multiple of the wall (product of the same flops + copy)\n",
+            Pass::Forward => " and multiple of the wall (same flops in 64³ streaming products + copy)\n",
             Pass::ForwardBackward => "\n",
         });
         let width = names.iter().map(|name| name.len()).max().unwrap_or(0).max(16) + 2;
@@ -271,7 +271,8 @@ impl Report {
             for name in &names {
                 let row = rows.iter().find(|row| row.length == length && row.mechanism == *name && row.chosen);
                 let cell = row.map_or("·".to_owned(), |row| {
-                    let wall = row.wall_seconds.map(|wall| format!(" {:>6}", times(row.seconds.median / wall)));
+                    let wall =
+                        row.wall_seconds.map(|wall| format!(" {:>7}", format!("{:.2} ×", row.seconds.median / wall)));
                     format!("{}{}", time(row.seconds.median), wall.unwrap_or_default())
                 });
                 let _ = write!(text, "{cell:>width$}");
