@@ -1,0 +1,99 @@
+"""The compiled half: see `longspan.ops` for what to call."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Estimate(TypedDict):
+    algorithm: str
+    flops: float
+    published_elements: float
+    scratch_bytes: float
+    seconds: float
+
+class State:
+    @staticmethod
+    def from_numbers(
+        mechanism: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
+    ) -> State: ...
+    @property
+    def mechanism(self) -> str: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def parts(self) -> list[int]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def numbers(self) -> NDArray[np.floating[Any]]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def clone(self) -> State: ...
+    def select(self, indices: Sequence[int]) -> State: ...
+    def __copy__(self) -> State: ...
+    def __deepcopy__(self, memo: Any) -> State: ...
+
+class Mechanism:
+    def __init__(self, name: str, options: str, operation: str | None = None) -> None: ...
+    def forward(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        parameters: tuple[NDArray[Any], ...],
+        is_causal: bool,
+        offset: int,
+        key_padding_mask: NDArray[np.bool_] | None = None,
+        cu_seqlens: tuple[Sequence[int], Sequence[int]] | None = None,
+        initial_state: State | None = None,
+        final_state: bool = False,
+        denominators: bool = False,
+        token_major: bool = False,
+    ) -> tuple[NDArray[Any], NDArray[Any] | None, State | None]: ...
+    def backward(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        parameters: tuple[NDArray[Any], ...],
+        is_causal: bool,
+        offset: int,
+        key_padding_mask: NDArray[np.bool_] | None,
+        cu_seqlens: tuple[Sequence[int], Sequence[int]] | None,
+        out: NDArray[Any],
+        denominators: NDArray[Any],
+        d_out: NDArray[Any],
+        token_major: bool = False,
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[NDArray[Any]]]: ...
+    def step(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        parameters: tuple[NDArray[Any], ...],
+        state: State | None = None,
+    ) -> tuple[NDArray[Any], State]: ...
+    def parameter_shapes(
+        self, batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, value_dim: int
+    ) -> list[tuple[str, list[int]]]: ...
+    def plan(
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        queries: int,
+        keys: int,
+        head_dim: int,
+        value_dim: int,
+        is_causal: bool,
+        offset: int,
+    ) -> tuple[str, str, list[Estimate]]: ...
+
+def mechanisms() -> list[tuple[str, str, list[str]]]: ...
+def set_num_threads(threads: int) -> None: ...
+def get_num_threads() -> int: ...
+def seen_by_kernels(array: NDArray[Any]) -> tuple[int, bool]: ...

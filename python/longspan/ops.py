@@ -1,0 +1,432 @@
+"""Attention on NumPy arrays and torch tensors.
+
+Shapes are ``[batch, head, token, feature]``: ``q`` is ``[B, H, Lq, d]``, ``k`` ``[B, Hkv, Lk, d]``, ``v`` ``[B, Hkv, Lk, dv]``
+and the output ``[B, H, Lq, dv]``; ``H`` is a multiple of ``Hkv`` (grouped queries). All arrays of a call are of one kind
+(NumPy, or torch on one device) and one type: float32, float64, or float16 and bfloat16, which are computed in float32.
+
+**Copies.** Arrays and CPU tensors of float32 and float64 whose last axis is contiguous are read where they lie, whatever
+the other strides (so a transposed projection is no copy), and results are returned without one. Copied first are half
+precision, negative strides, a last axis with gaps, misaligned or byte-swapped memory.
+
+**Torch.** Tensors that require a gradient, and whatever happens under ``torch.compile`` or ``torch.export``, go through the
+operators of `longspan.torch`; tensors on another device through its chunked formulation, on that device.
+
+**Arguments that mean the same everywhere.**
+
+``is_causal``
+    Query ``i`` sees the keys ``j <= i + offset``. Otherwise every query sees every key.
+``offset``
+    Query ``i`` stands at key ``i + offset``. 0 aligns the starts, ``Lk - Lq`` the ends; also what relative distances
+    ``j - (i + offset)`` refer to.
+``key_padding_mask``
+    ``[B, Lk]`` of bool, **True is ignored**, as in torch. A row that sees no key gives 0.
+``cu_seqlens``
+    Several sequences end to end on the token axis, ``B = 1``: ``[0, end of the first, ..., L]``, or a pair of such lists
+    for the query and the key axis.
+``decay``
+    A number in (0, 1], or one for each key/value head: the weight of a key falls by it with every token. Causal only.
+``normalize``
+    Divide by the sum of the weights.
+``initial_state``, ``output_final_state``
+    The `State` of the tokens before, and whether to return ``(output, state)``. Causal, without gradients, on the CPU.
+``algorithm``
+    ``"auto"`` or one of `mechanisms`' names for the mechanism. All are exact; see `explain`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _native
+from ._native import State
+
+__all__ = [
+    "Plan",
+    "State",
+    "explain",
+    "kernelized_attention",
+    "kernelized_attention_step",
+    "mechanisms",
+    "shaw_attention",
+    "shaw_attention_step",
+]
+
+
+def kernelized_attention(
+    q,
+    k,
+    v,
+    *,
+    feature_map="elu+1",
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j)``, in linear time (Katharopoulos 2020).
+
+    ``feature_map`` is ``phi``: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``, ``"identity"``. The other arguments
+    are described at the top of this module.
+    """
+    operation = "kernelized_attention"
+    options = _kernel_options(operation, k, feature_map, decay, normalize, algorithm)
+    return _attend(
+        operation, "kernelized", options, q, k, v, (),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", decay=None, normalize=True):
+    """One token of `kernelized_attention` with ``is_causal=True``: returns ``(output, state)``.
+
+    ``q`` is ``[B, H, d]`` (or ``[B, H, 1, d]``, and so the output). ``state`` is changed in place; ``None`` starts one.
+    Time and memory do not depend on how many tokens came before.
+    """
+    operation = "kernelized_attention_step"
+    options = _kernel_options(operation, k, feature_map, decay, normalize, "auto")
+    return _step(operation, "kernelized", options, q, k, v, (), state)
+
+
+def shaw_attention(
+    q,
+    k,
+    v,
+    rel,
+    *,
+    kernelized=True,
+    feature_map="elu+1",
+    rel_feature_map="same",
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Shaw's relative positions in linear time: ``w_ij = phi(q_i) . (phi(k_j) + rho(rel[clip(j - i - offset, -R, R) + R]))``.
+
+    ``rel`` is ``[H, 2R+1, d]``, or ``[2R+1, d]`` for all heads: row 0 stands for "R or more before", row R for "here",
+    row 2R for "R or more after". ``kernelized=False`` leaves ``phi(k_j)`` out. ``rel_feature_map`` is ``rho``: ``"same"``
+    as ``feature_map``, or ``"identity"``. The other arguments are described at the top of this module.
+    """
+    operation = "shaw_attention"
+    options = _shaw_options(
+        operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
+    )  # fmt: skip
+    return _attend(
+        operation, "shaw", options, q, k, v, (rel,),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def shaw_attention_step(
+    q,
+    k,
+    v,
+    rel,
+    state=None,
+    *,
+    kernelized=True,
+    feature_map="elu+1",
+    rel_feature_map="same",
+    decay=None,
+    normalize=True,
+):
+    """One token of `shaw_attention` with ``is_causal=True``; otherwise as `kernelized_attention_step`."""
+    operation = "shaw_attention_step"
+    options = _shaw_options(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto")
+    return _step(operation, "shaw", options, q, k, v, (rel,), state)
+
+
+# Options are JSON text: what a torch operator can take, and what names a compiled mechanism in a cache.
+
+
+def _json(value: Any) -> str:
+    """JSON of an option. Not the module json, which torch.compile cannot look into."""
+    if value is None:
+        return "null"
+    if value is True:
+        return "true"
+    if value is False:
+        return "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join([_json(entry) for entry in value]) + "]"
+    return repr(value)
+
+
+def _object(**options: Any) -> str:
+    return "{" + ", ".join([f'"{name}": {_json(value)}' for name, value in options.items()]) + "}"
+
+
+def _expect_type(operation: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{operation}: {name}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def _decay(operation: str, k: Any, decay: Any) -> list[float] | None:
+    if decay is None:
+        return None
+    if isinstance(decay, (int, float)):
+        numbers = [float(decay)] * (k.shape[1] if getattr(k, "ndim", 0) > 1 else 1)
+    else:
+        try:
+            numbers = [float(gamma) for gamma in decay]
+        except TypeError:
+            kind = type(decay).__name__
+            raise TypeError(f"{operation}: decay: expected a number or a sequence of numbers, got {kind}") from None
+    for gamma in numbers:
+        if not 0.0 < gamma <= 1.0:
+            raise ValueError(f"{operation}: decay: expected numbers in (0, 1], got {gamma}")
+    return numbers
+
+
+def _kernel_options(
+    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
+) -> str:
+    _expect_type(operation, "feature_map", feature_map, str)
+    _expect_type(operation, "algorithm", algorithm, str)
+    _expect_type(operation, "normalize", normalize, bool)
+    if not more and decay is None:
+        return _plain_options(feature_map, normalize, algorithm)
+    decay = _decay(operation, k, decay)
+    return _object(feature_map=feature_map, decay=decay, normalize=normalize, algorithm=algorithm, **more)
+
+
+def _plain_options(feature_map: str, normalize: bool, algorithm: str) -> str:
+    return f'{{"feature_map": {_json(feature_map)}, "normalize": {_json(normalize)}, "algorithm": {_json(algorithm)}}}'
+
+
+def _shaw_options(
+    operation: str,
+    k: Any,
+    rel: Any,
+    kernelized: bool,
+    feature_map: str,
+    rel_feature_map: str,
+    decay: Any,
+    normalize: bool,
+    algorithm: str,
+) -> str:
+    _expect_type(operation, "kernelized", kernelized, bool)
+    if rel_feature_map not in ("same", "identity"):
+        raise ValueError(f"{operation}: rel_feature_map: expected 'same' or 'identity', got {rel_feature_map!r}")
+    shape = getattr(rel, "shape", None)
+    if shape is None:
+        raise TypeError(f"{operation}: rel: expected an array like q, got {type(rel).__name__}")
+    if len(shape) not in (2, 3) or shape[-2] % 2 != 1:
+        raise ValueError(
+            f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
+        )
+    return _kernel_options(
+        operation, k, feature_map, decay, normalize, algorithm,
+        radius=int(shape[-2]) // 2, shared=len(shape) == 2, kernelized=kernelized, rel_feature_map=rel_feature_map,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _mechanism(name: str, options: str, operation: str) -> _native.Mechanism:
+    return _native.Mechanism(name, options, operation)
+
+
+# Arguments on their way to the kernels.
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _pair_of_boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
+    """Boundaries on the query and the key axis."""
+    if cu_seqlens is None:
+        return None
+    pair = isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and all(hasattr(c, "__len__") for c in cu_seqlens)
+    lists = []
+    for bounds in cu_seqlens if pair else (cu_seqlens,):
+        try:
+            numbers = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+        except TypeError:
+            numbers = [None]
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got {cu_seqlens!r}")
+        if any(number < 0 for number in numbers):
+            raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 on, got {numbers}")
+        lists.append(numbers)
+    return lists[0], lists[-1]
+
+
+_NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def _widened(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any]:
+    """NumPy arrays in a type that the kernels have, and the half precision that the result goes back to, if any."""
+    first = arrays[0]
+    for name, array in zip(names, arrays):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{operation}: {name}: expected a numpy.ndarray or a torch.Tensor, all of one kind, "
+                            f"got {type(array).__module__}.{type(array).__qualname__}")  # fmt: skip
+    if first.dtype.name not in ("float16", "bfloat16"):
+        return list(arrays), None
+    for name, array in zip(names, arrays):
+        if array.dtype != first.dtype:
+            raise TypeError(f"{operation}: {name}: expected {first.dtype} like q, got {array.dtype}")
+    return [array.astype(np.float32) for array in arrays], first.dtype
+
+
+def _names(parameters: Sequence[Any]) -> list[str]:
+    # More names than parameters do no harm: zip stops at the shorter.
+    return ["q", "k", "v", "rel"] if len(parameters) < 2 else ["q", "k", "v", *(["parameters"] * len(parameters))]
+
+
+def _check_state(operation: str, name: str, state: Any) -> None:
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
+
+
+def _attend(
+    operation, mechanism, options, q, k, v, parameters,
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+):  # fmt: skip
+    if _is_tensor(q):
+        from .torch import _dispatch
+
+        return _dispatch.attend(
+            operation, mechanism, options, q, k, v, parameters,
+            is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+        )  # fmt: skip
+    half = None
+    if type(q) is not np.ndarray or q.dtype not in _NATIVE_DTYPES:
+        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(parameters))
+    _check_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else _pair_of_boundaries(operation, cu_seqlens)
+    out, _, state = _mechanism(mechanism, options, operation).forward(
+        q, k, v, tuple(parameters), is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
+    )
+    if half is not None:
+        out = out.astype(half)
+    return (out, state) if output_final_state else out
+
+
+def _step(operation, mechanism, options, q, k, v, parameters, state):
+    _check_state(operation, "state", state)
+    tensors = _is_tensor(q)
+    if tensors:
+        from .torch import _dispatch
+
+        (q, k, v, *parameters), back = _dispatch.as_arrays(operation, (q, k, v, *parameters), _names(parameters))
+        half = None
+    else:
+        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(parameters))
+    with_token = q.ndim == 4
+    if with_token:
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            if array.ndim != 4 or array.shape[2] != 1:
+                raise ValueError(f"{operation}: {name}: expected one token, shape (batch, heads, 1, features), "
+                                 f"got shape {array.shape}")  # fmt: skip
+        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+    out, state = _mechanism(mechanism, options, operation).step(q, k, v, tuple(parameters), state)
+    if with_token:
+        out = out[:, :, None]
+    if tensors:
+        return back(out), state
+    return (out if half is None else out.astype(half)), state
+
+
+# What there is, and which algorithm a call would run.
+
+
+@dataclass(frozen=True)
+class MechanismInfo:
+    """One mechanism."""
+
+    name: str
+    summary: str
+    function: str
+    algorithms: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"kernelized": kernelized_attention, "shaw": shaw_attention}
+
+
+def mechanisms() -> dict[str, MechanismInfo]:
+    """Every mechanism by its name, with the function that calls it, its options and the algorithms that can be forced."""
+    found = {}
+    for name, summary, algorithms in _native.mechanisms():
+        function = _FUNCTIONS[name]
+        options = tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+        found[name] = MechanismInfo(name, summary, function.__name__, tuple(algorithms), options)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which algorithm a call runs, and why."""
+
+    algorithm: str
+    reason: str
+    #: For each algorithm its ``flops``, ``published_elements``, ``scratch_bytes`` for one head, and predicted
+    #: ``seconds`` on one thread.
+    estimates: tuple[_native.Estimate, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.algorithm}: {self.reason}"]
+        lines += [
+            f"  {e['algorithm']:<10} {e['flops']:10.3g} flops  {e['scratch_bytes']:10.3g} B scratch a head  "
+            f"{e['seconds'] * 1e3:10.4g} ms on one thread"
+            for e in self.estimates
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    mechanism: str = "kernelized",
+    *,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    queries: int = 1024,
+    keys: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    is_causal: bool = False,
+    offset: int = 0,
+    **options: Any,
+) -> Plan:
+    """Which algorithm a call of these sizes would run, and why: ``print(longspan.explain("shaw", queries=4096, radius=64))``.
+
+    ``options`` are those of the mechanism (``feature_map``, ``algorithm`` ...); ``"shaw"`` wants ``radius``, 16 by default.
+    """
+    sizes = {"batch": batch, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "queries": queries,
+             "keys": queries if keys is None else keys, "head_dim": head_dim,
+             "value_dim": head_dim if value_dim is None else value_dim}  # fmt: skip
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise TypeError(f"explain: {name}: expected an integer, got {type(size).__name__}")
+        if not 0 <= size < 1 << 40:
+            raise ValueError(f"explain: {name}: expected a size from 0 on, got {size}")
+    _expect_type("explain", "mechanism", mechanism, str)
+    if mechanism == "shaw":
+        options = {"radius": 16, **options}
+    if "decay" in options:
+        options["decay"] = _decay("explain", np.empty((1, sizes["kv_heads"])), options["decay"])
+    native = _mechanism(mechanism, _object(**options), "explain")
+    algorithm, reason, estimates = native.plan(*sizes.values(), is_causal, offset)
+    return Plan(algorithm, reason, tuple(estimates))

@@ -1,0 +1,5 @@
+"""Longspan in PyTorch: operators with gradients."""
+
+from ._chunked import chunked_attention
+
+__all__ = ["chunked_attention"]

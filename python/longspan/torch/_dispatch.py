@@ -1,0 +1,109 @@
+"""Which way a call on torch tensors takes: straight to the kernels, through an operator, or through torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import ops
+from . import _operators
+from ._chunked import chunked_attention
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float64, *_HALF)
+
+
+def attend(
+    operation, mechanism, options, q, k, v, parameters,
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+):  # fmt: skip
+    """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some."""
+    tensors = (q, k, v, *parameters)
+    check(operation, tensors, ops._names(parameters), key_padding_mask)
+    ops._check_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
+    on_cpu = q.device.type == "cpu"
+    with_state = initial_state is not None or output_final_state
+    if with_state:
+        if not on_cpu:
+            raise ValueError(f"{operation}: states: expected tensors on the cpu, got {q.device}; "
+                             "move them there, or run the whole sequence at once")  # fmt: skip
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(f"{operation}: initial_state and output_final_state: expected tensors without gradients, "
+                             "because none flows through a state; use torch.no_grad()")  # fmt: skip
+    elif not on_cpu:
+        return chunked_attention(
+            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+            key_padding_mask=key_padding_mask, cu_seqlens=packed,
+        )  # fmt: skip
+    elif not _plain(tensors):
+        queries, keys = (None, None) if packed is None else packed
+        out, _ = _operators.attention(
+            q, k, v, list(parameters), key_padding_mask, queries, keys, mechanism, options, operation,
+            is_causal, offset,
+        )  # fmt: skip
+        return out
+    arrays, back = as_arrays(operation, tensors, ops._names(parameters))
+    ignored = None if key_padding_mask is None else key_padding_mask.numpy()
+    out, _, state = ops._mechanism(mechanism, options, operation).forward(
+        arrays[0], arrays[1], arrays[2], tuple(arrays[3:]), is_causal, offset, ignored, packed,
+        initial_state, output_final_state,
+    )  # fmt: skip
+    out = back(out)
+    return (out, state) if output_final_state else out
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether nobody watches what is computed: no gradient, no compiler, no autocast, no other kind of tensor."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    grad = torch.is_grad_enabled()
+    return all(type(t) in (Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
+
+
+def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padding_mask: Any) -> None:
+    """Kinds, types and devices; shapes are looked at where the numbers are."""
+    q = tensors[0]
+    autocast = torch.is_autocast_enabled(q.device.type)
+    for name, tensor in zip(names, tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise ValueError(f"{operation}: {name}: expected a tensor on {q.device} like q, got {tensor.device}")
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {tensor.dtype}")
+        if tensor.dtype != q.dtype and not autocast:
+            raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {tensor.layout}")
+    if key_padding_mask is not None:
+        if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+            got = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)
+            raise TypeError(f"{operation}: key_padding_mask: expected a torch.Tensor of bool, True where a key is "
+                            f"ignored, got {got}")  # fmt: skip
+        if key_padding_mask.device != q.device:
+            raise ValueError(f"{operation}: key_padding_mask: expected a tensor on {q.device} like q, "
+                             f"got {key_padding_mask.device}")  # fmt: skip
+
+
+def as_arrays(
+    operation: str, tensors: Sequence[Any], names: Sequence[str]
+) -> tuple[list[np.ndarray], Callable[[np.ndarray], Tensor]]:
+    """CPU tensors as arrays on the same memory (half precision as float32), and the way back for a result."""
+    q = tensors[0]
+    dtype = q.dtype
+    for name, tensor in zip(names, tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
+    if dtype in _HALF:
+        for name, tensor in zip(names, tensors):
+            if tensor.dtype != dtype:
+                raise TypeError(f"{operation}: {name}: expected {dtype} like q, got {tensor.dtype}")
+        return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
+    return [tensor.detach().numpy() for tensor in tensors], torch.from_numpy

@@ -1,0 +1,141 @@
+"""The kernels as torch operators: with shapes for the compiler, gradients, and autocast to float32.
+
+One operator serves every mechanism: its name and its options (JSON) are text, its parameters a list of tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import ops
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    # NumPy and torch differ in the strides of nothing.
+    tensor = torch.from_numpy(array) if array.size else torch.empty(array.shape, dtype=dtype)
+    return tensor.to(dtype)
+
+
+def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) -> Tensor:
+    return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _dtype_of_denominators(q: Tensor) -> torch.dtype:
+    return torch.float32 if q.dtype in _HALF else q.dtype
+
+
+@torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    cu_queries: Optional[list[int]],
+    cu_keys: Optional[list[int]],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
+    projection after it reads without a copy."""
+    packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+    out, denominators, _ = ops._mechanism(mechanism, options, operation).forward(
+        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
+    )  # fmt: skip
+    batch, heads, queries, _ = q.shape
+    if out.size == 0:
+        out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
+    else:
+        out_tensor = torch.from_numpy(out).to(q.dtype)
+    return out_tensor, _tensor(denominators, _dtype_of_denominators(q))
+
+
+@attention.register_fake
+def _(q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, mechanism, options, operation, is_causal, offset):
+    batch, heads, queries, _ = q.shape
+    out = _token_major(q, batch, heads, queries, v.shape[3])
+    return out, q.new_empty((batch, heads, queries), dtype=_dtype_of_denominators(q))
+
+
+@torch.library.custom_op("longspan::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    out: Tensor,
+    denominators: Tensor,
+    cu_queries: Optional[list[int]],
+    cu_keys: Optional[list[int]],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> list[Tensor]:
+    """Gradients of q, k, v and the parameters."""
+    packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation).backward(
+        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        None if key_padding_mask is None else key_padding_mask.numpy(), packed,
+        _array(out), _array(denominators), _array(d_out), True,
+    )  # fmt: skip
+    gradients = []
+    for like, gradient in zip((q, k, v), (dq, dk, dv)):
+        batch, heads, tokens, width = like.shape
+        if gradient.size == 0:
+            gradients.append(_token_major(like, batch, heads, tokens, width))
+        else:
+            gradients.append(torch.from_numpy(gradient).to(like.dtype))
+    for like, gradient in zip(parameters, d_parameters):
+        gradients.append(_tensor(gradient, like.dtype))
+    return gradients
+
+
+@attention_backward.register_fake
+def _(
+    d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
+    mechanism, options, operation, is_causal, offset,
+):  # fmt: skip
+    gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
+    return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
+
+
+def _save(ctx, inputs, output):
+    q, k, v, parameters, key_padding_mask, *rest = inputs
+    out, denominators = output
+    ctx.mark_non_differentiable(denominators)
+    ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
+    ctx.rest = rest
+
+
+def _gradient(ctx, d_out, _d_denominators):
+    q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
+    cu_queries, cu_keys, mechanism, options, operation, is_causal, offset = ctx.rest
+    dq, dk, dv, *d_parameters = attention_backward(
+        d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
+        mechanism, options, operation, is_causal, offset,
+    )  # fmt: skip
+    return dq, dk, dv, d_parameters, None, None, None, None, None, None, None, None
+
+
+attention.register_autograd(_gradient, setup_context=_save)
+# As norms and softmax: half precision comes in from the projections, sums are taken in float32.
+attention.register_autocast("cpu", torch.float32)

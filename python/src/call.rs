@@ -1,0 +1,577 @@
+//! A mechanism as a Python object, and its calls on arrays.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use longspan_kernels::{
+    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Scratch, Token, ViewMut,
+};
+use numpy::{PyUntypedArray, PyUntypedArrayMethods, dtype};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyList, PyTuple};
+
+use crate::arrays::{Number, Precision, Shape, Tensor, key_padding};
+use crate::error;
+use crate::mechanisms::{self, Kernel};
+use crate::state::{Numbers, State};
+use crate::threads;
+
+/// A mechanism with its options. Arrays are ``[batch, head, token, feature]``.
+#[pyclass(frozen, module = "longspan._native")]
+pub struct Mechanism {
+    kernel: Arc<dyn Kernel>,
+    /// The function that a user called, for errors.
+    operation: String,
+}
+
+/// A number type with all that the binding asks of it.
+trait Precise: Number {
+    fn kernel(kernel: &dyn Kernel) -> &dyn kernels::Mechanism<Self>;
+    fn wrap(state: kernels::State<Self>) -> State;
+    fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
+    fn unwrap_mut(state: &mut State) -> Option<&mut kernels::State<Self>>;
+    fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
+}
+
+macro_rules! precise {
+    ($t:ident, $variant:ident, $scratch:ident) => {
+        thread_local! {
+            static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
+        }
+
+        impl Precise for $t {
+            fn kernel(kernel: &dyn Kernel) -> &dyn kernels::Mechanism<Self> {
+                kernel
+            }
+            fn wrap(state: kernels::State<Self>) -> State {
+                State { numbers: Numbers::$variant(state) }
+            }
+            fn unwrap(state: &State) -> Option<&kernels::State<Self>> {
+                if let Numbers::$variant(state) = &state.numbers { Some(state) } else { None }
+            }
+            fn unwrap_mut(state: &mut State) -> Option<&mut kernels::State<Self>> {
+                if let Numbers::$variant(state) = &mut state.numbers { Some(state) } else { None }
+            }
+            fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
+                &$scratch
+            }
+        }
+    };
+}
+precise!(f32, F32, SCRATCH_F32);
+precise!(f64, F64, SCRATCH_F64);
+
+/// Boundaries of packed sequences on the query and the key axis.
+type Boundaries = (Vec<usize>, Vec<usize>);
+
+/// What a query sees, with the memory for it.
+struct OwnedMask {
+    order: Order,
+    offset: isize,
+    ignored: Option<Vec<bool>>,
+    packed: Option<Boundaries>,
+}
+
+impl OwnedMask {
+    fn as_kernel(&self) -> Mask<'_> {
+        let keys = match (&self.ignored, &self.packed) {
+            (Some(ignored), _) => Keys::Padding(ignored),
+            (None, Some((queries, keys))) => Keys::Packed { queries, keys },
+            (None, None) => Keys::All,
+        };
+        Mask { order: self.order, offset: self.offset, keys }
+    }
+}
+
+/// The arrays of a call after all checks of shape and type.
+struct Inputs<'py> {
+    dims: Dims,
+    q: Tensor<'py>,
+    k: Tensor<'py>,
+    v: Tensor<'py>,
+    parameters: Vec<Tensor<'py>>,
+    mask: OwnedMask,
+}
+
+impl Inputs<'_> {
+    /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps.
+    fn run<T: Precise, R: Send>(
+        &self,
+        py: Python<'_>,
+        mechanism: &Mechanism,
+        initial_state: Option<&kernels::State<T>>,
+        passes: f64,
+        work: impl FnOnce(&dyn kernels::Mechanism<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
+    ) -> R {
+        let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
+        let call = Call {
+            dims: self.dims,
+            q: self.q.view(),
+            k: self.k.view(),
+            v: self.v.view(),
+            parameters: &parameters,
+            mask: self.mask.as_kernel(),
+            initial_state,
+        };
+        let kernel = &*mechanism.kernel;
+        py.detach(|| {
+            let kernel = T::kernel(kernel);
+            let plan = kernel.plan(&call.dims, &call.mask);
+            let chosen = plan.estimates.iter().find(|estimate| estimate.algorithm == plan.algorithm);
+            let seconds = chosen.map_or(f64::INFINITY, |estimate| estimate.seconds * passes);
+            let mut scratch = T::scratch().take().unwrap_or_default();
+            let result = threads::run(seconds, || work(kernel, &call, &mut scratch));
+            T::scratch().set(Some(scratch));
+            result
+        })
+    }
+}
+
+/// Time of a backward call in forward calls, roughly: the products of each operand with the gradient and with the other.
+const BACKWARD_PASSES: f64 = 2.5;
+
+/// `numpy.empty`, whose failure is a `MemoryError`.
+fn empty<'py, T: Number>(py: Python<'py>, shape: &[usize]) -> PyResult<Bound<'py, PyUntypedArray>> {
+    static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let empty = EMPTY.import(py, "numpy", "empty")?;
+    Ok(empty.call1((PyTuple::new(py, shape)?, dtype::<T>(py)))?.cast_into::<PyUntypedArray>()?)
+}
+
+/// A new array for a tensor of four axes, in their order or with tokens before heads.
+struct New<'py> {
+    array: Bound<'py, PyUntypedArray>,
+    shape: [usize; 4],
+    token_major: bool,
+}
+
+impl<'py> New<'py> {
+    fn new<T: Number>(py: Python<'py>, shape: [usize; 4], token_major: bool) -> PyResult<Self> {
+        let [batch, heads, tokens, width] = shape;
+        let axes = if token_major { [batch, tokens, heads, width] } else { shape };
+        Ok(Self { array: empty::<T>(py, &axes)?, shape, token_major })
+    }
+
+    fn view_mut<T: Number>(&mut self) -> ViewMut<'_, T> {
+        let [_, heads, tokens, width] = self.shape;
+        let shape = self.shape;
+        let token_major = self.token_major;
+        let numbers = numbers_mut(&mut self.array);
+        if token_major {
+            ViewMut::strided(numbers, [tokens * heads * width, width, heads * width])
+        } else {
+            ViewMut::contiguous(numbers, shape)
+        }
+    }
+
+    /// The array as `[batch, head, token, feature]`.
+    fn finish(self) -> PyResult<Bound<'py, PyAny>> {
+        if self.token_major {
+            self.array.call_method1(intern!(self.array.py(), "transpose"), (0, 2, 1, 3))
+        } else {
+            Ok(self.array.into_any())
+        }
+    }
+}
+
+/// The numbers of an array that was made by [`empty`] and that nobody else has seen.
+fn numbers_mut<'a, T: Number>(array: &'a mut Bound<'_, PyUntypedArray>) -> &'a mut [T] {
+    if array.is_empty() {
+        return &mut [];
+    }
+    // SAFETY: made by `empty` for this type, so row-major, aligned and of `len` numbers, any bits of which are a number;
+    // no other reference to it exists until the call returns it.
+    unsafe { std::slice::from_raw_parts_mut((*array.as_array_ptr()).fields.data.cast::<T>(), array.len()) }
+}
+
+impl Mechanism {
+    fn wrong(&self, argument: &str, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> PyErr {
+        error::value(&self.operation, argument, expected, got)
+    }
+
+    fn failed(&self, error: kernels::Error) -> PyErr {
+        error::kernel(&self.operation, error)
+    }
+
+    /// Checks arrays and mask of a call.
+    #[allow(clippy::too_many_arguments)]
+    fn inputs<'py>(
+        &self,
+        q: &Bound<'py, PyAny>,
+        k: &Bound<'py, PyAny>,
+        v: &Bound<'py, PyAny>,
+        parameters: &Bound<'py, PyTuple>,
+        is_causal: bool,
+        offset: &Bound<'py, PyAny>,
+        key_padding_mask: Option<&Bound<'py, PyAny>>,
+        cu_seqlens: Option<Boundaries>,
+    ) -> PyResult<Inputs<'py>> {
+        let operation = &*self.operation;
+        let q = Tensor::new(operation, "q", q)?;
+        let precision = q.precision();
+        let k = Tensor::like(operation, "k", k, precision)?;
+        let v = Tensor::like(operation, "v", v, precision)?;
+        let axes = "four axes [batch, head, token, feature]";
+        let [batch, heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
+        let [_, kv_heads, keys, _] = k.shape4(operation, "k", axes)?;
+        let [.., value_dim] = v.shape4(operation, "v", axes)?;
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, precision)])?;
+        self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
+        if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
+            let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
+            return Err(self.wrong("q", expected, format_args!("{heads} heads")));
+        }
+        let parameters = self.parameters(&dims, precision, parameters)?;
+        let offset = offset
+            .extract::<isize>()
+            .map_err(|_| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
+        let ignored = key_padding_mask.map(|mask| key_padding(operation, mask, batch, keys)).transpose()?;
+        if ignored.is_some() && cu_seqlens.is_some() {
+            return Err(self.wrong(
+                "cu_seqlens",
+                "None beside a key_padding_mask (packed sequences have no padding)",
+                "both",
+            ));
+        }
+        let order = if is_causal { Order::Causal } else { Order::Bidirectional };
+        let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
+        Ok(Inputs { dims, q, k, v, parameters, mask })
+    }
+
+    fn key_dim(&self, dims: &Dims, precision: Precision) -> usize {
+        match precision {
+            Precision::F32 => f32::kernel(&*self.kernel).key_dim(dims),
+            Precision::F64 => f64::kernel(&*self.kernel).key_dim(dims),
+        }
+    }
+
+    fn parameters<'py>(
+        &self,
+        dims: &Dims,
+        precision: Precision,
+        given: &Bound<'py, PyTuple>,
+    ) -> PyResult<Vec<Tensor<'py>>> {
+        let expected = match precision {
+            Precision::F32 => f32::kernel(&*self.kernel).parameters(dims),
+            Precision::F64 => f64::kernel(&*self.kernel).parameters(dims),
+        };
+        if expected.len() != given.len() {
+            let names: Vec<&str> = expected.iter().map(|p| p.name).collect();
+            let expected = format!("{} ({})", names.len(), names.join(", "));
+            return Err(self.wrong("parameters", expected, given.len()));
+        }
+        let check = |(parameter, value): (&kernels::Parameter, Bound<'py, PyAny>)| {
+            let name = if parameter.name == "relative" { "rel" } else { parameter.name };
+            let tensor = Tensor::like(&self.operation, name, &value, precision)?.row_major()?;
+            self.expect_shape(name, &tensor, &parameter.shape)?;
+            Ok(tensor)
+        };
+        expected.iter().zip(given.iter()).map(check).collect()
+    }
+
+    fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
+        if tensor.shape() == expected {
+            return Ok(());
+        }
+        Err(self.wrong(argument, Shape(expected), Shape(tensor.shape())))
+    }
+
+    fn forward_as<'py, T: Precise>(
+        &self,
+        py: Python<'py>,
+        inputs: &Inputs<'py>,
+        initial_state: Option<&State>,
+        want: Want,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<State>)> {
+        let initial_state = initial_state.map(|state| self.state_like::<T>("initial_state", state)).transpose()?;
+        let dims = inputs.dims;
+        let kernel = T::kernel(&*self.kernel);
+        let mut out = New::new::<T>(py, dims.out(), want.token_major)?;
+        let rows = [dims.batch, dims.heads, dims.queries];
+        let mut denominators = want.denominators.then(|| empty::<T>(py, &rows)).transpose()?;
+        let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
+        let mut final_state = want.final_state.then(empty_state).transpose()?;
+        let output = Output {
+            out: out.view_mut(),
+            denominators: denominators.as_mut().map(numbers_mut),
+            final_state: final_state.as_mut(),
+        };
+        inputs
+            .run(py, self, initial_state, 1.0, |kernel, call, scratch| kernel.forward(call, output, scratch))
+            .map_err(|e| self.failed(e))?;
+        Ok((out.finish()?, denominators.map(Bound::into_any), final_state.map(T::wrap)))
+    }
+
+    fn state_like<'a, T: Precise>(&self, argument: &str, state: &'a State) -> PyResult<&'a kernels::State<T>> {
+        T::unwrap(state).ok_or_else(|| self.other_precision::<T>(argument, state))
+    }
+
+    fn other_precision<T: Precise>(&self, argument: &str, state: &State) -> PyErr {
+        let expected = format!("a state of {} like q", T::PRECISION.name());
+        error::kind(&self.operation, argument, expected, state.precision().name())
+    }
+
+    fn backward_as<'py, T: Precise>(
+        &self,
+        py: Python<'py>,
+        inputs: &Inputs<'py>,
+        cotangent: [&Tensor<'py>; 3],
+        token_major: bool,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let dims = inputs.dims;
+        let [batch, kv_heads, keys, _] = dims.k();
+        let key_dim = self.key_dim(&dims, T::PRECISION);
+        let mut dq = New::new::<T>(py, dims.q(), token_major)?;
+        let mut dk = New::new::<T>(py, [batch, kv_heads, keys, key_dim], token_major)?;
+        let mut dv = New::new::<T>(py, dims.v(), token_major)?;
+        let shapes = inputs.parameters.iter().map(Tensor::shape);
+        let mut d_parameters = shapes.map(|shape| empty::<T>(py, shape)).collect::<PyResult<Vec<_>>>()?;
+        let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(numbers_mut).collect();
+        let [out, denominators, d_out] = cotangent;
+        let cotangent =
+            Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view(), final_state: None };
+        let gradients = Gradients {
+            dq: dq.view_mut(),
+            dk: dk.view_mut(),
+            dv: dv.view_mut(),
+            parameters: &mut slices,
+            initial_state: None,
+        };
+        inputs
+            .run(py, self, None, BACKWARD_PASSES, |kernel, call, scratch| {
+                kernel.backward(call, &cotangent, gradients, scratch)
+            })
+            .map_err(|e| self.failed(e))?;
+        let parameters = PyList::new(py, d_parameters)?;
+        (dq.finish()?, dk.finish()?, dv.finish()?, parameters).into_pyobject(py)
+    }
+
+    fn step_as<'py, T: Precise>(
+        &self,
+        py: Python<'py>,
+        token: [&Tensor<'py>; 3],
+        parameters: &[Tensor<'py>],
+        shape: &[usize],
+        state: &mut State,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if T::unwrap(state).is_none() {
+            return Err(self.other_precision::<T>("state", state));
+        }
+        let mut out = empty::<T>(py, shape)?;
+        let numbers = numbers_mut::<T>(&mut out);
+        let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
+        let token =
+            Token { q: token[0].numbers(), k: token[1].numbers(), v: token[2].numbers(), parameters: &parameters };
+        let kernel = T::kernel(&*self.kernel);
+        // `unwrap_mut` is `Some` where `unwrap` was.
+        if let Some(state) = T::unwrap_mut(state) {
+            // A step reads and writes its state once, at some numbers a nanosecond.
+            let seconds = state.numbers().len() as f64 * 0.5e-9;
+            py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers))).map_err(|e| self.failed(e))?;
+        }
+        Ok(out.into_any())
+    }
+}
+
+/// What a forward call is to give beside its output.
+#[derive(Debug, Clone, Copy)]
+struct Want {
+    denominators: bool,
+    final_state: bool,
+    token_major: bool,
+}
+
+#[pymethods]
+impl Mechanism {
+    /// The mechanism ``name`` with ``options``, a JSON object; ``operation`` is how errors call it.
+    #[new]
+    #[pyo3(signature = (name, options, operation=None))]
+    fn new(name: &str, options: &str, operation: Option<String>) -> PyResult<Self> {
+        Ok(Self { kernel: mechanisms::build(name, options)?, operation: operation.unwrap_or_else(|| name.to_owned()) })
+    }
+
+    /// Outputs, denominators if wanted, and the state after the last key if wanted.
+    ///
+    /// ``token_major`` lays the output out as ``[batch, token, head, feature]``, seen through a transposition.
+    #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask=None, cu_seqlens=None,
+                        initial_state=None, final_state=false, denominators=false, token_major=false))]
+    #[allow(clippy::too_many_arguments, clippy::type_complexity)]
+    fn forward<'py>(
+        &self,
+        py: Python<'py>,
+        q: &Bound<'py, PyAny>,
+        k: &Bound<'py, PyAny>,
+        v: &Bound<'py, PyAny>,
+        parameters: &Bound<'py, PyTuple>,
+        is_causal: bool,
+        offset: &Bound<'py, PyAny>,
+        key_padding_mask: Option<&Bound<'py, PyAny>>,
+        cu_seqlens: Option<Boundaries>,
+        initial_state: Option<PyRef<'py, State>>,
+        final_state: bool,
+        denominators: bool,
+        token_major: bool,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<State>)> {
+        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let want = Want { denominators, final_state, token_major };
+        let initial = initial_state.as_deref();
+        match inputs.q.precision() {
+            Precision::F32 => self.forward_as::<f32>(py, &inputs, initial, want),
+            Precision::F64 => self.forward_as::<f64>(py, &inputs, initial, want),
+        }
+    }
+
+    /// Gradients ``(dq, dk, dv, [of each parameter])`` from that of the output.
+    #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
+                        token_major=false))]
+    #[allow(clippy::too_many_arguments)]
+    fn backward<'py>(
+        &self,
+        py: Python<'py>,
+        q: &Bound<'py, PyAny>,
+        k: &Bound<'py, PyAny>,
+        v: &Bound<'py, PyAny>,
+        parameters: &Bound<'py, PyTuple>,
+        is_causal: bool,
+        offset: &Bound<'py, PyAny>,
+        key_padding_mask: Option<&Bound<'py, PyAny>>,
+        cu_seqlens: Option<Boundaries>,
+        out: &Bound<'py, PyAny>,
+        denominators: &Bound<'py, PyAny>,
+        d_out: &Bound<'py, PyAny>,
+        token_major: bool,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let operation = &*self.operation;
+        let precision = inputs.q.precision();
+        let dims = inputs.dims;
+        let out = Tensor::like(operation, "out", out, precision)?;
+        self.expect_shape("out", &out, &dims.out())?;
+        let denominators = Tensor::like(operation, "denominators", denominators, precision)?.row_major()?;
+        self.expect_shape("denominators", &denominators, &[dims.batch, dims.heads, dims.queries])?;
+        let d_out = Tensor::like(operation, "d_out", d_out, precision)?;
+        self.expect_shape("d_out", &d_out, &dims.out())?;
+        let cotangent = [&out, &denominators, &d_out];
+        match precision {
+            Precision::F32 => self.backward_as::<f32>(py, &inputs, cotangent, token_major),
+            Precision::F64 => self.backward_as::<f64>(py, &inputs, cotangent, token_major),
+        }
+    }
+
+    /// Takes one token, ``[batch, head, feature]``, into ``state`` (of no tokens if ``None``); gives its output and the
+    /// state.
+    #[pyo3(signature = (q, k, v, parameters, state=None))]
+    fn step<'py>(
+        &self,
+        py: Python<'py>,
+        q: &Bound<'py, PyAny>,
+        k: &Bound<'py, PyAny>,
+        v: &Bound<'py, PyAny>,
+        parameters: &Bound<'py, PyTuple>,
+        state: Option<Bound<'py, State>>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, State>)> {
+        let operation = &*self.operation;
+        let q = Tensor::new(operation, "q", q)?.row_major()?;
+        let precision = q.precision();
+        let k = Tensor::like(operation, "k", k, precision)?.row_major()?;
+        let v = Tensor::like(operation, "v", v, precision)?.row_major()?;
+        let three = |argument: &str, tensor: &Tensor<'_>| -> PyResult<[usize; 3]> {
+            let shape = tensor.shape();
+            shape.try_into().map_err(|_| self.wrong(argument, "three axes [batch, head, feature]", Shape(shape)))
+        };
+        let [batch, heads, head_dim] = three("q", &q)?;
+        let [_, kv_heads, _] = three("k", &k)?;
+        let [.., value_dim] = three("v", &v)?;
+        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+        self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, precision)])?;
+        self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
+        if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
+            let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
+            return Err(self.wrong("q", expected, format_args!("{heads} heads")));
+        }
+        let parameters = self.parameters(&dims, precision, parameters)?;
+        let state = match state {
+            Some(state) => state,
+            None => Bound::new(
+                py,
+                match precision {
+                    Precision::F32 => f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap),
+                    Precision::F64 => f64::kernel(&*self.kernel).empty_state(&dims).map(f64::wrap),
+                }
+                .map_err(|e| self.failed(e))?,
+            )?,
+        };
+        let out = {
+            let mut held = state.try_borrow_mut().map_err(|_| {
+                PyRuntimeError::new_err(format!(
+                    "{operation}: state: expected one that no other thread is using, got one in use"
+                ))
+            })?;
+            let shape = held.shape();
+            if (shape.batch, shape.kv_heads) != (batch, kv_heads) {
+                let expected = format!("batch {batch} and {kv_heads} key/value heads");
+                let got = format!("batch {} and {} key/value heads", shape.batch, shape.kv_heads);
+                return Err(self.wrong("state", expected, got));
+            }
+            let token = [&q, &k, &v];
+            let shape = [batch, heads, value_dim];
+            match precision {
+                Precision::F32 => self.step_as::<f32>(py, token, &parameters, &shape, &mut held)?,
+                Precision::F64 => self.step_as::<f64>(py, token, &parameters, &shape, &mut held)?,
+            }
+        };
+        Ok((out, state))
+    }
+
+    /// Names and shapes of the parameters for a call of these sizes.
+    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim))]
+    #[allow(clippy::too_many_arguments)]
+    fn parameter_shapes(
+        &self,
+        batch: usize,
+        heads: usize,
+        kv_heads: usize,
+        queries: usize,
+        keys: usize,
+        head_dim: usize,
+        value_dim: usize,
+    ) -> Vec<(&'static str, Vec<usize>)> {
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape)).collect()
+    }
+
+    /// Which algorithm a call of these sizes runs, and why.
+    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim, is_causal, offset))]
+    #[allow(clippy::too_many_arguments)]
+    fn plan<'py>(
+        &self,
+        py: Python<'py>,
+        batch: usize,
+        heads: usize,
+        kv_heads: usize,
+        queries: usize,
+        keys: usize,
+        head_dim: usize,
+        value_dim: usize,
+        is_causal: bool,
+        offset: isize,
+    ) -> PyResult<(&'static str, String, Bound<'py, PyList>)> {
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
+        let plan = f32::kernel(&*self.kernel).plan(&dims, &mask);
+        let estimates = PyList::empty(py);
+        for estimate in plan.estimates {
+            let entry = PyDict::new(py);
+            entry.set_item("algorithm", estimate.algorithm.name())?;
+            entry.set_item("flops", estimate.flops)?;
+            entry.set_item("published_elements", estimate.published_elements)?;
+            entry.set_item("scratch_bytes", estimate.scratch_bytes)?;
+            entry.set_item("seconds", estimate.seconds)?;
+            estimates.append(entry)?;
+        }
+        Ok((plan.algorithm.name(), plan.reason, estimates))
+    }
+}

@@ -1,0 +1,48 @@
+//! The native half of the Python package `longspan`: the kernels of `longspan-kernels` on the memory of NumPy arrays.
+//!
+//! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which
+//! arrays are walked where they lie; [`state`] is what streaming carries; [`threads`] says on which threads all of this
+//! runs, before and after a fork. Names, defaults and PyTorch live in the Python half beside this folder.
+
+mod arrays;
+mod call;
+mod error;
+mod mechanisms;
+mod state;
+mod threads;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::call::Mechanism;
+    #[pymodule_export]
+    use crate::state::State;
+
+    /// Every mechanism: name, one line on it, and the algorithms that can be forced.
+    #[pyfunction]
+    fn mechanisms() -> Vec<(&'static str, &'static str, Vec<&'static str>)> {
+        crate::mechanisms::TABLE.iter().map(|entry| (entry.name, entry.summary, entry.algorithms())).collect()
+    }
+
+    /// From now on kernels run on so many threads; 0 stands for as many as the machine has.
+    #[pyfunction]
+    fn set_num_threads(threads: i64) -> PyResult<()> {
+        crate::threads::set(threads)
+    }
+
+    /// Threads that kernels run on.
+    #[pyfunction]
+    fn get_num_threads() -> usize {
+        crate::threads::count()
+    }
+
+    /// How an array reaches the kernels: the address that they read it at, and whether that is a copy.
+    #[pyfunction]
+    fn seen_by_kernels(array: &Bound<'_, PyAny>) -> PyResult<(usize, bool)> {
+        crate::arrays::seen_by_kernels(array)
+    }
+}

@@ -1,0 +1,175 @@
+//! The state of a prefix as a Python object.
+
+use longspan_kernels::{self as kernels, StateShape};
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::arrays::{Precision, Tensor};
+use crate::{error, mechanisms};
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum Numbers {
+    F32(kernels::State<f32>),
+    F64(kernels::State<f64>),
+}
+
+/// What streaming carries from one token to the next: all that later tokens need to know of earlier ones, of a size that
+/// does not grow. A plain value: clone it for beam search, pickle it, send it.
+#[pyclass(module = "longspan._native", eq)]
+#[derive(Debug, Clone, PartialEq)]
+pub struct State {
+    pub numbers: Numbers,
+}
+
+impl State {
+    pub fn shape(&self) -> StateShape {
+        match &self.numbers {
+            Numbers::F32(state) => state.shape(),
+            Numbers::F64(state) => state.shape(),
+        }
+    }
+
+    pub fn precision(&self) -> Precision {
+        match &self.numbers {
+            Numbers::F32(_) => Precision::F32,
+            Numbers::F64(_) => Precision::F64,
+        }
+    }
+}
+
+#[pymethods]
+impl State {
+    /// A state from what ``numbers`` and the other attributes gave, perhaps in another process.
+    #[staticmethod]
+    fn from_numbers(
+        mechanism: &str,
+        batch: usize,
+        kv_heads: usize,
+        parts: Vec<usize>,
+        numbers: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let operation = "State.from_numbers";
+        let Some(mechanism) = mechanisms::state_name(mechanism) else {
+            return Err(error::value(operation, "mechanism", "the name of a mechanism that has a state", mechanism));
+        };
+        let given = parts.len();
+        let parts = <[usize; 6]>::try_from(parts).map_err(|_| error::value(operation, "parts", "6 sizes", given))?;
+        let head = parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
+        let fits = head.and_then(|head| head.checked_mul(batch)).and_then(|n| n.checked_mul(kv_heads));
+        if fits.is_none() {
+            return Err(error::value(operation, "parts", "sizes that fit the address space", format!("{parts:?}")));
+        }
+        let shape = StateShape { mechanism, batch, kv_heads, parts };
+        let numbers = Tensor::new(operation, "numbers", numbers)?.row_major()?;
+        let wrong = |e| error::kernel(operation, e);
+        let numbers = match numbers.precision() {
+            Precision::F32 => {
+                Numbers::F32(kernels::State::from_numbers(shape, numbers.numbers().to_vec()).map_err(wrong)?)
+            }
+            Precision::F64 => {
+                Numbers::F64(kernels::State::from_numbers(shape, numbers.numbers().to_vec()).map_err(wrong)?)
+            }
+        };
+        Ok(Self { numbers })
+    }
+
+    /// Name of the mechanism whose state it is.
+    #[getter]
+    fn mechanism(&self) -> &'static str {
+        self.shape().mechanism
+    }
+
+    /// Independent sequences.
+    #[getter]
+    fn batch(&self) -> usize {
+        self.shape().batch
+    }
+
+    /// Key and value heads.
+    #[getter]
+    fn kv_heads(&self) -> usize {
+        self.shape().kv_heads
+    }
+
+    /// Numbers in each part of one head's state.
+    #[getter]
+    fn parts(&self) -> Vec<usize> {
+        self.shape().parts.to_vec()
+    }
+
+    /// ``"float32"`` or ``"float64"``.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.precision().name()
+    }
+
+    /// A copy of all numbers, ``[batch, kv_heads, sum(parts)]``.
+    #[getter]
+    fn numbers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let shape = self.shape();
+        let axes = [shape.batch, shape.kv_heads, shape.head_len()];
+        Ok(match &self.numbers {
+            Numbers::F32(state) => PyArray1::from_slice(py, state.numbers()).reshape(axes)?.into_any(),
+            Numbers::F64(state) => PyArray1::from_slice(py, state.numbers()).reshape(axes)?.into_any(),
+        })
+    }
+
+    /// Bytes that the numbers take.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        match &self.numbers {
+            Numbers::F32(state) => state.bytes(),
+            Numbers::F64(state) => state.bytes(),
+        }
+    }
+
+    /// A state of its own with the same numbers.
+    #[pyo3(name = "clone")]
+    fn duplicate(&self) -> Self {
+        self.clone()
+    }
+
+    /// The states of the batch entries ``indices``, in that order; an entry may come several times (beam search).
+    fn select(&self, indices: Vec<usize>) -> PyResult<Self> {
+        // Entry counts multiply; a list that asks for more than there can be is refused before memory is asked for.
+        let entry = self.shape().kv_heads.saturating_mul(self.shape().head_len());
+        if entry.checked_mul(indices.len()).is_none_or(|n| n > isize::MAX as usize / 8) {
+            return Err(PyValueError::new_err("State.select: indices: more entries than fit the address space"));
+        }
+        let wrong = |e| error::kernel("State.select", e);
+        let numbers = match &self.numbers {
+            Numbers::F32(state) => Numbers::F32(state.select(&indices).map_err(wrong)?),
+            Numbers::F64(state) => Numbers::F64(state.select(&indices).map_err(wrong)?),
+        };
+        Ok(Self { numbers })
+    }
+
+    fn __copy__(&self) -> Self {
+        self.clone()
+    }
+
+    fn __deepcopy__(&self, _memo: &Bound<'_, PyAny>) -> Self {
+        self.clone()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let make = py.get_type::<Self>().getattr("from_numbers")?;
+        let shape = self.shape();
+        let parts = (shape.mechanism, shape.batch, shape.kv_heads, shape.parts.to_vec(), self.numbers(py)?);
+        Ok((make, parts.into_pyobject(py)?))
+    }
+
+    fn __repr__(&self) -> String {
+        let shape = self.shape();
+        format!(
+            "<longspan.State of {}, batch {}, {} key/value heads, {} numbers of {} each>",
+            shape.mechanism,
+            shape.batch,
+            shape.kv_heads,
+            shape.head_len(),
+            self.dtype()
+        )
+    }
+}

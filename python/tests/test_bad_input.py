@@ -1,0 +1,351 @@
+"""Wrong calls: a Python exception of the fitting type that names argument, expected and got. Never an abort or a hang."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_ops import inputs
+
+import longspan
+from longspan import ops
+
+Q, K, V = inputs(dtype=np.float32)
+REL = np.zeros((4, 7, 5), np.float32)
+
+WRONG = [
+    (TypeError, "q: expected", lambda: ops.kernelized_attention([1.0], K, V)),
+    (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: ops.kernelized_attention(Q, None, V)),
+    (TypeError, "q: expected float32 or float64, got int64", lambda: ops.kernelized_attention(Q.astype(int), K, V)),
+    (TypeError, "q: expected float32 or float64, got object", lambda: ops.kernelized_attention(Q.astype(object), K, V)),
+    (TypeError, "q: expected float32 or float64, got complex", lambda: ops.kernelized_attention(Q + 1j, K, V)),
+    (TypeError, "v: expected float32 like q, got float64", lambda: ops.kernelized_attention(Q, K, V.astype(float))),
+    (TypeError, "k: expected float16 like q", lambda: ops.kernelized_attention(Q.astype(np.float16), K, V)),
+    (ValueError, r"q: expected four axes.*got shape \(13, 5\)", lambda: ops.kernelized_attention(Q[0, 0], K, V)),
+    (ValueError, r"q: expected four axes.*got shape \(\)", lambda: ops.kernelized_attention(np.ones((), np.float32), K, V)),
+    (
+        ValueError,
+        r"k: expected shape \(2, 2, 13, 5\), got shape \(2, 2, 13, 4\)",
+        lambda: ops.kernelized_attention(Q, K[..., 1:], V),
+    ),
+    (
+        ValueError,
+        r"v: expected shape \(2, 2, 13, 3\), got shape \(2, 2, 12, 3\)",
+        lambda: ops.kernelized_attention(Q, K, V[:, :, 1:]),
+    ),
+    (ValueError, r"k: expected shape \(1, 2", lambda: ops.kernelized_attention(Q[:1], K, V)),
+    (ValueError, "q: expected a number of query heads.*got 3", lambda: ops.kernelized_attention(Q[:, :3], K, V)),
+    (ValueError, "unknown feature map", lambda: ops.kernelized_attention(Q, K, V, feature_map='no"pe\n')),
+    (TypeError, "feature_map: expected str", lambda: ops.kernelized_attention(Q, K, V, feature_map=["elu+1"])),
+    (ValueError, "unknown algorithm", lambda: ops.kernelized_attention(Q, K, V, algorithm="magic")),
+    (TypeError, "normalize: expected bool", lambda: ops.kernelized_attention(Q, K, V, normalize="yes")),
+    (TypeError, "is_causal", lambda: ops.kernelized_attention(Q, K, V, is_causal="yes")),
+    (TypeError, "offset: expected an integer", lambda: ops.kernelized_attention(Q, K, V, offset=0.5)),
+    (TypeError, "offset: expected an integer", lambda: ops.kernelized_attention(Q, K, V, offset=1 << 70)),
+    (ValueError, "offset: expected between", lambda: ops.kernelized_attention(Q, K, V, offset=(1 << 63) - 1)),
+    (
+        TypeError,
+        "key_padding_mask: expected bool",
+        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=np.zeros((2, 13))),
+    ),
+    (
+        ValueError,
+        r"key_padding_mask: expected shape \(2, 13\)",
+        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=np.zeros((2, 12), bool)),
+    ),
+    (
+        TypeError,
+        "key_padding_mask: expected a numpy.ndarray",
+        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=[[True]]),
+    ),
+    (ValueError, "batch: expected 1", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 13])),
+    (
+        ValueError,
+        "cu_seqlens: expected ascending from 0 to 13",
+        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9]),
+    ),
+    (
+        ValueError,
+        "cu_seqlens: expected ascending",
+        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9, 3, 13]),
+    ),
+    (
+        ValueError,
+        "cu_seqlens: expected ascending",
+        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[]),
+    ),
+    (
+        ValueError,
+        "cu_seqlens: expected numbers from 0",
+        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, -2, 13]),
+    ),
+    (TypeError, "cu_seqlens: expected integers", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=3)),
+    (TypeError, "cu_seqlens: expected integers", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 1.5])),
+    (
+        ValueError,
+        "cu_seqlens: expected None beside a key_padding_mask",
+        lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 13], key_padding_mask=np.zeros((2, 13), bool)),
+    ),
+    (ValueError, "decay with a bidirectional mask", lambda: ops.kernelized_attention(Q, K, V, decay=0.9)),
+    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=0.0, is_causal=True)),
+    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=float("nan"), is_causal=True)),
+    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=[0.5] * 3, is_causal=True)),
+    (TypeError, "decay: expected a number", lambda: ops.kernelized_attention(Q, K, V, decay=object(), is_causal=True)),
+    (TypeError, "initial_state: expected", lambda: ops.kernelized_attention(Q, K, V, initial_state=1)),
+    (ValueError, "rel: expected shape", lambda: ops.shaw_attention(Q, K, V, REL[:, 1:])),
+    (ValueError, r"rel: expected shape \(4, 7, 5\)", lambda: ops.shaw_attention(Q, K, V, REL[:3])),
+    (TypeError, "rel: expected an array", lambda: ops.shaw_attention(Q, K, V, 3)),
+    (TypeError, "rel: expected float32 like q", lambda: ops.shaw_attention(Q, K, V, REL.astype(float))),
+    (ValueError, "rel_feature_map: expected 'same' or 'identity', got 'other'", lambda: ops.shaw_attention(Q, K, V, REL, rel_feature_map="other")),
+    (ValueError, "q: expected three axes", lambda: ops.kernelized_attention_step(Q[0, 0], K[:, :, 0], V[:, :, 0])),
+    (ValueError, "q: expected one token", lambda: ops.kernelized_attention_step(Q, K, V)),
+    (ValueError, "unknown mechanism", lambda: longspan.explain("magic")),
+    (ValueError, "queries: expected a size", lambda: longspan.explain(queries=-1)),
+    (TypeError, "queries: expected an integer", lambda: longspan.explain(queries=1.5)),
+    (ValueError, "unknown field", lambda: longspan.explain(magic=1)),
+    (ValueError, "threads: expected 0 to 4096", lambda: longspan.set_num_threads(10**6)),
+    (ValueError, "threads: expected 0 to 4096, got -1", lambda: longspan.set_num_threads(-1)),
+]
+
+
+@pytest.mark.parametrize("kind, message, call", WRONG, ids=[message[:40] for _, message, _ in WRONG])
+def test_wrong_calls(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_result_that_fits_no_memory_is_a_memory_error():
+    wide = np.broadcast_to(np.float32(1), (1, 1, 1 << 46, 1))
+    with pytest.raises(MemoryError):
+        ops.kernelized_attention(wide, wide[:, :, :4], wide[:, :, :4])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_empty_arrays_are_legal(shape):
+    q = np.ones(shape, np.float32)
+    for is_causal in (False, True):
+        assert ops.kernelized_attention(q, q, q, is_causal=is_causal).shape == shape
+        rel = np.ones((shape[1], 3, shape[3]), np.float32)
+        assert ops.shaw_attention(q, q, q, rel, is_causal=is_causal).shape == shape
+
+
+def long_inputs(seed=0):
+    return inputs(queries=700, keys=700, head_dim=16, value_dim=16, dtype=np.float32, seed=seed)
+
+
+def test_many_threads_at_once():
+    expected = [ops.kernelized_attention(*long_inputs(seed), is_causal=True) for seed in range(4)]
+    failures = []
+
+    def work(seed):
+        for _ in range(5):
+            if not np.array_equal(ops.kernelized_attention(*long_inputs(seed), is_causal=True), expected[seed]):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not failures
+
+
+def test_more_threads_than_may_have_pools():
+    expected = ops.kernelized_attention(Q, K, V)
+    for _ in range(300):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(ops.kernelized_attention(Q, K, V)))
+        thread.start()
+        thread.join(60)
+        np.testing.assert_array_equal(results[0], expected)
+
+
+def test_the_interpreter_runs_on_meanwhile():
+    arrays = inputs(batch=1, queries=1 << 17, keys=1 << 17, head_dim=32, value_dim=32, dtype=np.float32)
+    ticks = []
+    done = threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    ops.kernelized_attention(*arrays, is_causal=True)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    assert sum(start < t < end for t in ticks) >= 3, f"{end - start:.3f} s without a turn for another thread"
+
+
+def test_the_bits_do_not_depend_on_threads():
+    before = longspan.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 0):
+            longspan.set_num_threads(threads)
+            assert longspan.get_num_threads() == threads or threads == 0
+            results.append(ops.kernelized_attention(*long_inputs(), is_causal=True))
+        for other in results[1:]:
+            np.testing.assert_array_equal(results[0], other)
+    finally:
+        longspan.set_num_threads(before)
+
+
+def in_child(_):
+    return [ops.kernelized_attention(*long_inputs(), is_causal=True), ops.kernelized_attention(Q, K, V)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_computes():
+    expected = in_child(0)
+    children = []
+    # From another thread too: the child has that thread only.
+    for fork_in_thread in (False, True):
+
+        def start():
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                children.append(pool.map_async(in_child, range(4)).get(60))
+
+        if fork_in_thread:
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join(90)
+            assert not thread.is_alive()
+        else:
+            start()
+    assert len(children) == 2
+    for results in children:
+        for result in results:
+            for got, wanted in zip(result, expected):
+                np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_call():
+    arrays = inputs(batch=1, queries=1 << 16, keys=1 << 16, head_dim=32, value_dim=32, dtype=np.float32)
+    busy = threading.Thread(target=lambda: [ops.kernelized_attention(*arrays, is_causal=True) for _ in range(4)])
+    busy.start()
+    expected = in_child(0)
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            same = all(np.array_equal(a, b) for a, b in zip(in_child(0), expected))
+            os._exit(0 if same else 1)
+        deadline = time.monotonic() + 60
+        while True:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                pytest.fail("the child hangs")
+            time.sleep(0.01)
+        assert status == 0
+    busy.join()
+
+
+def test_one_state_in_two_threads_is_an_error_or_right():
+    q, k, v = (x[:, :, 0] for x in inputs(batch=64, head_dim=64, value_dim=64))
+    _, state = ops.kernelized_attention_step(q, k, v)
+    outcomes = []
+
+    def work():
+        for _ in range(50):
+            try:
+                ops.kernelized_attention_step(q, k, v, state)
+                outcomes.append("done")
+            except RuntimeError as error:
+                outcomes.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "done" in outcomes
+    assert all(o == "done" or "no other thread is using" in o for o in outcomes)
+
+
+def test_exit_while_threads_run(tmp_path):
+    code = (
+        "import threading, numpy as np; from longspan import ops\n"
+        "x = np.ones((1, 4, 1 << 15, 16), np.float32)\n"
+        "threading.Thread(target=lambda: [ops.kernelized_attention(x, x, x, is_causal=True) for _ in range(100)],"
+        " daemon=True).start()\n"
+        "ops.kernelized_attention(x, x, x)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, cwd=tmp_path).returncode == 0
+
+
+def test_fuzz():
+    """Random calls, right and wrong: nothing but an answer of the right shape, TypeError or ValueError."""
+    seed = int(os.environ.get("LONGSPAN_FUZZ_SEED", "0"))
+    calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "3000"))
+    draw = random.Random(seed)
+    counts = {"answer": 0, "error": 0}
+
+    def size():
+        return draw.choice([0, 1, 1, 2, 2, 3, 4, 5, 8, 17, 65])
+
+    def array(*shape):
+        wrong = draw.random()
+        if wrong < 0.02:
+            return draw.choice([None, 3, "q", [1.0], np.array(2.0), object()])
+        shape = [size() if draw.random() < 0.02 else n for n in shape]
+        dtype = draw.choice([np.float32] * 30 + [np.float64, np.int32, ">f4", np.float16, "c8"])
+        base = np.random.default_rng(draw.randrange(100)).standard_normal([2 * n for n in shape])
+        if draw.random() < 0.05:
+            base[base > 1] = draw.choice([np.nan, np.inf, -np.inf, 1e30])
+        with np.errstate(all="ignore"):
+            base = base.astype(dtype)
+        view = base[tuple(slice(None, None, draw.choice([2, 2, 2, -2])) for _ in shape)]
+        return draw.choice([np.ascontiguousarray, lambda x: x, np.asfortranarray])(view)
+
+    for index in range(calls):
+        batch, kv_heads, queries, keys, dim, value_dim = size(), size(), size(), size(), size(), size()
+        if batch * kv_heads * (queries + keys) * (dim + value_dim) > 200_000:
+            continue
+        heads = kv_heads * draw.choice([1, 1, 2])
+        q, k, v = array(batch, heads, queries, dim), array(batch, kv_heads, keys, dim), array(batch, kv_heads, keys, value_dim)
+        options = {}
+        maybe = {
+            "feature_map": ["elu+1", "relu", "softplus", "exp", "identity", "nope", None],
+            "is_causal": [True, False, None],
+            "offset": [0, 1, -3, keys - queries, 10**9, -(2**63), 2**64, "a"],
+            "key_padding_mask": [np.zeros((batch, keys), bool), np.ones((batch, keys), bool), np.zeros(3)],
+            "cu_seqlens": [[0, keys], [0, keys // 2, keys], ([0, queries], [0, keys]), [3, 1], "x", 7],
+            "decay": [0.5, [0.9] * kv_heads, 2.0, "x", -1],
+            "normalize": [True, False, 1],
+            "algorithm": ["auto", "naive", "chunked", "x"],
+            "output_final_state": [True, False],
+            "initial_state": [None, 3],
+        }
+        for name, values in maybe.items():
+            if draw.random() < 0.2:
+                options[name] = draw.choice(values)
+        try:
+            if draw.random() < 0.5:
+                out = ops.kernelized_attention(q, k, v, **options)
+            else:
+                rel = array(*draw.choice([(heads, 2 * size() + 1, dim), (2 * size() + 1, dim)]))
+                out = ops.shaw_attention(q, k, v, rel, **options)
+            out = out[0] if options.get("output_final_state") else out
+            assert out.shape == (*q.shape[:3], v.shape[3]), f"call {index} of seed {seed}"
+            counts["answer"] += 1
+        except (TypeError, ValueError) as error:
+            assert str(error), f"call {index} of seed {seed}"
+            counts["error"] += 1
+    assert min(counts.values()) > calls // 20, counts
