@@ -49,7 +49,7 @@ def attend(
         return out
     arrays, back = as_arrays(operation, tensors, ops._names(parameters))
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = ops._mechanism(mechanism, options, operation).forward(
+    out, _, state = ops._mechanism(mechanism, options, operation, parameters).forward(
         arrays[0], arrays[1], arrays[2], tuple(arrays[3:]), is_causal, offset, ignored, packed,
         initial_state, output_final_state,
     )  # fmt: skip
