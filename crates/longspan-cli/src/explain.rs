@@ -39,7 +39,7 @@ pub struct Arguments {
     /// elu+1, relu, softplus, exp or identity
     #[arg(long, default_value = "elu+1")]
     feature_map: String,
-    /// auto, naive or chunked
+    /// auto, naive, cumsum or chunked
     #[arg(long, default_value = "auto")]
     algorithm: String,
     /// Print one JSON object

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::attention::{AttentionConfig, KernelConfig, RelativeConfig};
+use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, RelativeConfig, ShawOptions};
 use longspan::kernels::FeatureMap;
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
@@ -23,8 +23,8 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
     let kernel = KernelConfig { feature_map, ..KernelConfig::default() };
     let relative = RelativeConfig { radius: config.radius, ..RelativeConfig::default() };
     let attention = match config.attention.as_str() {
-        "kernelized" => AttentionConfig::Kernelized { kernel },
-        "shaw" => AttentionConfig::Shaw { relative, kernel },
+        "kernelized" => AttentionConfig::Kernelized(KernelizedOptions { kernel }),
+        "shaw" => AttentionConfig::Shaw(ShawOptions { relative, kernel }),
         "softmax" => AttentionConfig::softmax(),
         other => {
             let nearest =

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::Error;
+use crate::error::{Error, expect};
 
 /// How a mechanism is computed. All are exact; they differ in time and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -14,21 +14,40 @@ pub enum Algorithm {
     /// Every pair of query and key, one after the other. A call with an initial state runs [`Chunked`](Self::Chunked)
     /// all the same: only that can go on from one.
     Naive,
+    /// The published form: outer products of keys and values, cumulated over the keys and all of them kept, so memory
+    /// grows with keys · features · values. Small calls only; a call that it has no room for is refused.
+    Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
 }
 
 impl Algorithm {
-    /// Every choice, in the order of this page.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Naive, Self::Chunked];
+    /// Every name, in the order of this page. Which of them a mechanism has is said by
+    /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
             Self::Naive => "naive",
+            Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
         }
+    }
+
+    /// Checks that a mechanism which has the algorithms `known` can run this one.
+    pub(crate) fn check(self, operation: &'static str, known: &[Self]) -> Result<(), Error> {
+        expect(
+            self == Self::Auto || known.contains(&self),
+            operation,
+            "algorithm",
+            || {
+                let known: Vec<_> = [Self::Auto].iter().chain(known).map(|algorithm| algorithm.name()).collect();
+                format!("one of {}", known.join(", "))
+            },
+            || self.name().into(),
+        )
     }
 }
 
@@ -75,4 +94,19 @@ pub struct Plan {
     pub estimates: Vec<Estimate>,
     /// One sentence on the choice.
     pub reason: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_algorithm_that_a_mechanism_lacks_is_refused_with_those_it_has() {
+        let known = [Algorithm::Chunked, Algorithm::Naive];
+        for algorithm in [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive] {
+            assert_eq!(algorithm.check("attention", &known), Ok(()));
+        }
+        let error = Algorithm::Cumsum.check("attention", &known).expect_err("an algorithm that is not there");
+        assert_eq!(error.to_string(), "attention: algorithm: expected one of auto, chunked, naive, got cumsum");
+    }
 }

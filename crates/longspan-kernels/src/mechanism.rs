@@ -74,6 +74,9 @@ pub struct Cotangent<'a, T> {
     pub denominators: &'a [T],
     /// The gradient of the loss with respect to `out`.
     pub d_out: View<'a, T>,
+    /// The gradient of the loss with respect to [`Output::final_state`], as [`Gradients::initial_state`] gives it; none
+    /// stands for 0.
+    pub final_state: Option<&'a State<T>>,
 }
 
 /// Where a backward call writes; every element is overwritten.
@@ -87,6 +90,11 @@ pub struct Gradients<'a, 'b, T> {
     pub dv: ViewMut<'a, T>,
     /// As [`Call::parameters`].
     pub parameters: &'b mut [&'a mut [T]],
+    /// As [`Call::initial_state`], number for number: the gradient with respect to each number as it is stored. What no
+    /// gradient has a meaning for, such as a count of tokens, gets 0; the mechanism's page says what that is. Given as
+    /// [`Cotangent::final_state`] to the backward of the call that left the state, it carries the gradient on to the
+    /// tokens before.
+    pub initial_state: Option<&'a mut State<T>>,
 }
 
 /// One token for [`Mechanism::step`]; all row-major.
@@ -151,6 +159,19 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// Takes one token into `state` and writes its output, `[batch, heads, value_dim]` row-major: the row that
     /// [`Mechanism::forward`] gives under [`Mask::causal`].
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
+
+    /// The state after two stretches of tokens, `earlier` before `later`, from the state of each computed apart: `later`
+    /// from [`empty_state`](Mechanism::empty_state) on. Associative, to rounding, with the empty state as its unit, so
+    /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
+    /// have no sum refuses.
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        let _ = (earlier, later);
+        Err(Error::Unsupported {
+            operation: self.name(),
+            combination: "the sum of two states",
+            mend: "give the earlier state to the call of the later tokens",
+        })
+    }
 
     /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;

@@ -3,7 +3,8 @@
 use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
+    streaming, threads,
 };
 
 /// Runs a check over drawn cases.
@@ -104,6 +105,23 @@ fn strides_do_not_matter() {
 fn pieces_make_the_whole() {
     over(&grid::streaming(31, 200), streaming::pieces_make_the_whole::<f32>);
     over(&grid::streaming(32, 200), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_add_up() {
+    over(&grid::streaming(41, 200), streaming::states_add_up::<f32>);
+    over(&grid::streaming(42, 200), streaming::states_add_up::<f64>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    over(&grid::streaming(43, 200), state_gradients::gradients_pass_through_states::<f32>);
+    over(&grid::streaming(44, 200), state_gradients::gradients_pass_through_states::<f64>);
+}
+
+#[test]
+fn state_gradients_are_difference_quotients() {
+    over(&grid::kernelized(45, 250, &grid::LENGTHS), state_gradients::state_gradients_are_difference_quotients);
 }
 
 #[test]
@@ -229,6 +247,14 @@ fn long_sequences_stream() {
     over(&cases, streaming::pieces_make_the_whole::<f32>);
 }
 
+#[test]
+fn gradients_of_long_sequences_pass_through_states() {
+    let cases: Vec<_> =
+        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
+    over(&cases, state_gradients::gradients_pass_through_states::<f32>);
+    over(&cases, state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
 /// Exponentials whose keys lie far beyond what a float can hold the exponential of.
 fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>) {
     let exp = KernelizedAttention { feature_map: FeatureMap::Exp, ..Default::default() };
@@ -280,7 +306,9 @@ fn exponential_features_stream_without_overflow() {
         if !case.causal {
             return Ok(());
         }
-        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
+        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)?;
+        streaming::states_add_up_of::<f32>(subject, case, inputs)?;
+        state_gradients::gradients_pass_through_states_of::<f32>(subject, case, inputs)
     });
 }
 
@@ -340,4 +368,51 @@ fn a_radius_beyond_all_bounds_is_refused() {
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
         }
     }
+}
+
+/// Cumulated sums of 2¹⁷ keys would take 2.7 GB: an error that says so, not an abort. Nothing else refuses that length.
+#[test]
+fn a_length_without_room_for_its_cumulated_sums_is_refused() {
+    use longspan_kernels::{Call, Gradients, Mask, Mechanism, Output, Scratch, View, ViewMut};
+    let dims = Dims { queries: 1, keys: 1 << 17, ..Dims::square(1, 1, 1, 64) };
+    let row = [1.0f32; 64];
+    let call = |mask| Call {
+        dims,
+        q: View::strided(&row, [0; 3]),
+        k: View::strided(&row, [0; 3]),
+        v: View::strided(&row, [0; 3]),
+        parameters: &[],
+        mask,
+        initial_state: None,
+    };
+    let cumsum = KernelizedAttention { algorithm: Algorithm::Cumsum, ..Default::default() };
+    let mask = Mask::causal().with_offset(5);
+    let error = Mechanism::<f32>::check(&cumsum, &call(mask)).expect_err("2.7 GB were taken");
+    for part in ["algorithm", "cumsum", "chunked", "MiB"] {
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    let mut out = [7.0f32; 64];
+    let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+    assert_eq!(cumsum.forward(&call(mask), output, &mut Scratch::new()), Err(error.clone()));
+    assert_eq!(out, [7.0; 64], "written before the error");
+    let (mut dq, mut dk, mut dv) = ([7.0f32; 64], vec![7.0f32; 64 << 17], vec![7.0f32; 64 << 17]);
+    let cotangent = longspan_kernels::Cotangent {
+        out: View::contiguous(&out, dims.out()),
+        denominators: &[1.0],
+        d_out: View::contiguous(&row, dims.out()),
+        final_state: None,
+    };
+    let gradients = Gradients {
+        dq: ViewMut::contiguous(&mut dq, dims.q()),
+        dk: ViewMut::contiguous(&mut dk, dims.k()),
+        dv: ViewMut::contiguous(&mut dv, dims.v()),
+        parameters: &mut [],
+        initial_state: None,
+    };
+    assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
+    assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
+
+    Mechanism::<f32>::check(&KernelizedAttention::default(), &call(mask)).expect("the default takes any length");
+    let short = Call { dims: Dims { keys: 1 << 12, ..dims }, ..call(mask) };
+    Mechanism::<f32>::check(&cumsum, &short).expect("a length that fits");
 }

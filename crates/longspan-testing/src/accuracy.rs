@@ -78,10 +78,10 @@ pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64
 
 /// Distance of the points of the difference quotient. Its truncation error falls with the fourth power of the ratio to
 /// the smallest input that [`Random::normal`] gives, 1/64: below 2e-9.
-const STEP: f64 = 1e-4;
+pub(crate) const STEP: f64 = 1e-4;
 
 /// What the difference quotient is good for, relative to the sum of the magnitudes of its terms.
-const QUOTIENT: f64 = 1e-6;
+pub(crate) const QUOTIENT: f64 = 1e-6;
 
 /// Doubles: gradients against difference quotients of the *definition*, along random directions for every input.
 pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {

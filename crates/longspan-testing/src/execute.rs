@@ -98,23 +98,41 @@ pub fn backward_into<T: Number>(
     fill: T,
     scratch: &mut Scratch<T>,
 ) -> Result<Backward<T>, Error> {
+    backward_through_states(subject, case, inputs, forward, (None, None, None), fill, scratch)
+}
+
+/// The same for a call with an initial state, given the gradient of the final one, and with a place for the gradient of
+/// the initial one.
+#[allow(clippy::type_complexity)]
+pub fn backward_through_states<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<T>,
+    forward: &Forward<T>,
+    states: (Option<&State<T>>, Option<&State<T>>, Option<&mut State<T>>),
+    fill: T,
+    scratch: &mut Scratch<T>,
+) -> Result<Backward<T>, Error> {
     let dims = &case.dims;
+    let (initial_state, d_final_state, d_initial_state) = states;
     let mut dq = vec![fill; inputs.q.len()];
     let mut dk = vec![fill; inputs.k.len()];
     let mut dv = vec![fill; inputs.v.len()];
     let mut parameters: Vec<Vec<T>> = inputs.parameters.iter().map(|p| vec![fill; p.len()]).collect();
     let mut slices: Vec<&mut [T]> = parameters.iter_mut().map(Vec::as_mut_slice).collect();
-    inputs.call(case, None, |call| {
+    inputs.call(case, initial_state, |call| {
         let cotangent = Cotangent {
             out: View::contiguous(&forward.out, dims.out()),
             denominators: &forward.denominators,
             d_out: View::contiguous(&inputs.d_out, dims.out()),
+            final_state: d_final_state,
         };
         let gradients = Gradients {
             dq: ViewMut::contiguous(&mut dq, dims.q()),
             dk: ViewMut::contiguous(&mut dk, dims.k()),
             dv: ViewMut::contiguous(&mut dv, dims.v()),
             parameters: &mut slices,
+            initial_state: d_initial_state,
         };
         T::mechanism(subject).backward(call, &cotangent, gradients, scratch)
     })?;

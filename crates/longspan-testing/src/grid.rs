@@ -3,10 +3,11 @@
 //! The full product has millions of cases. A deck deals every level of a factor equally often in random order, so
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
-use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
+use longspan_kernels::{Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
 
 use crate::case::{Case, KeyMask};
 use crate::random::Random;
+use crate::subject::kernelized_algorithms;
 
 /// Deals the levels of a factor, each equally often.
 struct Deck<T> {
@@ -87,7 +88,7 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
     let mut heads = Deck::new([(1, 1), (2, 2), (4, 2), (3, 1)]);
     let mut batch = Deck::new([1, 1, 2, 3]);
     let mut decay = Deck::new([false, false, true]);
-    let mut algorithm = Deck::new(Algorithm::ALL);
+    let mut algorithm = Deck::new(kernelized_algorithms());
 
     (0..count)
         .map(|n| {
@@ -195,7 +196,7 @@ mod tests {
                 assert!(cases.iter().any(|(a, c)| a.feature_map == map && c.causal == causal && c.dims.queries > 60));
             }
         }
-        for algorithm in Algorithm::ALL {
+        for algorithm in kernelized_algorithms() {
             assert!(cases.iter().any(|(a, c)| a.algorithm == algorithm && c.dims.queries > 60 && c.dims.keys > 60));
         }
         let kinds: [fn(&KeyMask) -> bool; 4] = [

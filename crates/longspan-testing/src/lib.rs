@@ -15,6 +15,7 @@ pub mod isolation;
 pub mod memory;
 pub mod random;
 pub mod rejection;
+pub mod state_gradients;
 pub mod streaming;
 pub mod subject;
 pub mod suite;

@@ -162,8 +162,14 @@ fn strided<T: Number>(
         [Gapped::new(dims.q(), mark), Gapped::new(dims.k(), mark), Gapped::new(dims.v(), mark)];
     let mut d_parameters: Vec<Vec<T>> = inputs.parameters.iter().map(|p| vec![execute::nan(); p.len()]).collect();
     let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Vec::as_mut_slice).collect();
-    let cotangent = Cotangent { out: out.view(), denominators: &denominators, d_out: d_out.view() };
-    let gradients = Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut slices };
+    let cotangent = Cotangent { out: out.view(), denominators: &denominators, d_out: d_out.view(), final_state: None };
+    let gradients = Gradients {
+        dq: dq.view_mut(),
+        dk: dk.view_mut(),
+        dv: dv.view_mut(),
+        parameters: &mut slices,
+        initial_state: None,
+    };
     mechanism.backward(&call, &cotangent, gradients, &mut Scratch::new())?;
     let mut gradients = vec![dq.numbers("dq")?, dk.numbers("dk")?, dv.numbers("dv")?];
     gradients.extend(d_parameters);

@@ -132,6 +132,7 @@ fn both_refuse<T: Number>(
         out: View::contiguous(&inputs.d_out, dims.out()),
         denominators: &rows,
         d_out: View::contiguous(&inputs.d_out, dims.out()),
+        final_state: None,
     };
     let [dq, dk, dv] = &mut marked.gradients;
     let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
@@ -140,6 +141,7 @@ fn both_refuse<T: Number>(
         dk: ViewMut::contiguous(dk, dims.k()),
         dv: ViewMut::contiguous(dv, dims.v()),
         parameters: &mut slices,
+        initial_state: None,
     };
     let result = mechanism.backward(call, &cotangent, gradients, &mut Scratch::new());
     refused(&format!("backward: {what}"), mechanism.name(), argument, result)?;
@@ -227,6 +229,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
             out: View::contiguous(short(name == "out"), dims.out()),
             denominators: &rows,
             d_out: View::contiguous(short(name == "d_out"), dims.out()),
+            final_state: None,
         };
         let zero_if = |wrong: bool, strides: [usize; 3]| if wrong { [strides[0], 0, strides[2]] } else { strides };
         let [dq, dk, dv] = &mut marked.gradients;
@@ -240,6 +243,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
             dk: ViewMut::strided(dk, zero_if(name == "dk", row(dims.k()))),
             dv: ViewMut::strided(dv, zero_if(name == "dv", row(dims.v()))),
             parameters: &mut slices,
+            initial_state: None,
         };
         let result =
             inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
@@ -255,6 +259,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
             out: View::contiguous(&inputs.d_out, dims.out()),
             denominators: &rows,
             d_out: View::contiguous(&inputs.d_out, dims.out()),
+            final_state: None,
         };
         let [dq, dk, dv] = &mut marked.gradients;
         let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
@@ -263,6 +268,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
             dk: ViewMut::contiguous(dk, dims.k()),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut slices,
+            initial_state: None,
         };
         let result =
             inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
@@ -300,6 +306,44 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         marked.untouched(what)?;
         ensure(target == before, || format!("{what}: the state was written before the error"))?;
     }
+    for (what, mask, initial, last, first) in [
+        ("a gradient of the final state of another shape", case.mask(), None, Some(&wider), false),
+        ("a gradient of the final state under a bidirectional mask", Mask::bidirectional(), None, Some(&state), false),
+        ("a gradient of the initial state of another shape", case.mask(), Some(&state), None, true),
+        ("a gradient of an initial state that is not there", case.mask(), None, None, true),
+    ] {
+        let mut marked = Marked::new(case, inputs);
+        let mut target = if initial.is_some() { wider.clone() } else { state.clone() };
+        let before = target.clone();
+        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+        let cotangent = Cotangent {
+            out: View::contiguous(&inputs.d_out, dims.out()),
+            denominators: &rows,
+            d_out: View::contiguous(&inputs.d_out, dims.out()),
+            final_state: last,
+        };
+        let [dq, dk, dv] = &mut marked.gradients;
+        let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(dq, dims.q()),
+            dk: ViewMut::contiguous(dk, dims.k()),
+            dv: ViewMut::contiguous(dv, dims.v()),
+            parameters: &mut slices,
+            initial_state: first.then_some(&mut target),
+        };
+        let result = inputs.call(case, initial, |call| {
+            mechanism.backward(&Call { mask, ..*call }, &cotangent, gradients, &mut Scratch::new())
+        });
+        refused(what, mechanism.name(), "state", result)?;
+        marked.untouched(what)?;
+        ensure(target == before, || format!("{what}: the gradient was written before the error"))?;
+    }
+    refused(
+        "a sum of states of different shapes",
+        mechanism.name(),
+        "state",
+        mechanism.combine(&state, &wider).map(drop),
+    )?;
     Ok(())
 }
 

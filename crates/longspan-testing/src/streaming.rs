@@ -12,7 +12,7 @@ use crate::subject::{Number, Subject};
 
 /// The numbers of a state with all sums relative to the exponents of `to` and its ring turned as that of `to`, so that
 /// states that differ in nothing but these can be compared.
-fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
+pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
     let [sum, keys, _, row, ring, _] = shape.parts;
     let sums = sum + keys;
@@ -47,15 +47,26 @@ fn close_states<T: Number>(
     close(what, &got, expected.numbers(), &relative_to(scale, expected), terms)
 }
 
+/// The state of the magnitudes that the numbers of the final state are sums of.
+fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<State<f64>, Failure> {
+    let absolute = Inputs { v: inputs.v.iter().map(|x| x.abs()).collect(), ..inputs.clone() };
+    let absolute = if subject.assumptions.signed_features {
+        Inputs { k: inputs.k.iter().map(|x| x.abs()).collect(), ..absolute }
+    } else {
+        absolute
+    };
+    Ok(execute::forward_state(subject, case, &absolute, None)?.1)
+}
+
 /// How the pieces of a sequence are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Piece {
+pub(crate) enum Piece {
     Chunk,
     Steps,
 }
 
 /// Ragged pieces of a sequence: empty ones, single tokens, ones longer than a chunk of the kernels.
-fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range<usize>, Piece)> {
+pub(crate) fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range<usize>, Piece)> {
     let mut pieces = vec![(0..0, Piece::Chunk)];
     let mut start = 0;
     while start < length {
@@ -86,13 +97,7 @@ pub fn pieces_make_the_whole_of<T: Number>(
     assert!(case.causal && case.offset == 0 && dims.queries == dims.keys && case.keys == KeyMask::All, "{case:?}");
     let (expected, expected_state) = execute::forward_state(subject, case, inputs, None)?;
     let scale = forward_scale(subject, case, inputs)?;
-    let absolute = Inputs { v: inputs.v.iter().map(|x| x.abs()).collect(), ..inputs.clone() };
-    let absolute = if subject.assumptions.signed_features {
-        Inputs { k: inputs.k.iter().map(|x| x.abs()).collect(), ..absolute }
-    } else {
-        absolute
-    };
-    let state_scale = execute::forward_state(subject, case, &absolute, None)?.1;
+    let state_scale = state_scale(subject, case, inputs)?;
 
     let single = inputs.cast::<T>();
     let (whole, whole_state) = execute::forward_state(subject, case, &single, None)?;
@@ -126,6 +131,56 @@ pub fn pieces_make_the_whole_of<T: Number>(
         close_states(&format!("state after pieces {plan:?}"), &state, &expected_state, &state_scale, case.terms())?;
     }
     Ok(())
+}
+
+/// The states of ragged pieces, each computed apart from the empty state, add up to that of the whole in any order of the
+/// sums, and the sequence goes on from a sum as it would from the state itself.
+pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    states_add_up_of::<T>(subject, case, &execute::random(subject, case))
+}
+
+/// The same on given numbers.
+pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
+    let dims = &case.dims;
+    let mut random = Random::new(case.seed ^ 0xADD);
+    let single = inputs.cast::<T>();
+    let mechanism = T::mechanism(subject);
+    let mut apart = Vec::new();
+    for (tokens, piece) in pieces(&mut random, dims.keys) {
+        let mut state = mechanism.empty_state(dims)?;
+        if piece == Piece::Steps {
+            execute::steps(subject, case, &single, tokens.clone(), &mut state)?;
+        } else {
+            let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+            state = execute::forward_state(subject, &piece, &numbers, None)?.1;
+        }
+        apart.push((tokens, state));
+    }
+    // Any two neighbours next, until one state is left; on the way, what follows is computed from a sum.
+    while apart.len() > 1 {
+        let at = random.below(apart.len() - 1);
+        let (later, second) = apart.remove(at + 1);
+        let (earlier, first) = &mut apart[at];
+        *first = mechanism.combine(first, &second)?;
+        *earlier = earlier.start..later.end;
+        let rest = earlier.end..(earlier.end + 70).min(dims.keys);
+        if earlier.start == 0 && random.chance(0.5) && !rest.is_empty() {
+            let (known, numbers) = part(case, inputs, 0..rest.end, 0..rest.end);
+            let expected = execute::forward(subject, &known, &numbers)?;
+            let scale = forward_scale(subject, &known, &numbers)?;
+            let (piece, numbers) = part(case, &single, rest.clone(), rest.clone());
+            let (got, _) = execute::forward_state(subject, &piece, &numbers, Some(first))?;
+            let cut = |x: &[f64]| -> Vec<f64> {
+                let heads = x.chunks((rest.end * dims.value_dim).max(1));
+                heads.flat_map(|head| head[rest.start * dims.value_dim..].to_vec()).collect()
+            };
+            let what = format!("out of tokens {rest:?} from a sum of states");
+            close(&what, &got.out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
+        }
+    }
+    let expected = execute::forward_state(subject, case, inputs, None)?.1;
+    let scale = state_scale(subject, case, inputs)?;
+    close_states("sum of the states of all pieces", &apart[0].1, &expected, &scale, case.terms())
 }
 
 /// A state stored and loaded, and one whose batch entries were reordered and repeated, goes on as the original would.

@@ -91,11 +91,17 @@ impl Subject {
         Self::new(attention.clone(), Self::assume(attention))
     }
 
-    /// Kernelized attention by each algorithm that can be forced.
+    /// Kernelized attention by each algorithm that can be forced, and by the one that is chosen for it.
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
-        Algorithm::ALL
+        kernelized_algorithms()
             .into_iter()
             .map(|algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
             .collect()
     }
+}
+
+/// The algorithms that kernelized attention can be asked for.
+pub(crate) fn kernelized_algorithms() -> Vec<Algorithm> {
+    let forced = Mechanism::<f64>::algorithms(&KernelizedAttention::default());
+    [Algorithm::Auto].iter().chain(forced).copied().collect()
 }

@@ -5,7 +5,9 @@ use longspan_kernels::{
     Real, Reference, Score, Scratch, Shaw, State, Token, ViewMut,
 };
 use longspan_testing::suite::{Check, failures};
-use longspan_testing::{Case, KeyMask, Subject, accuracy, isolation, memory, rejection, streaming, threads};
+use longspan_testing::{
+    Case, KeyMask, Subject, accuracy, isolation, memory, rejection, state_gradients, streaming, threads,
+};
 
 /// What a mechanism may get wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +34,9 @@ enum Fault {
     IgnoresLengthsInTheState,
     StepsSlightlyOff,
     StateLosesItsRing,
+    NoGradientOfTheState,
+    GradientOfTheStateSlightlyOff,
+    SumsForgetTheEarlierState,
     TakesWrongCalls,
     WritesBeforeItRefuses,
     BlamesAnother,
@@ -208,7 +213,7 @@ impl<T: Real> Mechanism<T> for Broken {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let dims = call.dims;
-        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
+        let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
         let checked = self.sound::<T>().check(call).is_ok();
         let before = if checked && dims.queries > 0 && dims.heads > 0 && dims.batch > 0 {
             dq.token(0, 0, 0, 1)[0]
@@ -218,7 +223,7 @@ impl<T: Real> Mechanism<T> for Broken {
         let mut own =
             [dims.q(), dims.k(), dims.v()].map(|shape| vec![T::ZERO; if checked { shape.iter().product() } else { 0 }]);
         if !checked || matches!(self.fault, None | TakesWrongCalls | WritesBeforeItRefuses | BlamesAnother) {
-            let gradients = Gradients { dq, dk, dv, parameters };
+            let gradients = Gradients { dq, dk, dv, parameters, initial_state };
             let result = self.sound::<T>().backward(call, cotangent, gradients, scratch);
             return result.or_else(|error| self.refuse(error));
         }
@@ -229,6 +234,7 @@ impl<T: Real> Mechanism<T> for Broken {
             dk: ViewMut::contiguous(own_k, dims.k()),
             dv: ViewMut::contiguous(own_v, dims.v()),
             parameters: &mut own_parameters,
+            initial_state: initial_state.as_deref_mut(),
         };
         self.sound::<T>().backward(&self.distort(call), cotangent, own_gradients, scratch)?;
         match self.fault {
@@ -243,6 +249,11 @@ impl<T: Real> Mechanism<T> for Broken {
             ReadsItsGradient if !own_q.is_empty() => own_q[0] += T::ZERO * before,
             _ => {}
         }
+        if let (Some(state), NoGradientOfTheState | GradientOfTheStateSlightlyOff) = (initial_state, self.fault) {
+            let factor = if self.is(NoGradientOfTheState) { T::ZERO } else { slightly::<T>() * slightly() };
+            let numbers = state.numbers().iter().map(|&x| x * factor).collect();
+            *state = State::from_numbers(state.shape(), numbers)?;
+        }
         write(&mut dq, dims.q(), own_q);
         write(&mut dk, dims.k(), own_k);
         write(&mut dv, dims.v(), own_v);
@@ -251,6 +262,11 @@ impl<T: Real> Mechanism<T> for Broken {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         self.sound::<T>().empty_state(dims)
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        let sum = self.sound::<T>().combine(earlier, later);
+        if self.is(SumsForgetTheEarlierState) { Ok(later.clone()) } else { sum }
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
@@ -351,6 +367,24 @@ fn errors_of_states_are_caught() {
     catches(shaw(), check, case(KeyMask::All, true), &[ForgetsTheInitialState, StateLosesItsRing]);
     let check = streaming::lengths_end_the_sequence::<f32>;
     catches(shaw(), check, case(KeyMask::All, true), &[IgnoresLengthsInTheState]);
+    let check = streaming::states_add_up::<f32>;
+    catches(shaw(), check, pieces(), &[StateLosesItsRing, SumsForgetTheEarlierState]);
+}
+
+/// Long enough to be cut into several pieces.
+fn pieces() -> Case {
+    let case = case(KeyMask::All, true);
+    Case { dims: Dims { queries: 200, keys: 200, ..case.dims }, ..case }
+}
+
+#[test]
+fn errors_of_state_gradients_are_caught() {
+    let faults = [NoGradientOfTheState, GradientOfTheStateSlightlyOff, ForgetsTheInitialState];
+    catches(shaw(), state_gradients::gradients_pass_through_states::<f32>, pieces(), &faults);
+    let check = state_gradients::state_gradients_are_difference_quotients;
+    // A seed that draws an initial state of several tokens.
+    let drawn = Case { seed: 2, ..case(KeyMask::All, true) };
+    catches(shaw(), check, drawn, &[NoGradientOfTheState, GradientOfOneKeyOff]);
 }
 
 #[test]

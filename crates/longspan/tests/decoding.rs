@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::attention::{AttentionConfig, KernelConfig, RelativeConfig};
+use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, RelativeConfig, ShawOptions};
 use longspan::generate::{GenerateOptions, beam_search, greedy};
 use longspan::kernels::FeatureMap;
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
@@ -58,18 +58,18 @@ fn mechanisms() -> Vec<AttentionConfig> {
     let mut all = vec![AttentionConfig::softmax()];
     for feature_map in [FeatureMap::EluPlusOne, FeatureMap::Softplus, FeatureMap::Exp] {
         let kernel = KernelConfig { feature_map, ..KernelConfig::default() };
-        all.push(AttentionConfig::Kernelized { kernel: kernel.clone() });
+        all.push(AttentionConfig::Kernelized(KernelizedOptions { kernel: kernel.clone() }));
         for radius in [0, 1, 3, 9] {
             for content in [true, false] {
                 let relative = RelativeConfig { radius, content, ..RelativeConfig::default() };
-                all.push(AttentionConfig::Shaw { relative, kernel: kernel.clone() });
+                all.push(AttentionConfig::Shaw(ShawOptions { relative, kernel: kernel.clone() }));
             }
         }
     }
-    all.push(AttentionConfig::Shaw {
+    all.push(AttentionConfig::Shaw(ShawOptions {
         relative: RelativeConfig { radius: 2, shared: true, ..RelativeConfig::default() },
         kernel: KernelConfig { normalize: false, ..KernelConfig::default() },
-    });
+    }));
     all
 }
 

@@ -3,9 +3,17 @@
 //! With `dN_i = G_i / D_i` and `c_i = −dN_i·A_i`, the gradient of every weight is `dw_ij = dN_i·v_j + c_i`. Gradients of
 //! queries and of the relative table visit the rows as the forward pass does; gradients of keys and values walk the keys
 //! the other way, with the state `Σ φ(q_i) dN_iᵀ` of the rows that come later.
+//!
+//! The gradient of the final state is one more late row to the walk over the keys: that of `S` and `z` joins the state
+//! after the last key, that of the far sum is a far row at the last position, that of the ring goes to the values that
+//! are in it. The walk then goes on over the ring of the initial state, as keys at −1, −2, …, −R without content; what
+//! its sums hold at key 0 and beyond −R are the gradients of `S` and `z` and of the far sum.
+
+use std::sync::{Mutex, PoisonError};
 
 use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
+use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states, near_columns};
 use crate::feature_map::FeatureMap;
@@ -15,6 +23,7 @@ use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{Rows, SharedRows, ViewMut};
 use crate::shaw::RelativeMap;
 use crate::simd::block::{Band, Product, Run};
+use crate::state::State;
 
 /// Where gradients go.
 #[derive(Clone, Copy)]
@@ -23,6 +32,9 @@ pub(super) struct GradientSink<'a, T> {
     pub dk: SharedRows<'a, T>,
     pub dv: SharedRows<'a, T>,
 }
+
+/// One head's place for the gradient of its initial state. One task at a time writes to it.
+type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
 /// What the rows' gradients start from.
 #[derive(Clone, Copy)]
@@ -313,8 +325,9 @@ struct KeyBuffers<'s, T> {
     relative: &'s mut [T],
     /// Weights, later their gradients: window × chunk.
     tile: &'s mut [T],
-    /// Far rows `w·dN` on their way into the running sum, chunk × value_width.
+    /// Far rows `w·[dN, c]` on their way into the running sum, chunk × value_width and chunk.
     far_rows: &'s mut [T],
+    far_counts: &'s mut [T],
     powers: &'s mut [T],
     state: &'s mut [T],
     state_columns: &'s mut [T],
@@ -337,6 +350,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             + window * (head + value + problem.table_width() + chunk)
             + 2 * padded::<T>(window)
             + padded::<T>(window + chunk)
+            + padded::<T>(chunk)
             + head * (value + 1)
             + head * value
             + value
@@ -359,6 +373,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             relative: arena.take(window * problem.table_width()),
             tile: arena.take(window * chunk),
             far_rows: arena.take(chunk * value),
+            far_counts: arena.take(chunk),
             powers: arena.take(window + chunk),
             state: arena.take(head * (value + 1)),
             state_columns: arena.take(head * value),
@@ -378,11 +393,20 @@ struct KeyWalk<'w, 'a, T: 'static> {
     sink: GradientSink<'w, T>,
     /// The exponent of each row's piece; under [`FeatureMap::Exp`] only.
     shifts: &'w [T],
+    /// Whether the call's rows take part. If not, gradients are added to what another pass wrote.
+    rows: bool,
+    /// The initial state, the place for its gradient, and the gradient of the final state.
+    initial: Option<Head<&'w [T]>>,
+    d_initial: Option<&'w Place<'w, T>>,
+    d_final: Option<Head<&'w [T]>>,
 }
 
 impl<T: Real> KeyWalk<'_, '_, T> {
     /// Rows of the call that stand at a key, as positions `t`.
     fn positions(&self) -> std::ops::Range<isize> {
+        if !self.rows {
+            return 0..0;
+        }
         let first = first_row(self.problem, &self.unit) as isize;
         first + self.problem.offset..self.unit.sequence.queries as isize + self.problem.offset
     }
@@ -516,8 +540,26 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         local.set_content();
     }
 
-    /// Adds `w·dN` of the window's rows `first..first + count` to `far_rows`, where `w` is their weight for row `column`
-    /// of the table.
+    /// Empties the far rows for the positions `first..first + count`.
+    fn clear_far_rows(&self, first: isize, count: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
+        buffers.far_rows[..count * width].fill(T::ZERO);
+        buffers.far_counts[..count].fill(T::ZERO);
+        // The final far sum holds key `j` with `γ^{L−j}` up to `j = L − 1 − R`, as a row at `L − 1` holds it with one `γ`
+        // less.
+        let place = usize::try_from(self.unit.sequence.keys as isize - 1 - first).ok().filter(|&place| place < count);
+        if let (Some(state), Some(place)) = (&self.d_final, place)
+            && self.unit.sequence.keys > 0
+        {
+            let decay = self.unit.decay(1);
+            let row = &mut buffers.far_rows[place * width..][..value_dim];
+            self.problem.ops.add_scaled(row, decay, &state.far[..value_dim]);
+            buffers.far_counts[place] = decay * state.far[value_dim];
+        }
+    }
+
+    /// Adds `w·[dN, c]` of the window's rows `first..first + count` to the far rows, where `w` is their weight for row
+    /// `column` of the table.
     ///
     /// The weights are taken as dots, not from `relative`, so that a segment's far sum has the same bits whether its
     /// keys are looked at or only summed up.
@@ -534,16 +576,23 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
             let d = &buffers.d[row * value_width..][..value_width];
             problem.ops.add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
+            buffers.far_counts[n] += weight * buffers.c[row];
         }
     }
 
     /// Sums up the rows of a stage that come before any key is looked at.
-    fn sum_rows(&self, stage: Stage, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
+    fn sum_rows(
+        &self,
+        (from, to): (isize, isize),
+        (content, far): (bool, Option<usize>),
+        local: &mut Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
         local.clear();
-        let mut end = stage.to;
-        while end > stage.from {
-            let start = (end - buffers.chunk as isize).max(stage.from);
-            self.pass(start, (end - start) as usize, stage.content, stage.far, local, buffers);
+        let mut end = to;
+        while end > from {
+            let start = (end - buffers.chunk as isize).max(from);
+            self.pass(start, (end - start) as usize, content, far, local, buffers);
             end = start;
         }
     }
@@ -567,29 +616,44 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if let Some(lag) = far {
-            buffers.far_rows[..count * problem.value_width].fill(T::ZERO);
+            self.clear_far_rows(start + lag as isize, count, buffers);
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start + lag as isize, count, buffers);
                 self.add_far_rows(head, 0, count, 0, buffers);
             }
-            self.run_far(count, lag, local.far(), &mut [], buffers.far_rows);
+            self.sum_far(count, local, buffers);
         }
     }
 
-    /// Runs the far sum down over `count` far rows, adding it to `to`.
-    fn run_far(&self, count: usize, radius: usize, far: &mut [T], to: &mut [T], rows: &[T]) {
-        let width = self.problem.value_width;
-        let run = Run {
-            rows,
-            row_length: width,
-            count,
-            reverse: true,
-            gain: self.unit.decay(radius),
-            decay: self.unit.decay(1),
-            weights: &[T::ONE],
-            weight_step: 0,
-        };
-        self.problem.ops.add_running(far, run, to, width);
+    /// Runs the far sum down over `count` far rows, and adds it to those of `to` with the weight `gain`. At a position
+    /// it is `Σ γⁿ` times the far rows from there on, `n` positions away.
+    fn run_far(&self, count: usize, far: &mut [T], (to, gain): (&mut [T], T), rows: &[T]) {
+        let (ops, width, decay) = (self.problem.ops, self.problem.value_width, self.unit.decay(1));
+        let Some(others) = count.checked_sub(1) else { return };
+        if decay != T::ONE {
+            ops.scale(far, decay);
+        }
+        // The first position, which comes last, is not followed by a decay.
+        let (first, rows) = rows.split_at(width);
+        let (to_first, to) = to.split_at_mut(width.min(to.len()));
+        let weights = &[gain];
+        let run =
+            Run { rows, row_length: width, count: others, reverse: true, gain: T::ONE, decay, weights, weight_step: 0 };
+        ops.add_running(far, run, to, width);
+        ops.add_scaled(far, T::ONE, first);
+        if !to_first.is_empty() {
+            ops.add_scaled(to_first, gain, far);
+        }
+    }
+
+    /// Runs the far sum of a summary down over `count` far rows.
+    fn sum_far(&self, count: usize, local: &mut Summary<'_, T>, buffers: &KeyBuffers<'_, T>) {
+        self.run_far(count, local.far(), (&mut [], T::ZERO), buffers.far_rows);
+        let decay = self.unit.decay(1);
+        let total = local.count();
+        for &term in buffers.far_counts[..count].iter().rev() {
+            *total = *total * decay + term;
+        }
     }
 
     /// Walks the keys of a stage, last to first; `local` becomes the summary of the rows that stand at them. Their
@@ -603,29 +667,30 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     ) {
         let problem = self.problem;
         local.clear();
-        let (from, to) = (stage.from as usize, stage.to as usize);
+        let Stage { from, to, .. } = stage;
         let far = std::mem::take(&mut buffers.running);
         if let Some(start) = start {
             far.copy_from_slice(start.far());
         }
         let mut end = to;
         while end > from {
-            let begin = end.saturating_sub(buffers.chunk).max(from);
+            let begin = (end - buffers.chunk as isize).max(from);
             // Pieces from the chunk's first key on, the last one first.
             let mut cuts = vec![begin];
-            let mut at = begin + self.piece_len(begin, end);
+            let mut at = begin + self.piece_len(begin, end) as isize;
             while at < end {
                 cuts.push(at);
-                at += self.piece_len(at, end);
+                at += self.piece_len(at, end) as isize;
             }
             let mut stop = end;
             for &at in cuts.iter().rev() {
+                let count = (stop - at) as usize;
                 if let Some(start) = start {
-                    self.piece(at, stop - at, start, self.unit.decay(to - stop), local, far, buffers);
+                    self.piece(at, count, start, self.unit.decay((to - stop) as usize), local, far, buffers);
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
-                    let content = problem.content && problem.causal;
-                    self.pass(at as isize, stop - at, content, far, local, buffers);
+                    let content = problem.content && problem.causal && at >= 0;
+                    self.pass(at, count, content, far, local, buffers);
                 }
                 stop = at;
             }
@@ -636,14 +701,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
 
     /// How many keys from `at` one dense tile may hold: all up to `end`, unless a row's inputs are not finite (then one,
     /// so that 0 · NaN reaches no key that the row does not see) or a key rises far above the first.
-    fn piece_len(&self, at: usize, end: usize) -> usize {
+    fn piece_len(&self, at: isize, end: isize) -> usize {
         let problem = self.problem;
+        let all = (end - at) as usize;
+        // Every row sees the ring of the initial state.
+        let Ok(key) = usize::try_from(at) else { return all };
         if !problem.causal {
-            return end - at;
+            return all;
         }
         let positions = self.positions();
-        let from = (at as isize).max(positions.start);
-        let count = ((end as isize).min(positions.end) - from).max(0) as usize;
+        let from = at.max(positions.start);
+        let count = (end.min(positions.end) - from).max(0) as usize;
         if count > 0 {
             let row = (from - problem.offset) as usize;
             for head in problem.heads(&self.unit) {
@@ -659,15 +727,16 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if problem.content && problem.map == FeatureMap::Exp {
-            return self.unit.exp_piece(at, end, problem.dims.head_dim, T::NEG_INFINITY).0;
+            return self.unit.exp_piece(key, key + all, problem.dims.head_dim, T::NEG_INFINITY).0;
         }
-        end - at
+        all
     }
 
+    /// The gradients of the keys `first..first + keys`; of the ring's rows for keys before 0, which have no content.
     #[allow(clippy::too_many_arguments)]
     fn piece(
         &self,
-        key: usize,
+        first: isize,
         keys: usize,
         start: SummaryRef<'_, T>,
         start_decay: T,
@@ -680,6 +749,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let unit = &self.unit;
         let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
         let exp = problem.map == FeatureMap::Exp;
+        let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
         let decays = unit.gamma != 1.0;
         let near = near_columns(problem);
         let radius = problem.radius.unwrap_or(0);
@@ -687,15 +757,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
 
         // Keys and values.
         let mut key_shift = T::ZERO;
-        if exp && problem.content {
+        if exp && content {
             key_shift = unit.highest(key, key + keys, problem.dims.head_dim, T::NEG_INFINITY);
             if !key_shift.is_finite() {
                 key_shift = T::ZERO;
             }
         }
-        let padding = unit.padding(key, key + keys);
-        let rows = padded::<T>(keys);
-        if problem.content {
+        if content {
+            let (padding, rows) = (unit.padding(key, key + keys), padded::<T>(keys));
             let k = unit.k.skip(key);
             ops.load(problem.map, key_shift, k, keys, problem.dims.head_dim, padding, buffers.k, head_width);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
@@ -710,7 +779,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         buffers.dv[..keys * value_width].fill(T::ZERO);
 
         // Rows that stand beyond the piece, through the state.
-        if problem.content {
+        if content {
             let mut shift = T::ZERO;
             let (mut start_scale, mut local_scale) = (start_decay, T::ONE);
             if exp {
@@ -772,13 +841,16 @@ impl<T: Real> KeyWalk<'_, '_, T> {
 
         // Rows whose tile reaches the piece, and those that enter the far sum.
         let reach = if near > 0 { keys + near - 1 } else { 0 };
-        let content_rows = if problem.content && problem.causal { keys } else { 0 };
+        let content_rows = if content && problem.causal { keys } else { 0 };
         let tile_rows = reach.max(content_rows);
-        let first_position = key as isize - lead as isize;
+        let first_position = first - lead as isize;
         // R = 0 under a bidirectional mask has one weight for all pairs, which `start` sums up.
         let far_rows = problem.radius.is_some() && (problem.causal || radius > 0);
         let window = if far_rows { tile_rows.max(lead + radius + keys) } else { tile_rows };
-        for (n, head) in problem.heads(unit).enumerate() {
+        if far_rows {
+            self.clear_far_rows(first_position + (lead + radius) as isize, keys, buffers);
+        }
+        for head in problem.heads(unit) {
             if window == 0 {
                 break;
             }
@@ -847,9 +919,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 });
             }
             if far_rows {
-                if n == 0 {
-                    buffers.far_rows[..keys * value_width].fill(T::ZERO);
-                }
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
@@ -898,16 +967,21 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if far_rows {
-            self.run_far(keys, radius, far, buffers.dv, buffers.far_rows);
-            self.run_far(keys, radius, local.far(), &mut [], buffers.far_rows);
+            self.run_far(keys, far, (buffers.dv, unit.decay(radius)), buffers.far_rows);
+            self.sum_far(keys, local, buffers);
         } else if problem.radius.is_some() {
             for n in 0..keys {
                 ops.add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
             }
         }
 
+        self.add_final_ring(first, keys, buffers.dv);
+        if first < 0 {
+            self.store_ring(first, keys, buffers.dv);
+            return;
+        }
         // Out.
-        if problem.content {
+        if content {
             let raw = unit.k.skip(key);
             ops.pull_back(problem.map, raw, buffers.k, buffers.dk, keys, problem.dims.head_dim, head_width);
         }
@@ -921,17 +995,134 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
                 )
             };
-            if unit.ignores(key + n) {
-                dk.fill(T::ZERO);
-                dv.fill(T::ZERO);
-                continue;
+            let (from_k, from_v) = (&buffers.dk[n * head_width..], &buffers.dv[n * value_width..]);
+            match (unit.ignores(key + n), self.rows) {
+                (true, true) => {
+                    dk.fill(T::ZERO);
+                    dv.fill(T::ZERO);
+                }
+                (true, false) => {}
+                (false, true) => {
+                    // Without content 0.
+                    ops.store(from_k, T::ONE, dk);
+                    ops.store(from_v, T::ONE, dv);
+                }
+                (false, false) => {
+                    ops.add_scaled(dk, T::ONE, from_k);
+                    ops.add_scaled(dv, T::ONE, from_v);
+                }
             }
-            if problem.content {
-                ops.store(&buffers.dk[n * head_width..], T::ONE, dk);
+        }
+    }
+
+    /// Adds the gradient of the final state's ring to that of the values `first..first + count`.
+    fn add_final_ring(&self, first: isize, count: usize, dv: &mut [T]) {
+        let (Some(state), Some(radius)) = (&self.d_final, self.problem.radius) else { return };
+        let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
+        let oldest = self.unit.sequence.keys as isize - radius as isize;
+        for n in 0..count {
+            let slot = usize::try_from(first + n as isize - oldest).ok().filter(|&slot| slot < radius);
+            if let Some(slot) = slot {
+                let row = &state.ring[slot * (value_dim + 1)..][..value_dim];
+                self.problem.ops.add_scaled(&mut dv[n * width..][..value_dim], T::ONE, row);
+            }
+        }
+    }
+
+    /// Stores the gradient of the initial ring's rows at `first..first + count`, all before 0.
+    fn store_ring(&self, first: isize, count: usize, dv: &[T]) {
+        let (Some(initial), Some(place)) = (&self.initial, self.d_initial) else { return };
+        let value_dim = self.problem.dims.value_dim;
+        let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
+        for n in 0..count {
+            let back = (-first) as usize - n;
+            // Rows of ignored keys, and those before the first token, are not there.
+            if let Some(row) = initial.ring_place(back, value_dim + 1)
+                && initial.ring[row.end - 1] != T::ZERO
+            {
+                let from = &dv[n * self.problem.value_width..][..value_dim];
+                d_initial.ring[row][..value_dim].copy_from_slice(from);
+            }
+        }
+    }
+
+    /// Makes `local` the gradient of the final `S` and `z`.
+    fn load_final(&self, local: &mut Summary<'_, T>) {
+        local.clear();
+        let Some(state) = self.d_final else { return };
+        local.load(state, self.problem.dims.value_dim);
+        // The far sum comes in by a row of its own.
+        local.far().fill(T::ZERO);
+        *local.count() = T::ZERO;
+        if self.problem.map == FeatureMap::Exp {
+            let before = self.initial.map_or(T::NEG_INFINITY, |state| state.marks[SHIFT]);
+            let keys = if self.problem.content { self.unit.sequence.keys } else { 0 };
+            let shift = self.unit.highest(0, keys, self.problem.dims.head_dim, before);
+            if shift.is_finite() {
+                *local.shift() = -shift;
             } else {
-                dk.fill(T::ZERO);
+                local.clear();
             }
-            ops.store(&buffers.dv[n * value_width..], T::ONE, dv);
+        }
+    }
+
+    /// Stores the gradient of the initial `S` and `z`, given the sums at key 0.
+    fn store_content(&self, sums: SummaryRef<'_, T>) {
+        let (Some(initial), Some(place)) = (&self.initial, self.d_initial) else { return };
+        let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
+        let mut lift = T::ONE;
+        if self.problem.map == FeatureMap::Exp {
+            let exponent = initial.marks[SHIFT] + sums.shift();
+            lift = if exponent.is_finite() { exponent.exp() } else { T::ZERO };
+        }
+        let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
+        let Head { sum, keys, .. } = &mut *d_initial;
+        for (to, from) in sum.chunks_exact_mut(value_dim.max(1)).zip(sums.sum().chunks_exact(width.max(1))) {
+            self.problem.ops.store(from, lift, to);
+        }
+        self.problem.ops.store(sums.keys(), lift, keys);
+    }
+
+    /// Stores the gradient of the initial far sum, given the sums at the oldest row of the ring.
+    fn store_far(&self, sums: SummaryRef<'_, T>) {
+        let Some(place) = self.d_initial.filter(|_| self.problem.radius.is_some()) else { return };
+        let value_dim = self.problem.dims.value_dim;
+        let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
+        let far = &mut *d_initial.far;
+        far[..value_dim].copy_from_slice(&sums.far()[..value_dim]);
+        far[value_dim] = sums.count();
+        if let Some(state) = self.d_final.filter(|_| self.unit.sequence.keys == 0) {
+            // No key has let the far sum fall; it is handed on as it is.
+            self.problem.ops.add_scaled(far, T::ONE, state.far);
+        }
+    }
+
+    /// Forms the summary of a stage in `local`, and writes the gradients of its keys if given what the stage starts from.
+    fn visit(
+        &self,
+        stage: Stage,
+        start: Option<SummaryRef<'_, T>>,
+        local: &mut Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        match stage.work {
+            Work::Rows { content, far } => self.sum_rows((stage.from, stage.to), (content, far), local, buffers),
+            Work::FinalState => self.load_final(local),
+            Work::Keys | Work::InitialState => self.keys(stage, start, local, buffers),
+        }
+    }
+
+    /// Lets a stage's summary enter the sums of all later ones; `last` ones may stay as they are.
+    fn leave(&self, stage: Stage, last: bool, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>) {
+        let initial = stage.work == Work::InitialState;
+        if initial {
+            self.store_content(carry.high.view());
+        }
+        if initial || !last {
+            carry.add(self.problem, &self.unit, stage.passes(self.problem), local);
+        }
+        if initial {
+            self.store_far(carry.high.view());
         }
     }
 
@@ -956,6 +1147,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
 
     /// What is left once every key has been walked over.
     fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
+        if !self.rows {
+            return;
+        }
         self.add_rows_before(buffers);
         let sequence = &self.unit.sequence;
         for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {
@@ -1014,6 +1208,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.load_rows(head, from, count, buffers);
             if n == 0 {
                 buffers.far_rows[..count * width].fill(T::ZERO);
+                buffers.far_counts[..count].fill(T::ZERO);
             }
             self.add_far_rows(head, 0, count, 2 * radius, buffers);
         }
@@ -1038,13 +1233,22 @@ struct Stage {
     /// Positions, or keys.
     from: isize,
     to: isize,
-    /// Whether these are keys whose gradients are wanted, or rows that only enter the sums.
-    writes: bool,
-    /// For rows: whether they enter the state, and how many positions later rows enter the far sum.
-    content: bool,
-    far: Option<usize>,
+    work: Work,
     /// Positions without row or key between the stage before and this one.
     idle: usize,
+}
+
+/// What a stage does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// Rows that only enter the sums: whether the state, and how many positions later the far sum.
+    Rows { content: bool, far: Option<usize> },
+    /// The gradient of the final state enters the sums.
+    FinalState,
+    /// Keys whose gradients are wanted.
+    Keys,
+    /// The ring of the initial state, and all that the state holds beside it.
+    InitialState,
 }
 
 /// The stages of a unit in the order of the walk: rows that every key must know of first, then the keys, last to first.
@@ -1053,22 +1257,17 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
     let keys = walk.unit.sequence.keys as isize;
     let positions = walk.positions();
     let mut list = Vec::new();
-    let mut rows = |from: isize, to: isize, content: bool, far: Option<usize>| {
+    let mut add = |from: isize, to: isize, work: Work| {
         let (from, to) = (from, to.max(from));
         let mut parts = cut(problem, 0, (to - from) as usize, 0, false);
         parts.reverse();
-        list.extend(parts.into_iter().map(|part| Stage {
-            from: from + part.from as isize,
-            to: from + part.to as isize,
-            writes: false,
-            content,
-            far,
-            idle: 0,
-        }));
+        let place = |at: usize| from + at as isize;
+        list.extend(parts.into_iter().map(|part| Stage { from: place(part.from), to: place(part.to), work, idle: 0 }));
     };
     let mut idle = 0;
     if !positions.is_empty() {
         let reach = problem.radius.unwrap_or(0) as isize;
+        let mut rows = |from, to, content, far| add(from, to, Work::Rows { content, far });
         if problem.causal {
             let from = keys.max(positions.start - reach);
             rows(from, positions.end, problem.content, problem.radius);
@@ -1086,20 +1285,41 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
             }
         }
     }
+    let end = |from: isize, to: isize, work: Work| Stage { from, to, work, idle: 0 };
+    let rows = list.len();
+    if walk.d_final.is_some() {
+        list.push(end(keys, keys, Work::FinalState));
+    }
     let mut parts = cut(problem, 0, keys as usize, 0, true);
     parts.reverse();
-    list.extend(parts.into_iter().map(|part| Stage {
-        from: part.from as isize,
-        to: part.to as isize,
-        writes: true,
-        content: false,
-        far: None,
-        idle: 0,
-    }));
-    if let Some(stage) = list.iter_mut().find(|stage| stage.writes) {
+    list.extend(parts.into_iter().map(|part| end(part.from as isize, part.to as isize, Work::Keys)));
+    if walk.d_initial.is_some() {
+        list.push(end(-(problem.radius.unwrap_or(0) as isize), 0, Work::InitialState));
+    }
+    if let Some(stage) = list.get_mut(rows) {
         stage.idle = idle;
     }
     list
+}
+
+/// Adds what the final state hands back to the gradients of keys and values that another algorithm wrote.
+pub(super) fn add_final_state<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    scratch: &mut Scratch<T>,
+) {
+    let keys = KeyMemory::new(problem);
+    let len = keys.len(problem, rayon::current_num_threads());
+    let mut arena = Arena::new(scratch.take(problem.table_len() + len));
+    let table = problem.table(&mut arena);
+    let walk = |index: usize| {
+        let unit = problem.unit(index);
+        let d_final = cotangent.final_state.map(|state| unit.head(state));
+        let (source, shifts) = (Source { cotangent }, &[][..]);
+        KeyWalk { problem, unit, table, source, sink, shifts, rows: false, initial: None, d_initial: None, d_final }
+    };
+    keys.run(problem, &walk, arena.rest());
 }
 
 /// Computes every gradient of a call.
@@ -1108,6 +1328,7 @@ pub(super) fn backward<T: Real>(
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
     d_table: Option<&mut [T]>,
+    d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
     let units = problem.units();
@@ -1122,11 +1343,7 @@ pub(super) fn backward<T: Real>(
     let entry = problem.table_width() * problem.head_width;
     let per_unit_table = most_segments * group * entry;
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
-    let chunk = Sizes::new(problem).chunk;
-    let layout = Layout::new(problem);
-    let summary = layout.len::<T>();
-    let per_worker = KeyBuffers::len(problem, chunk) + 3 * summary;
-    let keys = KeyMemory { layout, summary, chunk, per_worker };
+    let keys = KeyMemory::new(problem);
 
     let walks_len = visit_len(problem).max(keys.len(problem, workers));
     let shared_len = units * (per_unit_table + per_unit_shifts);
@@ -1160,13 +1377,27 @@ pub(super) fn backward<T: Real>(
     if let (Some(d_table), Some(table)) = (d_table, &table) {
         reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, d_table);
     }
-    let walk = |index: usize| KeyWalk {
-        problem,
-        unit: problem.unit(index),
-        table,
-        source,
-        sink,
-        shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
+    let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
+        let heads = state.heads_mut().map(|mut head| {
+            head.iter_mut().for_each(|part| part.fill(T::ZERO));
+            Mutex::new(head.into())
+        });
+        heads.collect()
+    });
+    let walk = |index: usize| {
+        let unit = problem.unit(index);
+        KeyWalk {
+            problem,
+            unit,
+            table,
+            source,
+            sink,
+            shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
+            rows: true,
+            initial: problem.call.initial_state.map(|state| unit.head(state)),
+            d_initial: places.as_ref().map(|places| &places[index]),
+            d_final: cotangent.final_state.map(|state| unit.head(state)),
+        }
     };
     keys.run(problem, &walk, scratch);
 }
@@ -1231,14 +1462,21 @@ struct KeyMemory {
 }
 
 impl KeyMemory {
-    /// Most segments of rows and of keys that a unit can have.
+    fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        let chunk = Sizes::new(problem).chunk;
+        let layout = Layout::new(problem);
+        let summary = layout.len::<T>();
+        Self { layout, summary, chunk, per_worker: KeyBuffers::len(problem, chunk) + 3 * summary }
+    }
+
+    /// Most stages that a unit can have: segments of rows and of keys, and two states.
     fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
         let count = |tokens: usize| cut(problem, 0, tokens, 0, false).len();
-        problem.sequences.iter().map(|s| 2 * count(s.queries) + 1 + count(s.keys)).max().unwrap_or(0)
+        problem.sequences.iter().map(|s| 2 * count(s.queries) + 3 + count(s.keys)).max().unwrap_or(0)
     }
 
     fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
-        problem.units() < rayon::current_num_threads() && Self::most_stages(problem) > 4
+        problem.units() < rayon::current_num_threads() && Self::most_stages(problem) > 6
     }
 
     fn len<T: Real>(&self, problem: &Problem<'_, T>, workers: usize) -> usize {
@@ -1270,14 +1508,8 @@ impl KeyMemory {
                 let plan = stages(&walk);
                 for (n, &stage) in plan.iter().enumerate() {
                     carry.pass(problem, &walk.unit, stage.idle);
-                    if stage.writes {
-                        walk.keys(stage, Some(carry.high.view()), &mut local, &mut buffers);
-                    } else {
-                        walk.sum_rows(stage, &mut local, &mut buffers);
-                    }
-                    if n + 1 < plan.len() {
-                        carry.add(problem, &walk.unit, stage.passes(problem), local.view());
-                    }
+                    walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
+                    walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
                 }
                 walk.finish(&mut buffers);
             });
@@ -1298,29 +1530,24 @@ impl KeyMemory {
                 start(&walk.unit, &mut buffers);
                 // SAFETY: each (unit, stage) is one task's own.
                 let mut local = Summary::new(layout, unsafe { states.row(index, 0, n, summary) });
-                let stage = plans[index][n];
-                if stage.writes {
-                    walk.keys(stage, None, &mut local, &mut buffers);
-                } else {
-                    walk.sum_rows(stage, &mut local, &mut buffers);
-                }
+                walk.visit(plans[index][n], None, &mut local, &mut buffers);
             });
         }
         for (index, states) in shared.chunks_exact_mut(most * summary).enumerate() {
             let mut arena = Arena::new(&mut *scratch);
             let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
             let local = arena.take(summary);
-            let unit = problem.unit(index);
-            for (n, stage) in plans[index].iter().enumerate() {
-                carry.pass(problem, &unit, stage.idle);
+            let walk = walk(index);
+            for (n, &stage) in plans[index].iter().enumerate() {
+                carry.pass(problem, &walk.unit, stage.idle);
                 let state = &mut states[n * summary..][..summary];
                 local.copy_from_slice(state);
                 state.copy_from_slice(carry.high.numbers);
-                carry.add(problem, &unit, stage.passes(problem), SummaryRef::new(layout, local));
+                walk.leave(stage, n + 1 == plans[index].len(), &mut carry, SummaryRef::new(layout, local));
             }
         }
         let shared = &*shared;
-        let tasks: Vec<(usize, usize)> = tasks.into_iter().filter(|&(index, n)| plans[index][n].writes).collect();
+        let tasks: Vec<(usize, usize)> = tasks.into_iter().filter(|&(index, n)| plans[index][n].writes()).collect();
         parallel(tasks.len(), scratch, per_worker, |task, scratch| {
             let mut arena = Arena::new(scratch);
             let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
@@ -1329,7 +1556,7 @@ impl KeyMemory {
             let walk = walk(index);
             start(&walk.unit, &mut buffers);
             let state = SummaryRef::new(layout, &shared[(index * most + n) * summary..][..summary]);
-            walk.keys(plans[index][n], Some(state), &mut local, &mut buffers);
+            walk.visit(plans[index][n], Some(state), &mut local, &mut buffers);
         });
         parallel(units, scratch, per_worker, |index, scratch| {
             let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
@@ -1339,6 +1566,11 @@ impl KeyMemory {
 }
 
 impl Stage {
+    /// Whether gradients come of it.
+    fn writes(&self) -> bool {
+        matches!(self.work, Work::Keys | Work::InitialState)
+    }
+
     /// Tokens that pass with the stage; the order of time has no meaning without a causal mask, nor has decay.
     fn passes<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         if problem.causal { (self.to - self.from) as usize } else { 0 }

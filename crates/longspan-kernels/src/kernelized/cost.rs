@@ -21,9 +21,13 @@ const PAIR_START: f64 = 8e-9;
 const CHUNKED_START: f64 = 0.5e-6;
 const STATE_NUMBER: f64 = 1e-9;
 
+/// Seconds of the cumsum algorithm for a row or key, and for a number of the cumulated sums.
+const CUMSUM_ROW: f64 = 50e-9;
+const CUMSUM_NUMBER: f64 = 0.5e-9;
+
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    let estimates = vec![naive(attention, dims, mask), chunked(attention, dims, mask)];
+    let estimates = vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
     let cheapest = estimates.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let (algorithm, reason) = match (attention.algorithm, cheapest) {
         (Algorithm::Auto, Some(best)) => {
@@ -87,6 +91,33 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
     }
 }
 
+fn cumsum(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estimate {
+    let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64 + 1.0);
+    let (queries, keys) = (dims.queries as f64, dims.keys as f64);
+    let (content, relative) = (attention.score.content(), attention.score.shaw().is_some());
+    let content = if content { 1.0 } else { 0.0 };
+    let rows = table_rows(attention, mask);
+    let sums = if mask.order == Order::Causal { keys } else { keys.min(1.0) };
+    let flops = heads(dims) * 2.0 * (queries * (content * d * dv + rows * (d + dv)) + content * keys * d * dv);
+    // Every sum is formed and read once through the memory, a row and a key at a time.
+    let traffic = heads(dims) * content * sums * d * dv;
+    let starts = heads(dims) * (queries + keys) * if relative { 2.0 } else { 1.0 };
+    Estimate {
+        algorithm: Algorithm::Cumsum,
+        flops,
+        published_elements: content * d * dv * if mask.order == Order::Causal { queries.max(keys) } else { 1.0 }
+            + published_relative(attention, dims, mask),
+        scratch_bytes: 4.0 * (content * d * (sums * dv + keys) + keys * dv * if relative { 3.0 } else { 1.0 }),
+        seconds: flops / TILE_RATE + starts * CUMSUM_ROW + traffic * CUMSUM_NUMBER,
+    }
+}
+
+/// Numbers that the published relative term keeps for one head.
+fn published_relative(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> f64 {
+    let rows = table_rows(attention, mask);
+    if attention.score.shaw().is_some() { dims.queries as f64 * (rows + 4.0) } else { 0.0 }
+}
+
 fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let (queries, keys, chunk) = (dims.queries as f64, dims.keys as f64, CHUNK as f64);
@@ -100,11 +131,10 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
     let row = content * (state + in_chunk) + rows * (d + dv);
     let flops = heads(dims) * 2.0 * (queries * row + content * keys * d * dv);
     let window = chunk + rows;
-    let published_relative = if attention.score.shaw().is_some() { queries * (rows + 4.0) } else { 0.0 };
     Estimate {
         algorithm: Algorithm::Chunked,
         flops,
-        published_elements: content * d * (dv + 1.0) + chunk * chunk + published_relative,
+        published_elements: content * d * (dv + 1.0) + chunk * chunk + published_relative(attention, dims, mask),
         scratch_bytes: 4.0
             * (4.0 * d * dv + 3.0 * chunk * (d + dv) + window * (dv + chunk) + chunk * rows + 2.0 * rows * d),
         seconds: flops / TILE_RATE + heads(dims) * (CHUNKED_START + content * d * dv * STATE_NUMBER),

@@ -809,8 +809,7 @@ struct Forward<'w, 'a, T: 'static, F> {
 impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T, F> {
     fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
         let unit = self.problem.unit(index);
-        let ring =
-            self.problem.call.initial_state.map(|state| Head::from(state.head(unit.sequence.batch, unit.kv_head)));
+        let ring = self.problem.call.initial_state.map(|state| unit.head(state));
         Walk { problem: self.problem, unit, table: self.table, ring }
     }
 
@@ -818,7 +817,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
     fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
-            carry.high.load(state.head(unit.sequence.batch, unit.kv_head).into(), self.problem.dims.value_dim);
+            carry.high.load(unit.head(state), self.problem.dims.value_dim);
         }
         carry
     }
@@ -941,7 +940,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let heads: Vec<Mutex<Head<&mut [T]>>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
     parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
         let unit = problem.unit(index);
-        let ring = problem.call.initial_state.map(|state| Head::from(state.head(unit.sequence.batch, unit.kv_head)));
+        let ring = problem.call.initial_state.map(|state| unit.head(state));
         let walk = Walk { problem, unit, table, ring };
         let Worker { mut buffers, running, carry: [high, low], local, .. } =
             memory.worker(problem, &mut Arena::new(scratch));
@@ -962,6 +961,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let entry = problem.dims.value_dim + 1;
         let radius = head.ring.len() / entry;
         head.marks[OLDEST] = T::ZERO;
+        head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
         for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
             to.fill(T::ZERO);
             let key = (keys + slot) as isize - radius as isize;

@@ -6,15 +6,20 @@
 //! unless a [`decay`](KernelizedAttention::decay) is given.
 //!
 //! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
-//! exponent that [`FeatureMap::Exp`] subtracted from the keys and the index of the ring's oldest row (2), the sum of the
-//! `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows `v⁺`. The last two are
-//! there with relative positions only.
+//! marks (4), the sum of the `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows
+//! `v⁺`. The last two are there with relative positions only. The marks are the exponent that [`FeatureMap::Exp`]
+//! subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰.
+//!
+//! The gradient of a state has the same parts. Those of `S`, `z`, the far sum and the ring's rows belong to the numbers as
+//! they are stored, row for row, the exponent held: what a number stands for is `e^exponent` times as large, and where
+//! the exponent is −∞ (no key yet) the gradient is 0. The marks have none: 0.
 //!
 //! Time is O((Lq + Lk)·d·dv), memory beside inputs and outputs O(d·dv) for each thread. The derivation, and that of the
 //! gradient, stands in this folder's `README.md`.
 
 mod backward;
 mod cost;
+mod cumsum;
 mod forward;
 mod naive;
 mod problem;
@@ -26,7 +31,7 @@ mod tile;
 mod reference;
 
 use crate::algorithm::{Algorithm, Plan};
-use crate::error::Error;
+use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mask::{Keys, Mask};
 use crate::mechanism::{
@@ -80,7 +85,8 @@ pub struct KernelizedAttention {
     pub decay: Option<Vec<f64>>,
     /// Divide by the sum of the weights. Without it the output is `N`.
     pub normalize: bool,
-    /// How it is computed. Calls with an initial state run chunked whatever stands here.
+    /// How it is computed. Calls with an initial state run chunked whatever stands here. [`Algorithm::Cumsum`] refuses a
+    /// causal call whose cumulated sums, keys · features · values for a head, take more than 2 GiB.
     pub algorithm: Algorithm,
 }
 
@@ -97,6 +103,34 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
+    /// The algorithms that can be forced; the first always can.
+    const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
+
+    /// A checked call, and that the algorithm has room for it.
+    fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
+        let operation = Mechanism::<T>::name(self);
+        self.algorithm.check(operation, &Self::ALGORITHMS)?;
+        let problem = Problem::new(self, call)?;
+        if self.chosen(call) == Algorithm::Cumsum {
+            cumsum::check(&problem, operation)?;
+        }
+        Ok(problem)
+    }
+
+    /// Checks the decay for so many key/value heads.
+    fn check_decay(&self, operation: &'static str, kv_heads: usize) -> Result<(), Error> {
+        let Some(decay) = &self.decay else { return Ok(()) };
+        expect(
+            decay.len() == kv_heads,
+            operation,
+            "decay",
+            || format!("one for each of the {kv_heads} key/value heads"),
+            || decay.len().to_string(),
+        )?;
+        let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
+        expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))
+    }
+
     /// The algorithm that a call runs; the same for its backward.
     fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
         if call.initial_state.is_some() {
@@ -105,6 +139,18 @@ impl KernelizedAttention {
             cost::plan(self, &call.dims, &call.mask).algorithm
         }
     }
+}
+
+/// Checks that a call may have a final state.
+fn check_final_state<T: Real>(operation: &'static str, problem: &Problem<'_, T>, packed: bool) -> Result<(), Error> {
+    if problem.causal && !packed {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation,
+        combination: "a final state with a bidirectional mask or packed sequences",
+        mend: "use a causal mask and give each sequence its own batch entry",
+    })
 }
 
 impl<T: Real> Mechanism<T> for KernelizedAttention {
@@ -117,7 +163,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        &[Algorithm::Chunked, Algorithm::Naive]
+        &Self::ALGORITHMS
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
@@ -128,7 +174,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        Problem::new(self, call).map(drop)
+        self.problem(call).map(drop)
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -136,20 +182,14 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
         let dims = &problem.dims;
         check_output(self, dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             to.check(operation, "final_state", state::shape::<T>(self, dims))?;
-            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "a final state with a bidirectional mask or packed sequences",
-                    mend: "use a causal mask and give each sequence its own batch entry",
-                });
-            }
+            check_final_state(operation, &problem, matches!(call.mask.keys, Keys::Packed { .. }))?;
         }
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
@@ -158,7 +198,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
             // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
             Algorithm::Naive => naive::forward(&problem, sink, scratch),
-            Algorithm::Auto | Algorithm::Chunked => forward::forward(&problem, sink, scratch),
+            Algorithm::Cumsum => cumsum::forward(&problem, sink, scratch)?,
+            _ => forward::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
@@ -173,24 +214,40 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        let Gradients { mut dq, mut dk, mut dv, parameters } = gradients;
-        if call.initial_state.is_some() {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "the gradient of a call with an initial state",
-                mend: "run forward and backward over the whole sequence",
-            });
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        let shape = state::shape::<T>(self, &problem.dims);
+        let packed = matches!(call.mask.keys, Keys::Packed { .. });
+        if let Some(state) = cotangent.final_state {
+            state.check(operation, "gradient of the final state", shape)?;
+            check_final_state(operation, &problem, packed)?;
+        }
+        if let Some(to) = &initial_state {
+            to.check(operation, "gradient of the initial state", shape)?;
+            if call.initial_state.is_none() || packed {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "the gradient of the initial state without such a state, or with packed sequences",
+                    mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
+                });
+            }
         }
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let d_table = parameters.first_mut().map(|table| &mut **table);
         match self.chosen(call) {
-            Algorithm::Naive => naive::backward(&problem, cotangent, sink, d_table, scratch),
-            Algorithm::Auto | Algorithm::Chunked => {
-                backward::backward(&problem, cotangent, sink, d_table, scratch);
+            algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
+                if algorithm == Algorithm::Naive {
+                    naive::backward(&problem, cotangent, sink, d_table, scratch);
+                } else {
+                    cumsum::backward(&problem, cotangent, sink, d_table, scratch)?;
+                }
+                if cotangent.final_state.is_some() {
+                    backward::add_final_state(&problem, cotangent, sink, scratch);
+                }
             }
+            _ => backward::backward(&problem, cotangent, sink, d_table, initial_state, scratch),
         }
         Ok(())
     }
@@ -198,6 +255,10 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(Mechanism::<T>::name(self))?;
         Ok(state::empty(self, dims))
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

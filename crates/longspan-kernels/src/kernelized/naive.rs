@@ -1,7 +1,11 @@
-//! Every pair of query and key, forward and backward: O(queries · keys) work, memory linear in the keys.
+//! Every pair of query and key, forward and backward, in dense tiles: O(queries · keys) work, memory linear in the keys.
 //!
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
-//! have one writer. Sums run over the keys in order, whatever the number of threads.
+//! have one writer. Rows are taken in blocks, and each block meets the keys in tiles whose borders depend on the keys
+//! alone: a row's sums run over the keys in order, whatever the number of threads and whatever the other rows hold.
+//!
+//! A tile that not all rows of a block see fully has weights of 0 where they do not, and 0 · NaN is NaN: a block is cut
+//! to single rows where a number that it could carry that way is not finite.
 //!
 //! Under [`FeatureMap::Exp`] a key is stored relative to its own largest entry, and every row counts its weights from
 //! the largest entry among the keys that it sees and the table: no weight exceeds the head's width, and keys that a row
@@ -16,24 +20,44 @@ use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{Rows, ViewMut};
+use crate::simd::block::{Band, Product};
+
+/// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
+/// the rows of 64 features that pass by.
+const TILE: usize = 64;
+
+/// Fewer keys than this are scored by dot products: to transpose a register's worth of rows would cost more.
+const FEW_KEYS: usize = 8;
 
 /// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
-fn top<T: Real>(row: &[T]) -> Option<T> {
+pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
     let top = row.iter().copied().fold(T::NEG_INFINITY, T::max);
     top.is_finite().then_some(top)
 }
 
-/// Whence the weights of a unit's pairs come.
-struct Pairs<'x, 'a, T: 'static> {
+/// The keys of one unit.
+struct Keys<'x, 'a, T: 'static> {
     problem: &'x Problem<'a, T>,
     unit: Unit<'a, T>,
     table: Option<Table<'x, T>>,
-    /// `φ(k)`, keys × head_width.
-    k: &'x [T],
-    /// The exponent subtracted from each key, −∞ for none; under [`FeatureMap::Exp`] only.
-    tops: &'x [T],
-    /// `γⁿ`, if there is decay.
-    powers: &'x [T],
+    /// `φ(k)`, keys × head_width, and each tile's transpose, head_width × tile_width.
+    k: &'x mut [T],
+    k_columns: &'x mut [T],
+    /// Values, keys × value_width, and in backward each tile's transpose; 0 where a key is ignored.
+    v: &'x mut [T],
+    v_columns: &'x mut [T],
+    /// The exponent subtracted from each key, NaN for one without, and the largest of them up to each key; under
+    /// [`FeatureMap::Exp`] only.
+    tops: &'x mut [T],
+    highest: &'x mut [T],
+    /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored.
+    present: &'x mut [T],
+    /// `γⁿ` for n = keys − 1 down to 0, if there is decay.
+    powers: &'x mut [T],
+    /// Keys of a tile in whole cache lines.
+    tile_width: usize,
+    /// The first key that is not ignored.
+    first: usize,
 }
 
 /// What one row sees.
@@ -48,51 +72,143 @@ struct Sight<T> {
     /// The exponent that all weights are relative to, the query's own aside.
     shift: T,
     /// What brings the table's terms to that exponent.
-    position_factor: T,
-    /// What all weights are multiplied by.
-    gain: T,
+    position: T,
 }
 
-/// One pair's vectors and what multiplies their products with `φ(q)`.
-struct Pair<'x, T> {
-    key: Option<(&'x [T], T)>,
-    /// The table's row, by number too.
-    position: Option<(usize, &'x [T], T)>,
+/// Working memory for a block of rows.
+struct Block<'s, T> {
+    /// `φ(q)`, rows × head_width.
+    q: &'s mut [T],
+    /// The exponents that sums are relative to, the query's own included.
+    exponents: &'s mut [T],
+    /// Weights, rows × tile_width.
+    tile: &'s mut [T],
+    /// `φ(q)·ρ(r)`, rows × table width.
+    relative: &'s mut [T],
+    /// What a row's weights in one tile are multiplied by.
+    factors: &'s mut [T],
+    /// Outputs, or the gradients of outputs, rows × value_width.
+    o: &'s mut [T],
+    sums: &'s mut [T],
 }
 
-impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
-    /// Numbers of scratch for the longest unit.
+/// A block of rows of one head, and the keys that its last one sees.
+#[derive(Clone, Copy)]
+struct Span {
+    head: usize,
+    row: usize,
+    rows: usize,
+    end: usize,
+}
+
+impl<'s, T: Real> Block<'s, T> {
     fn len(problem: &Problem<'_, T>) -> usize {
-        let keys = most_keys(problem);
-        keys * problem.head_width + 2 * padded::<T>(keys)
+        let rows = most_rows(problem);
+        let tile_width = tile_width::<T>(most_keys(problem));
+        rows * (problem.head_width + tile_width + problem.table_width() + problem.value_width)
+            + 2 * padded::<T>(rows)
+            + tile_width
     }
 
-    fn new(problem: &'x Problem<'a, T>, index: usize, table: Option<Table<'x, T>>, arena: &mut Arena<'x, T>) -> Self {
+    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+        let rows = most_rows(problem);
+        let tile_width = tile_width::<T>(most_keys(problem));
+        Self {
+            q: arena.take(rows * problem.head_width),
+            exponents: arena.take(rows),
+            tile: arena.take(rows * tile_width),
+            relative: arena.take(rows * problem.table_width()),
+            factors: arena.take(tile_width),
+            o: arena.take(rows * problem.value_width),
+            sums: arena.take(rows),
+        }
+    }
+}
+
+impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
+    /// Numbers of scratch for the longest unit.
+    fn len(problem: &Problem<'_, T>, backward: bool) -> usize {
+        let keys = padded::<T>(most_keys(problem)).next_multiple_of(tile_width::<T>(most_keys(problem)).max(1));
+        keys * (2 * problem.head_width + if backward { 2 } else { 1 } * problem.value_width)
+            + 4 * padded::<T>(most_keys(problem))
+    }
+
+    fn new(
+        problem: &'x Problem<'a, T>,
+        index: usize,
+        table: Option<Table<'x, T>>,
+        backward: bool,
+        arena: &mut Arena<'x, T>,
+    ) -> Self {
         let unit = problem.unit(index);
-        let keys = unit.sequence.keys;
-        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
-        let k = arena.take(if problem.content { keys * width } else { 0 });
-        let tops = arena.take(if problem.content && problem.map == FeatureMap::Exp { keys } else { 0 });
-        let powers = arena.take(if unit.gamma == 1.0 { 0 } else { keys });
-        if tops.is_empty() {
-            if problem.content {
-                problem.ops.load(problem.map, T::ZERO, unit.k, keys, head_dim, unit.sequence.padding, k, width);
+        let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
+        let tile_width = tile_width::<T>(keys);
+        let whole = keys.next_multiple_of(tile_width.max(1));
+        let (width, value_width) = (problem.head_width, problem.value_width);
+        let content = if problem.content { whole } else { 0 };
+        let exp = problem.content && problem.map == FeatureMap::Exp;
+        let mut all = Self {
+            problem,
+            unit,
+            table,
+            k: arena.take(content * width),
+            k_columns: arena.take(content * width),
+            v: arena.take(whole * value_width),
+            v_columns: arena.take(if backward { whole * value_width } else { 0 }),
+            tops: arena.take(if exp { keys } else { 0 }),
+            highest: arena.take(if exp { keys } else { 0 }),
+            present: arena.take(if padding.is_some() { keys } else { 0 }),
+            powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
+            tile_width,
+            first: (0..keys).find(|&key| !unit.ignores(key)).unwrap_or(keys),
+        };
+        all.load();
+        for (n, power) in all.powers.iter_mut().rev().enumerate() {
+            *power = unit.decay(n);
+        }
+        for (key, present) in all.present.iter_mut().enumerate() {
+            *present = if unit.ignores(key) { T::ZERO } else { T::ONE };
+        }
+        for key in (0..keys).step_by(tile_width.max(1)) {
+            let (k, k_to) = (&all.k[(key * width).min(all.k.len())..], &mut *all.k_columns);
+            if problem.content && keys >= FEW_KEYS {
+                problem.ops.transpose(k, width, tile_width, width, &mut k_to[key * width..], tile_width);
             }
-        } else {
-            for (key, highest) in tops.iter_mut().enumerate().filter(|(key, _)| !unit.ignores(*key)) {
-                let found = top(unit.k.row(key, head_dim));
-                *highest = found.unwrap_or(T::NEG_INFINITY);
-                let (shift, to) = (found.unwrap_or(T::ZERO), &mut k[key * width..]);
-                problem.ops.load(problem.map, shift, unit.k.skip(key), 1, head_dim, None, to, width);
+            if backward {
+                let (v, to) = (&all.v[key * value_width..], &mut all.v_columns[key * value_width..]);
+                problem.ops.transpose(v, value_width, tile_width, value_width, to, tile_width);
             }
         }
-        powers.iter_mut().enumerate().for_each(|(n, power)| *power = unit.decay(n));
-        Self { problem, unit, table, k, tops, powers }
+        all
     }
 
-    /// The keys that a row sees.
-    fn keys(&self, sight: &Sight<T>) -> impl Iterator<Item = usize> {
-        (0..sight.end).filter(|&key| !self.unit.ignores(key))
+    fn load(&mut self) {
+        let (problem, unit, ops) = (self.problem, self.unit, self.problem.ops);
+        let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
+        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
+        let (value_width, value_dim) = (problem.value_width, problem.dims.value_dim);
+        ops.load(FeatureMap::Identity, T::ZERO, unit.v, keys, value_dim, padding, self.v, value_width);
+        self.v[keys * value_width..].fill(T::ZERO);
+        if !problem.content {
+            return;
+        }
+        self.k[keys * width..].fill(T::ZERO);
+        if problem.map != FeatureMap::Exp {
+            ops.load(problem.map, T::ZERO, unit.k, keys, head_dim, padding, self.k, width);
+            return;
+        }
+        let mut highest = T::NEG_INFINITY;
+        for key in 0..keys {
+            let found = if unit.ignores(key) { None } else { top(unit.k.row(key, head_dim)) };
+            highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
+            self.highest[key] = highest;
+            self.tops[key] = match found {
+                None if unit.ignores(key) => T::NEG_INFINITY,
+                found => found.unwrap_or(T::from_f64(f64::NAN)),
+            };
+            let (ignored, to) = (unit.padding(key, key + 1), &mut self.k[key * width..]);
+            ops.load(problem.map, found.unwrap_or(T::ZERO), unit.k.skip(key), 1, head_dim, ignored, to, width);
+        }
     }
 
     /// What row `row` sees, or none if it sees nothing.
@@ -100,121 +216,277 @@ impl<'x, 'a, T: Real> Pairs<'x, 'a, T> {
         let problem = self.problem;
         let stands = row as isize + problem.offset;
         let end = if problem.causal { self.unit.clamp(stands + 1) } else { self.unit.sequence.keys };
-        let mut sight = Sight { stands, end, decay: T::ONE, shift: T::ZERO, position_factor: T::ONE, gain: T::ONE };
-        self.keys(&sight).next()?;
+        if self.first >= end {
+            return None;
+        }
+        let mut sight = Sight { stands, end, decay: T::ONE, shift: T::ZERO, position: T::ONE };
         if self.unit.gamma != 1.0 {
             // Decay comes with a causal mask alone, so the row stands at the last key that it sees or later.
             sight.decay = self.unit.decay((stands + 1 - end as isize) as usize);
         }
         if problem.map == FeatureMap::Exp {
-            let mut shift = self.table.map_or(T::NEG_INFINITY, |table| table.shift);
-            if problem.content {
-                shift = self.keys(&sight).fold(shift, |shift, key| shift.max(self.tops[key]));
-            }
+            let of_keys = self.highest.get(end - 1).copied().unwrap_or(T::NEG_INFINITY);
+            let shift = self.table.map_or(of_keys, |table| of_keys.max(table.shift));
             sight.shift = if shift.is_finite() { shift } else { T::ZERO };
             if let Some(table) = &self.table {
-                sight.position_factor = (table.shift - sight.shift).exp();
+                sight.position = (table.shift - sight.shift).exp();
             }
         }
         Some(sight)
     }
 
-    /// Writes `φ(q)` of one row and returns the exponent that was subtracted.
-    fn load_query(&self, query: Rows<'_, T>, to: &mut [T]) -> T {
+    /// The next block of rows from `row` on. `carries` says whether rows hold a number that is not finite.
+    fn span(&self, head: usize, row: usize, carries: impl FnOnce(usize, usize) -> bool) -> Span {
+        let (problem, sequence) = (self.problem, &self.unit.sequence);
+        let end = |row: usize| self.unit.clamp(row as isize + problem.offset + 1);
+        let rows = (sequence.queries - row).min(TILE);
+        if !problem.causal {
+            return Span { head, row, rows, end: sequence.keys };
+        }
+        let (from, to) = (end(row), end(row + rows - 1));
+        let rows = if from < to && (!self.unit.is_finite(problem, from, to) || carries(row, rows)) { 1 } else { rows };
+        Span { head, row, rows, end: end(row + rows - 1) }
+    }
+
+    /// Loads `φ(q)` of a block's rows and its products with the table.
+    fn load_rows(&self, span: Span, block: &mut Block<'_, T>) {
         let problem = self.problem;
-        let mut shift = T::ZERO;
+        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
+        let queries = problem.queries(&self.unit, span.head).skip(span.row);
         if problem.map == FeatureMap::Exp {
-            // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-            shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
+            for row in 0..span.rows {
+                block.exponents[row] = load_query(problem, queries.skip(row), &mut block.q[row * width..]);
+            }
+        } else {
+            problem.ops.load(problem.map, T::ZERO, queries, span.rows, head_dim, None, block.q, width);
         }
-        problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
-        shift
+        let Some(table) = &self.table else { return };
+        problem.ops.product(&mut Product {
+            a: block.q,
+            a_row: width,
+            a_column: 1,
+            b: table.columns(span.head),
+            b_row: table.width,
+            c: block.relative,
+            c_row: table.width,
+            rows: span.rows,
+            columns: table.width,
+            depth: head_dim,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        if problem.map == FeatureMap::Exp {
+            for row in 0..span.rows {
+                let position = self.sight(span.row + row).map_or(T::ONE, |sight| sight.position);
+                problem.ops.scale(&mut block.relative[row * table.width..][..table.width], position);
+            }
+        }
     }
 
-    /// The pair of a row and a key that it sees.
-    fn pair(&self, sight: &Sight<T>, head: usize, key: usize) -> Pair<'x, T> {
-        let problem = self.problem;
-        let width = problem.head_width;
-        let mut gain = sight.gain;
+    /// The elements of the tile at `key` that the rows of a block see.
+    fn band(&self, span: Span, key: usize) -> Band {
+        if self.problem.causal {
+            Band::up_to(span.row as isize + self.problem.offset - key as isize)
+        } else {
+            Band::ALL
+        }
+    }
+
+    /// Where a row's near keys stand in the tile of `keys` keys from `key` on: the table's first row belongs to those
+    /// before, its last row to those behind. With the table's row of the first of them.
+    fn near(&self, stands: isize, key: usize, keys: usize) -> Option<(usize, usize, usize)> {
+        let radius = self.problem.radius? as isize;
+        let clamp = |at: isize| (at - key as isize).clamp(0, keys as isize) as usize;
+        let from = clamp(stands - radius + 1);
+        let to = clamp(if self.problem.causal { stands + 1 } else { stands + radius }).max(from);
+        // Empty near parts have no first row.
+        let first = if from < to { key as isize + from as isize - stands + radius } else { 0 };
+        Some((from, to, first as usize))
+    }
+
+    /// Fills the tile with the weights of the `keys` keys from `key` on, but for the rows' own decay; elements that a
+    /// row does not see hold anything.
+    fn weigh(&self, span: Span, key: usize, keys: usize, block: &mut Block<'_, T>) {
+        let (problem, ops) = (self.problem, self.problem.ops);
+        let (width, row_length) = (problem.head_width, self.tile_width);
+        if !problem.content {
+            block.tile[..span.rows * row_length].fill(T::ZERO);
+        } else if self.unit.sequence.keys < FEW_KEYS {
+            for row in 0..span.rows {
+                let line = &mut block.tile[row * row_length..][..row_length];
+                line.fill(T::ZERO);
+                ops.add_row_dots(&self.k[key * width..], width, &block.q[row * width..][..width], &mut line[..keys]);
+            }
+        } else {
+            ops.product(&mut Product {
+                a: block.q,
+                a_row: width,
+                a_column: 1,
+                b: &self.k_columns[key * width..],
+                b_row: row_length,
+                c: block.tile,
+                c_row: row_length,
+                rows: span.rows,
+                columns: keys,
+                depth: problem.dims.head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: self.band(span, key),
+            });
+        }
+        if problem.radius.is_none() && self.tops.is_empty() && self.powers.is_empty() {
+            return;
+        }
+        for row in 0..span.rows {
+            let Some(sight) = self.sight(span.row + row).filter(|sight| sight.end > key) else { continue };
+            let line = &mut block.tile[row * row_length..][..keys.min(sight.end - key)];
+            self.content_factors(&sight, key, line.len(), block.factors, |factors| ops.multiply(line, factors));
+            if let (Some(table), Some((from, to, first))) = (&self.table, self.near(sight.stands, key, line.len())) {
+                let relative = &block.relative[row * table.width..][..table.width];
+                line[..from].iter_mut().for_each(|weight| *weight += relative[0]);
+                ops.add_scaled(&mut line[from..to], T::ONE, &relative[first..]);
+                if let Some(behind) = line.get_mut(to..).filter(|behind| !behind.is_empty()) {
+                    let last = relative[table.count - 1];
+                    behind.iter_mut().for_each(|weight| *weight += last);
+                }
+                if !self.present.is_empty() {
+                    ops.multiply(line, &self.present[key..]);
+                }
+            }
+            self.decay(&sight, key, line);
+        }
+    }
+
+    /// Hands over what brings the content terms of a row to its exponent, if anything.
+    fn content_factors(&self, sight: &Sight<T>, key: usize, keys: usize, to: &mut [T], apply: impl FnOnce(&[T])) {
+        if self.tops.is_empty() {
+            return;
+        }
+        let tops = Rows { data: &self.tops[key..], stride: keys };
+        self.problem.ops.load(FeatureMap::Exp, sight.shift, tops, 1, keys, None, to, self.tile_width);
+        apply(to);
+    }
+
+    /// Multiplies what belongs to the keys from `key` on by their decay to the last key that the row sees.
+    fn decay(&self, sight: &Sight<T>, key: usize, line: &mut [T]) {
         if !self.powers.is_empty() {
-            gain *= self.powers[sight.end - 1 - key] * sight.decay;
+            self.problem.ops.multiply(line, &self.powers[self.powers.len() - sight.end + key..]);
         }
-        let features = problem.content.then(|| {
-            let exponent = self.tops.get(key).copied().filter(|top| top.is_finite());
-            let factor = exponent.map_or(gain, |top| gain * (top - sight.shift).exp());
-            (&self.k[key * width..][..width], factor)
-        });
-        let position = self.table.zip(problem.radius).map(|(table, radius)| {
-            let radius = radius as isize;
-            let row = ((key as isize - sight.stands).clamp(-radius, radius) + radius) as usize;
-            (row, &table.rows(head)[row * width..][..width], gain * sight.position_factor)
-        });
-        Pair { key: features, position }
     }
+}
 
-    /// What the exponents leave to be multiplied where nothing is divided.
-    fn scale(&self, sight: &Sight<T>, q_shift: T) -> T {
-        if self.problem.map == FeatureMap::Exp { (sight.shift + q_shift).exp() } else { T::ONE }
+/// Keys of one tile of a sequence of `keys`, in whole cache lines.
+fn tile_width<T>(keys: usize) -> usize {
+    padded::<T>(keys.min(TILE))
+}
+
+/// Rows of the largest block.
+fn most_rows<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0).min(TILE)
+}
+
+/// Writes `φ(q)` of one row and returns the exponent that was subtracted.
+pub(super) fn load_query<T: Real>(problem: &Problem<'_, T>, query: Rows<'_, T>, to: &mut [T]) -> T {
+    let mut shift = T::ZERO;
+    if problem.map == FeatureMap::Exp {
+        // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
+        shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
     }
+    problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
+    shift
+}
 
-    fn weight(&self, pair: &Pair<'_, T>, q: &[T]) -> T {
-        let ops = self.problem.ops;
-        let content = pair.key.map_or(T::ZERO, |(key, factor)| factor * ops.dot(q, key));
-        pair.position.map_or(content, |(_, position, factor)| content + factor * ops.dot(q, position))
+/// Writes one row of a unit from its weighted sum of values and of ones, and the exponent that both are relative to.
+pub(super) fn write_row<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    sink: &Sink<'_, T>,
+    (head, row): (usize, usize),
+    (sum, denominator, exponent): (&[T], T, T),
+) {
+    let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
+    // SAFETY: each (batch, head, token) belongs to one unit, so to one task, which holds no other slice of it.
+    let out = unsafe { sink.out.row(batch, head, token, problem.dims.value_dim) };
+    // A denominator that is no normal number is what a long decay leaves: the row gives 0 and says so, so that its
+    // gradient is 0 too instead of infinite.
+    let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
+    if !problem.attention.normalize {
+        let factor = if problem.map == FeatureMap::Exp { exponent.exp() } else { T::ONE };
+        problem.ops.store(sum, factor, out);
+    } else if denominator == T::ZERO {
+        out.fill(T::ZERO);
+    } else {
+        problem.ops.store(sum, T::ONE / denominator, out);
+    }
+    if let Some(denominators) = sink.denominators {
+        // SAFETY: as above.
+        let place = unsafe { denominators.row(batch, head, token, 1) };
+        place[0] = if problem.attention.normalize { denominator } else { T::ONE };
     }
 }
 
 /// Keys of the longest sequence.
-fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
+pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
 }
 
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let (head_width, value_width, value_dim) = (problem.head_width, problem.value_width, problem.dims.value_dim);
-    let per_worker = Pairs::len(problem) + head_width + value_width;
-    let workers = rayon::current_num_threads();
+    let (value_width, ops) = (problem.value_width, problem.ops);
+    let per_worker = Keys::len(problem, false) + Block::len(problem);
+    let workers = rayon::current_num_threads().min(problem.units());
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let pairs = Pairs::new(problem, index, table, &mut arena);
-        let (q, sum) = (arena.take(head_width), arena.take(value_width));
-        let unit = &pairs.unit;
-        for head in problem.heads(unit) {
-            let queries = problem.queries(unit, head);
-            for row in 0..unit.sequence.queries {
-                let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
-                // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
-                let out = unsafe { sink.out.row(batch, head, token, value_dim) };
-                let mut denominator = T::ZERO;
-                if let Some(sight) = pairs.sight(row) {
-                    let q_shift = pairs.load_query(queries.skip(row), q);
-                    sum.fill(T::ZERO);
-                    for key in pairs.keys(&sight) {
-                        let weight = pairs.weight(&pairs.pair(&sight, head, key), q);
-                        problem.ops.add_scaled(&mut sum[..value_dim], weight, unit.v.row(key, value_dim));
-                        denominator += weight;
-                    }
-                    let reciprocal = T::ONE / denominator;
-                    if !problem.attention.normalize {
-                        problem.ops.store(sum, pairs.scale(&sight, q_shift), out);
-                    } else if denominator.is_finite() && !(T::from_f64(4.0) * reciprocal).is_finite() {
-                        // 0, or no normal number (four times its reciprocal overflows), which is what a long decay
-                        // leaves: the row gives 0 and says so, so that its gradient is 0 too instead of infinite.
-                        denominator = T::ZERO;
-                        out.fill(T::ZERO);
+        let keys = Keys::new(problem, index, table, false, &mut arena);
+        let mut block = Block::new(problem, &mut arena);
+        for head in problem.heads(&keys.unit) {
+            let mut row = 0;
+            while row < keys.unit.sequence.queries {
+                let span = keys.span(head, row, |_, _| false);
+                keys.load_rows(span, &mut block);
+                block.sums[..span.rows].fill(T::ZERO);
+                block.o[..span.rows * value_width].fill(T::ZERO);
+                for key in (0..span.end).step_by(keys.tile_width.max(1)) {
+                    let count = (span.end - key).min(keys.tile_width);
+                    keys.weigh(span, key, count, &mut block);
+                    let band = keys.band(span, key);
+                    ops.mask_and_sum(block.tile, keys.tile_width, count, band, &mut block.sums[..span.rows]);
+                    ops.product(&mut Product {
+                        a: block.tile,
+                        a_row: keys.tile_width,
+                        a_column: 1,
+                        b: &keys.v[key * value_width..],
+                        b_row: value_width,
+                        c: block.o,
+                        c_row: value_width,
+                        rows: span.rows,
+                        columns: value_width,
+                        depth: count,
+                        accumulate: true,
+                        a_band: band,
+                        c_band: Band::ALL,
+                    });
+                }
+                for at in 0..span.rows {
+                    let sum = &mut block.o[at * value_width..][..value_width];
+                    let (mut denominator, mut exponent) = (T::ZERO, T::ZERO);
+                    if let Some(sight) = keys.sight(row + at) {
+                        exponent =
+                            if problem.map == FeatureMap::Exp { sight.shift + block.exponents[at] } else { T::ZERO };
+                        denominator = block.sums[at] * sight.decay;
+                        if sight.decay != T::ONE {
+                            ops.scale(sum, sight.decay);
+                        }
                     } else {
-                        problem.ops.store(sum, reciprocal, out);
+                        // A query that is not finite has left its trace in weights of 0.
+                        sum.fill(T::ZERO);
                     }
-                } else {
-                    out.fill(T::ZERO);
+                    write_row(problem, &keys.unit, &sink, (head, row + at), (sum, denominator, exponent));
                 }
-                if let Some(denominators) = sink.denominators {
-                    // SAFETY: as above.
-                    let place = unsafe { denominators.row(batch, head, token, 1) };
-                    place[0] = if problem.attention.normalize { denominator } else { T::ONE };
-                }
+                row += span.rows;
             }
         }
     });
@@ -232,12 +504,18 @@ pub(super) fn backward<T: Real>(
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
-    let entry = problem.table_width() * head_width;
+    let table_width = problem.table_width();
+    let entry = table_width * head_width;
     let per_unit = problem.dims.group() * entry;
-    let per_worker =
-        Pairs::len(problem) + (most_keys(problem) + 2) * head_width + (most_keys(problem) + 1) * value_width;
+    let (most_keys, most_rows) = (most_keys(problem), most_rows(problem));
+    let per_worker = Keys::len(problem, true)
+        + Block::len(problem)
+        + most_keys * (head_width + value_width)
+        + most_rows * (tile_width::<T>(most_keys) + table_width + head_width)
+        + 2 * padded::<T>(most_rows);
+    let workers = rayon::current_num_threads().min(problem.units());
     let shared = problem.table_len() + problem.units() * per_unit;
-    let mut arena = Arena::new(scratch.take(shared + rayon::current_num_threads() * per_worker));
+    let mut arena = Arena::new(scratch.take(shared + workers * per_worker));
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(problem.units() * per_unit);
     let ops = problem.ops;
@@ -246,11 +524,14 @@ pub(super) fn backward<T: Real>(
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let pairs = Pairs::new(problem, index, table, &mut arena);
-            let unit = &pairs.unit;
-            let keys = unit.sequence.keys;
-            let (q, dq, d) = (arena.take(head_width), arena.take(head_width), arena.take(value_width));
-            let (dk, dv) = (arena.take(keys * head_width), arena.take(keys * value_width));
+            let keys = Keys::new(problem, index, table, true, &mut arena);
+            let mut block = Block::new(problem, &mut arena);
+            let (unit, sequence, tile_width) = (&keys.unit, keys.unit.sequence, keys.tile_width);
+            let (dk, dv) = (arena.take(sequence.keys * head_width), arena.take(sequence.keys * value_width));
+            let d_tile = arena.take(most_rows * tile_width);
+            let (dw, dq) = (arena.take(most_rows * table_width), arena.take(most_rows * head_width));
+            // What a row's weights are multiplied by, 0 for one that gives 0 whatever the inputs are; and `c`.
+            let (gains, c) = (arena.take(most_rows), arena.take(most_rows));
             dk.fill(T::ZERO);
             dv.fill(T::ZERO);
             // SAFETY: each unit is one task's own.
@@ -261,56 +542,182 @@ pub(super) fn backward<T: Real>(
             for (n, head) in problem.heads(unit).enumerate() {
                 let queries = problem.queries(unit, head);
                 let [out, d_out] = [cotangent.out, cotangent.d_out]
-                    .map(|view| view.rows(unit.sequence.batch, head).skip(unit.sequence.query_start));
-                let d_table = &mut d_table[n * entry..][..entry];
-                for row in 0..unit.sequence.queries {
-                    let token = unit.sequence.query_start + row;
-                    // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
-                    let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
-                    let Some(mut sight) = pairs.sight(row) else {
-                        to.fill(T::ZERO);
-                        continue;
-                    };
-                    end = end.max(sight.end);
-                    let q_shift = pairs.load_query(queries.skip(row), q);
-                    ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(row), 1, value_dim, None, d, value_width);
-                    let mut c = T::ZERO;
-                    if problem.attention.normalize {
-                        let rows = unit.sequence.batch * problem.dims.heads + head;
-                        let denominator = cotangent.denominators[rows * problem.dims.queries + token];
-                        if denominator.vanishes() {
-                            // The row gave 0 whatever the inputs were.
+                    .map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));
+                let mut row = 0;
+                while row < sequence.queries {
+                    let span = keys.span(head, row, |row, rows| {
+                        !ops.all_finite(queries.skip(row), rows, head_dim)
+                            || !ops.all_finite(d_out.skip(row), rows, value_dim)
+                    });
+                    keys.load_rows(span, &mut block);
+                    let from = d_out.skip(row);
+                    ops.load(FeatureMap::Identity, T::ZERO, from, span.rows, value_dim, None, block.o, value_width);
+                    for at in 0..span.rows {
+                        let d = &mut block.o[at * value_width..][..value_width];
+                        (gains[at], c[at]) = (T::ZERO, T::ZERO);
+                        if let Some(sight) = keys.sight(row + at) {
+                            end = end.max(sight.end);
+                            if problem.attention.normalize {
+                                let rows = sequence.batch * problem.dims.heads + head;
+                                let place = rows * problem.dims.queries + sequence.query_start + row + at;
+                                let denominator = cotangent.denominators[place];
+                                if !denominator.vanishes() {
+                                    gains[at] = sight.decay / denominator;
+                                    c[at] = -ops.dot(out.row(row + at, value_dim), d);
+                                }
+                            } else {
+                                gains[at] = sight.decay;
+                                if problem.map == FeatureMap::Exp {
+                                    ops.scale(d, (sight.shift + block.exponents[at]).exp());
+                                }
+                            }
+                        }
+                        if gains[at] == T::ZERO {
+                            // Nothing of the row counts, not even what is not finite.
+                            d.fill(T::ZERO);
+                            block.q[at * head_width..][..head_width].fill(T::ZERO);
+                        }
+                    }
+                    dw[..span.rows * table_width].fill(T::ZERO);
+                    dq[..span.rows * head_width].fill(T::ZERO);
+                    for key in (0..span.end).step_by(tile_width.max(1)) {
+                        let count = (span.end - key).min(tile_width);
+                        let band = keys.band(span, key);
+                        keys.weigh(span, key, count, &mut block);
+                        ops.mask(block.tile, tile_width, span.rows, count, band);
+                        ops.product(&mut Product {
+                            a: block.o,
+                            a_row: value_width,
+                            a_column: 1,
+                            b: &keys.v_columns[key * value_width..],
+                            b_row: tile_width,
+                            c: d_tile,
+                            c_row: tile_width,
+                            rows: span.rows,
+                            columns: count,
+                            depth: value_dim,
+                            accumulate: false,
+                            a_band: Band::ALL,
+                            c_band: band,
+                        });
+                        for at in 0..span.rows {
+                            let (line, d_line) =
+                                (&mut block.tile[at * tile_width..], &mut d_tile[at * tile_width..][..tile_width]);
+                            let Some(sight) = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO)
+                            else {
+                                line[..tile_width].fill(T::ZERO);
+                                d_line.fill(T::ZERO);
+                                continue;
+                            };
+                            let seen = count.min(sight.end - key);
+                            ops.scale(&mut line[..seen], gains[at]);
+                            let (d_seen, unseen) = d_line.split_at_mut(seen);
+                            unseen.fill(T::ZERO);
+                            d_seen.iter_mut().for_each(|d| *d = (*d + c[at]) * gains[at]);
+                            keys.decay(&sight, key, d_seen);
+                            if let Some((from, to, first)) = keys.near(sight.stands, key, seen) {
+                                if !keys.present.is_empty() {
+                                    ops.multiply(d_seen, &keys.present[key..]);
+                                }
+                                let dw = &mut dw[at * table_width..][..table_width];
+                                let last = table.map_or(0, |table| table.count - 1);
+                                dw[0] += sight.position * d_seen[..from].iter().copied().sum();
+                                ops.add_scaled(&mut dw[first..][..to - from], sight.position, &d_seen[from..]);
+                                dw[last] += sight.position * d_seen[to..].iter().copied().sum();
+                            }
+                            keys.content_factors(&sight, key, seen, block.factors, |factors| {
+                                ops.multiply(d_seen, factors);
+                            });
+                        }
+                        let back = |a: &[T], b: &[T], to: &mut [T], width: usize| {
+                            ops.product(&mut Product {
+                                a,
+                                a_row: 1,
+                                a_column: tile_width,
+                                b,
+                                b_row: width,
+                                c: &mut to[key * width..],
+                                c_row: width,
+                                rows: count,
+                                columns: width,
+                                depth: span.rows,
+                                accumulate: true,
+                                a_band: Band::ALL,
+                                c_band: Band::ALL,
+                            });
+                        };
+                        back(block.tile, block.o, dv, value_width);
+                        if problem.content {
+                            back(d_tile, block.q, dk, head_width);
+                            ops.product(&mut Product {
+                                a: d_tile,
+                                a_row: tile_width,
+                                a_column: 1,
+                                b: &keys.k[key * head_width..],
+                                b_row: head_width,
+                                c: dq,
+                                c_row: head_width,
+                                rows: span.rows,
+                                columns: head_width,
+                                depth: count,
+                                accumulate: true,
+                                a_band: band,
+                                c_band: Band::ALL,
+                            });
+                        }
+                    }
+                    if let Some(table) = &table {
+                        let d_table = &mut d_table[n * entry..][..entry];
+                        ops.product(&mut Product {
+                            a: dw,
+                            a_row: table_width,
+                            a_column: 1,
+                            b: table.rows(head),
+                            b_row: head_width,
+                            c: dq,
+                            c_row: head_width,
+                            rows: span.rows,
+                            columns: head_width,
+                            depth: table.count,
+                            accumulate: true,
+                            a_band: Band::ALL,
+                            c_band: Band::ALL,
+                        });
+                        ops.product(&mut Product {
+                            a: dw,
+                            a_row: 1,
+                            a_column: table_width,
+                            b: block.q,
+                            b_row: head_width,
+                            c: d_table,
+                            c_row: head_width,
+                            rows: table.count,
+                            columns: head_width,
+                            depth: span.rows,
+                            accumulate: true,
+                            a_band: Band::ALL,
+                            c_band: Band::ALL,
+                        });
+                    }
+                    ops.pull_back(problem.map, queries.skip(row), block.q, dq, span.rows, head_dim, head_width);
+                    for at in 0..span.rows {
+                        let token = sequence.query_start + row + at;
+                        // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
+                        let to = unsafe { sink.dq.row(sequence.batch, head, token, head_dim) };
+                        if gains[at] == T::ZERO {
                             to.fill(T::ZERO);
-                            continue;
-                        }
-                        sight.gain = T::ONE / denominator;
-                        c = -ops.dot(out.row(row, value_dim), d);
-                    } else {
-                        ops.scale(d, pairs.scale(&sight, q_shift));
-                    }
-                    dq.fill(T::ZERO);
-                    for key in pairs.keys(&sight) {
-                        let pair = pairs.pair(&sight, head, key);
-                        ops.add_scaled(&mut dv[key * value_width..][..value_width], pairs.weight(&pair, q), d);
-                        let d_weight = c + ops.dot(unit.v.row(key, value_dim), d);
-                        if let Some((features, factor)) = pair.key {
-                            ops.add_scaled(dq, d_weight * factor, features);
-                            ops.add_scaled(&mut dk[key * head_width..][..head_width], d_weight * factor, q);
-                        }
-                        if let Some((place, features, factor)) = pair.position {
-                            ops.add_scaled(dq, d_weight * factor, features);
-                            ops.add_scaled(&mut d_table[place * head_width..][..head_width], d_weight * factor, q);
+                        } else {
+                            ops.store(&dq[at * head_width..], T::ONE, to);
                         }
                     }
-                    ops.pull_back(problem.map, queries.skip(row), q, dq, 1, head_dim, head_width);
-                    ops.store(dq, T::ONE, to);
+                    row += span.rows;
                 }
             }
-            for key in 0..keys + unit.sequence.absent {
-                let token = unit.sequence.key_start + key;
+            for key in 0..sequence.keys + sequence.absent {
+                let token = sequence.key_start + key;
                 // SAFETY: all of a unit's keys belong to its task.
                 let (to_k, to_v) = unsafe {
-                    let (batch, head) = (unit.sequence.batch, unit.kv_head);
+                    let (batch, head) = (sequence.batch, unit.kv_head);
                     (sink.dk.row(batch, head, token, head_dim), sink.dv.row(batch, head, token, value_dim))
                 };
                 if key >= end || unit.ignores(key) {
@@ -322,7 +729,7 @@ pub(super) fn backward<T: Real>(
                 ops.store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
                 if problem.content {
-                    let features = &pairs.k[key * head_width..][..head_width];
+                    let features = &keys.k[key * head_width..][..head_width];
                     ops.pull_back(problem.map, unit.k.skip(key), features, d, 1, head_dim, head_width);
                 }
                 ops.store(d, T::ONE, to_k);

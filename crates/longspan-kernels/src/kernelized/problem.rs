@@ -1,7 +1,8 @@
 //! A checked call, with everything that its tasks share.
 
-use super::{KernelizedAttention, state};
-use crate::error::{Error, expect};
+use super::KernelizedAttention;
+use super::state::{self, Head};
+use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call};
@@ -10,6 +11,7 @@ use crate::scratch::Arena;
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::Ops;
+use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -90,23 +92,13 @@ impl<'a, T: Real> Problem<'a, T> {
         check_call(attention, call)?;
         let causal = call.mask.order == Order::Causal;
 
-        if let Some(decay) = &attention.decay {
-            expect(
-                decay.len() == dims.kv_heads,
+        attention.check_decay(operation, dims.kv_heads)?;
+        if attention.decay.is_some() && !causal {
+            return Err(Error::Unsupported {
                 operation,
-                "decay",
-                || format!("one for each of the {} key/value heads", dims.kv_heads),
-                || decay.len().to_string(),
-            )?;
-            let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
-            expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))?;
-            if !causal {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "decay with a bidirectional mask",
-                    mend: "use a causal mask or leave the decay out",
-                });
-            }
+                combination: "decay with a bidirectional mask",
+                mend: "use a causal mask or leave the decay out",
+            });
         }
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
@@ -229,6 +221,11 @@ pub(super) struct Unit<'a, T> {
 }
 
 impl<T: Real> Unit<'_, T> {
+    /// Its part of a state.
+    pub fn head<'s>(&self, state: &'s State<T>) -> Head<&'s [T]> {
+        state.head(self.sequence.batch, self.kv_head).into()
+    }
+
     /// Whether key `j` is ignored.
     pub fn ignores(&self, key: usize) -> bool {
         self.sequence.padding.is_some_and(|padding| padding[key])

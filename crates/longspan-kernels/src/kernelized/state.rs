@@ -15,7 +15,8 @@ pub(super) struct Head<S> {
     pub sum: S,
     /// `z = Σ φ(k_j)`, `features`.
     pub keys: S,
-    /// Two numbers: the exponent subtracted from the keys so far, and which row of the ring is the oldest.
+    /// [`MARKS`] numbers that no gradient has a meaning for: the exponent subtracted from the keys so far, which row of
+    /// the ring is the oldest, and the number of tokens.
     pub marks: S,
     /// The sum of the values `v⁺ = [v, 1]` that fell out of the ring, `value_dim + 1`, or empty.
     pub far: S,
@@ -27,6 +28,10 @@ pub(super) struct Head<S> {
 /// Places of [`Head::marks`].
 pub(super) const SHIFT: usize = 0;
 pub(super) const OLDEST: usize = 1;
+/// The number of tokens is `marks[TOKENS] + TOKENS_CARRY · marks[TOKENS + 1]`: `f32` counts no further than 2²⁴.
+const TOKENS: usize = 2;
+const TOKENS_CARRY: u64 = 1 << 20;
+const MARKS: usize = 4;
 
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([sum, keys, marks, far, ring, _]: [S; PARTS]) -> Self {
@@ -34,12 +39,40 @@ impl<S> From<[S; PARTS]> for Head<S> {
     }
 }
 
+impl<T: Real> Head<&mut [T]> {
+    /// Notes the number of tokens that the state holds.
+    pub fn set_tokens(&mut self, tokens: u64) {
+        self.marks[TOKENS] = T::from_f64((tokens % TOKENS_CARRY) as f64);
+        self.marks[TOKENS + 1] = T::from_f64((tokens / TOKENS_CARRY) as f64);
+    }
+
+    /// Counts one token more.
+    pub fn count_token(&mut self) {
+        self.set_tokens(tokens(self.marks) + 1);
+    }
+}
+
+/// The number of tokens noted in a head's marks.
+fn tokens<T: Real>(marks: &[T]) -> u64 {
+    marks[TOKENS].to_f64() as u64 + TOKENS_CARRY * marks[TOKENS + 1].to_f64() as u64
+}
+
 impl<'a, T: Real> Head<&'a [T]> {
+    /// The number of tokens that the state holds.
+    pub fn tokens(&self) -> u64 {
+        tokens(self.marks)
+    }
+
     /// The ring's row of `back` tokens ago (1 is the last one), if it reaches that far.
     pub fn ring_row(&self, back: usize, width: usize) -> Option<&'a [T]> {
+        self.ring_place(back, width).map(|place| &self.ring[place])
+    }
+
+    /// Where that row stands in the ring.
+    pub fn ring_place(&self, back: usize, width: usize) -> Option<std::ops::Range<usize>> {
         let rows = self.ring.len() / width;
         let row = (1..=rows).contains(&back).then(|| (self.marks[OLDEST].to_f64() as usize + rows - back) % rows)?;
-        self.ring.get(row * width..(row + 1) * width)
+        Some(row * width..(row + 1) * width)
     }
 }
 
@@ -55,7 +88,7 @@ pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> St
         parts: [
             features * dims.value_dim,
             features,
-            2,
+            MARKS,
             if radius.is_some() { width } else { 0 },
             radius.unwrap_or(0) * width,
             0,
@@ -85,7 +118,16 @@ pub(super) fn check<T: Real>(
     state.check(operation, argument, shape::<T>(attention, dims))?;
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
     for index in 0..dims.batch * dims.kv_heads {
-        let oldest = Head::from(state.head(0, index)).marks[OLDEST].to_f64();
+        let marks = Head::from(state.head(0, index)).marks;
+        let counts = &marks[TOKENS..];
+        expect(
+            counts.iter().all(|n| n.to_f64() >= 0.0 && n.to_f64() < TOKENS_CARRY as f64 && n.to_f64().fract() == 0.0),
+            operation,
+            argument,
+            || format!("whole numbers below {TOKENS_CARRY} as the count of tokens"),
+            || format!("{counts:?}"),
+        )?;
+        let oldest = marks[OLDEST].to_f64();
         expect(
             oldest >= 0.0 && oldest < rows as f64 && oldest.fract() == 0.0,
             operation,
@@ -95,4 +137,68 @@ pub(super) fn check<T: Real>(
         )?;
     }
     Ok(())
+}
+
+/// The state of the tokens of `earlier` and then those of `later`, which began with none before it.
+///
+/// With `n` later tokens, everything earlier has fallen by `γⁿ`: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
+/// brought to the larger exponent. The later ring holds its last `min(n, R)` tokens; before them come the earlier
+/// ring's, and those that no longer fit become far.
+pub(super) fn combine<T: Real>(
+    attention: &KernelizedAttention,
+    earlier: &State<T>,
+    later: &State<T>,
+) -> Result<State<T>, Error> {
+    let operation = Mechanism::<T>::name(attention);
+    let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
+    let value_dim = sum.checked_div(features).unwrap_or_else(|| far.saturating_sub(1));
+    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: features, value_dim };
+    check(attention, &dims, earlier, "earlier state")?;
+    check(attention, &dims, later, "later state")?;
+    attention.check_decay(operation, kv_heads)?;
+
+    let mut state = empty(attention, &dims);
+    for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
+        let [first, second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
+        let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);
+        let decay = |tokens: u64| T::from_f64(if gamma == 1.0 { 1.0 } else { gamma.powf(tokens as f64) });
+        let tokens = second.tokens();
+
+        let shift = first.marks[SHIFT].max(second.marks[SHIFT]);
+        let scale = |state: &Head<&[T]>| {
+            let own = state.marks[SHIFT];
+            if own.is_finite() { (own - shift).exp() } else { T::ZERO }
+        };
+        let (before, since) = (decay(tokens) * scale(&first), scale(&second));
+        add(to.sum, (before, first.sum), (since, second.sum));
+        add(to.keys, (before, first.keys), (since, second.keys));
+        add(to.far, (decay(tokens), first.far), (T::ONE, second.far));
+        to.marks[SHIFT] = shift;
+
+        let width = value_dim + 1;
+        let rows = to.ring.len() / width;
+        for (slot, row) in to.ring.chunks_exact_mut(width).enumerate() {
+            let back = rows - slot;
+            let from = match (back as u64).checked_sub(tokens) {
+                Some(back) if back > 0 => first.ring_row(back as usize, width),
+                _ => second.ring_row(back, width),
+            };
+            row.copy_from_slice(from.unwrap_or_default());
+        }
+        for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
+            let weight = decay(back as u64 + tokens);
+            for (to, &x) in to.far.iter_mut().zip(first.ring_row(back, width).unwrap_or_default()) {
+                *to += weight * x;
+            }
+        }
+        to.set_tokens(first.tokens() + tokens);
+    }
+    Ok(state)
+}
+
+/// Writes `a·x + b·y`.
+fn add<T: Real>(to: &mut [T], (a, x): (T, &[T]), (b, y): (T, &[T])) {
+    for (to, (&x, &y)) in to.iter_mut().zip(x.iter().zip(y)) {
+        *to = a * x + b * y;
+    }
 }

@@ -61,15 +61,7 @@ pub(super) fn step<T: Real>(
         || format!("{parameters:?}"),
         || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
     )?;
-    if let Some(decay) = &attention.decay {
-        expect(
-            decay.len() == kv_heads && decay.iter().all(|gamma| (0.0..=1.0).contains(gamma)),
-            operation,
-            "decay",
-            || format!("{kv_heads} numbers in (0, 1]"),
-            || format!("{decay:?}"),
-        )?;
-    }
+    attention.check_decay(operation, kv_heads)?;
 
     let group = dims.group();
     let numbers = state.numbers().len();
@@ -203,6 +195,7 @@ impl<T: Real> HeadToken<'_, T> {
                 self.ops.scale(out, T::ONE / sum);
             }
         }
+        state.count_token();
         if self.gamma != 1.0 {
             let gamma = T::from_f64(self.gamma);
             self.ops.scale(state.sum, gamma);

@@ -1,18 +1,58 @@
 //! Kernelized attention: `out_i = Σ_j w_ij v_j / Σ_j w_ij` with `w_ij = φ(q_i)·φ(k_j)`, and with relative positions
 //! `w_ij = φ(q_i)·(φ(k_j) + ρ(r_{clip(j−i, −R, R)+R}))`. Linear in the number of tokens.
 
+use std::sync::Arc;
+
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels as kernels;
-use longspan_kernels::{Algorithm, FeatureMap, RelativeMap, Score, Shaw};
+use longspan_kernels::{Algorithm, FeatureMap, Mechanism, RelativeMap, Score, Shaw};
 use serde::{Deserialize, Serialize};
 
-use super::AttentionMask;
-use super::by_name;
-use crate::backend::{self, KernelizedState, Total};
+use super::registry::{Options, attention_module};
+use super::{AttentionMask, Heads, by_name};
+use crate::backend::{Kernel, Layer, Running, Sums, Total, tensor};
 use crate::error::{Result, config};
+
+/// Kernelized attention, blind to positions.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KernelizedOptions {
+    /// The weight of a pair.
+    pub kernel: KernelConfig,
+}
+
+/// Kernelized attention with relative positions.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ShawOptions {
+    /// The table of relative positions.
+    pub relative: RelativeConfig,
+    /// The weight of a pair.
+    pub kernel: KernelConfig,
+}
+
+impl Options for KernelizedOptions {
+    type Module = KernelizedAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<KernelizedAttention> {
+        module(heads, &self.kernel, None, device)
+    }
+}
+
+impl Options for ShawOptions {
+    type Module = KernelizedAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<KernelizedAttention> {
+        module(heads, &self.kernel, Some(&self.relative), device)
+    }
+
+    fn sees_order(&self) -> bool {
+        true
+    }
+}
 
 /// The weight of a pair of tokens by their contents, and how it is computed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -26,7 +66,7 @@ pub struct KernelConfig {
     /// Factors in (0, 1], one for each key/value head, by which a key's weight falls with every token. Causal masks only;
     /// none by default.
     pub decay: Option<Vec<f64>>,
-    /// How the CPU kernels compute it: `auto` (default), `naive`, `chunked`.
+    /// How the CPU kernels compute it: `auto` (default), `naive`, `cumsum`, `chunked`.
     #[serde(with = "by_name")]
     pub algorithm: Algorithm,
 }
@@ -86,10 +126,9 @@ pub struct KernelizedAttention {
     /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared.
     pub relative: Option<Param<Tensor<3>>>,
     #[module(skip)]
-    options: kernels::KernelizedAttention,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
+    options: Arc<kernels::KernelizedAttention>,
+    #[module(skip)]
+    heads: Heads,
 }
 
 impl KernelizedAttentionConfig {
@@ -98,82 +137,99 @@ impl KernelizedAttentionConfig {
     /// # Errors
     /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head.
     pub fn init(&self, device: &Device) -> Result<KernelizedAttention> {
-        const NAME: &str = "KernelizedAttentionConfig";
-        let kv_heads = self.kv_heads.unwrap_or(self.heads);
-        config(self.head_dim > 0, NAME, "head_dim", "at least 1", self.head_dim)?;
-        config(
-            kv_heads > 0 && self.heads > 0 && self.heads.is_multiple_of(kv_heads),
-            NAME,
-            "kv_heads",
-            format_args!("a divisor of the {} heads", self.heads),
-            kv_heads,
-        )?;
-        if let Some(decay) = &self.kernel.decay {
-            config(
-                decay.len() == kv_heads && decay.iter().all(|g| *g > 0.0 && *g <= 1.0),
-                NAME,
-                "decay",
-                format_args!("{kv_heads} numbers in (0, 1], one for each key/value head"),
-                format_args!("{decay:?}"),
-            )?;
-        }
-        let score = match &self.relative {
-            None => Score::Content,
-            Some(relative) => {
-                let map = if relative.raw { RelativeMap::Identity } else { RelativeMap::Same };
-                let shaw = Shaw { radius: relative.radius, map, shared: relative.shared };
-                if relative.content { Score::Combined(shaw) } else { Score::Relative(shaw) }
-            }
-        };
-        let relative = score.shaw().map(|shaw| {
-            let tables = if shaw.shared { 1 } else { self.heads };
-            Initializer::Normal { mean: 0.0, std: 0.5 }.init([tables, shaw.rows(), self.head_dim], device)
-        });
-        let options = kernels::KernelizedAttention {
-            feature_map: self.kernel.feature_map,
-            score,
-            decay: self.kernel.decay.clone(),
-            normalize: self.kernel.normalize,
-            algorithm: self.kernel.algorithm,
-        };
-        Ok(KernelizedAttention { relative, options, heads: self.heads, kv_heads, head_dim: self.head_dim })
+        let heads = Heads::new(NAME, self.heads, self.kv_heads, self.head_dim)?;
+        module(heads, &self.kernel, self.relative.as_ref(), device)
     }
 }
 
+const NAME: &str = "KernelizedAttentionConfig";
+
+fn module(
+    heads: Heads,
+    kernel: &KernelConfig,
+    relative: Option<&RelativeConfig>,
+    device: &Device,
+) -> Result<KernelizedAttention> {
+    if let Some(decay) = &kernel.decay {
+        config(
+            decay.len() == heads.kv_heads && decay.iter().all(|g| *g > 0.0 && *g <= 1.0),
+            NAME,
+            "decay",
+            format_args!("{} numbers in (0, 1], one for each key/value head", heads.kv_heads),
+            format_args!("{decay:?}"),
+        )?;
+    }
+    let score = match relative {
+        None => Score::Content,
+        Some(relative) => {
+            let map = if relative.raw { RelativeMap::Identity } else { RelativeMap::Same };
+            let shaw = Shaw { radius: relative.radius, map, shared: relative.shared };
+            if relative.content { Score::Combined(shaw) } else { Score::Relative(shaw) }
+        }
+    };
+    let relative = score.shaw().map(|shaw| {
+        let tables = if shaw.shared { 1 } else { heads.heads };
+        Initializer::Normal { mean: 0.0, std: 0.5 }.init([tables, shaw.rows(), heads.head_dim], device)
+    });
+    let options = Arc::new(kernels::KernelizedAttention {
+        feature_map: kernel.feature_map,
+        score,
+        decay: kernel.decay.clone(),
+        normalize: kernel.normalize,
+        algorithm: kernel.algorithm,
+    });
+    Ok(KernelizedAttention { relative, options, heads })
+}
+
+attention_module!(KernelizedAttention);
+
 impl KernelizedAttention {
-    /// Attention over whole sequences.
-    ///
-    /// # Shapes
-    /// - `q`: `[batch, heads, queries, head_dim]`, before the feature map
-    /// - `k`: `[batch, kv_heads, keys, head_dim]`, before the feature map
-    /// - `v`: `[batch, kv_heads, keys, value_dim]`
-    /// - output: `[batch, heads, queries, value_dim]`; a row that sees no key gives 0
-    ///
-    /// # Errors
-    /// Shapes that do not fit each other, the module or the mask.
-    pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<Tensor<4>> {
-        backend::attend(&self.options, q, k, v, self.relative.as_ref().map(|table| table.val()), mask)
-    }
-
-    /// Takes one token into `state` and gives its output: the row that [`KernelizedAttention::forward`] gives under a causal
-    /// mask.
-    ///
-    /// # Shapes
-    /// As in [`KernelizedAttention::forward`], with one query and one key.
-    ///
-    /// # Errors
-    /// Shapes that do not fit each other, the module or the state.
-    pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut KernelizedState) -> Result<Tensor<4>> {
-        backend::step(&self.options, q, k, v, self.relative.as_ref().map(|table| table.val()), state)
-    }
-
-    /// The sums that content-only queries need of `k` and `v`.
-    pub(super) fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Total {
-        Total::new(&self.options, self.heads, k, v, mask)
-    }
-
     /// The options of the kernel behind it.
     pub fn options(&self) -> &kernels::KernelizedAttention {
         &self.options
+    }
+
+    fn table(&self) -> Option<Tensor<3>> {
+        self.relative.as_ref().map(|table| table.val())
+    }
+}
+
+impl Layer for KernelizedAttention {
+    fn name(&self) -> &'static str {
+        Mechanism::<f32>::name(&*self.options)
+    }
+
+    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+        Some(self.options.clone())
+    }
+
+    fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    fn parameters(&self) -> Vec<Tensor<1>> {
+        self.table().into_iter().map(|table| table.reshape([-1])).collect()
+    }
+
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        tensor::attend(&self.options, q, k, v, self.table(), mask, tensor::CHUNK)
+    }
+
+    fn sums(&self) -> Option<&dyn Sums> {
+        Some(self)
+    }
+
+    fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
+        self.relative.is_none().then(|| Total::new(self.options.clone(), self.heads.heads, k, v, mask))
+    }
+}
+
+impl Sums for KernelizedAttention {
+    fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
+        Running::empty(&self.options, like, value_dim)
+    }
+
+    fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut Running) -> Tensor<4> {
+        state.step(&self.options, q, k, v, self.table())
     }
 }

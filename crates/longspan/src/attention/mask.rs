@@ -14,6 +14,14 @@ pub enum KeyMask {
     Lengths(Arc<[usize]>),
     /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
     Padding(Arc<[bool]>),
+    /// Several sequences end to end on the token axis, each on its own; the batch must be 1. Both lists are cumulative,
+    /// `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
+    Packed {
+        /// Boundaries on the query axis.
+        queries: Arc<[usize]>,
+        /// Boundaries on the key axis.
+        keys: Arc<[usize]>,
+    },
 }
 
 /// What a query sees. Cheap to clone.
@@ -54,12 +62,24 @@ impl AttentionMask {
         Self { keys: KeyMask::Padding(ignored.into()), ..self }
     }
 
+    /// The same order of time within each of several sequences of `lengths` tokens that lie end to end; the batch must be
+    /// 1.
+    pub fn with_packed(self, lengths: &[usize]) -> Self {
+        let ends = lengths.iter().scan(0, |end, &length| {
+            *end += length;
+            Some(*end)
+        });
+        let bounds: Arc<[usize]> = std::iter::once(0).chain(ends).collect();
+        Self { keys: KeyMask::Packed { queries: bounds.clone(), keys: bounds }, ..self }
+    }
+
     /// The kernels' view of this mask.
     pub fn as_kernel(&self) -> Mask<'_> {
         let keys = match &self.keys {
             KeyMask::All => Keys::All,
             KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
             KeyMask::Padding(ignored) => Keys::Padding(ignored),
+            KeyMask::Packed { queries, keys } => Keys::Packed { queries, keys },
         };
         Mask { order: self.order, offset: self.offset, keys }
     }
@@ -67,7 +87,7 @@ impl AttentionMask {
     /// The mask of the batch entries `indices` over `keys` keys.
     pub(crate) fn select(&self, indices: &[usize], keys: usize) -> Self {
         let keys = match &self.keys {
-            KeyMask::All => KeyMask::All,
+            KeyMask::All | KeyMask::Packed { .. } => self.keys.clone(),
             KeyMask::Lengths(lengths) => KeyMask::Lengths(indices.iter().map(|&b| lengths[b]).collect()),
             KeyMask::Padding(ignored) => {
                 KeyMask::Padding(indices.iter().flat_map(|&b| &ignored[b * keys..][..keys]).copied().collect())
@@ -79,7 +99,7 @@ impl AttentionMask {
     /// Whether each of `batch × keys` keys is ignored; `None` where none is.
     pub(crate) fn ignored(&self, batch: usize, keys: usize) -> Option<Vec<bool>> {
         match &self.keys {
-            KeyMask::All => None,
+            KeyMask::All | KeyMask::Packed { .. } => None,
             KeyMask::Lengths(lengths) => lengths.iter().any(|&n| n < keys).then(|| {
                 (0..batch).flat_map(|b| (0..keys).map(move |j| (b, j))).map(|(b, j)| j >= lengths[b]).collect()
             }),

@@ -99,12 +99,7 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
-    /// The state before the first token.
-    pub fn empty_state(&self) -> AttentionState {
-        self.attention.empty_state()
-    }
-
-    /// One token of causal self-attention: takes it into `state` and gives its row of
+    /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its row of
     /// [`MultiHeadAttention::self_attention`].
     ///
     /// # Shapes

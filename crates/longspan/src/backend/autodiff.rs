@@ -23,18 +23,20 @@ use super::flex::{Operands, Outcome, Settings};
 #[derive(Debug, Clone)]
 pub(super) struct FusedCall {
     settings: Settings,
+    /// Whether the mechanism has parameters.
+    learns: bool,
     failure: Arc<OnceLock<kernels::Error>>,
 }
 
 /// Attention by the kernels. Only the CPU backend has it; the others compute in tensor operations.
 #[backend_extension(Flex, Autodiff)]
 pub(super) trait FusedAttention: Backend {
-    /// Shapes as in [`attend`](super::attend); `table` counts only if the call has relative positions.
+    /// Shapes as in [`attend`](super::attend); `parameters`, `[count]`, matters only if the mechanism has any.
     fn fused_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        table: FloatTensor<Self>,
+        parameters: FloatTensor<Self>,
         call: FusedCall,
     ) -> FloatTensor<Self>;
 }
@@ -45,16 +47,16 @@ pub(super) fn attend(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
+    parameters: Option<Tensor<1>>,
 ) -> Result<Tensor<4>, kernels::Error> {
-    let call = FusedCall { settings, failure: Arc::default() };
+    let call = FusedCall { settings, learns: parameters.is_some(), failure: Arc::default() };
     // The macro takes no optional tensors; this one is not looked at.
-    let table = table.unwrap_or_else(|| Tensor::zeros([1, 1, 1], (&q.device().inner(), q.dtype())));
+    let parameters = parameters.unwrap_or_else(|| Tensor::zeros([1], (&q.device().inner(), q.dtype())));
     let out = <Dispatch as FusedAttention>::fused_attention(
         q.into_dispatch(),
         k.into_dispatch(),
         v.into_dispatch(),
-        table.into_dispatch(),
+        parameters.into_dispatch(),
         call.clone(),
     );
     match call.failure.get() {
@@ -63,9 +65,8 @@ pub(super) fn attend(
     }
 }
 
-fn operands(q: FlexTensor, k: FlexTensor, v: FlexTensor, table: FlexTensor, call: &FusedCall) -> Operands {
-    let table = call.settings.options.score.shaw().map(|_| table);
-    Operands { q, k, v, table }.with_adjacent_rows()
+fn operands(q: FlexTensor, k: FlexTensor, v: FlexTensor, parameters: FlexTensor, call: &FusedCall) -> Operands {
+    Operands { q, k, v, parameters: call.learns.then_some(parameters) }.with_adjacent_rows()
 }
 
 impl FusedCall {
@@ -76,8 +77,14 @@ impl FusedCall {
 }
 
 impl FusedAttention for Flex {
-    fn fused_attention(q: FlexTensor, k: FlexTensor, v: FlexTensor, table: FlexTensor, call: FusedCall) -> FlexTensor {
-        let operands = operands(q, k, v, table, &call);
+    fn fused_attention(
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        parameters: FlexTensor,
+        call: FusedCall,
+    ) -> FlexTensor {
+        let operands = operands(q, k, v, parameters, &call);
         call.run(&operands).map_or(operands.q, |outcome| outcome.out)
     }
 }
@@ -87,16 +94,16 @@ impl<C: CheckpointStrategy> FusedAttention for Autodiff<Flex, C> {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        table: FloatTensor<Self>,
+        parameters: FloatTensor<Self>,
         call: FusedCall,
     ) -> FloatTensor<Self> {
-        let nodes = [q.node(), k.node(), v.node(), table.node()];
+        let nodes = [q.node(), k.node(), v.node(), parameters.node()];
         let preparation = Backward::<Flex, 4>::prepare::<C>(FusedBackward, nodes).compute_bound().stateful();
         let operands = operands(
             q.primitive().clone(),
             k.primitive().clone(),
             v.primitive().clone(),
-            table.primitive().clone(),
+            parameters.primitive().clone(),
             &call,
         );
         let outcome = call.run(&operands);
@@ -129,9 +136,9 @@ impl Backward<Flex, 4> for FusedBackward {
     fn backward(self, ops: Ops<Saved, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
         let d_out = grads.consume::<Flex>(&ops.node);
         let Saved { operands, outcome, settings } = ops.state;
-        let Operands { q, k, v, table } =
+        let Operands { q, k, v, parameters } =
             operands.backward(&settings, &outcome, d_out).expect("the forward call took the same arguments");
-        for (parent, gradient) in ops.parents.into_iter().zip([Some(q), Some(k), Some(v), table]) {
+        for (parent, gradient) in ops.parents.into_iter().zip([Some(q), Some(k), Some(v), parameters]) {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {
                 grads.register::<Flex>(parent.id, gradient);
             }

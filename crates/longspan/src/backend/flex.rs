@@ -5,30 +5,33 @@
 //! so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is copied first.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
-use burn::tensor::{Bytes, DType, Shape};
+use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::{
-    Cotangent, Dims, Gradients, KernelizedAttention, Mechanism, Output, Real, Scratch, State, Token, View, ViewMut,
+    Cotangent, Dims, Gradients, Mechanism, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
 };
 
+use super::Kernel;
 use crate::attention::AttentionMask;
 
 /// All of a call but its tensors.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
-    pub options: KernelizedAttention,
+    pub kernel: Arc<dyn Kernel>,
     pub mask: AttentionMask,
 }
 
-/// The tensors of a call. `table` is `None` without relative positions.
+/// The tensors of a call. `parameters` holds all learned tensors of the mechanism, one after the other in the kernel's
+/// order; `None` where there is none.
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub q: FlexTensor,
     pub k: FlexTensor,
     pub v: FlexTensor,
-    pub table: Option<FlexTensor>,
+    pub parameters: Option<FlexTensor>,
 }
 
 /// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads, queries]`.
@@ -41,6 +44,7 @@ pub(super) struct Outcome {
 /// A number type of both Flex and the kernels.
 trait Number: Real {
     const DTYPE: DType;
+    fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self>;
     fn storage(tensor: &FlexTensor) -> &[Self];
     fn bytes(numbers: Vec<Self>) -> Bytes;
     fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
@@ -54,6 +58,9 @@ macro_rules! number {
 
         impl Number for $t {
             const DTYPE: DType = $dtype;
+            fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self> {
+                kernel
+            }
             fn storage(tensor: &FlexTensor) -> &[Self] {
                 tensor.storage()
             }
@@ -81,14 +88,29 @@ impl Operands {
             q: adjacent_rows(self.q),
             k: adjacent_rows(self.k),
             v: adjacent_rows(self.v),
-            table: self.table.map(|table| if table.is_contiguous() { table } else { table.to_contiguous() }),
+            parameters: self.parameters.map(|all| if all.is_contiguous() { all } else { all.to_contiguous() }),
         }
     }
 
     fn dims(&self) -> Dims {
-        let shape = |tensor: &FlexTensor| -> [usize; 4] { tensor.layout().shape().dims() };
         let ([batch, heads, queries, head_dim], [_, kv_heads, keys, _]) = (shape(&self.q), shape(&self.k));
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: shape(&self.v)[3] }
+    }
+
+    /// The learned tensors as the mechanism lists them; numbers of another count all in one, for the kernel to refuse.
+    fn parameters<T: Number>(&self, mechanism: &dyn Mechanism<T>, dims: &Dims) -> Vec<&[T]> {
+        let Some(all) = &self.parameters else { return Vec::new() };
+        let mut rest = contiguous::<T>(all);
+        let listed = mechanism.parameters(dims);
+        if listed.iter().map(Parameter::len).sum::<usize>() != rest.len() {
+            return vec![rest];
+        }
+        let part = |parameter: &Parameter| {
+            let (first, others) = rest.split_at(parameter.len());
+            rest = others;
+            first
+        };
+        listed.iter().map(part).collect()
     }
 
     /// Runs `work` on the kernels' view of this call, with working memory that this thread keeps.
@@ -97,13 +119,14 @@ impl Operands {
         settings: &Settings,
         work: impl FnOnce(&kernels::Call<'_, T>, &mut Scratch<T>) -> R,
     ) -> R {
-        let table = self.table.as_ref().map(|table| contiguous::<T>(table));
+        let dims = self.dims();
+        let parameters = self.parameters::<T>(T::mechanism(&*settings.kernel), &dims);
         let call = kernels::Call {
-            dims: self.dims(),
+            dims,
             q: view(&self.q),
             k: view(&self.k),
             v: view(&self.v),
-            parameters: table.as_slice(),
+            parameters: &parameters,
             mask: settings.mask.as_kernel(),
             initial_state: None,
         };
@@ -128,13 +151,13 @@ impl Operands {
             let rows = [call.dims.batch, call.dims.heads, call.dims.queries];
             let mut denominators = vec![T::ZERO; rows.iter().product()];
             let output = Output { out: out.view_mut(), denominators: Some(&mut denominators), final_state: None };
-            settings.options.forward(call, output, scratch)?;
+            T::mechanism(&*settings.kernel).forward(call, output, scratch)?;
             let denominators = FlexTensor::new(T::bytes(denominators), Layout::contiguous(Shape::from(rows)), T::DTYPE);
             Ok(Outcome { out: out.into_tensor(), denominators })
         })
     }
 
-    /// The gradients of q, k, v and the table, from that of the outputs; rows must be adjacent.
+    /// The gradients of q, k, v and the parameters, from that of the outputs; rows must be adjacent.
     pub fn backward(&self, settings: &Settings, outcome: &Outcome, d_out: FlexTensor) -> Result<Self, kernels::Error> {
         let d_out = adjacent_rows(d_out);
         match self.q.dtype() {
@@ -150,23 +173,35 @@ impl Operands {
         d_out: &FlexTensor,
     ) -> Result<Self, kernels::Error> {
         self.with_call::<T, _>(settings, |call, scratch| {
-            let (mut dq, mut dk, mut dv) =
-                (TokenMajor::new(call.dims.q()), TokenMajor::new(call.dims.k()), TokenMajor::new(call.dims.v()));
-            let mut d_table: Option<Vec<T>> = call.parameters.first().map(|table| vec![T::ZERO; table.len()]);
+            // Not the sizes of the call: keys may be narrower than queries.
+            let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| TokenMajor::new(shape(x)));
+            let mut d_parameters = vec![T::ZERO; call.parameters.iter().map(|p| p.len()).sum()];
+            let mut rest = d_parameters.as_mut_slice();
+            let part = |given: &&[T]| {
+                let (first, others) = std::mem::take(&mut rest).split_at_mut(given.len());
+                rest = others;
+                first
+            };
+            let mut parameters: Vec<&mut [T]> = call.parameters.iter().map(part).collect();
             let cotangent = Cotangent {
                 out: view(&outcome.out),
                 denominators: contiguous(&outcome.denominators),
                 d_out: view(d_out),
+                final_state: None,
             };
-            let mut parameters: Vec<&mut [T]> = d_table.iter_mut().map(Vec::as_mut_slice).collect();
-            let gradients =
-                Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut parameters };
-            settings.options.backward(call, &cotangent, gradients, scratch)?;
-            let table = d_table.zip(self.table.as_ref()).map(|(numbers, table)| {
-                let layout = Layout::contiguous(table.layout().shape().clone());
-                FlexTensor::new(T::bytes(numbers), layout, T::DTYPE)
+            let gradients = Gradients {
+                dq: dq.view_mut(),
+                dk: dk.view_mut(),
+                dv: dv.view_mut(),
+                parameters: &mut parameters,
+                initial_state: None,
+            };
+            T::mechanism(&*settings.kernel).backward(call, &cotangent, gradients, scratch)?;
+            let parameters = self.parameters.as_ref().map(|given| {
+                let layout = Layout::contiguous(given.layout().shape().clone());
+                FlexTensor::new(T::bytes(d_parameters), layout, T::DTYPE)
             });
-            Ok(Self { q: dq.into_tensor(), k: dk.into_tensor(), v: dv.into_tensor(), table })
+            Ok(Self { q: dq.into_tensor(), k: dk.into_tensor(), v: dv.into_tensor(), parameters })
         })
     }
 }
@@ -180,11 +215,11 @@ pub(super) enum PrefixState {
 
 impl PrefixState {
     /// Before the first token of calls like this one.
-    pub fn empty(options: &KernelizedAttention, operands: &Operands) -> Result<Self, kernels::Error> {
+    pub fn empty(kernel: &dyn Kernel, operands: &Operands) -> Result<Self, kernels::Error> {
         let dims = operands.dims();
         Ok(match operands.q.dtype() {
-            DType::F64 => Self::F64(options.empty_state(&dims)?),
-            _ => Self::F32(options.empty_state(&dims)?),
+            DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(&dims)?),
+            _ => Self::F32(f32::mechanism(kernel).empty_state(&dims)?),
         })
     }
 
@@ -196,29 +231,68 @@ impl PrefixState {
         })
     }
 
-    /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
-    pub fn step(&mut self, options: &KernelizedAttention, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
+    /// Whose state it is, and its sizes.
+    pub fn shape(&self) -> StateShape {
         match self {
-            Self::F32(state) => step_as(options, operands, state),
-            Self::F64(state) => step_as(options, operands, state),
+            Self::F32(state) => state.shape(),
+            Self::F64(state) => state.shape(),
+        }
+    }
+
+    /// Its number type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::F64(_) => DType::F64,
+        }
+    }
+
+    /// All its numbers.
+    pub fn numbers(&self) -> TensorData {
+        match self {
+            Self::F32(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
+            Self::F64(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
+        }
+    }
+
+    /// The state that gave these numbers.
+    pub fn from_numbers(shape: StateShape, numbers: &TensorData) -> Result<Self, kernels::Error> {
+        Ok(match numbers.dtype() {
+            DType::F64 => Self::F64(State::from_numbers(shape, numbers.iter::<f64>().collect())?),
+            _ => Self::F32(State::from_numbers(shape, numbers.iter::<f32>().collect())?),
+        })
+    }
+
+    /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
+    pub fn step(&mut self, kernel: &dyn Kernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
+        match self {
+            Self::F32(state) => step_as(kernel, operands, state),
+            Self::F64(state) => step_as(kernel, operands, state),
         }
     }
 }
 
 fn step_as<T: Number>(
-    options: &KernelizedAttention,
+    kernel: &dyn Kernel,
     operands: &Operands,
     state: &mut State<T>,
 ) -> Result<FlexTensor, kernels::Error> {
     // A token is a few numbers: copying it costs nothing.
     let row_major = |tensor: &FlexTensor| tensor.to_contiguous();
     let (q, k, v) = (row_major(&operands.q), row_major(&operands.k), row_major(&operands.v));
-    let table = operands.table.as_ref().map(|table| contiguous::<T>(table));
-    let token = Token { q: contiguous(&q), k: contiguous(&k), v: contiguous(&v), parameters: table.as_slice() };
-    let shape = operands.dims().out();
+    let mechanism = T::mechanism(kernel);
+    let dims = operands.dims();
+    let parameters = operands.parameters::<T>(mechanism, &dims);
+    let token = Token { q: contiguous(&q), k: contiguous(&k), v: contiguous(&v), parameters: &parameters };
+    let shape = dims.out();
     let mut out = vec![T::ZERO; shape.iter().product()];
-    options.step(&token, state, &mut out)?;
+    mechanism.step(&token, state, &mut out)?;
     Ok(FlexTensor::new(T::bytes(out), Layout::contiguous(Shape::from(shape)), T::DTYPE))
+}
+
+/// Batch, heads, tokens, width.
+fn shape(tensor: &FlexTensor) -> [usize; 4] {
+    tensor.layout().shape().dims()
 }
 
 /// New numbers for a tensor `[batch, heads, tokens, width]` that lie in the order batch, token, head.

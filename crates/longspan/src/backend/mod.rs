@@ -2,7 +2,8 @@
 //!
 //! [`attend`] checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
 //! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
-//! same mathematics runs in plain tensor operations, chunk by chunk, which Burn differentiates.
+//! same mathematics runs in plain tensor operations, which Burn differentiates. Neither knows a mechanism: the first takes
+//! any [`Kernel`], the second what the mechanism's module brings along as a [`Layer`].
 
 #[cfg(feature = "flex")]
 mod autodiff;
@@ -10,9 +11,13 @@ mod autodiff;
 mod flex;
 #[cfg(feature = "flex")]
 mod layer_norm;
-mod tensor;
+mod state;
+pub(crate) mod tensor;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+
+use std::fmt::Debug;
+use std::sync::Arc;
 
 #[cfg(feature = "flex")]
 use burn::backend::{DispatchDevice, Flex};
@@ -20,50 +25,130 @@ use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
 use burn::tensor::{DType, FloatDType};
 use burn::tensor::{Device, Tensor};
-use longspan_kernels::{KernelizedAttention, Order};
+use longspan_kernels::{Call, Dims, KernelizedAttention, Mechanism, Parameter, View};
 
-pub(crate) use tensor::{Total, repeat_heads};
-
-use crate::attention::{AttentionMask, KeyMask, index_tensor};
 #[cfg(feature = "flex")]
-use crate::error::Error;
-use crate::error::{Result, argument};
+use state::Inner;
+pub(crate) use state::TensorState;
+pub use state::{AttentionState, StoredState};
+pub(crate) use tensor::{Running, Total};
 
-/// Kernelized attention, with relative positions if `options` has them.
+use crate::attention::{AttentionMask, Heads, KeyMask};
+use crate::error::{Error, Result, argument};
+
+/// A mechanism of the kernels in both number types.
+pub trait Kernel: Mechanism<f32> + Mechanism<f64> {}
+
+impl<M: Mechanism<f32> + Mechanism<f64>> Kernel for M {}
+
+/// What attention needs to know of a mechanism's module.
+pub(crate) trait Layer: Debug {
+    /// The mechanism's name.
+    fn name(&self) -> &'static str;
+
+    /// The kernel with the module's options; `None` where tensor operations serve on the CPU as well.
+    fn kernel(&self) -> Option<Arc<dyn Kernel>>;
+
+    /// Numbers of heads and their width.
+    fn heads(&self) -> Heads;
+
+    /// The learned tensors, flat, in the kernel's order.
+    fn parameters(&self) -> Vec<Tensor<1>>;
+
+    /// The same attention in tensor operations. Shapes have been checked, none is empty, and sequences are not packed.
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4>;
+
+    /// How tensor operations step in constant size; `None` where they have to keep the keys and values themselves.
+    fn sums(&self) -> Option<&dyn Sums> {
+        None
+    }
+
+    /// All that queries need to know of a memory, if that is less than its keys and values.
+    fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
+        let _ = (k, v, mask);
+        None
+    }
+}
+
+/// A token at a time in tensor operations and constant size.
+pub(crate) trait Sums {
+    /// The state before the first token, for queries such as `like` and values of `value_dim`.
+    fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running;
+
+    /// Takes one token in and gives its output.
+    fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut Running) -> Tensor<4>;
+}
+
+/// Attention over whole sequences.
 ///
 /// # Shapes
-/// - `q`: `[batch, heads, queries, head_dim]`; `k`: `[batch, kv_heads, keys, head_dim]`;
-///   `v`: `[batch, kv_heads, keys, value_dim]`, all before the feature map
-/// - `table`: `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared; `None` without relative positions
+/// - `q`: `[batch, heads, queries, head_dim]`; `k`: `[batch, kv_heads, keys, key_dim]`;
+///   `v`: `[batch, kv_heads, keys, value_dim]`
 /// - output: `[batch, heads, queries, value_dim]`
 ///
 /// # Errors
 /// Shapes or options that do not fit together.
-pub fn attend(
-    options: &KernelizedAttention,
+pub(crate) fn attend(
+    layer: &dyn Layer,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
-    check(options, &q, &k, &v, table.as_ref(), mask)?;
-    check_mask(mask, &k)?;
+    check(layer, &q, &k, &v)?;
     #[cfg(feature = "flex")]
-    if is_flex(&q) {
+    if is_flex(&q)
+        && let Some(kernel) = layer.kernel()
+    {
         let dtype = q.dtype();
-        // Half-width numbers are widened: the kernels have no arithmetic for them, nor has the CPU.
-        let (q, k, v, table) = if flex::supports(dtype) {
-            (q, k, v, table)
-        } else {
+        let mut parameters = flat(layer);
+        let (mut q, mut k, mut v) = (q, k, v);
+        if !flex::supports(dtype) {
+            // Half-width numbers are widened: the kernels have no arithmetic for them, nor has the CPU.
             let wide = FloatDType::F32;
-            (q.cast(wide), k.cast(wide), v.cast(wide), table.map(|table| table.cast(wide)))
-        };
-        let settings = flex::Settings { options: options.clone(), mask: mask.clone() };
-        let out = autodiff::attend(settings, q, k, v, table)?;
+            (q, k, v, parameters) = (q.cast(wide), k.cast(wide), v.cast(wide), parameters.map(|all| all.cast(wide)));
+        }
+        let settings = flex::Settings { kernel, mask: mask.clone() };
+        let out = autodiff::attend(settings, q, k, v, parameters)?;
         return Ok(if out.dtype() == dtype { out } else { out.cast(dtype) });
     }
-    Ok(tensor::attend(options, q, k, v, table, mask, tensor::CHUNK))
+    in_tensors(layer, q, k, v, mask)
+}
+
+/// [`attend`] in tensor operations.
+pub(crate) fn in_tensors(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    mask: &AttentionMask,
+) -> Result<Tensor<4>> {
+    check_by_kernel(layer, &q, &k, &v, mask)?;
+    let ([batch, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
+    let nothing = |queries| Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), q.dtype()));
+    if batch * heads * queries * keys * value_dim == 0 {
+        return Ok(nothing(queries));
+    }
+    let KeyMask::Packed { queries: query_bounds, keys: key_bounds } = &mask.keys else {
+        return Ok(layer.in_tensors(q, k, v, mask));
+    };
+    let alone = AttentionMask { keys: KeyMask::All, ..mask.clone() };
+    let part = |x: &Tensor<4>, bounds: &[usize]| x.clone().narrow(2, bounds[0], bounds[1] - bounds[0]);
+    let sequences = query_bounds.windows(2).zip(key_bounds.windows(2)).filter(|(rows, _)| rows[0] < rows[1]);
+    let outputs = sequences.map(|(rows, keys)| {
+        if keys[0] == keys[1] {
+            return nothing(rows[1] - rows[0]);
+        }
+        layer.in_tensors(part(&q, rows), part(&k, keys), part(&v, keys), &alone)
+    });
+    Ok(Tensor::cat(outputs.collect(), 2))
+}
+
+/// All learned tensors, one after the other.
+#[cfg(feature = "flex")]
+fn flat(layer: &dyn Layer) -> Option<Tensor<1>> {
+    let mut all = layer.parameters();
+    if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() }
 }
 
 /// `norm` of each token, `[batch, tokens, width]`, where `norm` was made with this `epsilon`.
@@ -85,43 +170,6 @@ fn is_flex(x: &Tensor<4>) -> bool {
     matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// The state of a prefix: all that later tokens need to know of earlier ones. Its size does not grow.
-#[derive(Debug, Clone)]
-pub struct KernelizedState {
-    inner: Option<Inner>,
-}
-
-#[derive(Debug, Clone)]
-enum Inner {
-    #[cfg(feature = "flex")]
-    Kernels(flex::PrefixState),
-    Tensors(Box<tensor::Running>),
-}
-
-impl KernelizedState {
-    /// Before the first token.
-    pub fn empty() -> Self {
-        Self { inner: None }
-    }
-
-    /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
-    ///
-    /// # Errors
-    /// An index beyond the batch.
-    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
-        Ok(Self {
-            inner: match &self.inner {
-                None => None,
-                #[cfg(feature = "flex")]
-                Some(Inner::Kernels(state)) => Some(Inner::Kernels(state.select(indices)?)),
-                Some(Inner::Tensors(running)) => {
-                    Some(Inner::Tensors(Box::new(running.select(&index_tensor(indices, device)))))
-                }
-            },
-        })
-    }
-}
-
 /// Takes one token into `state` and gives its output: the row that [`attend`] gives under a causal mask.
 ///
 /// # Shapes
@@ -129,175 +177,184 @@ impl KernelizedState {
 ///
 /// # Errors
 /// Shapes or options that do not fit together or the state.
-pub fn step(
-    options: &KernelizedAttention,
+pub(crate) fn step(
+    layer: &dyn Layer,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
-    state: &mut KernelizedState,
+    state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
-    check(options, &q, &k, &v, table.as_ref(), &AttentionMask::causal())?;
+    check(layer, &q, &k, &v)?;
     argument(
         q.dims()[2] == 1 && k.dims()[2] == 1,
-        NAME,
+        layer.name(),
         "tokens",
         || "1 query and 1 key in a step".into(),
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
     #[cfg(feature = "flex")]
-    if is_flex(&q) && !q.device().is_autodiff() && flex::supports(q.dtype()) {
-        return kernel_step(options, q, k, v, table, state);
+    if is_flex(&q)
+        && !q.device().is_autodiff()
+        && flex::supports(q.dtype())
+        && let Some(kernel) = layer.kernel()
+    {
+        return step_kernel(layer, &*kernel, q, k, v, state);
     }
-    tensor_step(options, q, k, v, table, state)
+    let mut inner = match state.inner.take() {
+        None => None,
+        Some(state::Inner::Tensors(inner)) => Some(inner),
+        #[cfg(feature = "flex")]
+        Some(other) => {
+            state.inner = Some(other);
+            return Err(foreign_state(layer));
+        }
+    };
+    let out = step_in_tensors(layer, q, k, v, &mut inner);
+    state.inner = inner.map(state::Inner::Tensors);
+    out
 }
 
 /// [`step`] in tensor operations.
-fn tensor_step(
-    options: &KernelizedAttention,
+fn step_in_tensors(
+    layer: &dyn Layer,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
-    state: &mut KernelizedState,
+    state: &mut Option<TensorState>,
 ) -> Result<Tensor<4>> {
-    let empty = || Inner::Tensors(Box::new(tensor::Running::empty(options, &q, v.dims()[3])));
-    match state.inner.get_or_insert_with(empty) {
-        Inner::Tensors(running) => {
-            let expected = running.shape();
-            let got = [q.dims()[0], q.dims()[1], v.dims()[3]];
-            argument(expected == got, NAME, "state", || shape_of(got), || shape_of(expected))?;
-            Ok(running.step(options, q, k, v, table))
+    let ([batch, heads, _, _], [_, _, _, value_dim]) = (q.dims(), v.dims());
+    if let Some(sums) = layer.sums() {
+        let empty = || TensorState::Sums(Box::new(sums.empty(&q, value_dim)));
+        if let TensorState::Sums(running) = state.get_or_insert_with(empty) {
+            let (expected, got) = (running.shape(), [batch, heads, value_dim]);
+            let text =
+                |[batch, heads, dim]: [usize; 3]| move || format!("batch {batch}, {heads} heads, values of {dim}");
+            argument(expected == got, layer.name(), "state", text(got), text(expected))?;
+            check_by_kernel(layer, &q, &k, &v, &AttentionMask::causal())?;
+            return Ok(sums.step(q, k, v, running));
         }
-        #[cfg(feature = "flex")]
-        Inner::Kernels(_) => Err(foreign_state()),
     }
+    let (keys, values) = match state {
+        None => (k, v),
+        Some(TensorState::Sums(_)) => return Err(foreign_state(layer)),
+        Some(TensorState::Past(past)) => {
+            let [keys, values] = past.as_ref();
+            let rest = |x: &Tensor<4>| (x.dims()[..2].to_vec(), x.dims()[3], x.dtype());
+            argument(
+                rest(keys) == rest(&k) && rest(values) == rest(&v),
+                layer.name(),
+                "state",
+                || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims()),
+                || format!("{:?} and {:?}", keys.dims(), values.dims()),
+            )?;
+            (Tensor::cat(vec![keys.clone(), k], 2), Tensor::cat(vec![values.clone(), v], 2))
+        }
+    };
+    let mask = AttentionMask::causal().with_offset(keys.dims()[2] as isize - 1);
+    let out = in_tensors(layer, q, keys.clone(), values.clone(), &mask)?;
+    *state = Some(TensorState::Past(Box::new([keys, values])));
+    Ok(out)
 }
 
 /// [`step`] in the kernels.
 #[cfg(feature = "flex")]
-fn kernel_step(
-    options: &KernelizedAttention,
+fn step_kernel(
+    layer: &dyn Layer,
+    kernel: &dyn Kernel,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
-    state: &mut KernelizedState,
+    state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
-    let primitive = |x: Tensor<4>| x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")));
-    let table = table
-        .map(|table| table.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}"))))
-        .transpose()?;
-    let operands = flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, table }.with_adjacent_rows();
+    fn primitive<const D: usize>(x: Tensor<D>) -> Result<burn_flex::FlexTensor> {
+        x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
+    }
+    let parameters = flat(layer).map(primitive).transpose()?;
+    let operands =
+        flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
     if state.inner.is_none() {
-        state.inner = Some(Inner::Kernels(flex::PrefixState::empty(options, &operands)?));
+        state.inner = Some(Inner::Kernels(flex::PrefixState::empty(kernel, &operands)?));
     }
     match &mut state.inner {
-        Some(Inner::Kernels(prefix)) => Ok(Tensor::from_primitive::<Flex>(prefix.step(options, &operands)?)),
-        _ => Err(foreign_state()),
+        Some(Inner::Kernels(prefix)) if prefix.dtype() == operands.q.dtype() => {
+            Ok(Tensor::from_primitive::<Flex>(prefix.step(kernel, &operands)?))
+        }
+        _ => Err(foreign_state(layer)),
     }
 }
 
-#[cfg(feature = "flex")]
-fn foreign_state() -> Error {
+fn foreign_state(layer: &dyn Layer) -> Error {
     Error::Argument {
-        operation: NAME,
+        operation: layer.name(),
         argument: "state",
-        expected: "a state of the same device and number type, with or without autodiff".into(),
+        expected: "a state of the same mechanism, device and number type, with or without autodiff".into(),
         got: "one of another".into(),
     }
 }
 
-fn shape_of([batch, heads, value_dim]: [usize; 3]) -> String {
-    format!("batch {batch}, {heads} heads, values of {value_dim}")
+/// `state` as numbers.
+pub(crate) fn store(layer: &dyn Layer, state: &AttentionState) -> Result<StoredState> {
+    state.to_stored(layer.name())
 }
 
-const NAME: &str = "kernelized_attention";
+/// The state of `layer` on `device` that gave these numbers.
+pub(crate) fn restore(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<AttentionState> {
+    AttentionState::from_stored(layer, stored, device)
+}
 
-fn check(
-    options: &KernelizedAttention,
+/// Whether the tensors fit the module and each other.
+pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+    let name = layer.name();
+    let sizes = layer.heads();
+    let Heads { heads, kv_heads, head_dim } = sizes;
+    let [batch, _, queries, _] = q.dims();
+    let [_, _, keys, _] = k.dims();
+    let [_, _, _, value_dim] = v.dims();
+    let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+    let key_dim = layer.kernel().map_or(head_dim, |kernel| Mechanism::<f32>::key_dim(&*kernel, &dims));
+    for (argument_name, x, shape, text) in [
+        ("q", q, [batch, heads, queries, head_dim], format!("[batch, {heads}, queries, {head_dim}]")),
+        ("k", k, [batch, kv_heads, keys, key_dim], format!("[{batch}, {kv_heads}, keys, {key_dim}]")),
+        ("v", v, [batch, kv_heads, keys, value_dim], format!("[{batch}, {kv_heads}, {keys}, value_dim]")),
+    ] {
+        argument(x.dims() == shape, name, argument_name, || text, || format!("{:?}", x.dims()))?;
+    }
+    let dtypes = [q.dtype(), k.dtype(), v.dtype()];
+    argument(
+        dtypes.iter().all(|&dtype| dtype == q.dtype()),
+        name,
+        "number types",
+        || format!("{:?} everywhere, like q", q.dtype()),
+        || format!("{dtypes:?}"),
+    )
+}
+
+/// The kernel's own checks, for calls that another device computes: of options, mask and sizes, not of numbers.
+pub(crate) fn check_by_kernel(
+    layer: &dyn Layer,
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,
-    table: Option<&Tensor<3>>,
     mask: &AttentionMask,
 ) -> Result<()> {
-    let [batch, heads, _, dim] = q.dims();
-    let [k_batch, kv_heads, keys, k_dim] = k.dims();
-    argument(
-        kv_heads > 0 && heads.is_multiple_of(kv_heads),
-        NAME,
-        "k",
-        || format!("a number of heads that divides the {heads} of q"),
-        || kv_heads.to_string(),
-    )?;
-    argument(
-        k_batch == batch && k_dim == dim,
-        NAME,
-        "k",
-        || format!("[{batch}, kv_heads, keys, {dim}], like q"),
-        || format!("{:?}", k.dims()),
-    )?;
-    let dtypes = [Some(q.dtype()), Some(k.dtype()), Some(v.dtype()), table.map(|table| table.dtype())];
-    argument(
-        dtypes.iter().flatten().all(|&dtype| dtype == q.dtype()),
-        NAME,
-        "number types",
-        || format!("{:?} everywhere, like q", q.dtype()),
-        || format!("{:?}", dtypes.iter().flatten().collect::<Vec<_>>()),
-    )?;
-    argument(
-        v.dims()[..3] == [batch, kv_heads, keys],
-        NAME,
-        "v",
-        || format!("[{batch}, {kv_heads}, {keys}, value_dim], like k"),
-        || format!("{:?}", v.dims()),
-    )?;
-    let rows = options.score.shaw().map(|shaw| [if shaw.shared { 1 } else { heads }, shaw.rows(), dim]);
-    argument(
-        table.map(|table| table.dims()) == rows,
-        NAME,
-        "table",
-        || rows.map_or("none without relative positions".into(), |rows| format!("{rows:?}")),
-        || table.map_or("none".into(), |table| format!("{:?}", table.dims())),
-    )?;
-    if let Some(decay) = &options.decay {
-        argument(
-            mask.order == Order::Causal,
-            NAME,
-            "decay",
-            || "a causal mask".into(),
-            || "a bidirectional one, which has no direction in which to decay".into(),
-        )?;
-        argument(
-            decay.len() == kv_heads,
-            NAME,
-            "decay",
-            || format!("one factor for each of the {kv_heads} key/value heads"),
-            || decay.len().to_string(),
-        )?;
-    }
-    Ok(())
-}
-
-/// Whether a mask fits `k`, `[batch, kv_heads, keys, head_dim]`.
-pub(crate) fn check_mask(mask: &AttentionMask, k: &Tensor<4>) -> Result<()> {
-    let [batch, _, keys, _] = k.dims();
-    match &mask.keys {
-        KeyMask::All => Ok(()),
-        KeyMask::Lengths(lengths) => argument(
-            lengths.len() == batch && lengths.iter().all(|&n| n <= keys),
-            NAME,
-            "key lengths",
-            || format!("{batch} lengths, each at most {keys}"),
-            || format!("{lengths:?}"),
-        ),
-        KeyMask::Padding(ignored) => argument(
-            ignored.len() == batch * keys,
-            NAME,
-            "key padding",
-            || format!("batch × keys = {batch} × {keys} entries"),
-            || ignored.len().to_string(),
-        ),
-    }
+    let ([batch, heads, queries, head_dim], [_, kv_heads, keys, key_dim]) = (q.dims(), k.dims());
+    let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: v.dims()[3] };
+    // The plainest kernel refuses what all of them refuse.
+    let kernel = layer.kernel().unwrap_or_else(|| Arc::new(KernelizedAttention::default()));
+    let kernel: &dyn Mechanism<f32> = &*kernel;
+    // One row of zeros stands for all rows.
+    let zeros = vec![0.0_f32; head_dim.max(key_dim).max(dims.value_dim)];
+    let rows = || View::strided(&zeros, [0; 3]);
+    let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p: &Parameter| vec![0.0; p.len()]).collect();
+    let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
+    let mask = mask.as_kernel();
+    Ok(kernel.check(&Call {
+        dims,
+        q: rows(),
+        k: rows(),
+        v: rows(),
+        parameters: &parameters,
+        mask,
+        initial_state: None,
+    })?)
 }

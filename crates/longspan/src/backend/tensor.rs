@@ -9,6 +9,8 @@
 //! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a query are
 //! suffix sums, never a total less a prefix.
 
+use std::sync::Arc;
+
 use burn::tensor::activation::{relu, softplus};
 use burn::tensor::{Bool, DType, FloatDType, Int, Tensor, TensorData};
 use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
@@ -19,8 +21,8 @@ use crate::attention::AttentionMask;
 /// `m·dv` for each, no larger than the inputs at the usual head width of 64.
 pub(crate) const CHUNK: usize = 64;
 
-/// Attention over whole sequences in chunks of at least `chunk` tokens; shapes as in [`attend`](super::attend), which
-/// checks them.
+/// Attention over whole sequences in chunks of at least `chunk` tokens; `table`: `[heads, 2R+1, head_dim]`, or
+/// `[1, 2R+1, head_dim]` if shared; other shapes as in [`attend`](super::attend), which checks them.
 pub(crate) fn attend(
     options: &KernelizedAttention,
     q: Tensor<4>,
@@ -512,6 +514,12 @@ impl Running {
         [self.batch, self.heads, self.value_dim]
     }
 
+    /// All its tensors, in one order.
+    pub(crate) fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
+        let recent = self.recent.iter_mut().flat_map(|(far, ring)| [far, ring]);
+        self.content.iter_mut().chain(&mut self.shift).chain(recent).collect()
+    }
+
     /// Takes one token in, all `[batch, heads or kv_heads, 1, ·]`, and gives its output.
     pub(crate) fn step(
         &mut self,
@@ -610,6 +618,7 @@ impl Running {
 /// All that content-only queries need to know of a memory: `φ(k)ᵀ v⁺`, `[batch, heads, m, dv + 1]`.
 #[derive(Debug, Clone)]
 pub(crate) struct Total {
+    options: Arc<KernelizedAttention>,
     sum: Tensor<4>,
     value_dim: usize,
 }
@@ -617,7 +626,7 @@ pub(crate) struct Total {
 impl Total {
     /// Of `k` and `v`, `[batch, kv_heads, keys, ·]`, for `heads` query heads.
     pub(crate) fn new(
-        options: &KernelizedAttention,
+        options: Arc<KernelizedAttention>,
         heads: usize,
         k: Tensor<4>,
         v: Tensor<4>,
@@ -627,12 +636,14 @@ impl Total {
         let [batch, _, _, dim] = k.dims();
         // Queries play no part in the sums.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
-        let inputs = Inputs::new(options, no_query, k, v, None, mask);
-        Self { sum: inputs.k.swap_dims(2, 3).matmul(inputs.values), value_dim }
+        let inputs = Inputs::new(&options, no_query, k, v, None, mask);
+        let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
+        Self { options, sum, value_dim }
     }
 
     /// The outputs of `q`, `[batch, heads, queries, head_dim]`.
-    pub(crate) fn recall(&self, options: &KernelizedAttention, q: Tensor<4>) -> Tensor<4> {
+    pub(crate) fn recall(&self, q: Tensor<4>) -> Tensor<4> {
+        let options = &*self.options;
         let dtype = q.dtype();
         let mut q = widen(q);
         if options.feature_map == FeatureMap::Exp && options.normalize {
@@ -642,8 +653,15 @@ impl Total {
         narrow_float(divide(sums, self.value_dim, options.normalize), dtype)
     }
 
+    /// The shape of the queries that it answers, for one of them.
+    pub(crate) fn query(&self) -> [usize; 4] {
+        let [batch, heads, dim, _] = self.sum.dims();
+        [batch, heads, 1, dim]
+    }
+
     /// The memories of the batch entries `indices`.
     pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
-        Self { sum: self.sum.clone().select(0, indices.clone()), value_dim: self.value_dim }
+        let sum = self.sum.clone().select(0, indices.clone());
+        Self { options: self.options.clone(), sum, value_dim: self.value_dim }
     }
 }

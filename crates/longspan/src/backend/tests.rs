@@ -293,12 +293,42 @@ fn empty_sequences_are_legal() {
 
 #[cfg(feature = "flex")]
 mod fused {
+    use std::sync::Arc;
+
     use burn::backend::Flex;
     use burn::tensor::Distribution;
     use burn_flex::FlexTensor;
 
     use super::super::flex::{self, Operands, Settings};
+    use super::super::{Kernel, Layer};
     use super::*;
+    use crate::attention::Heads;
+
+    /// A module that is given its table.
+    #[derive(Debug)]
+    struct Given {
+        options: Arc<KernelizedAttention>,
+        table: Option<Tensor<3>>,
+        heads: Heads,
+    }
+
+    impl Layer for Given {
+        fn name(&self) -> &'static str {
+            Mechanism::<f64>::name(&*self.options)
+        }
+        fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+            Some(self.options.clone())
+        }
+        fn heads(&self) -> Heads {
+            self.heads
+        }
+        fn parameters(&self) -> Vec<Tensor<1>> {
+            self.table.iter().map(|table| table.clone().reshape([-1])).collect()
+        }
+        fn in_tensors(&self, _: Tensor<4>, _: Tensor<4>, _: Tensor<4>, _: &AttentionMask) -> Tensor<4> {
+            unreachable!("the CPU has kernels")
+        }
+    }
 
     fn fused(
         options: &KernelizedAttention,
@@ -308,7 +338,9 @@ mod fused {
         table: Option<Tensor<3>>,
         mask: &AttentionMask,
     ) -> Tensor<4> {
-        super::super::attend(options, q, k, v, table, mask).unwrap()
+        let heads = Heads { heads: q.dims()[1], kv_heads: k.dims()[1], head_dim: q.dims()[3] };
+        let layer = Given { options: Arc::new(options.clone()), table, heads };
+        super::super::attend(&layer, q, k, v, mask).unwrap()
     }
 
     #[test]
@@ -350,10 +382,10 @@ mod fused {
         let addresses = parts.each_ref().map(address);
         let [q, k, v] = parts;
         assert!(!q.is_contiguous());
-        let operands = Operands { q, k, v, table: None }.with_adjacent_rows();
+        let operands = Operands { q, k, v, parameters: None }.with_adjacent_rows();
         assert_eq!([&operands.q, &operands.k, &operands.v].map(address), addresses);
         // The output lies in the order of the projection that follows.
-        let settings = Settings { options: KernelizedAttention::default(), mask: AttentionMask::causal() };
+        let settings = Settings { kernel: Arc::new(KernelizedAttention::default()), mask: AttentionMask::causal() };
         let out = operands.forward(&settings).unwrap().out;
         assert_eq!(out.layout().strides(), [5 * 2 * 4, 4, 2 * 4, 1]);
         assert!(out.transpose(1, 2).is_contiguous());

@@ -195,7 +195,7 @@ impl Seq2Seq {
     /// The decoder before its first token.
     pub fn start(&self, memory: Memory) -> DecoderState {
         DecoderState {
-            layers: self.decoder.iter().map(|block| block.attention.empty_state()).collect(),
+            layers: vec![AttentionState::default(); self.decoder.len()],
             sources: (0..memory.batch).collect(),
             memory,
             position: 0,

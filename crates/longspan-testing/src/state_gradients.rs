@@ -1,0 +1,264 @@
+//! Gradients that pass through states: a sequence in pieces has the gradients of the whole.
+
+use std::ops::Range;
+
+use longspan_kernels::{Scratch, State};
+
+use crate::accuracy::{self, QUOTIENT, STEP, gradient_names, gradient_terms};
+use crate::case::{Case, Inputs, KeyMask};
+use crate::compare::{Failure, close, ensure, same_bits};
+use crate::execute::{self, Backward};
+use crate::isolation::part;
+use crate::random::Random;
+use crate::streaming::{pieces, relative_to};
+use crate::subject::{Number, Subject};
+
+/// A state whose numbers are all `fill`.
+fn filled<T: Number>(like: &State<T>, fill: T) -> Result<State<T>, Failure> {
+    Ok(State::from_numbers(like.shape(), vec![fill; like.numbers().len()])?)
+}
+
+/// Gradients of a causal sequence taken in `pieces`: forward from state to state, then backward from the last piece to
+/// the first, each handing the gradient of its initial state to the one before.
+fn in_pieces<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<T>,
+    pieces: &[Range<usize>],
+) -> Result<Backward<T>, Failure> {
+    let dims = &case.dims;
+    let cut = |tokens: &Range<usize>| {
+        let (piece, numbers) = part(case, inputs, tokens.clone(), tokens.clone());
+        let keys = match &case.keys {
+            KeyMask::Padding(ignored) => {
+                let rows = ignored.chunks(dims.keys.max(1));
+                KeyMask::Padding(rows.flat_map(|row| row[tokens.clone()].to_vec()).collect())
+            }
+            _ => KeyMask::All,
+        };
+        (Case { keys, ..piece }, numbers)
+    };
+    let mut states = vec![T::mechanism(subject).empty_state(dims)?];
+    let mut outputs = Vec::new();
+    for tokens in pieces {
+        let (piece, numbers) = cut(tokens);
+        let (forward, state) = execute::forward_state(subject, &piece, &numbers, states.last())?;
+        outputs.push(forward);
+        states.push(state);
+    }
+    let mut whole: Vec<Vec<T>> = [&inputs.q, &inputs.k, &inputs.v].map(|x| vec![execute::nan(); x.len()]).into();
+    whole.extend(inputs.parameters.iter().map(|p| vec![T::ZERO; p.len()]));
+    let mut d_state: Option<State<T>> = None;
+    for (n, tokens) in pieces.iter().enumerate().rev() {
+        let (piece, numbers) = cut(tokens);
+        let mut results = Vec::new();
+        let mut scratch = Scratch::new();
+        for _ in 0..2 {
+            let mut d_initial = filled(&states[n], execute::nan())?;
+            let backward = execute::backward_through_states(
+                subject,
+                &piece,
+                &numbers,
+                &outputs[n],
+                (Some(&states[n]), d_state.as_ref(), Some(&mut d_initial)),
+                execute::nan(),
+                &mut scratch,
+            )?;
+            results.push((backward, d_initial));
+            // The second time all scratch starts as NaN.
+            scratch = Scratch::filled(scratch.bytes() / size_of::<T>(), execute::nan());
+        }
+        let (poisoned, backward) = (results.pop(), results.pop());
+        let (Some(poisoned), Some((backward, d_initial))) = (poisoned, backward) else { continue };
+        for (clean, poisoned) in backward.gradients.iter().zip(&poisoned.0.gradients) {
+            same_bits("gradients of a piece on poisoned scratch", poisoned, clean)?;
+        }
+        same_bits("gradient of a state on poisoned scratch", poisoned.1.numbers(), d_initial.numbers())?;
+        for (which, (to, from)) in whole.iter_mut().zip(&backward.gradients).enumerate() {
+            if which >= 3 {
+                to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+                continue;
+            }
+            let width = if which == 2 { dims.value_dim } else { dims.head_dim };
+            let (row, span) = (dims.keys * width, tokens.len() * width);
+            if row * span == 0 {
+                continue;
+            }
+            for (to, from) in to.chunks_mut(row).zip(from.chunks(span)) {
+                to[tokens.start * width..tokens.end * width].copy_from_slice(from);
+            }
+        }
+        d_state = Some(d_initial);
+    }
+    Ok(Backward { gradients: whole })
+}
+
+/// Pieces, and a mask with some keys ignored inside them: trailing ones would be no part of a piece.
+fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
+    let mut random = Random::new(case.seed ^ 0x6A);
+    let pieces: Vec<_> = pieces(&mut random, case.dims.keys).into_iter().map(|(tokens, _)| tokens).collect();
+    let ignored = (0..case.dims.batch * case.dims.keys)
+        .map(|n| random.chance(0.2) && pieces.iter().all(|piece| piece.end != n % case.dims.keys + 1))
+        .collect();
+    let keys = if random.chance(0.5) { KeyMask::All } else { KeyMask::Padding(ignored) };
+    (pieces, Case { keys, ..case.clone() })
+}
+
+/// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are those
+/// of the whole. The case must have as many queries as keys, offset 0 and all keys.
+pub fn gradients_pass_through_states<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    gradients_pass_through_states_of::<T>(subject, case, &execute::random(subject, case))
+}
+
+/// The same on given numbers.
+pub fn gradients_pass_through_states_of<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<f64>,
+) -> Result<(), Failure> {
+    assert!(case.causal && case.offset == 0 && case.dims.queries == case.dims.keys, "{case:?}");
+    let (pieces, case) = plan(case);
+    let forward = execute::forward::<f64>(subject, &case, inputs)?;
+    let expected = execute::backward(subject, &case, inputs, &forward)?;
+    let scale = accuracy::backward_scale(subject, &case, inputs)?;
+    let got = in_pieces(subject, &case, &inputs.cast::<T>(), &pieces)?;
+    for (n, name) in gradient_names(inputs).iter().enumerate() {
+        let what = format!("{name} in pieces {pieces:?} under {:?}", case.keys);
+        close(&what, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(&case))?;
+    }
+    Ok(())
+}
+
+/// The same bits on any number of threads.
+pub fn threads_do_not_matter_to_state_gradients<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case).cast::<T>();
+    let middle = case.dims.keys / 3;
+    let on = |threads: usize| -> Result<Backward<T>, Failure> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        let pool = pool.map_err(|error| Failure(format!("no pool of {threads} threads: {error}")))?;
+        pool.install(|| in_pieces(subject, case, &inputs, &[0..middle, middle..case.dims.keys]))
+    };
+    let one = on(1)?;
+    for threads in [2, 8] {
+        for (n, (got, expected)) in on(threads)?.gradients.iter().zip(&one.gradients).enumerate() {
+            same_bits(&format!("gradient {n} on {threads} threads"), got, expected)?;
+        }
+    }
+    Ok(())
+}
+
+/// One call between two states, and what its loss takes from either end.
+struct Link<'a> {
+    subject: &'a Subject,
+    case: &'a Case,
+    /// The initial state, and the numbers of it that may be moved: sums, and the values that are there.
+    initial: Option<(&'a State<f64>, Vec<bool>)>,
+    /// The final state of the call as it stands, and the gradient of the loss with respect to it.
+    last: State<f64>,
+    d_last: State<f64>,
+}
+
+impl Link<'_> {
+    /// The loss and the sum of its terms' magnitudes.
+    fn loss(&self, inputs: &Inputs<f64>, initial: Option<&State<f64>>) -> Result<(f64, f64), Failure> {
+        let (forward, last) = execute::forward_state(self.subject, self.case, inputs, initial)?;
+        let outputs = forward.out.iter().zip(&inputs.d_out).map(|(a, g)| a * g);
+        let numbers = relative_to(&last, &self.last);
+        let state = numbers.iter().zip(self.d_last.numbers()).filter(|(_, g)| **g != 0.0).map(|(a, g)| a * g);
+        let terms: Vec<f64> = outputs.chain(state).collect();
+        Ok((terms.iter().sum(), terms.iter().map(|x| x.abs()).sum()))
+    }
+}
+
+/// Whether each number of a state is one that a gradient has a meaning for: all sums, and the values of the ring's rows
+/// that are there.
+fn sums_and_values(state: &State<f64>) -> Vec<bool> {
+    let [sum, keys, marks, row, ring, _] = state.shape().parts;
+    let mut moves = Vec::with_capacity(state.numbers().len());
+    for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {
+        // Under an exponent of −∞ nothing has gone into the sums over keys.
+        moves.extend((0..sum + keys).map(|_| head[sum + keys].is_finite()));
+        moves.extend((0..marks).map(|_| false).chain((0..row).map(|_| true)));
+        for row in head[head.len() - ring..].chunks_exact(row.max(1)) {
+            let there = row.last().is_some_and(|&present| present != 0.0);
+            moves.extend((0..row.len()).map(|n| there && n + 1 < row.len()));
+        }
+    }
+    moves
+}
+
+/// Doubles: every gradient of a call between two states, that of the initial state too, against difference quotients
+/// along random directions. The parts of the state are those of kernelized attention. Cases that can have no state are
+/// bent to such as can.
+pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let mut random = Random::new(case.seed ^ 0x5D);
+    let keys = if matches!(case.keys, KeyMask::Packed { .. }) { KeyMask::All } else { case.keys.clone() };
+    let case = &Case { causal: true, offset: case.offset.abs(), keys, ..case.clone() };
+    let inputs = execute::random(subject, case);
+    let length = [0, 1, 5, 30, 70][random.below(5)];
+    let dims = longspan_kernels::Dims { queries: length, keys: length, ..case.dims };
+    let before = Case { dims, offset: 0, keys: KeyMask::All, seed: case.seed ^ 0xBEF0, ..case.clone() };
+    let initial = execute::forward_state(subject, &before, &execute::random(subject, &before), None)?.1;
+    // Without an initial state other algorithms may run.
+    let initial = random.chance(0.8).then_some(&initial).map(|state| (state, sums_and_values(state)));
+    let given = initial.as_ref().map(|(state, _)| *state);
+    let (forward, last) = execute::forward_state(subject, case, &inputs, given)?;
+    let moves = sums_and_values(&last);
+    let d_last = moves.iter().map(|&moves| if moves { random.normal() } else { 0.0 }).collect();
+    let d_last = State::from_numbers(last.shape(), d_last)?;
+    let mut d_initial = initial.as_ref().map(|(state, _)| filled(state, execute::nan())).transpose()?;
+    let backward = execute::backward_through_states(
+        subject,
+        case,
+        &inputs,
+        &forward,
+        (given, Some(&d_last), d_initial.as_mut()),
+        execute::nan(),
+        &mut Scratch::new(),
+    )?;
+    let link = Link { subject, case, initial, last, d_last };
+    let mut gradients: Vec<(String, Vec<f64>)> = gradient_names(&inputs).into_iter().zip(backward.gradients).collect();
+    gradients.extend(d_initial.map(|state| ("gradient of the initial state".to_owned(), state.numbers().to_vec())));
+    for (which, (name, gradient)) in gradients.iter().enumerate() {
+        ensure(gradient.iter().all(|x| x.is_finite()), || format!("{name} is not finite or was not written"))?;
+        let mut direction: Vec<f64> = gradient.iter().map(|_| if random.chance(0.5) { 1.0 } else { -1.0 }).collect();
+        let of_state = which == 3 + inputs.parameters.len();
+        if let Some((_, moves)) = link.initial.as_ref().filter(|_| of_state) {
+            for ((step, &moves), &d) in direction.iter_mut().zip(moves).zip(gradient) {
+                ensure(moves || d == 0.0, || format!("{name} is {d:e} for a number that has none"))?;
+                *step = if moves { *step } else { 0.0 };
+            }
+        }
+        let at = |step: f64| -> Result<(f64, f64), Failure> {
+            let mut moved = inputs.clone();
+            let state = link.initial.as_ref().map(|(state, _)| {
+                let mut numbers = state.numbers().to_vec();
+                if of_state {
+                    numbers.iter_mut().zip(&direction).for_each(|(x, e)| *x += step * e);
+                }
+                State::from_numbers(state.shape(), numbers)
+            });
+            let state = state.transpose()?;
+            let tensor = match which {
+                0 => &mut moved.q,
+                1 => &mut moved.k,
+                2 => &mut moved.v,
+                _ if of_state => &mut Vec::new(),
+                n => &mut moved.parameters[n - 3],
+            };
+            tensor.iter_mut().zip(&direction).for_each(|(x, e)| *x += step * e);
+            link.loss(&moved, state.as_ref())
+        };
+        let (near, size) = (at(STEP)?.0 - at(-STEP)?.0, at(0.0)?.1);
+        let far = at(2.0 * STEP)?.0 - at(-2.0 * STEP)?.0;
+        let expected = (8.0 * near - far) / (12.0 * STEP);
+        let got: f64 = gradient.iter().zip(&direction).map(|(g, e)| g * e).sum();
+        let scale: f64 = gradient.iter().map(|g| g.abs()).sum();
+        let terms = (case.terms() + length) as f64;
+        let allowed = QUOTIENT * scale + 10.0 * f64::EPSILON * terms.sqrt() * size / STEP;
+        ensure((got - expected).abs() <= allowed, || {
+            format!("{name}: along a direction got {got:e}, expected {expected:e}, allowed {allowed:e}")
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,33 @@
+//! How many heads a mechanism has and how wide they are.
+
+use crate::error::{Result, config};
+
+/// Numbers of heads and their width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads, a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Numbers in a query of one head.
+    pub head_dim: usize,
+}
+
+impl Heads {
+    /// Checks the sizes of the configuration `name`; as many key/value heads as query heads if not given.
+    ///
+    /// # Errors
+    /// Heads that do not divide, a width of 0.
+    pub(super) fn new(name: &'static str, heads: usize, kv_heads: Option<usize>, head_dim: usize) -> Result<Self> {
+        let kv_heads = kv_heads.unwrap_or(heads);
+        config(head_dim > 0, name, "head_dim", "at least 1", head_dim)?;
+        config(
+            kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
+            name,
+            "kv_heads",
+            format_args!("a divisor of the {heads} heads"),
+            kv_heads,
+        )?;
+        Ok(Self { heads, kv_heads, head_dim })
+    }
+}

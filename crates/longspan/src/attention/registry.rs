@@ -1,0 +1,310 @@
+//! Every mechanism by name: the one list that a new mechanism joins.
+
+use std::fmt::Debug;
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    AttentionMask, AttentionState, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
+    SoftmaxAttention, SoftmaxOptions, StoredState, index_tensor,
+};
+use crate::backend::{self, Layer, Total};
+use crate::error::{Error, Result, argument};
+
+/// What a mechanism's options give the registry.
+pub(super) trait Options: Default {
+    /// The mechanism as a module.
+    type Module;
+
+    /// Makes the module.
+    fn init(&self, heads: Heads, device: &Device) -> Result<Self::Module>;
+
+    /// Whether the mechanism itself sees the order of tokens under a bidirectional mask.
+    fn sees_order(&self) -> bool {
+        false
+    }
+
+    /// What a decoder attends to its memory with, if not with the mechanism itself.
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        None
+    }
+}
+
+/// The public face of a mechanism's module, the same for all.
+macro_rules! attention_module {
+    ($module:ident) => {
+        impl $module {
+            /// Attention over whole sequences.
+            ///
+            /// # Shapes
+            /// - `q`: `[batch, heads, queries, head_dim]`
+            /// - `k`: `[batch, kv_heads, keys, head_dim]`
+            /// - `v`: `[batch, kv_heads, keys, value_dim]`
+            /// - output: `[batch, heads, queries, value_dim]`; a row that sees no key gives 0
+            ///
+            /// # Errors
+            /// Shapes that do not fit each other, the module or the mask.
+            pub fn forward(
+                &self,
+                q: ::burn::tensor::Tensor<4>,
+                k: ::burn::tensor::Tensor<4>,
+                v: ::burn::tensor::Tensor<4>,
+                mask: &$crate::attention::AttentionMask,
+            ) -> $crate::Result<::burn::tensor::Tensor<4>> {
+                $crate::backend::attend(self, q, k, v, mask)
+            }
+
+            /// Takes one token into `state` and gives its output: the row that `forward` gives under a causal mask.
+            ///
+            /// # Shapes
+            /// As in `forward`, with one query and one key.
+            ///
+            /// # Errors
+            /// Shapes that do not fit each other, the module or the state.
+            pub fn step(
+                &self,
+                q: ::burn::tensor::Tensor<4>,
+                k: ::burn::tensor::Tensor<4>,
+                v: ::burn::tensor::Tensor<4>,
+                state: &mut $crate::attention::AttentionState,
+            ) -> $crate::Result<::burn::tensor::Tensor<4>> {
+                $crate::backend::step(self, q, k, v, state)
+            }
+        }
+    };
+}
+pub(super) use attention_module;
+
+macro_rules! mechanisms {
+    ($($(#[$doc:meta])* $variant:ident = $make:ident $name:literal ($options:ident) -> $module:ident;)*) => {
+        /// Names a mechanism and its options, without sizes: `{"mechanism": "shaw", "relative": {"radius": 8}}`.
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "mechanism")]
+        pub enum AttentionConfig {
+            $($(#[$doc])* #[serde(rename = $name)] $variant($options),)*
+        }
+
+        /// Any mechanism.
+        #[derive(Module, Debug)]
+        pub enum Attention {
+            $($(#[$doc])* $variant($module),)*
+        }
+
+        impl AttentionConfig {
+            /// The names of all mechanisms, in the order in which they are listed to people.
+            pub const NAMES: &[&str] = &[$($name),*];
+
+            $(
+                $(#[$doc])*
+                ///
+                /// With its default options.
+                pub fn $make() -> Self {
+                    Self::$variant($options::default())
+                }
+            )*
+
+            /// The mechanism of this name with its default options, if there is one.
+            pub fn by_name(name: &str) -> Option<Self> {
+                match name {
+                    $($name => Some(Self::$make()),)*
+                    _ => None,
+                }
+            }
+
+            /// The name of the mechanism in configurations and on the command line.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$variant(_) => $name,)*
+                }
+            }
+
+            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a model
+            /// wants absolute positions.
+            pub fn sees_order(&self) -> bool {
+                match self {
+                    $(Self::$variant(options) => options.sees_order(),)*
+                }
+            }
+
+            /// What a decoder whose self-attention this is attends to its memory with: the mechanism itself, unless its
+            /// positions mean nothing between two sequences.
+            pub fn cross_attention(&self) -> Self {
+                let other = match self {
+                    $(Self::$variant(options) => options.cross_attention(),)*
+                };
+                other.unwrap_or_else(|| self.clone())
+            }
+
+            /// The mechanism over `heads` query heads and `kv_heads` key/value heads of `head_dim` numbers.
+            ///
+            /// # Errors
+            /// Options or sizes that no mechanism can be made from.
+            pub fn init(&self, heads: usize, kv_heads: usize, head_dim: usize, device: &Device) -> Result<Attention> {
+                let heads = Heads::new("AttentionConfig", heads, Some(kv_heads), head_dim)?;
+                match self {
+                    $(Self::$variant(options) => options.init(heads, device).map(Attention::$variant),)*
+                }
+            }
+        }
+
+        impl Attention {
+            /// What the backends need to know of it.
+            pub(super) fn layer(&self) -> &dyn Layer {
+                match self {
+                    $(Self::$variant(module) => module,)*
+                }
+            }
+        }
+    };
+}
+
+mechanisms! {
+    /// Kernelized attention, blind to positions (Katharopoulos et al. 2020).
+    Kernelized = kernelized "kernelized" (KernelizedOptions) -> KernelizedAttention;
+    /// Kernelized attention with Shaw's relative positions (the Linear Scalable Transformer).
+    Shaw = shaw "shaw" (ShawOptions) -> KernelizedAttention;
+    /// Scaled dot-product attention, blind to positions: the baseline, of quadratic cost.
+    Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
+}
+
+impl Config for AttentionConfig {}
+
+impl Default for AttentionConfig {
+    /// [`AttentionConfig::shaw`].
+    fn default() -> Self {
+        Self::shaw()
+    }
+}
+
+impl Attention {
+    /// Attention over whole sequences; shapes and errors as in [`KernelizedAttention::forward`].
+    pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<Tensor<4>> {
+        backend::attend(self.layer(), q, k, v, mask)
+    }
+
+    /// Takes one token into `state`, which before the first is the default, and gives its output; shapes and errors as in
+    /// [`KernelizedAttention::step`].
+    pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut AttentionState) -> Result<Tensor<4>> {
+        backend::step(self.layer(), q, k, v, state)
+    }
+
+    /// `state` as numbers, exactly.
+    ///
+    /// # Errors
+    /// A device that gives no numbers back.
+    pub fn store(&self, state: &AttentionState) -> Result<StoredState> {
+        backend::store(self.layer(), state)
+    }
+
+    /// The state that [`Attention::store`] gave these numbers of, perhaps in another process.
+    ///
+    /// # Errors
+    /// Numbers of another mechanism or of other sizes.
+    pub fn restore(&self, stored: &StoredState, device: &Device) -> Result<AttentionState> {
+        backend::restore(self.layer(), stored, device)
+    }
+
+    /// Takes in keys and values that queries will come to one by one, as in a decoder's attention to its memory.
+    ///
+    /// # Shapes
+    /// - `k`: `[batch, kv_heads, keys, key_dim]`
+    /// - `v`: `[batch, kv_heads, keys, value_dim]`
+    ///
+    /// # Errors
+    /// A mask of the wrong size or of packed sequences, whose queries have no place.
+    pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
+        let layer = self.layer();
+        argument(
+            !matches!(mask.keys, KeyMask::Packed { .. }),
+            layer.name(),
+            "mask",
+            || "one batch entry for each memory".into(),
+            || "packed sequences".into(),
+        )?;
+        let Heads { heads, head_dim, .. } = layer.heads();
+        let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
+        backend::check(layer, &q, &k, &v)?;
+        backend::check_by_kernel(layer, &q, &k, &v, mask)?;
+        Ok(match layer.total(k.clone(), v.clone(), mask) {
+            Some(total) => MemoryState { mechanism: layer.name(), remembered: Remembered::Total(Box::new(total)) },
+            None => {
+                let whole = Box::new((k, v, mask.clone()));
+                MemoryState { mechanism: layer.name(), remembered: Remembered::Whole(whole) }
+            }
+        })
+    }
+
+    /// What [`Attention::forward`] under a bidirectional mask gives for queries that stand at position `first` and after:
+    /// O(1) a query for kernelized attention, O(keys) for the others.
+    ///
+    /// # Shapes
+    /// `q`: `[batch, heads, queries, head_dim]`; output `[batch, heads, queries, value_dim]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit the memory.
+    pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
+        let name = self.layer().name();
+        if memory.mechanism != name {
+            return Err(Error::Argument {
+                operation: name,
+                argument: "memory",
+                expected: format!("a memory of {name}"),
+                got: format!("one of {}", memory.mechanism),
+            });
+        }
+        match &memory.remembered {
+            Remembered::Total(total) => {
+                let expected = total.query();
+                let [batch, heads, _, dim] = q.dims();
+                argument(
+                    [batch, heads, 1, dim] == expected,
+                    name,
+                    "q",
+                    || format!("[{}, {}, queries, {}]", expected[0], expected[1], expected[3]),
+                    || format!("{:?}", q.dims()),
+                )?;
+                Ok(total.recall(q))
+            }
+            Remembered::Whole(whole) => {
+                let (k, v, mask) = whole.as_ref();
+                self.forward(q, k.clone(), v.clone(), &mask.clone().with_offset(first as isize))
+            }
+        }
+    }
+}
+
+/// Keys and values that queries come to one by one. Made by [`Attention::remember`].
+#[derive(Debug, Clone)]
+pub struct MemoryState {
+    /// Whose memory it is.
+    mechanism: &'static str,
+    remembered: Remembered,
+}
+
+#[derive(Debug, Clone)]
+enum Remembered {
+    /// The sums that content-only queries need.
+    Total(Box<Total>),
+    /// Keys, values and which of them are there.
+    Whole(Box<(Tensor<4>, Tensor<4>, AttentionMask)>),
+}
+
+impl MemoryState {
+    /// The memories of the batch entries `indices`, in that order; an entry may come several times.
+    pub(crate) fn select(&self, indices: &[usize], device: &Device) -> Self {
+        let rows = index_tensor(indices, device);
+        let remembered = match &self.remembered {
+            Remembered::Total(total) => Remembered::Total(Box::new(total.select(&rows))),
+            Remembered::Whole(whole) => {
+                let (k, v, mask) = whole.as_ref();
+                let keys = k.dims()[2];
+                let take = |x: &Tensor<4>| x.clone().select(0, rows.clone());
+                Remembered::Whole(Box::new((take(k), take(v), mask.select(indices, keys))))
+            }
+        };
+        Self { mechanism: self.mechanism, remembered }
+    }
+}

@@ -1,0 +1,134 @@
+//! Tensor operations against the kernels, for every mechanism that a name can choose: outputs and gradients, in doubles.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Device, Distribution, FloatDType, Gradients, Tensor};
+use longspan_kernels::{Call, Dims, Mechanism, Order, View};
+
+use super::{Attention, AttentionConfig, AttentionMask};
+use crate::backend;
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const DIM: usize = 6;
+
+/// Every mechanism in doubles, its learned tensors away from where they start.
+fn modules() -> Vec<(&'static str, Attention)> {
+    struct Widen;
+    impl ModuleMapper for Widen {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|x| {
+                let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.3), &x.device());
+                (x + noise).cast(FloatDType::F64).detach().require_grad()
+            })
+        }
+    }
+    let device = Device::flex().autodiff();
+    let make = |name: &&'static str| {
+        let config = AttentionConfig::by_name(name).unwrap();
+        (*name, config.init(HEADS, KV_HEADS, DIM, &device).unwrap().map(&mut Widen))
+    };
+    AttentionConfig::NAMES.iter().map(make).collect()
+}
+
+fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
+    let mut all = Vec::new();
+    for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
+        for offset in [0, keys as isize - queries as isize, 3, -3] {
+            let mask = order.clone().with_offset(offset);
+            let lengths: Vec<usize> = (0..batch).map(|b| keys * b / batch).collect();
+            let padding: Vec<bool> = (0..batch * keys).map(|at| at % 3 == 1).collect();
+            all.extend([mask.clone().with_lengths(&lengths), mask.clone().with_padding(&padding), mask]);
+        }
+    }
+    all
+}
+
+fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    x.try_into_vec_as::<f64>().unwrap()
+}
+
+#[track_caller]
+fn assert_close(what: &str, found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
+    for (i, (a, b)) in found.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() <= 1e-9 * largest, "{what}: {i} is {a}, not {b}");
+    }
+}
+
+/// The output, and the gradients of q, k, v and all parameters; an input without part in the output has gradient 0.
+fn outcome(
+    attention: &Attention,
+    inputs: &[Tensor<4>; 3],
+    run: impl Fn([Tensor<4>; 3]) -> Tensor<4>,
+) -> Vec<(&'static str, Vec<f64>)> {
+    struct Collect<'a>(&'a Gradients, Vec<f64>);
+    impl ModuleVisitor for Collect<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.1.extend(gradient(&param.val(), self.0));
+        }
+    }
+    fn gradient<const D: usize>(x: &Tensor<D>, gradients: &Gradients) -> Vec<f64> {
+        x.grad(gradients).map_or_else(|| vec![0.0; x.dims().iter().product()], numbers)
+    }
+    let inputs = inputs.clone().map(|x| x.detach().require_grad());
+    let out = run(inputs.clone());
+    let weights: Vec<f64> = (0..out.dims().iter().product()).map(|i: usize| (i as f64 * 0.7).sin()).collect();
+    let weights = Tensor::<1>::from_data(weights.as_slice(), (&out.device(), out.dtype())).reshape(out.dims());
+    let gradients = (out.clone() * weights).sum().backward();
+    let mut learned = Collect(&gradients, Vec::new());
+    attention.visit(&mut learned);
+    let learned = learned.1;
+    let [dq, dk, dv] = inputs.each_ref().map(|x| gradient(x, &gradients));
+    vec![("out", numbers(out)), ("dq", dq), ("dk", dk), ("dv", dv), ("parameters", learned)]
+}
+
+#[test]
+fn tensor_operations_are_the_kernels() {
+    for (name, attention) in modules() {
+        let layer = attention.layer();
+        for (queries, keys) in [(1, 1), (5, 9), (9, 5), (70, 70), (140, 67)] {
+            let batch = 2;
+            let mut masks = masks(queries, keys, batch);
+            let mut sizes = vec![batch; masks.len()];
+            let packed = AttentionMask::causal().with_packed(&[queries / 2, 0, queries - queries / 2]);
+            if queries == keys {
+                masks.extend([AttentionMask { order: Order::Bidirectional, ..packed.clone() }, packed]);
+                sizes.extend([1, 1]);
+            }
+            for (mask, batch) in masks.into_iter().zip(sizes) {
+                let device = Device::flex().autodiff();
+                let dims =
+                    Dims { batch, heads: HEADS, kv_heads: KV_HEADS, queries, keys, head_dim: DIM, value_dim: DIM };
+                let key_dim = layer.kernel().map_or(DIM, |kernel| Mechanism::<f64>::key_dim(&*kernel, &dims));
+                let random = |shape: [usize; 4]| {
+                    Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::F64)
+                };
+                let inputs = [random(dims.q()), random([batch, KV_HEADS, keys, key_dim]), random(dims.v())];
+                let what = format!("{name}, {queries} × {keys}, {mask:?}");
+                let tensors = outcome(&attention, &inputs, |[q, k, v]| {
+                    backend::in_tensors(layer, q, k, v, &mask).unwrap_or_else(|error| panic!("{what}: {error}"))
+                });
+                let fused = outcome(&attention, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
+                for ((part, found), (_, expected)) in tensors.iter().zip(&fused) {
+                    assert_close(&format!("{what}, {part}"), found, expected);
+                }
+                let Some(kernel) = layer.kernel() else { continue };
+                let [q, k, v] = inputs.clone().map(numbers);
+                let parameters: Vec<Vec<f64>> = layer.parameters().into_iter().map(numbers).collect();
+                let parameters: Vec<&[f64]> = parameters.iter().map(Vec::as_slice).collect();
+                let call = Call {
+                    dims,
+                    q: View::contiguous(&q, dims.q()),
+                    k: View::contiguous(&k, [batch, KV_HEADS, keys, key_dim]),
+                    v: View::contiguous(&v, dims.v()),
+                    parameters: &parameters,
+                    mask: mask.as_kernel(),
+                    initial_state: None,
+                };
+                let defined = Mechanism::<f64>::reference(&*kernel, &call).unwrap().out;
+                assert_close(&format!("{what}, definition"), &fused[0].1, &defined);
+            }
+        }
+    }
+}

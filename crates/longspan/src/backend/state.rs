@@ -1,0 +1,207 @@
+//! States: what later tokens need to know of earlier ones, whatever the mechanism and wherever it runs.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+#[cfg(feature = "flex")]
+use longspan_kernels::StateShape;
+use serde::{Deserialize, Serialize};
+
+use super::Layer;
+#[cfg(feature = "flex")]
+use super::flex::PrefixState;
+use super::tensor::Running;
+use crate::attention::index_tensor;
+use crate::error::{Error, Result, argument};
+
+/// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
+/// [`AttentionState::to_stored`]. The default is the state before the first token.
+///
+/// On the CPU without autodiff its size does not grow (but for mechanisms that have no state of constant size). Elsewhere
+/// kernelized attention keeps sums of constant size as well, and every other mechanism its keys and values.
+#[derive(Debug, Clone, Default)]
+pub struct AttentionState {
+    pub(super) inner: Option<Inner>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Inner {
+    #[cfg(feature = "flex")]
+    Kernels(PrefixState),
+    Tensors(TensorState),
+}
+
+/// A state in tensors, which autodiff can follow.
+#[derive(Debug, Clone)]
+pub(crate) enum TensorState {
+    /// Of kernelized attention.
+    Sums(Box<Running>),
+    /// The keys and values so far, `[batch, kv_heads, tokens, ·]` each.
+    Past(Box<[Tensor<4>; 2]>),
+}
+
+/// A state as numbers, for any format that serde writes. Made by [`AttentionState::to_stored`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StoredState {
+    mechanism: String,
+    form: Form,
+    tensors: Vec<TensorData>,
+}
+
+/// What the numbers of a [`StoredState`] are.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Form {
+    /// The state before the first token.
+    Empty,
+    /// One tensor in the kernels' order.
+    Kernels { batch: usize, kv_heads: usize, parts: [usize; PARTS] },
+    /// The tensors of [`Running`].
+    Sums { batch: usize, heads: usize, value_dim: usize },
+    /// Keys and values.
+    Past,
+}
+
+/// Parts of a kernel's state.
+const PARTS: usize = 6;
+
+const NAME: &str = "attention state";
+
+impl AttentionState {
+    /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
+    ///
+    /// # Errors
+    /// An index beyond the batch.
+    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
+        let inner = match &self.inner {
+            None => None,
+            #[cfg(feature = "flex")]
+            Some(Inner::Kernels(state)) => Some(Inner::Kernels(state.select(indices)?)),
+            Some(Inner::Tensors(state)) => {
+                let batch = state.batch();
+                argument(
+                    indices.iter().all(|&index| index < batch),
+                    NAME,
+                    "indices",
+                    || format!("indices below {batch}"),
+                    || format!("{indices:?}"),
+                )?;
+                Some(Inner::Tensors(state.select(&index_tensor(indices, device))))
+            }
+        };
+        Ok(Self { inner })
+    }
+
+    /// The state as numbers, exactly.
+    ///
+    /// # Errors
+    /// A device that gives no numbers back.
+    pub(super) fn to_stored(&self, mechanism: &'static str) -> Result<StoredState> {
+        let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
+        let (form, tensors) = match &self.inner {
+            None => (Form::Empty, Vec::new()),
+            #[cfg(feature = "flex")]
+            Some(Inner::Kernels(state)) => {
+                let StateShape { batch, kv_heads, parts, .. } = state.shape();
+                (Form::Kernels { batch, kv_heads, parts }, vec![state.numbers()])
+            }
+            Some(Inner::Tensors(TensorState::Sums(sums))) => {
+                let [batch, heads, value_dim] = sums.shape();
+                let tensors = sums.clone().tensors().into_iter().map(|x| read(x)).collect::<Result<_>>()?;
+                (Form::Sums { batch, heads, value_dim }, tensors)
+            }
+            Some(Inner::Tensors(TensorState::Past(past))) => {
+                (Form::Past, past.iter().map(read).collect::<Result<_>>()?)
+            }
+        };
+        Ok(StoredState { mechanism: mechanism.into(), form, tensors })
+    }
+
+    /// The state that gave these numbers, for `layer` on `device`.
+    pub(super) fn from_stored(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<Self> {
+        let name = layer.name();
+        argument(
+            stored.mechanism == name,
+            NAME,
+            "mechanism",
+            || format!("a state of {name}"),
+            || format!("one of {}", stored.mechanism),
+        )?;
+        let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+        let broken = |got: String| Error::Argument {
+            operation: NAME,
+            argument: "numbers",
+            expected: format!("those of a {:?} state of {name}", stored.form),
+            got,
+        };
+        if !stored.tensors.iter().all(float) {
+            return Err(broken("tensors that hold no floating-point numbers".into()));
+        }
+        let read = |x: &TensorData| Tensor::<4>::from_data(x.clone(), (device, x.dtype()));
+        let inner = match (stored.form, stored.tensors.as_slice()) {
+            (Form::Empty, []) => None,
+            #[cfg(feature = "flex")]
+            (Form::Kernels { batch, kv_heads, parts }, [numbers]) => {
+                let shape = StateShape { mechanism: name, batch, kv_heads, parts };
+                let counted = parts.iter().try_fold(0_usize, |sum, &part| sum.checked_add(part));
+                let counted = counted.and_then(|n| n.checked_mul(batch)).and_then(|n| n.checked_mul(kv_heads));
+                if counted != Some(numbers.num_elements()) {
+                    return Err(broken(format!("{} numbers", numbers.num_elements())));
+                }
+                Some(Inner::Kernels(PrefixState::from_numbers(shape, numbers)?))
+            }
+            (Form::Sums { batch, heads, value_dim }, tensors) => {
+                let sizes = layer.heads();
+                let first = tensors.first().map(TensorData::dtype);
+                let fits = heads == sizes.heads && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
+                let limit = tensors.iter().map(TensorData::num_elements).sum::<usize>();
+                if let (true, Some(dtype), true) = (fits, first, batch.max(value_dim) <= limit) {
+                    let like = Tensor::zeros([batch, heads, 1, sizes.head_dim], (device, dtype));
+                    let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
+                        return Err(broken("sums, which this mechanism does not keep".into()));
+                    };
+                    let mut wanted = sums.tensors();
+                    let shapes = wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>()));
+                    if !shapes {
+                        return Err(broken(shapes_of(tensors)));
+                    }
+                    for (to, from) in wanted.iter_mut().zip(tensors) {
+                        **to = read(from);
+                    }
+                    Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
+                } else {
+                    return Err(broken(shapes_of(tensors)));
+                }
+            }
+            (Form::Past, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
+                let ([batch, kv_heads, tokens, _], v_shape) = (k.shape().dims::<4>(), v.shape().dims::<4>());
+                if v_shape[..3] != [batch, kv_heads, tokens] || kv_heads != layer.heads().kv_heads {
+                    return Err(broken(shapes_of(&stored.tensors)));
+                }
+                Some(Inner::Tensors(TensorState::Past(Box::new([read(k), read(v)]))))
+            }
+            (_, tensors) => return Err(broken(shapes_of(tensors))),
+        };
+        Ok(Self { inner })
+    }
+}
+
+fn shapes_of(tensors: &[TensorData]) -> String {
+    format!("{:?}", tensors.iter().map(|x| (x.shape().to_vec(), x.dtype())).collect::<Vec<_>>())
+}
+
+impl TensorState {
+    fn batch(&self) -> usize {
+        match self {
+            Self::Sums(sums) => sums.shape()[0],
+            Self::Past(past) => past[0].dims()[0],
+        }
+    }
+
+    fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        let take = |x: &Tensor<4>| x.clone().select(0, indices.clone());
+        match self {
+            Self::Sums(sums) => Self::Sums(Box::new(sums.select(indices))),
+            Self::Past(past) => Self::Past(Box::new(past.each_ref().map(take))),
+        }
+    }
+}
