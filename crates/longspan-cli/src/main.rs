@@ -2,17 +2,19 @@
 //! and explains what attention will cost.
 //!
 //! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`], [`info`]);
-//! [`config`] gathers settings; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
+//! [`config`] gathers settings; [`attention`] turns a name into a mechanism, [`mechanisms`] compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
 //! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
 mod answer;
+mod attention;
 mod config;
 mod data;
 mod eval;
 mod explain;
 mod info;
+mod mechanisms;
 mod metrics;
 mod model;
 mod plot;
@@ -56,7 +58,7 @@ enum Command {
     Eval(eval::Arguments),
     /// Show which algorithm attention of given sizes would run, and its cost
     Explain(explain::Arguments),
-    /// Describe a run folder and verify it
+    /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
 }
 
