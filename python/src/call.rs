@@ -331,8 +331,15 @@ impl Mechanism {
         let mut d_parameters = shapes.map(|shape| empty::<T>(py, shape)).collect::<PyResult<Vec<_>>>()?;
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(numbers_mut).collect();
         let [out, denominators, d_out] = cotangent;
-        let cotangent = Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view() };
-        let gradients = Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), parameters: &mut slices };
+        let cotangent =
+            Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view(), final_state: None };
+        let gradients = Gradients {
+            dq: dq.view_mut(),
+            dk: dk.view_mut(),
+            dv: dv.view_mut(),
+            parameters: &mut slices,
+            initial_state: None,
+        };
         inputs
             .run(py, self, None, BACKWARD_PASSES, |kernel, call, scratch| {
                 kernel.backward(call, &cotangent, gradients, scratch)
