@@ -1,7 +1,7 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
+//! [`KernelizedAttention`], [`Shaw`] and [`Toeplitz`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
 mod algorithm;
@@ -16,6 +16,7 @@ mod shape;
 pub mod shaw;
 mod simd;
 mod state;
+pub mod toeplitz;
 
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
@@ -28,3 +29,4 @@ pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
 pub use state::{State, StateShape};
+pub use toeplitz::{Beyond, Bias, Toeplitz};

@@ -17,6 +17,10 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     let [sum, keys, _, row, ring, _] = shape.parts;
     let sums = sum + keys;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    if shape.mechanism == "toeplitz" {
+        // Exponents are those of the keys themselves, and a token's place in the ring is its number in the sequence.
+        return numbers;
+    }
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
         let (own, other) = (head[sums], to[sums]);
         let factor = if own == other { 1.0 } else { (own - other).exp() };

@@ -6,6 +6,7 @@
 
 pub(crate) mod block;
 mod portable;
+pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -16,6 +17,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use toeplitz::Factors;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,6 +169,9 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    weigh(
+        tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
+    );
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
