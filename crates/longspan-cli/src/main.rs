@@ -1,19 +1,22 @@
 //! The command `longspan`: trains sequence-to-sequence transformers of linear cost on pairs of texts, runs and scores them,
 //! and explains what attention will cost.
 //!
-//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`], [`mod@bench`], [`info`]);
-//! [`config`] gathers settings; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
+//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`],
+//! [`mod@bench`], [`info`]); [`config`] gathers settings; [`attention`] turns a name into a mechanism, [`mechanisms`]
+//! compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
 //! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
 mod answer;
+mod attention;
 mod bench;
 mod config;
 mod data;
 mod eval;
 mod explain;
 mod info;
+mod mechanisms;
 mod metrics;
 mod model;
 mod plot;
@@ -59,7 +62,7 @@ enum Command {
     Explain(explain::Arguments),
     /// Measure time and memory of attention over length, and draw them
     Bench(bench::Arguments),
-    /// Describe a run folder and verify it
+    /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
 }
 
