@@ -1,9 +1,11 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] with [`Shaw`]'s or [`Fourier`] positions are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
+//! [`KernelizedAttention`] with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`aft`] are the mechanisms; [`State`]
+//! is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
+pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
@@ -17,7 +19,9 @@ mod shape;
 pub mod shaw;
 mod simd;
 mod state;
+pub mod toeplitz;
 
+pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;
@@ -30,3 +34,4 @@ pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
 pub use state::{State, StateShape};
+pub use toeplitz::{Beyond, Bias, Toeplitz};

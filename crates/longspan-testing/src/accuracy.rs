@@ -48,17 +48,22 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
     for out in &mut forward.out {
         *out = -*out;
     }
-    let mut scale = execute::backward(subject, case, &inputs, &forward)?;
+    let mut backward = execute::backward(subject, case, &inputs, &forward)?;
+    // A gradient with a single term, such as that of a gate, comes out with the sign of that term.
+    backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
     if subject.assumptions.turned {
-        scale.gradients.iter_mut().for_each(|gradient| level(gradient));
+        backward.gradients.iter_mut().for_each(|gradient| level(gradient));
         // The gradient of an angle is at most a feature, 4 as drawn, times the gradient of the feature; that of a rate
         // or of a position is the same times the other.
         let dims = &case.dims;
-        let features = scale.gradients[..2].iter().flatten().fold(0.0f64, |largest, &x| largest.max(x));
+        let features = backward.gradients[..2].iter().flatten().fold(0.0f64, |largest, &x| largest.max(x));
         let reach = 4.0 * (dims.queries.max(dims.keys) as f64 + case.offset.unsigned_abs() as f64 + 4.0);
-        scale.gradients[3..].iter_mut().for_each(|gradient| gradient.fill(features * reach));
+        backward.gradients[3..].iter_mut().for_each(|gradient| gradient.fill(features * reach));
     }
-    Ok(scale)
+    if let Some(bound) = subject.assumptions.parameter_scale {
+        bound(case, &inputs, &mut backward);
+    }
+    Ok(backward)
 }
 
 /// Names the gradients.
@@ -159,7 +164,12 @@ pub fn no_gradient_where_nothing_is_seen<T: Number>(
             for head in 0..dims.kv_heads {
                 let token = (batch * dims.kv_heads + head) * dims.keys + j;
                 for (name, gradient, width, matters) in [
-                    ("dk", &backward.gradients[1], dims.head_dim, seen && subject.assumptions.content),
+                    (
+                        "dk",
+                        &backward.gradients[1],
+                        execute::key_dim(subject, dims),
+                        seen && subject.assumptions.content,
+                    ),
                     ("dv", &backward.gradients[2], dims.value_dim, seen),
                 ] {
                     let row = &gradient[token * width..][..width];

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::case::{Case, Inputs};
+use crate::execute::Backward;
 use longspan_kernels::{
     Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap,
     Score, Wave,
@@ -33,8 +35,12 @@ impl Number for f64 {
     }
 }
 
+/// Raises the scale of parameters' gradients to the sum of the magnitudes of their terms, where that is not what the
+/// gradient is for inputs without signs.
+pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
+
 /// What the checks may assume of a mechanism.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Assumptions {
     /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
     pub signed_features: bool,
@@ -50,6 +56,8 @@ pub struct Assumptions {
     pub turned: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
+    /// For parameters that are not used as they are, but normalised, say.
+    pub parameter_scale: Option<ParameterScale>,
 }
 
 /// Whether rows are divided by the sum of weights of either sign.
@@ -104,6 +112,7 @@ impl Subject {
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
             turned: attention.score.fourier().is_some(),
             true_denominators: attention.feature_map != FeatureMap::Exp,
+            parameter_scale: None,
         }
     }
 

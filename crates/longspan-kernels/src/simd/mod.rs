@@ -5,8 +5,10 @@
 //! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
 pub(crate) mod block;
+pub(crate) mod log_sum;
 mod portable;
 pub(crate) mod rotation;
+pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -17,7 +19,9 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use log_sum::OutputRow;
 use rotation::{Rotation, Unrotated};
+use toeplitz::Factors;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,6 +182,14 @@ operations! {
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
+    join(to: &mut [T], item: &[T], bias: T);
+    gated_mean(mean: &[T], q: &[T], out: &mut [T]);
+    row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
+    key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
+    bias_gradient(row: &[T], key: &[T], bias: T) -> T;
+    weigh(
+        tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
+    );
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
