@@ -4,6 +4,7 @@
 //! [`KernelizedAttention`], [`Shaw`] and [`Toeplitz`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
+pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
@@ -18,6 +19,7 @@ mod simd;
 mod state;
 pub mod toeplitz;
 
+pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;

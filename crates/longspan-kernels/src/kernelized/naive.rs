@@ -24,7 +24,7 @@ use crate::simd::block::{Band, Product};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
 /// the rows of 64 features that pass by.
-const TILE: usize = 64;
+pub(super) const TILE: usize = 64;
 
 /// Fewer keys than this are scored by dot products: to transpose a register's worth of rows would cost more.
 const FEW_KEYS: usize = 8;

@@ -5,6 +5,7 @@
 //! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
 pub(crate) mod block;
+pub(crate) mod log_sum;
 mod portable;
 pub(crate) mod toeplitz;
 mod vector;
@@ -17,6 +18,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use log_sum::OutputRow;
 use toeplitz::Factors;
 
 /// An instruction set.
@@ -169,6 +171,11 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    join(to: &mut [T], item: &[T], bias: T);
+    gated_mean(mean: &[T], q: &[T], out: &mut [T]);
+    row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
+    key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
+    bias_gradient(row: &[T], key: &[T], bias: T) -> T;
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
