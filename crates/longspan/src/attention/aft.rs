@@ -211,8 +211,7 @@ impl Layer for AftAttention {
         };
         let (back, ahead) = (back as isize, ahead as isize);
         let inside = |key: isize| if (0..keys as isize).contains(&key) { key } else { -1 };
-        let near: Vec<isize> =
-            (0..queries).flat_map(|i| (place(i) - back..=place(i) + ahead).map(inside)).collect();
+        let near: Vec<isize> = (0..queries).flat_map(|i| (place(i) - back..=place(i) + ahead).map(inside)).collect();
         let mut means = items.clone().take(&near).biased(biases, queries);
         let before: Vec<isize> = (0..queries).map(|i| (place(i) - back - 1).min(keys as isize - 1)).collect();
         means = items.clone().prefixes().take(&before).join(means);

@@ -9,8 +9,9 @@ use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
-    SoftmaxAttention, SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
+    AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState, Heads,
+    KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions, SoftmaxAttention, SoftmaxOptions, StoredState,
+    ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, Kernel, Layer, Total};
 use crate::error::{Error, Result, argument};

@@ -114,9 +114,8 @@ fn tensor_operations_are_the_kernels() {
                     assert_eq!(error.to_string(), same.to_string());
                     continue;
                 }
-                let tensors = outcome(&attention, &inputs, |[q, k, v]| {
-                    backend::in_tensors(layer, q, k, v, &mask).unwrap()
-                });
+                let tensors =
+                    outcome(&attention, &inputs, |[q, k, v]| backend::in_tensors(layer, q, k, v, &mask).unwrap());
                 let fused = outcome(&attention, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
                 for ((part, found), (_, expected)) in tensors.iter().zip(&fused) {
                     assert_close(&format!("{what}, {part}"), found, expected);
