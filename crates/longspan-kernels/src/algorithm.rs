@@ -21,12 +21,14 @@ pub enum Algorithm {
     Chunked,
     /// Scores in tiles, weighed by distance.
     Tiled,
+    /// Fast Fourier transforms of features times values.
+    Fft,
 }
 
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled];
+    pub const ALL: [Self; 6] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -36,6 +38,7 @@ impl Algorithm {
             Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
             Self::Tiled => "tiled",
+            Self::Fft => "fft",
         }
     }
 

@@ -1,7 +1,8 @@
 //! What each algorithm would cost for a call, and which is the cheapest.
 
-use super::Toeplitz;
+use super::fft::transform_length;
 use super::problem::{STRIP, TILE};
+use super::{Bias, Toeplitz};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
 use crate::shape::Dims;
@@ -9,14 +10,47 @@ use crate::shape::Dims;
 /// Flops a second of weighed tiles on one thread, measured with AVX-512 at 64 features.
 const TILE_RATE: f64 = 80e9;
 
+/// Flops a second of transforms in doubles and the products around them on one thread, counted as 2.5 N log₂N a
+/// transform.
+const FFT_RATE: f64 = 4e9;
+
 /// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    let estimates = vec![tiled(dims, mask)];
-    let reason = match toeplitz.algorithm {
-        Algorithm::Auto => "there is no other".to_owned(),
-        _ => "forced by the caller".to_owned(),
+    let estimates = vec![tiled(dims, mask), fft(toeplitz, dims)];
+    let cheapest = estimates.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let (algorithm, reason) = match (toeplitz.algorithm, cheapest) {
+        (Algorithm::Auto, Some(best)) => {
+            let other = estimates.iter().filter(|e| e.algorithm != best.algorithm).map(|e| e.seconds);
+            let other = other.fold(f64::INFINITY, f64::min);
+            let ratio = if best.seconds > 0.0 { other / best.seconds } else { 1.0 };
+            (best.algorithm, format!("predicted to be the fastest, {ratio:.1} × before the next"))
+        }
+        (Algorithm::Auto, None) => (Algorithm::Tiled, "there is no other".to_owned()),
+        (forced, _) => (forced, "forced by the caller".to_owned()),
     };
-    Plan { algorithm: Algorithm::Tiled, estimates, reason }
+    Plan { algorithm, estimates, reason }
+}
+
+/// Features times value columns, each of which goes through two transforms of a length that fits all distances.
+fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
+    let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
+    let heads = (dims.batch * dims.heads) as f64;
+    let places = |tokens: usize| match toeplitz.bias {
+        // Rows of pixels stand about twice their width apart.
+        Bias::Grid { width, .. } => tokens.div_ceil(width.max(1)).saturating_mul(2 * width.saturating_sub(1) + 1),
+        _ => tokens,
+    };
+    let length = transform_length(places(dims.keys), places(dims.queries)) as f64;
+    let transforms = heads * 2.0 * d * (dv + 1.0);
+    let flops = transforms * 2.5 * length * length.log2();
+    Estimate {
+        algorithm: Algorithm::Fft,
+        flops,
+        published_elements: length * d * (dv + 1.0),
+        // Columns of φ(q), φ(k), v and the sums in doubles, and one task's signal and spectra.
+        scratch_bytes: 8.0 * ((dims.keys as f64 + dims.queries as f64) * (d + dv) + 4.0 * length),
+        seconds: flops / FFT_RATE,
+    }
 }
 
 /// Pairs of query and key that see each other, one head, if no key is ignored.
