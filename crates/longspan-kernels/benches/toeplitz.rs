@@ -162,13 +162,7 @@ fn main() {
                 times[2].push(transforms(length));
             }
             let [tiled, fft, own] = times.map(median);
-            println!(
-                "{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>10.2}",
-                tiled * 1e3,
-                fft * 1e3,
-                own * 1e3,
-                fft / own
-            );
+            println!("{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>10.2}", tiled * 1e3, fft * 1e3, own * 1e3, fft / own);
         }
     });
 }

@@ -23,12 +23,16 @@ pub enum Algorithm {
     Tiled,
     /// Fast Fourier transforms of features times values.
     Fft,
+    /// Tiles for near keys, running sums for those beyond a distance from which on all weigh the same. Where a table has
+    /// no such distance, all keys are near.
+    Piecewise,
 }
 
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 6] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft];
+    pub const ALL: [Self; 7] =
+        [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft, Self::Piecewise];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -39,6 +43,7 @@ impl Algorithm {
             Self::Chunked => "chunked",
             Self::Tiled => "tiled",
             Self::Fft => "fft",
+            Self::Piecewise => "piecewise",
         }
     }
 

@@ -388,13 +388,17 @@ fn forward_head<T: Real>(
     for first in (0..queries).step_by(TILE) {
         let rows = first..(first + TILE).min(queries);
         let sees = |row: usize| problem.end(unit, row) > unit.begin();
-        // A NaN can only be the row's own: it fails no certificate, so that its neighbours do not know of it.
-        let fails = |row: usize| sees(row) && bound * q_norms[row] > denominators[row].abs();
-        if rows.clone().any(fails) {
-            tiled::push_strips(tasks, unit.index, head, rows);
-            continue;
+        // What fails goes by tiles in runs of rows, and its neighbours do not know of it: a NaN fails nothing.
+        let fails = |row: &usize| sees(*row) && bound * q_norms[*row] > denominators[*row].abs();
+        let mut row = rows.start;
+        while row < rows.end {
+            let run = (row..rows.end).take_while(&fails).count();
+            if run > 0 {
+                tiled::push_strips(tasks, unit.index, head, row..row + run);
+            }
+            row += run.max(1);
         }
-        for row in rows {
+        for row in rows.filter(|row| !fails(row)) {
             let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
             // SAFETY: each (batch, head, token) is written once, here or by the tiles of a failing block.
             let out = unsafe { sink.out.row(batch, head, token, value_dim) };

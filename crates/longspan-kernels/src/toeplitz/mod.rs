@@ -19,6 +19,7 @@ mod bias;
 mod cost;
 mod fft;
 mod gradient;
+mod piecewise;
 mod problem;
 mod reference;
 mod state;
@@ -65,7 +66,7 @@ impl Toeplitz {
     }
 
     /// The algorithms that can be forced; the first always can.
-    const ALGORITHMS: [Algorithm; 2] = [Algorithm::Tiled, Algorithm::Fft];
+    const ALGORITHMS: [Algorithm; 3] = [Algorithm::Tiled, Algorithm::Fft, Algorithm::Piecewise];
 
     /// The algorithm that a call runs; the same for its backward.
     fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
@@ -121,6 +122,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
         match self.chosen(call) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
+            Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
             _ => tiled::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {

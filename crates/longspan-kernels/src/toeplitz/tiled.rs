@@ -171,14 +171,14 @@ pub(super) fn each_run<T: Real>(
     }
 }
 
-/// Rows of one head that one task computes: at most a [`STRIP`], from the first of a block on.
+/// Rows of one head that one task computes: at most a [`STRIP`].
 pub(super) struct Task {
     unit: usize,
     head: usize,
     rows: std::ops::Range<usize>,
 }
 
-/// Adds the tasks for the rows of one head; `rows` starts on a block.
+/// Adds the tasks for some rows of one head.
 pub(super) fn push_strips(tasks: &mut Vec<Task>, unit: usize, head: usize, rows: std::ops::Range<usize>) {
     let end = rows.end;
     tasks.extend(rows.step_by(STRIP).map(|row| Task { unit, head, rows: row..(row + STRIP).min(end) }));
@@ -252,17 +252,52 @@ pub(super) fn run<T: Real>(
     parallel(tasks.len(), scratch, per_worker, |task, scratch| {
         let Task { unit, head, rows } = &tasks[task];
         let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
-        strip(problem, shared, &problem.unit(*unit), *head, rows.clone(), sink, &mut buffers);
+        let unit = problem.unit(*unit);
+        let span = (unit.begin(), problem.end(&unit, rows.end - 1));
+        strip(problem, shared, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers);
     });
 }
 
+/// The sum of keys that rows see with one weight.
+#[derive(Clone, Copy)]
+pub(super) struct Far<'s, T> {
+    /// `Σ k̄_j v_jᵀ`, `head_width × value_width`.
+    pub sum: &'s [T],
+    /// `Σ k̄_j`.
+    pub keys: &'s [T],
+    /// The exponent subtracted from both.
+    pub exponent: T,
+    /// The keys' bias.
+    pub bias: T,
+}
+
+/// Computes the outputs of one strip of rows from the keys of a span by tiles and from sums of all others.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn far_strip<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    span: (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
+    sink: Sink<'_, T>,
+    scratch: &mut [T],
+) {
+    let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
+    strip(problem, shared, unit, head, rows, span, fars, sink, &mut buffers);
+}
+
 /// Computes the outputs of one strip of rows.
+#[allow(clippy::too_many_arguments)]
 fn strip<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     unit: &Unit<'_, T>,
     head: usize,
     rows: std::ops::Range<usize>,
+    (mut from, end): (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
     sink: Sink<'_, T>,
     buffers: &mut Buffers<'_, T>,
 ) {
@@ -273,8 +308,6 @@ fn strip<T: Real>(
     problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
-    let end = problem.end(unit, rows.end - 1);
-    let mut from = unit.begin();
     while from < end {
         keys.load(problem, unit, from, end);
         shared.blocks(problem, unit, head, rows.clone(), |block| {
@@ -318,6 +351,33 @@ fn strip<T: Real>(
             });
         });
         from += keys.count as isize;
+    }
+    for far in fars.iter().flatten() {
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            // The large numbers first: their difference is exact where it matters.
+            let weight = ((far.exponent - block.level) + far.bias).exp();
+            let at = block.row - rows.start;
+            ops.product(&mut Product {
+                a: &q[at * head_width..],
+                a_row: head_width,
+                a_column: 1,
+                b: far.sum,
+                b_row: value_width,
+                c: tile,
+                c_row: value_width,
+                rows: block.rows,
+                columns: value_width,
+                depth: head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
+            for row in 0..block.rows {
+                let o = &mut o[(at + row) * value_width..][..value_width];
+                ops.add_scaled(o, weight, &tile[row * value_width..][..value_width]);
+                sums[at + row] += weight * ops.dot(far.keys, &q[(at + row) * head_width..][..head_width]);
+            }
+        });
     }
     if unit.has_far() {
         shared.blocks(problem, unit, head, rows.clone(), |block| {
