@@ -11,7 +11,7 @@ pub enum Algorithm {
     /// The cheapest by the cost model.
     #[default]
     Auto,
-    /// Every pair of query and key, one after the other. A call with an initial state runs [`Chunked`](Self::Chunked)
+    /// Every pair of query and key, in dense tiles. A call with an initial state runs [`Chunked`](Self::Chunked)
     /// all the same: only that can go on from one.
     Naive,
     /// The published form: outer products of keys and values, cumulated over the keys and all of them kept, so memory
