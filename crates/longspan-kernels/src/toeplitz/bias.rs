@@ -186,6 +186,17 @@ impl Bias {
         }
     }
 
+    /// The least distance, known to be so, from which on all share one entry, and that entry.
+    pub(super) fn after(&self) -> Option<(isize, usize)> {
+        let distance = match *self {
+            Self::Table { first, count, beyond: Beyond::Extend } => first + count as isize - 1,
+            Self::Buckets { max_distance, bidirectional: true, .. } => max_distance as isize,
+            Self::Buckets { .. } => 0,
+            Self::Table { .. } | Self::Grid { .. } => return None,
+        };
+        self.entry(distance).map(|entry| (distance, entry))
+    }
+
     /// The distances that the rows of a sequence meet, with `past` tokens before its first key: `None` where it has no
     /// pair.
     pub(super) fn distances(
