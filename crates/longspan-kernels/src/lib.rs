@@ -1,9 +1,8 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`aft`] are the mechanisms; [`State`]
-//! is what streaming carries; [`Algorithm`] and
-//! [`Plan`] say how a call is computed and why.
+//! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms; [`State`]
+//! is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is computed and why.
 
 pub mod aft;
 mod algorithm;

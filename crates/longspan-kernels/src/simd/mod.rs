@@ -179,9 +179,6 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
-    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
-    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
-    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
     join(to: &mut [T], item: &[T], bias: T);
     gated_mean(mean: &[T], q: &[T], out: &mut [T]);
     row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
@@ -190,6 +187,9 @@ operations! {
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
+    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
