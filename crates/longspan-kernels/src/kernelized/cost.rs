@@ -1,10 +1,11 @@
 //! What each algorithm would cost for a call, and which is the cheapest.
 
-use super::KernelizedAttention;
 use super::naive::TILE;
 use super::problem::CHUNK;
+use super::{KernelizedAttention, Score};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
+use crate::mechanism::Mechanism;
 use crate::shape::Dims;
 
 /// What an algorithm does for one head; as rates, the seconds that each takes.
@@ -102,7 +103,9 @@ impl Work {
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    let estimates = vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    let mut estimates =
+        vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    estimates.retain(|estimate| Mechanism::<f32>::algorithms(attention).contains(&estimate.algorithm));
     // Cumsum was never measured to be the fastest, and a call may have no room for it.
     let candidates = || estimates.iter().filter(|e| e.algorithm != Algorithm::Cumsum);
     let cheapest = candidates().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
@@ -146,9 +149,13 @@ fn table_rows(attention: &KernelizedAttention, mask: &Mask<'_>) -> f64 {
     if mask.order == Order::Causal { radius + 1.0 } else { 2.0 * radius + 1.0 }
 }
 
-/// 1 if keys take part, else 0.
+/// Blocks of `head_dim` features that keys take part with; 0 if they do not.
 fn content(attention: &KernelizedAttention) -> f64 {
-    if attention.score.content() { 1.0 } else { 0.0 }
+    match attention.score {
+        Score::Relative(_) => 0.0,
+        Score::Content | Score::Combined(_) => 1.0,
+        Score::Fourier(fourier) => fourier.blocks().0 as f64,
+    }
 }
 
 /// 1 if there are relative positions, else 0.

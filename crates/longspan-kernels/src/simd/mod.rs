@@ -7,6 +7,7 @@
 pub(crate) mod block;
 pub(crate) mod log_sum;
 mod portable;
+pub(crate) mod rotation;
 pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
@@ -19,6 +20,7 @@ use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
 use log_sum::OutputRow;
+use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 
 /// An instruction set.
@@ -122,7 +124,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: the caller has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -136,7 +138,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: every processor of the target has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -144,6 +146,12 @@ macro_rules! operations {
             };
         }
     };
+}
+
+/// The generic operations, wherever they are defined.
+mod kernels {
+    pub(crate) use super::block::*;
+    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
 }
 
 operations! {
@@ -179,6 +187,9 @@ operations! {
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
+    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
