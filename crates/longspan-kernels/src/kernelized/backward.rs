@@ -11,7 +11,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
+use super::forward::{Place, Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
 use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
@@ -36,9 +36,6 @@ pub(super) struct GradientSink<'a, T> {
     pub dk: SharedRows<'a, T>,
     pub dv: SharedRows<'a, T>,
 }
-
-/// One head's place for the gradient of its initial state. One task at a time writes to it.
-type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
 /// What the rows' gradients start from.
 #[derive(Clone, Copy)]
@@ -1380,6 +1377,7 @@ pub(super) fn backward<T: Real>(
                 table.fill(T::ZERO);
                 QueryGradients { source, sink, table, shifts }
             },
+            None,
             scratch,
         );
     }

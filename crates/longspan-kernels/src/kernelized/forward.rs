@@ -710,18 +710,35 @@ pub(super) fn visit_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.units() * memory.unit_len(memory.split(problem)) + workers * memory.worker_len(problem)
 }
 
-/// Runs the chunked forward pass.
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+/// One head's place for its state. One task at a time writes to it.
+pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
+
+/// Runs the chunked forward pass; the final state is left on the way where the rows end with the keys.
+pub(super) fn forward<T: Real>(
+    problem: &Problem<'_, T>,
+    sink: Sink<'_, T>,
+    state: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let ends_with_keys = problem.offset == 0 && problem.sequences.iter().all(|s| s.queries == s.keys);
+    let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
+    let places: Option<Vec<Place<'_, T>>> =
+        on_the_way.map(|state| state.heads_mut().map(|head| Mutex::new(head.into())).collect());
     let mut arena = Arena::new(scratch.take(problem.table_len() + visit_len(problem)));
     let table = problem.table(&mut arena);
-    visit_rows(problem, table, &|_, _| sink, arena.rest());
+    visit_rows(problem, table, &|_, _| sink, places.as_deref(), arena.rest());
+    if let Some(state) = afterwards {
+        final_state(problem, state, scratch);
+    }
 }
 
-/// Shows every row of a call to the visitor that `make` gives for its unit and segment.
+/// Shows every row of a call to the visitor that `make` gives for its unit and segment, and leaves the state after the
+/// last row in `last`, one place a unit.
 pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
     table: Option<Table<'_, T>>,
     make: &(impl Fn(usize, usize) -> V + Sync),
+    last: Option<&[Place<'_, T>]>,
     scratch: &mut [T],
 ) {
     let memory = Memory::new(problem);
@@ -730,7 +747,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     let states_len = memory.states_len();
     let (per_unit, per_worker) = (memory.unit_len(split), memory.worker_len(problem));
     let (shared, scratch) = scratch.split_at_mut(units * per_unit);
-    let call = Forward { problem, memory, table, make };
+    let call = Forward { problem, memory, table, make, last };
 
     if !split {
         parallel(units, scratch, per_worker, |index, scratch| {
@@ -799,14 +816,15 @@ fn segment_step(segments: &[Segment]) -> usize {
 }
 
 /// A visit under way.
-struct Forward<'w, 'a, T: 'static, F> {
+struct Forward<'w, 'p, 'a, T: 'static, F> {
     problem: &'w Problem<'a, T>,
     memory: Memory,
     table: Option<Table<'w, T>>,
     make: &'w F,
+    last: Option<&'w [Place<'p, T>]>,
 }
 
-impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T, F> {
+impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, '_, 'a, T, F> {
     fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
         let unit = self.problem.unit(index);
         let ring = self.problem.call.initial_state.map(|state| unit.head(state));
@@ -817,7 +835,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
     fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
-            carry.high.load(unit.head(state), self.problem.dims.value_dim);
+            carry.load(unit.head(state), self.problem.dims.value_dim);
         }
         carry
     }
@@ -853,6 +871,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
             carry.add(self.problem, &unit, segment.to - segment.from, local);
         }
         states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
+        self.leave(index, &carry.high);
         self.accumulate_far(plan.len(), &mut far);
     }
 
@@ -892,13 +911,14 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
                 walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
                 self.keep_far(n, local.view(), far);
             }
-            // Nothing reads what would be carried beyond the last rows; for short sequences that is worth its time.
-            if problem.causal && n + 1 == plan.len() {
+            // If nothing reads what would be carried beyond the last rows, that is worth its time for short sequences.
+            if problem.causal && n + 1 == plan.len() && self.last.is_none() {
                 return;
             }
             carry.add(problem, unit, segment.to - segment.from, local.view());
         }
         if problem.causal {
+            self.leave(index, &carry.high);
             return;
         }
         self.accumulate_far(plan.len(), far);
@@ -913,6 +933,14 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
             let total = carry.high.view();
             let mut visitor = (self.make)(index, rows.number);
             walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
+        }
+    }
+
+    /// Leaves the state after a unit's last row, if it is wanted.
+    fn leave(&self, index: usize, sums: &Summary<'_, T>) {
+        if let Some(places) = self.last {
+            let walk = self.walk(index);
+            store_state(self.problem, &walk.unit, walk.ring, sums, &places[index]);
         }
     }
 
@@ -937,7 +965,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     // The table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);
-    let heads: Vec<Mutex<Head<&mut [T]>>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
+    let heads: Vec<Place<'_, T>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
     parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
         let unit = problem.unit(index);
         let ring = problem.call.initial_state.map(|state| unit.head(state));
@@ -947,7 +975,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         buffers.start(&unit);
         let mut carry = Carry::new(memory.layout, high, low);
         if let Some(before) = ring {
-            carry.high.load(before, problem.dims.value_dim);
+            carry.load(before, problem.dims.value_dim);
         }
         let mut local = Summary::new(memory.layout, local);
         let keys = unit.sequence.keys;
@@ -955,24 +983,37 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
             walk.causal(segment, carry.high.view(), &mut local, running, None, &mut buffers);
             carry.add(problem, &unit, segment.to - segment.from, local.view());
         }
-        // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
-        let mut head = heads[index].lock().unwrap_or_else(PoisonError::into_inner);
-        carry.high.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
-        let entry = problem.dims.value_dim + 1;
-        let radius = head.ring.len() / entry;
-        head.marks[OLDEST] = T::ZERO;
-        head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
-        for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
-            to.fill(T::ZERO);
-            let key = (keys + slot) as isize - radius as isize;
-            if key >= 0 && !unit.ignores(key as usize) {
-                to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
-                to[entry - 1] = T::ONE;
-            } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
-                && key < 0
-            {
-                to.copy_from_slice(row);
-            }
-        }
+        store_state(problem, &unit, ring, &carry.high, &heads[index]);
     });
+}
+
+/// Writes the state after the last key of a unit: its sums, and the ring of its last values, or of those of the initial
+/// state.
+fn store_state<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    ring: Option<Head<&[T]>>,
+    sums: &Summary<'_, T>,
+    place: &Place<'_, T>,
+) {
+    // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
+    let mut head = place.lock().unwrap_or_else(PoisonError::into_inner);
+    sums.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
+    let keys = unit.sequence.keys;
+    let entry = problem.dims.value_dim + 1;
+    let radius = head.ring.len() / entry;
+    head.marks[OLDEST] = T::ZERO;
+    head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
+    for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
+        to.fill(T::ZERO);
+        let key = (keys + slot) as isize - radius as isize;
+        if key >= 0 && !unit.ignores(key as usize) {
+            to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
+            to[entry - 1] = T::ONE;
+        } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
+            && key < 0
+        {
+            to.copy_from_slice(row);
+        }
+    }
 }
