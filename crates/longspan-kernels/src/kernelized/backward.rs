@@ -11,7 +11,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::forward::{Place, Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
+use super::forward::{Memory, Place, Scales, Scene, Visitor, Walk, cut, cut_count, first_row, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
 use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
@@ -196,16 +196,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     d_relative[row * table.width + 1..][..near]
                         .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
                 }
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: value_width,
-                    count: piece.rows,
-                    reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-                    decay: unit.decay(1),
-                    weights: &[],
-                    weight_step: 0,
-                };
+                let run = piece.entering(problem, unit, buffers.v);
                 run_sum.copy_from_slice(scene.far.0);
                 let dots = &mut buffers.dots[..piece.rows];
                 dots.fill(T::ZERO);
@@ -217,7 +208,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     count *= run.decay;
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = Run { rows: &buffers.v[2 * radius * value_width..], reverse: true, ..run };
+                    let run = piece.leaving(problem, unit, buffers.v);
                     run_sum.copy_from_slice(sums);
                     dots.fill(T::ZERO);
                     ops.running_dots(run_sum, run, buffers.o, value_width, dots);
@@ -1342,7 +1333,7 @@ pub(super) fn backward<T: Real>(
     let workers = rayon::current_num_threads();
     let exp = problem.map == FeatureMap::Exp;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
-    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)).len() };
+    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
     // A unit whose rows all see nothing is visited too.
     let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
 
@@ -1351,7 +1342,8 @@ pub(super) fn backward<T: Real>(
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
     let keys = KeyMemory::new(problem);
 
-    let walks_len = visit_len(problem).max(keys.len(problem, workers));
+    let memory = Memory::new(problem);
+    let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let shared_len = units * (per_unit_table + per_unit_shifts);
     let mut arena = Arena::new(scratch.take(problem.table_len() + shared_len + walks_len));
     let table = problem.table(&mut arena);
@@ -1367,6 +1359,7 @@ pub(super) fn backward<T: Real>(
         let shifts = shifts.shared();
         visit_rows(
             problem,
+            memory,
             table,
             &|unit, segment| {
                 // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
@@ -1409,9 +1402,9 @@ pub(super) fn backward<T: Real>(
     keys.run(problem, &walk, scratch);
 }
 
-/// The segments in which a unit's rows are visited.
-fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Segment> {
-    cut(problem, first_row(problem, unit).min(unit.sequence.queries), unit.sequence.queries, problem.offset, true)
+/// In how many segments a unit's rows are visited.
+fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    cut_count(problem, unit.sequence.queries - first_row(problem, unit))
 }
 
 /// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
@@ -1478,7 +1471,7 @@ impl KeyMemory {
 
     /// Most stages that a unit can have: segments of rows and of keys, and two states.
     fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
-        let count = |tokens: usize| cut(problem, 0, tokens, 0, false).len();
+        let count = |tokens: usize| cut_count(problem, tokens);
         problem.sequences.iter().map(|s| 2 * count(s.queries) + 3 + count(s.keys)).max().unwrap_or(0)
     }
 

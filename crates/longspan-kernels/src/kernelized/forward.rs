@@ -70,18 +70,39 @@ pub(super) fn segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) ->
     if !problem.causal {
         return cut(problem, 0, keys, 0, false);
     }
-    let first = first_row(problem, unit);
-    if first >= unit.sequence.queries {
-        return Vec::new();
-    }
-    let stands = (first as isize + problem.offset) as usize;
-    // Beyond the last key plus the radius nothing enters any more.
-    let before = stands.min(keys + problem.radius.unwrap_or(0));
+    let Some((first, before, idle)) = lead(problem, unit) else { return Vec::new() };
     let mut list = cut(problem, 0, before, 0, false);
     let reads = list.len();
     list.extend(cut(problem, first, unit.sequence.queries, problem.offset, true));
-    list[reads].idle = stands - before;
+    list[reads].idle = idle;
     list
+}
+
+/// Under a causal mask the first row that stands at a key, the keys that are summed up before it, and how many tokens
+/// pass in between; none without such a row.
+fn lead<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Option<(usize, usize, usize)> {
+    let first = first_row(problem, unit);
+    if first >= unit.sequence.queries {
+        return None;
+    }
+    let stands = (first as isize + problem.offset) as usize;
+    // Beyond the last key plus the radius nothing enters any more.
+    let before = stands.min(unit.sequence.keys + problem.radius.unwrap_or(0));
+    Some((first, before, stands - before))
+}
+
+/// How many [`segments`] a unit has.
+fn segment_count<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    if !problem.causal {
+        return cut_count(problem, unit.sequence.keys);
+    }
+    lead(problem, unit)
+        .map_or(0, |(first, before, _)| cut_count(problem, before) + cut_count(problem, unit.sequence.queries - first))
+}
+
+/// How many segments [`cut`] makes of so many rows.
+pub(super) fn cut_count<T: Real>(problem: &Problem<'_, T>, rows: usize) -> usize {
+    rows.div_ceil(problem.segment(rows))
 }
 
 /// Rows `from..to` in segments.
@@ -168,17 +189,7 @@ impl<T: Real> Walk<'_, '_, T> {
         far_count: &mut T,
         buffers: &Buffers<'_, T>,
     ) {
-        let radius = self.problem.radius.unwrap_or(0);
-        let run = Run {
-            rows: buffers.v,
-            row_length: self.problem.value_width,
-            count: piece.rows,
-            reverse: false,
-            gain: self.unit.decay(radius),
-            decay: self.unit.decay(1),
-            weights: &[],
-            weight_step: 0,
-        };
+        let run = piece.entering(self.problem, &self.unit, buffers.v);
         self.problem.ops.add_running(far, run, &mut [], 0);
         self.problem.ops.add_running(local.far(), run, &mut [], 0);
         for row in 0..piece.rows {
@@ -336,16 +347,7 @@ impl<T: Real> Walk<'_, '_, T> {
             };
             visitor.attend(self, &piece, &scene, buffers);
             if radius > 0 {
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: width,
-                    count: piece.rows,
-                    reverse: false,
-                    gain: T::ONE,
-                    decay: T::ONE,
-                    weights: &[],
-                    weight_step: 0,
-                };
+                let run = piece.entering(problem, &self.unit, buffers.v);
                 problem.ops.add_running(sums, run, &mut [], 0);
                 count[0] += buffers.present[..piece.rows].iter().copied().sum();
             }
@@ -430,17 +432,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             }
 
             if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: value_width,
-                    // With R = 0 and a bidirectional mask the far sum already holds every key.
-                    count: piece.rows,
-                    reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-                    decay: unit.decay(1),
-                    weights: buffers.relative,
-                    weight_step: table.width,
-                };
+                let (weights, weight_step) = (&*buffers.relative, table.width);
+                let run = Run { weights, weight_step, ..piece.entering(problem, unit, buffers.v) };
                 run_sum.copy_from_slice(scene.far.0);
                 problem.ops.add_running(run_sum, run, buffers.o, value_width);
                 let mut count = scene.far.1;
@@ -450,12 +443,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     count *= run.decay;
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = Run {
-                        rows: &buffers.v[2 * radius * value_width..],
-                        reverse: true,
-                        weights: &buffers.relative[2 * radius..],
-                        ..run
-                    };
+                    let weights = &buffers.relative[2 * radius..];
+                    let run = Run { weights, weight_step, ..piece.leaving(problem, unit, buffers.v) };
                     run_sum.copy_from_slice(sums);
                     problem.ops.add_running(run_sum, run, buffers.o, value_width);
                     for row in (0..piece.rows).rev() {
@@ -617,7 +606,7 @@ struct FarMemory<'s, T> {
 
 /// The sizes of all working memory of a forward call.
 #[derive(Debug, Clone, Copy)]
-struct Memory {
+pub(super) struct Memory {
     sizes: Sizes,
     layout: Layout,
     summary: usize,
@@ -631,11 +620,11 @@ struct Memory {
 }
 
 impl Memory {
-    fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         let layout = Layout::new(problem);
         let sizes = Sizes::new(problem);
         let units = 0..problem.units();
-        let segments = units.map(|index| segments(problem, &problem.unit(index)).len()).max().unwrap_or(0);
+        let segments = units.map(|index| segment_count(problem, &problem.unit(index))).max().unwrap_or(0);
         let rows = problem.sequences.iter().map(|s| s.queries.min(problem.segment(s.queries))).max().unwrap_or(0);
         let keeps_far = !problem.causal && problem.radius.is_some();
         let entry = problem.value_width + padded::<T>(1);
@@ -673,6 +662,12 @@ impl Memory {
         Buffers::len(problem, self.sizes) + self.entry + 3 * self.summary + self.far_len() + self.checkpoints
     }
 
+    /// Numbers of scratch that [`visit_rows`] takes beside the table's.
+    pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let workers = rayon::current_num_threads();
+        problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
+    }
+
     fn far<'s, T: Real>(&self, arena: &mut Arena<'s, T>) -> FarMemory<'s, T> {
         let entry = self.entry;
         let n = if self.far_len() == 0 { 0 } else { self.far_segments + 1 };
@@ -703,13 +698,6 @@ impl Memory {
     }
 }
 
-/// Numbers of scratch that [`visit_rows`] takes beside the table's.
-pub(super) fn visit_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    let memory = Memory::new(problem);
-    let workers = rayon::current_num_threads();
-    problem.units() * memory.unit_len(memory.split(problem)) + workers * memory.worker_len(problem)
-}
-
 /// One head's place for its state. One task at a time writes to it.
 pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
@@ -724,9 +712,10 @@ pub(super) fn forward<T: Real>(
     let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
     let places: Option<Vec<Place<'_, T>>> =
         on_the_way.map(|state| state.heads_mut().map(|head| Mutex::new(head.into())).collect());
-    let mut arena = Arena::new(scratch.take(problem.table_len() + visit_len(problem)));
+    let memory = Memory::new(problem);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
     let table = problem.table(&mut arena);
-    visit_rows(problem, table, &|_, _| sink, places.as_deref(), arena.rest());
+    visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), arena.rest());
     if let Some(state) = afterwards {
         final_state(problem, state, scratch);
     }
@@ -736,12 +725,12 @@ pub(super) fn forward<T: Real>(
 /// last row in `last`, one place a unit.
 pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
+    memory: Memory,
     table: Option<Table<'_, T>>,
     make: &(impl Fn(usize, usize) -> V + Sync),
     last: Option<&[Place<'_, T>]>,
     scratch: &mut [T],
 ) {
-    let memory = Memory::new(problem);
     let units = problem.units();
     let split = memory.split(problem);
     let states_len = memory.states_len();
