@@ -11,7 +11,7 @@ pub enum Algorithm {
     /// The cheapest by the cost model.
     #[default]
     Auto,
-    /// Every pair of query and key, one after the other. A call with an initial state runs [`Chunked`](Self::Chunked)
+    /// Every pair of query and key, in dense tiles. A call with an initial state runs [`Chunked`](Self::Chunked)
     /// all the same: only that can go on from one.
     Naive,
     /// The published form: outer products of keys and values, cumulated over the keys and all of them kept, so memory
@@ -19,12 +19,20 @@ pub enum Algorithm {
     Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
+    /// Scores in tiles, weighed by distance.
+    Tiled,
+    /// Fast Fourier transforms of features times values.
+    Fft,
+    /// Tiles for near keys, running sums for those beyond a distance from which on all weigh the same. Where a table has
+    /// no such distance, all keys are near.
+    Piecewise,
 }
 
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked];
+    pub const ALL: [Self; 7] =
+        [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft, Self::Piecewise];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -33,6 +41,9 @@ impl Algorithm {
             Self::Naive => "naive",
             Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
+            Self::Tiled => "tiled",
+            Self::Fft => "fft",
+            Self::Piecewise => "piecewise",
         }
     }
 

@@ -1,12 +1,14 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
-//! [`Plan`] say how a call is computed and why.
+//! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms; [`State`]
+//! is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is computed and why.
 
+pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
+pub mod fourier;
 pub mod kernelized;
 mod mask;
 mod mechanism;
@@ -16,10 +18,13 @@ mod shape;
 pub mod shaw;
 mod simd;
 mod state;
+pub mod toeplitz;
 
+pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;
+pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
 pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
@@ -28,3 +33,4 @@ pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
 pub use state::{State, StateShape};
+pub use toeplitz::{Beyond, Bias, Toeplitz};

@@ -5,7 +5,10 @@
 //! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
 pub(crate) mod block;
+pub(crate) mod log_sum;
 mod portable;
+pub(crate) mod rotation;
+pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -16,6 +19,9 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use log_sum::OutputRow;
+use rotation::{Rotation, Unrotated};
+use toeplitz::Factors;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +124,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: the caller has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -132,7 +138,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: every processor of the target has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -140,6 +146,12 @@ macro_rules! operations {
             };
         }
     };
+}
+
+/// The generic operations, wherever they are defined.
+mod kernels {
+    pub(crate) use super::block::*;
+    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
 }
 
 operations! {
@@ -167,6 +179,17 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    join(to: &mut [T], item: &[T], bias: T);
+    gated_mean(mean: &[T], q: &[T], out: &mut [T]);
+    row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
+    key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
+    bias_gradient(row: &[T], key: &[T], bias: T) -> T;
+    weigh(
+        tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
+    );
+    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
