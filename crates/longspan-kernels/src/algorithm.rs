@@ -19,12 +19,14 @@ pub enum Algorithm {
     Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
+    /// Every pair of query and key, in tiles of which nothing is kept.
+    Tiled,
 }
 
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked];
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -33,6 +35,7 @@ impl Algorithm {
             Self::Naive => "naive",
             Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
+            Self::Tiled => "tiled",
         }
     }
 

@@ -1,7 +1,7 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms; [`State`] is what streaming carries; [`Algorithm`] and
+//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms, [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and
 //! [`Plan`] say how a call is computed and why.
 
 mod algorithm;
@@ -15,6 +15,7 @@ mod scratch;
 mod shape;
 pub mod shaw;
 mod simd;
+pub mod softmax;
 mod state;
 
 pub use algorithm::{Algorithm, Estimate, Plan};
@@ -27,4 +28,5 @@ pub use real::Real;
 pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
+pub use softmax::SoftmaxAttention;
 pub use state::{State, StateShape};

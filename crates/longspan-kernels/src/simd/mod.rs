@@ -6,6 +6,7 @@
 
 pub(crate) mod block;
 mod portable;
+pub(crate) mod softmax;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -167,6 +168,9 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);
+    exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
+    softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);
