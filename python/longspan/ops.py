@@ -235,13 +235,28 @@ def _shaw_options(
             f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
         )
     return _kernel_options(
-        operation, k, feature_map, decay, normalize, algorithm,
-        radius=int(shape[-2]) // 2, shared=len(shape) == 2, kernelized=kernelized, rel_feature_map=rel_feature_map,
+        operation, k, feature_map, decay, normalize, algorithm, kernelized=kernelized, rel_feature_map=rel_feature_map
     )  # fmt: skip
 
 
+#: What a mechanism learns from the shapes of its parameters. Not among the options that an operator is given: under
+#: torch.compile a size may be a symbol, which no text can hold.
+_SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
+    "shaw": lambda rel: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
+}
+
+
+def _mechanism(name: str, options: str, operation: str, parameters: Sequence[Any]) -> _native.Mechanism:
+    if name in _SHAPED:
+        return _cached(name, options, operation, tuple(_SHAPED[name](*parameters).items()))
+    return _cached(name, options, operation)
+
+
 @functools.lru_cache(maxsize=1024)
-def _mechanism(name: str, options: str, operation: str) -> _native.Mechanism:
+def _cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any], ...] = ()) -> _native.Mechanism:
+    if shaped:
+        options = ", ".join(part for part in (options.strip()[1:-1], _object(**dict(shaped))[1:-1]) if part.strip())
+        options = "{" + options + "}"
     return _native.Mechanism(name, options, operation)
 
 
@@ -316,7 +331,7 @@ def _attend(
         (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(parameters))
     _check_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _pair_of_boundaries(operation, cu_seqlens)
-    out, _, state = _mechanism(mechanism, options, operation).forward(
+    out, _, state = _mechanism(mechanism, options, operation, parameters).forward(
         q, k, v, tuple(parameters), is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
     )
     if half is not None:
@@ -341,7 +356,7 @@ def _step(operation, mechanism, options, q, k, v, parameters, state):
                 raise ValueError(f"{operation}: {name}: expected one token, shape (batch, heads, 1, features), "
                                  f"got shape {array.shape}")  # fmt: skip
         q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-    out, state = _mechanism(mechanism, options, operation).step(q, k, v, tuple(parameters), state)
+    out, state = _mechanism(mechanism, options, operation, parameters).step(q, k, v, tuple(parameters), state)
     if with_token:
         out = out[:, :, None]
     if tensors:
@@ -427,6 +442,6 @@ def explain(
         options = {"radius": 16, **options}
     if "decay" in options:
         options["decay"] = _decay("explain", np.empty((1, sizes["kv_heads"])), options["decay"])
-    native = _mechanism(mechanism, _object(**options), "explain")
+    native = _cached(mechanism, _object(**options), "explain")
     algorithm, reason, estimates = native.plan(*sizes.values(), is_causal, offset)
     return Plan(algorithm, reason, tuple(estimates))

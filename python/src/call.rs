@@ -141,14 +141,14 @@ fn empty<'py, T: Number>(py: Python<'py>, shape: &[usize]) -> PyResult<Bound<'py
 }
 
 /// A new array for a tensor of four axes, in their order or with tokens before heads.
-struct New<'py> {
+struct Fresh<'py> {
     array: Bound<'py, PyUntypedArray>,
     shape: [usize; 4],
     token_major: bool,
 }
 
-impl<'py> New<'py> {
-    fn new<T: Number>(py: Python<'py>, shape: [usize; 4], token_major: bool) -> PyResult<Self> {
+impl<'py> Fresh<'py> {
+    fn tensor<T: Number>(py: Python<'py>, shape: [usize; 4], token_major: bool) -> PyResult<Self> {
         let [batch, heads, tokens, width] = shape;
         let axes = if token_major { [batch, tokens, heads, width] } else { shape };
         Ok(Self { array: empty::<T>(py, &axes)?, shape, token_major })
@@ -285,11 +285,11 @@ impl Mechanism {
         inputs: &Inputs<'py>,
         initial_state: Option<&State>,
         want: Want,
-    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<State>)> {
+    ) -> PyResult<Outcome<'py>> {
         let initial_state = initial_state.map(|state| self.state_like::<T>("initial_state", state)).transpose()?;
         let dims = inputs.dims;
         let kernel = T::kernel(&*self.kernel);
-        let mut out = New::new::<T>(py, dims.out(), want.token_major)?;
+        let mut out = Fresh::tensor::<T>(py, dims.out(), want.token_major)?;
         let rows = [dims.batch, dims.heads, dims.queries];
         let mut denominators = want.denominators.then(|| empty::<T>(py, &rows)).transpose()?;
         let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
@@ -324,9 +324,9 @@ impl Mechanism {
         let dims = inputs.dims;
         let [batch, kv_heads, keys, _] = dims.k();
         let key_dim = self.key_dim(&dims, T::PRECISION);
-        let mut dq = New::new::<T>(py, dims.q(), token_major)?;
-        let mut dk = New::new::<T>(py, [batch, kv_heads, keys, key_dim], token_major)?;
-        let mut dv = New::new::<T>(py, dims.v(), token_major)?;
+        let mut dq = Fresh::tensor::<T>(py, dims.q(), token_major)?;
+        let mut dk = Fresh::tensor::<T>(py, [batch, kv_heads, keys, key_dim], token_major)?;
+        let mut dv = Fresh::tensor::<T>(py, dims.v(), token_major)?;
         let shapes = inputs.parameters.iter().map(Tensor::shape);
         let mut d_parameters = shapes.map(|shape| empty::<T>(py, shape)).collect::<PyResult<Vec<_>>>()?;
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(numbers_mut).collect();
@@ -376,6 +376,9 @@ impl Mechanism {
     }
 }
 
+/// Outputs, and denominators and final state where they were wanted.
+type Outcome<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<State>);
+
 /// What a forward call is to give beside its output.
 #[derive(Debug, Clone, Copy)]
 struct Want {
@@ -398,7 +401,7 @@ impl Mechanism {
     /// ``token_major`` lays the output out as ``[batch, token, head, feature]``, seen through a transposition.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask=None, cu_seqlens=None,
                         initial_state=None, final_state=false, denominators=false, token_major=false))]
-    #[allow(clippy::too_many_arguments, clippy::type_complexity)]
+    #[allow(clippy::too_many_arguments)]
     fn forward<'py>(
         &self,
         py: Python<'py>,
@@ -414,7 +417,7 @@ impl Mechanism {
         final_state: bool,
         denominators: bool,
         token_major: bool,
-    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<State>)> {
+    ) -> PyResult<Outcome<'py>> {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
         let want = Want { denominators, final_state, token_major };
         let initial = initial_state.as_deref();

@@ -1,18 +1,43 @@
 //! Answers of a model to texts, and their scores against targets.
 
-use anyhow::Result;
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
 use burn::tensor::Device;
+use clap::Args;
 use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
 use longspan::models::Seq2Seq;
 
 use crate::data::Example;
 use crate::metrics::{self, Score};
-use crate::model::padded;
+use crate::model::{Trained, padded};
 use crate::tokens::{END, START, Tokenizer, UNKNOWN};
 use crate::train::{Workers, source_ids};
 
 /// Sources decoded together. Decoding costs per step, not per source, until the matrix products fill the caches.
 const BATCH: usize = 128;
+
+/// Which run answers and how: the arguments of every command that asks one.
+#[derive(Args)]
+pub struct Search {
+    /// The folder of a run
+    pub run: PathBuf,
+    /// Keep so many prefixes while searching; 1 takes the likeliest token each time
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub beam: usize,
+}
+
+impl Search {
+    /// Reads the run, and starts threads to answer on.
+    pub fn open(&self) -> Result<(Trained, Workers)> {
+        if self.beam == 0 {
+            bail!("--beam 0: expected at least 1");
+        }
+        let trained = Trained::load(&self.run)?;
+        let workers = Workers::new(std::thread::available_parallelism().map_or(1, usize::from).min(8))?;
+        Ok((trained, workers))
+    }
+}
 
 /// What answering needs of a run.
 pub struct Answerer<'a> {

@@ -23,9 +23,12 @@ pub struct RunConfig {
     /// Answers end after so many tokens; by default a quarter more than the longest training target has.
     pub answer_tokens: Option<usize>,
 
-    /// `kernelized`, `shaw` or `softmax`.
+    /// The mechanism of self-attention, by its name.
     pub attention: String,
-    /// `φ` of the first two: `elu+1`, `relu`, `softplus`, `exp`.
+    /// Its options; see `longspan explain --attention NAME`.
+    #[serde(default)]
+    pub attention_options: Map<String, Value>,
+    /// `φ` of mechanisms that have one.
     pub feature_map: String,
     /// How far Shaw's relative positions reach.
     pub radius: usize,
@@ -79,6 +82,7 @@ impl Default for RunConfig {
             max_tokens: 512,
             answer_tokens: None,
             attention: "shaw".into(),
+            attention_options: Map::new(),
             feature_map: "elu+1".into(),
             radius: 8,
             d_model: 128,
@@ -105,14 +109,15 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 27] = [
+pub const KEYS: [(&str, &str); 28] = [
     ("pairs", "a .tsv or .jsonl of pairs; the CMU dictionary without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
     ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
     ("max_tokens", "longer training pairs are left out"),
     ("answer_tokens", "longest answer; a quarter more than the longest training target"),
-    ("attention", "kernelized, shaw or softmax"),
-    ("feature_map", "elu+1, relu, softplus or exp"),
+    ("attention", "the mechanism; `longspan info --mechanisms` lists them"),
+    ("attention_options", "its options, such as {relative = {shared = true}}"),
+    ("feature_map", "elu+1, relu, softplus or exp, where the mechanism has one"),
     ("radius", "how far Shaw's relative positions reach"),
     ("d_model", "width of the model"),
     ("heads", "attention heads; they divide d_model"),

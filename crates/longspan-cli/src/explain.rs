@@ -3,11 +3,13 @@
 use std::io::Write;
 
 use anyhow::{Result, bail};
+use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, Mask, Mechanism, Plan, Score, Shaw};
-use serde_json::json;
+use longspan_kernels::{Algorithm, Dims, FeatureMap, Mask, Mechanism, Plan};
+use serde_json::{Map, Value, json};
 
 use crate::Outcome;
+use crate::attention;
 
 /// Sizes of the attention to explain.
 #[derive(Args)]
@@ -30,17 +32,20 @@ pub struct Arguments {
     /// Numbers in one value of one head; head_dim if not given
     #[arg(long)]
     value_dim: Option<usize>,
-    /// How far Shaw's relative positions reach; without it there are none
+    #[arg(long, value_name = "NAME", help = format!("The mechanism: {}; kernelized by default, shaw with a radius", attention::names()))]
+    attention: Option<String>,
+    /// Options of the mechanism, such as relative={shared=true}
+    #[arg(long, value_name = "OPTIONS")]
+    options: Option<String>,
+    /// How far Shaw's relative positions reach
     #[arg(long)]
     radius: Option<usize>,
     /// Every query sees only the keys up to its own place
     #[arg(long)]
     causal: bool,
-    /// elu+1, relu, softplus, exp or identity
-    #[arg(long, default_value = "elu+1")]
-    feature_map: String,
-    /// auto, naive, cumsum or chunked
-    #[arg(long, default_value = "auto")]
+    #[arg(long, help = format!("For mechanisms that have one: {}", FeatureMap::ALL.map(FeatureMap::name).join(", ")))]
+    feature_map: Option<String>,
+    #[arg(long, default_value = "auto", help = format!("To force one that the mechanism has: {}", Algorithm::ALL.map(Algorithm::name).join(", ")))]
     algorithm: String,
     /// Print one JSON object
     #[arg(long)]
@@ -63,24 +68,50 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     if let Some((flag, _)) = sizes.iter().find(|(_, size)| *size == 0) {
         bail!("{flag} 0: expected at least 1");
     }
-    let mechanism = KernelizedAttention {
-        feature_map: arguments.feature_map.parse::<FeatureMap>()?,
-        score: arguments.radius.map_or(Score::Content, |radius| Score::Combined(Shaw::new(radius))),
-        algorithm: arguments.algorithm.parse::<Algorithm>()?,
-        ..KernelizedAttention::default()
+    let name = arguments.attention.as_deref();
+    let name = name.unwrap_or(if arguments.radius.is_some() { "shaw" } else { "kernelized" });
+    let algorithm: Algorithm = arguments.algorithm.parse()?;
+    let options = arguments.options.as_deref().map_or(Ok(Map::new()), attention::options)?;
+    let mut flags: Vec<(&str, &[&str], Value)> = Vec::new();
+    if let Some(map) = &arguments.feature_map {
+        flags.push(("--feature-map", &["/kernel/feature_map"], json!(map.parse::<FeatureMap>()?.name())));
+    }
+    if let Some(radius) = arguments.radius {
+        flags.push(("--radius", &["/relative/radius"], json!(radius)));
+    }
+    if algorithm != Algorithm::Auto {
+        flags.push(("--algorithm", &["/kernel/algorithm", "/algorithm"], json!(algorithm.name())));
+    }
+    let defaults = serde_json::to_value(attention::named(name, &[], &Map::new())?)?;
+    let mut everywhere = Vec::new();
+    for (flag, paths, value) in flags {
+        let Some(path) = paths.iter().find(|path| defaults.pointer(path).is_some()) else {
+            bail!("{flag}: {name} has no such option; leave it out, or choose another mechanism with --attention");
+        };
+        everywhere.push((*path, value));
+    }
+    let config = attention::named(name, &everywhere, &options)?;
+    let Some(kernel) = config.init(dims.heads, dims.heads, dims.head_dim, &Device::flex())?.kernel() else {
+        bail!("--attention {name}: it has no choice of algorithms; its time grows with queries × keys");
     };
+    let kernel: &dyn Mechanism<f32> = &*kernel;
+    if algorithm != Algorithm::Auto && !kernel.algorithms().contains(&algorithm) {
+        let known: Vec<&str> = kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect();
+        bail!("--algorithm {algorithm}: {name} has only {}; leave it out to take the fastest", known.join(", "));
+    }
     let mask = if arguments.causal { Mask::causal() } else { Mask::bidirectional() };
-    let plan = Mechanism::<f32>::plan(&mechanism, &dims, &mask);
+    let plan = kernel.plan(&dims, &mask);
+    let options = serde_json::to_value(&config)?;
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        writeln!(out, "{}", as_json(arguments, &dims, &plan))?;
+        writeln!(out, "{}", as_json(arguments, &options, &dims, &plan))?;
     } else {
-        write!(out, "{}", as_table(arguments, &dims, &plan))?;
+        write!(out, "{}", as_table(arguments, &options, &dims, &plan))?;
     }
     Ok(Outcome::Done)
 }
 
-fn as_json(arguments: &Arguments, dims: &Dims, plan: &Plan) -> serde_json::Value {
+fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> serde_json::Value {
     let estimates: Vec<_> = plan
         .estimates
         .iter()
@@ -101,7 +132,8 @@ fn as_json(arguments: &Arguments, dims: &Dims, plan: &Plan) -> serde_json::Value
         "keys": dims.keys,
         "head_dim": dims.head_dim,
         "value_dim": dims.value_dim,
-        "radius": arguments.radius,
+        "attention": options,
+        "radius": options.pointer("/relative/radius"),
         "causal": arguments.causal,
         "algorithm": plan.algorithm.name(),
         "reason": plan.reason,
@@ -109,13 +141,23 @@ fn as_json(arguments: &Arguments, dims: &Dims, plan: &Plan) -> serde_json::Value
     })
 }
 
-fn as_table(arguments: &Arguments, dims: &Dims, plan: &Plan) -> String {
-    let radius = arguments.radius.map_or("no relative positions".into(), |radius| format!("Shaw radius {radius}"));
+fn as_table(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> String {
     let order = if arguments.causal { "causal" } else { "bidirectional" };
     let mut text = format!(
-        "{order} attention, {radius}: batch {} × {} heads, {} queries × {} keys, head_dim {}, value_dim {}\n\n",
-        dims.batch, dims.heads, dims.queries, dims.keys, dims.head_dim, dims.value_dim
+        "{order} {}: batch {} × {} heads, {} queries × {} keys, head_dim {}, value_dim {}\n",
+        options["mechanism"].as_str().unwrap_or_default(),
+        dims.batch,
+        dims.heads,
+        dims.queries,
+        dims.keys,
+        dims.head_dim,
+        dims.value_dim
     );
+    let mut given = options.clone();
+    if let Some(table) = given.as_object_mut() {
+        table.remove("mechanism");
+    }
+    text.push_str(&format!("options {given}\n\n"));
     text.push_str(
         "  algorithm   flops, all heads   working memory a head   published count a head   time, one thread\n",
     );

@@ -9,6 +9,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::Outcome;
+use crate::mechanisms;
 use crate::model::Trained;
 use crate::progress::duration;
 
@@ -16,7 +17,11 @@ use crate::progress::duration;
 #[derive(Args)]
 pub struct Arguments {
     /// The folder of a run
-    run: PathBuf,
+    #[arg(required_unless_present = "mechanisms")]
+    run: Option<PathBuf>,
+    /// Compare all mechanisms instead: what each can do and what it costs
+    #[arg(long, conflicts_with = "run")]
+    mechanisms: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -24,7 +29,8 @@ pub struct Arguments {
 
 /// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
-    let trained = Trained::load(&arguments.run)?;
+    let Some(run) = &arguments.run else { return mechanisms::run(arguments.json) };
+    let trained = Trained::load(run)?;
     // Not needed to answer, but to go on with training.
     let saved = trained.load_saved()?;
     let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
@@ -34,7 +40,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let value = json!({
-            "run": arguments.run.display().to_string(),
+            "run": run.display().to_string(),
             "step": saved.step,
             "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
             "seconds": saved.seconds,
@@ -51,7 +57,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     }
     let data = config.pairs.as_ref().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string());
     let steps = config.known_steps();
-    writeln!(out, "run         {}", arguments.run.display())?;
+    writeln!(out, "run         {}", run.display())?;
     writeln!(out, "data        {data}")?;
     let [source, target] = [&trained.source, &trained.target].map(|t| format!("{} ({} tokens)", t.kind(), t.len()));
     writeln!(out, "tokens      {source} → {target}")?;
@@ -84,7 +90,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {
-        writeln!(out, "unfinished  go on with: longspan train --resume {}", arguments.run.display())?;
+        writeln!(out, "unfinished  go on with: longspan train --resume {}", run.display())?;
     }
     Ok(Outcome::Done)
 }

@@ -1,18 +1,22 @@
 //! The command `longspan`: trains sequence-to-sequence transformers of linear cost on pairs of texts, runs and scores them,
 //! and explains what attention will cost.
 //!
-//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`], [`info`]);
-//! [`config`] gathers settings; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
+//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`],
+//! [`mod@bench`], [`info`]); [`config`] gathers settings; [`attention`] turns a name into a mechanism, [`mechanisms`]
+//! compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
 //! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
 mod answer;
+mod attention;
+mod bench;
 mod config;
 mod data;
 mod eval;
 mod explain;
 mod info;
+mod mechanisms;
 mod metrics;
 mod model;
 mod plot;
@@ -56,7 +60,9 @@ enum Command {
     Eval(eval::Arguments),
     /// Show which algorithm attention of given sizes would run, and its cost
     Explain(explain::Arguments),
-    /// Describe a run folder and verify it
+    /// Measure time and memory of attention over length, and draw them
+    Bench(bench::Arguments),
+    /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
 }
 
@@ -79,6 +85,7 @@ fn main() -> ExitCode {
         Command::Predict(arguments) => predict::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Explain(arguments) => explain::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
     };
     match result {
@@ -100,7 +107,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        note("error: no subcommand; give train, predict, eval, explain or info, or see longspan --help");
+        note("error: no subcommand; give train, predict, eval, explain, bench or info, or see longspan --help");
         return ExitCode::from(2);
     }
     let text = error.to_string();

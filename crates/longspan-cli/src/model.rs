@@ -5,33 +5,23 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, RelativeConfig, ShawOptions};
 use longspan::kernels::FeatureMap;
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+use serde_json::json;
 
-use crate::config::{RunConfig, nearest};
+use crate::answer::Answerer;
+use crate::attention;
+use crate::config::RunConfig;
 use crate::run::{RunFolder, Saved};
 use crate::tokens::{PAD, Tokenizer};
-use crate::train::optimizer;
-
-/// The mechanisms that `attention` names.
-const ATTENTIONS: [&str; 3] = ["kernelized", "shaw", "softmax"];
+use crate::train::{Workers, optimizer};
 
 /// The model's configuration for these settings and vocabulary sizes.
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
     let feature_map: FeatureMap = config.feature_map.parse()?;
-    let kernel = KernelConfig { feature_map, ..KernelConfig::default() };
-    let relative = RelativeConfig { radius: config.radius, ..RelativeConfig::default() };
-    let attention = match config.attention.as_str() {
-        "kernelized" => AttentionConfig::Kernelized(KernelizedOptions { kernel }),
-        "shaw" => AttentionConfig::Shaw(ShawOptions { relative, kernel }),
-        "softmax" => AttentionConfig::softmax(),
-        other => {
-            let nearest =
-                nearest(other, &ATTENTIONS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
-            bail!("unknown attention {other:?}; {nearest}known are {}", ATTENTIONS.join(", "))
-        }
-    };
+    // The settings that have keys of their own, for the mechanisms that have such an option.
+    let everywhere = [("/kernel/feature_map", json!(feature_map.name())), ("/relative/radius", json!(config.radius))];
+    let attention = attention::named(&config.attention, &everywhere, &config.attention_options)?;
     let norm = match config.norm.as_str() {
         "pre" => Norm::Pre,
         "post" => Norm::Post,
@@ -45,7 +35,7 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         .with_decoder_layers(config.decoder_layers)
         .with_d_ff(config.d_ff)
         .with_dropout(config.dropout)
-        .with_cross_attention(attention.clone())
+        .with_cross_attention(attention.cross_attention())
         .with_attention(attention)
         .with_norm(norm)
         .with_positions(positions))
@@ -97,6 +87,18 @@ impl Trained {
         let sizes = configure(&config, source.len(), target.len())?;
         let model = folder.load_weights(sizes.init(&Device::flex())?)?;
         Ok(Self { config, source, target, model, folder })
+    }
+
+    /// The run with threads to answer on.
+    pub fn answerer<'a>(&'a self, beam: usize, workers: &'a Workers) -> Answerer<'a> {
+        Answerer {
+            model: &self.model,
+            source: &self.source,
+            target: &self.target,
+            max_tokens: self.config.answer_tokens.unwrap_or(self.config.max_tokens),
+            beam,
+            workers,
+        }
     }
 
     /// How far the training has come; reads and verifies the checkpoint.

@@ -18,7 +18,7 @@ const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 const TEXT: RGBColor = RGBColor(0x33, 0x33, 0x33);
 
 /// DejaVu Sans, reduced to Latin: a bitmap needs letters to draw, and not every machine has fonts.
-const FONT: &[u8] = include_bytes!("../assets/DejaVuSans-latin.ttf");
+pub const FONT: &[u8] = include_bytes!("../assets/DejaVuSans-latin.ttf");
 
 /// Curves and their title.
 #[derive(Debug, Clone, Copy)]

@@ -12,11 +12,10 @@ use clap::Args;
 use serde_json::json;
 
 use crate::Outcome;
-use crate::answer::Answerer;
+use crate::answer::Search;
 use crate::data::pairs::utf8;
 use crate::model::Trained;
 use crate::progress::note;
-use crate::train::Workers;
 
 /// Lines answered together, if so many are there already.
 const BATCH: usize = 256;
@@ -24,13 +23,10 @@ const BATCH: usize = 256;
 /// What `longspan predict` takes.
 #[derive(Args)]
 pub struct Arguments {
-    /// The folder of a run
-    run: PathBuf,
+    #[command(flatten)]
+    search: Search,
     /// A file with one source a line; standard input if not given
     file: Option<PathBuf>,
-    /// Keep so many prefixes while searching; 1 takes the likeliest token each time
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    beam: usize,
     /// Print a JSON object for each line, with all answers of the beam and their log-probabilities
     #[arg(long)]
     json: bool,
@@ -38,19 +34,8 @@ pub struct Arguments {
 
 /// Answers every line in order, each as soon as it can be.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
-    if arguments.beam == 0 {
-        bail!("--beam 0: expected at least 1");
-    }
-    let trained = Trained::load(&arguments.run)?;
-    let workers = Workers::new(std::thread::available_parallelism().map_or(1, usize::from).min(8))?;
-    let answerer = Answerer {
-        model: &trained.model,
-        source: &trained.source,
-        target: &trained.target,
-        max_tokens: trained.config.answer_tokens.unwrap_or(trained.config.max_tokens),
-        beam: arguments.beam,
-        workers: &workers,
-    };
+    let (trained, workers) = arguments.search.open()?;
+    let answerer = trained.answerer(arguments.search.beam, &workers);
     let (name, reader): (String, Box<dyn BufRead + Send>) = match &arguments.file {
         Some(path) => {
             let name = path.display().to_string();

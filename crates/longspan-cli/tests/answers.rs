@@ -153,7 +153,7 @@ fn words_bytes_and_a_tokenizer_file_serve_as_tokens() {
 fn the_cost_model_is_explained() {
     let place = Place::new();
     let table = place.ok(&["explain", "--length", "8192", "--radius", "64", "--causal"]);
-    for part in ["naive", "chunked", "→", "Shaw radius 64", "8192 queries"] {
+    for part in ["naive", "chunked", "→", "\"radius\":64", "8192 queries"] {
         assert!(table.contains(part), "{part:?}: {table}");
     }
     let value: Value = serde_json::from_str(&place.ok(&["explain", "--length", "8192", "--json"])).unwrap();
@@ -166,4 +166,36 @@ fn the_cost_model_is_explained() {
     place.fails(&["explain", "--feature-map", "elu"], &["unknown feature map \"elu\"", "known are elu+1"]);
     place.fails(&["explain", "--algorithm", "fast"], &["unknown algorithm \"fast\"", "chunked"]);
     place.fails(&["explain", "--heads", "0"], &["--heads 0"]);
+    place.fails(&["explain", "--attention", "shw"], &["unknown attention \"shw\"", "did you mean `shaw`", "softmax"]);
+    place.fails(
+        &["explain", "--attention", "kernelized", "--radius", "3"],
+        &["--radius: kernelized has no such option"],
+    );
+    place.fails(
+        &["explain", "--options", "widht=3"],
+        &["attention_options", "`widht`", "the options of kernelized are"],
+    );
+    place.fails(&["explain", "--options", "widht"], &["--options widht: expected options such as"]);
+    let options = ["explain", "--radius", "4", "--options", "relative={shared=true}", "--json"];
+    let shared: Value = serde_json::from_str(&place.ok(&options)).unwrap();
+    assert_eq!((&shared["attention"]["relative"]["shared"], &shared["radius"]), (&true.into(), &4.into()));
+}
+
+#[test]
+fn mechanisms_are_compared() {
+    let place = Place::new();
+    let table = place.ok(&["info", "--mechanisms"]);
+    let value: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    let listed = place.ok(&["train", "--help"]);
+    for facts in value.as_array().unwrap() {
+        let name = facts["name"].as_str().unwrap();
+        assert!(listed.contains(name), "{name} is not in the help");
+        assert!(table.lines().any(|line| line.starts_with(name)), "{name}: {table}");
+        assert!(facts["bidirectional"].as_bool().unwrap() || facts["causal"].as_bool().unwrap(), "{facts}");
+    }
+    let of = |name: &str| value.as_array().unwrap().iter().find(|facts| facts["name"] == name).unwrap();
+    assert_eq!((&of("kernelized")["causal_time"], &of("kernelized")["state_grows"]), (&"L".into(), &false.into()));
+    assert_eq!(of("shaw")["learned"][0]["name"], "relative");
+    place.fails(&["info"], &["<RUN>"]);
+    place.fails(&["info", "run", "--mechanisms"], &["cannot be used with"]);
 }

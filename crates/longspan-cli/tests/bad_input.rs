@@ -59,7 +59,12 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
         place.fails(&place.train("run", "3", more), parts);
         assert!(!place.path("run").exists());
     };
-    train(&["--attention", "shw"], &["unknown attention \"shw\"", "did you mean `shaw`", "kernelized, shaw, softmax"]);
+    train(&["--attention", "shw"], &["unknown attention \"shw\"", "did you mean `shaw`", "kernelized, shaw, "]);
+    train(
+        &["--set", "attention_options={relative = {width = 3}}"],
+        &["attention_options", "unknown field `width`", "the options of shaw are"],
+    );
+    train(&["--set", "attention_options=3"], &["`attention_options` = 3", "expected a map"]);
     train(&["--set", "feature_map=gelu"], &["unknown feature map \"gelu\"", "elu+1"]);
     train(&["--set", "learning-rat=1"], &["--set: unknown key `learning-rat`", "did you mean `learning_rate`"]);
     train(&["--set", "steps=many"], &["--set: `steps` = \"many\""]);

@@ -41,6 +41,23 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
 }
 
 #[test]
+fn every_mechanism_trains_goes_on_and_answers() {
+    let place = Place::new();
+    let facts: serde_json::Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    for facts in facts.as_array().unwrap() {
+        let name = facts["name"].as_str().unwrap();
+        place.ok(&place.train(name, "6", &["--attention", name]));
+        assert!(place.ok(&["info", name]).contains(&format!("{name} attention")));
+        place.ok(&["train", "--resume", name, "--steps", "8"]);
+        assert_eq!(place.losses(name).len(), 8, "{name}");
+        assert_eq!(place.ok(&["predict", name, "pairs.tsv", "--beam", "2"]).lines().count(), 200, "{name}");
+        // Without kernels there is nothing to choose from, and that is said.
+        let output = place.run(&["explain", "--attention", name, "--length", "64"]);
+        assert_eq!(output.status.success(), facts["algorithms"][0].is_string(), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_run_and_another_seed_another() {
     let place = Place::new();
     for (out, seed) in [("one", "1"), ("same", "1"), ("other", "2")] {

@@ -1,9 +1,10 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`] and [`Shaw`] are the mechanisms, [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and
-//! [`Plan`] say how a call is computed and why.
+//! [`KernelizedAttention`], [`Shaw`], [`Toeplitz`] and [`Aft`] are the mechanisms, [`SoftmaxAttention`] the baseline;
+//! [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is computed and why.
 
+pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
@@ -17,7 +18,9 @@ pub mod shaw;
 mod simd;
 pub mod softmax;
 mod state;
+pub mod toeplitz;
 
+pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;
@@ -30,3 +33,4 @@ pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
 pub use softmax::SoftmaxAttention;
 pub use state::{State, StateShape};
+pub use toeplitz::{Beyond, Bias, Toeplitz};

@@ -37,7 +37,13 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
     for out in &mut forward.out {
         *out = -*out;
     }
-    execute::backward(subject, case, &inputs, &forward)
+    let mut backward = execute::backward(subject, case, &inputs, &forward)?;
+    // A gradient with a single term, such as that of a gate, comes out with the sign of that term.
+    backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
+    if let Some(bound) = subject.assumptions.parameter_scale {
+        bound(case, &inputs, &mut backward);
+    }
+    Ok(backward)
 }
 
 /// Names the gradients.
@@ -134,7 +140,12 @@ pub fn no_gradient_where_nothing_is_seen<T: Number>(
             for head in 0..dims.kv_heads {
                 let token = (batch * dims.kv_heads + head) * dims.keys + j;
                 for (name, gradient, width, matters) in [
-                    ("dk", &backward.gradients[1], dims.head_dim, seen && subject.assumptions.content),
+                    (
+                        "dk",
+                        &backward.gradients[1],
+                        execute::key_dim(subject, dims),
+                        seen && subject.assumptions.content,
+                    ),
                     ("dv", &backward.gradients[2], dims.value_dim, seen),
                 ] {
                     let row = &gradient[token * width..][..width];

@@ -105,7 +105,7 @@ impl Case {
 pub struct Inputs<T> {
     /// `[batch, heads, queries, head_dim]`.
     pub q: Vec<T>,
-    /// `[batch, kv_heads, keys, head_dim]`.
+    /// `[batch, kv_heads, keys, head_dim]`, or narrower if the mechanism's keys are.
     pub k: Vec<T>,
     /// `[batch, kv_heads, keys, value_dim]`.
     pub v: Vec<T>,
@@ -117,7 +117,7 @@ pub struct Inputs<T> {
 
 impl Inputs<f64> {
     /// Normal numbers, the same whatever the mechanism except for its parameters.
-    pub fn random(case: &Case, parameters: &[Parameter]) -> Self {
+    pub fn random(case: &Case, key_dim: usize, parameters: &[Parameter]) -> Self {
         let mut random = Random::new(case.seed);
         let len = |shape: [usize; 4]| shape.iter().product::<usize>();
         let mut draw = |len: usize, positive: bool| -> Vec<f64> {
@@ -125,7 +125,7 @@ impl Inputs<f64> {
         };
         Self {
             q: draw(len(case.dims.q()), case.positive),
-            k: draw(len(case.dims.k()), case.positive),
+            k: draw(len([key_dim, case.dims.batch, case.dims.kv_heads, case.dims.keys]), case.positive),
             v: draw(len(case.dims.v()), false),
             d_out: draw(len(case.dims.out()), false),
             parameters: parameters.iter().map(|p| draw(p.len(), case.positive)).collect(),
@@ -152,7 +152,7 @@ impl<T: Number> Inputs<T> {
         body(&Call {
             dims: case.dims,
             q: View::contiguous(&self.q, case.dims.q()),
-            k: View::contiguous(&self.k, case.dims.k()),
+            k: View::contiguous(&self.k, self.key_shape(&case.dims)),
             v: View::contiguous(&self.v, case.dims.v()),
             parameters: &parameters,
             mask: case.mask(),
@@ -160,11 +160,19 @@ impl<T: Number> Inputs<T> {
         })
     }
 
+    /// Shape of `k`: its last axis is narrower than [`Dims::head_dim`] where the mechanism's keys are.
+    pub fn key_shape(&self, dims: &Dims) -> [usize; 4] {
+        let [batch, heads, keys, head_dim] = dims.k();
+        let tokens = batch * heads * keys;
+        [batch, heads, keys, self.k.len().checked_div(tokens).unwrap_or(head_dim)]
+    }
+
     /// Overwrites key and value `j` of one batch entry, all heads.
     pub fn overwrite_key(&mut self, dims: &Dims, batch: usize, j: usize, key: T, value: T) {
+        let key_dim = self.key_shape(dims)[3];
         for head in 0..dims.kv_heads {
             let token = (batch * dims.kv_heads + head) * dims.keys + j;
-            self.k[token * dims.head_dim..][..dims.head_dim].fill(key);
+            self.k[token * key_dim..][..key_dim].fill(key);
             self.v[token * dims.value_dim..][..dims.value_dim].fill(value);
         }
     }

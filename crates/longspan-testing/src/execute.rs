@@ -1,7 +1,7 @@
 //! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, so that what a kernel fails to write, or
 //! reads before it wrote, shows.
 
-use longspan_kernels::{Cotangent, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut};
+use longspan_kernels::{Cotangent, Dims, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut};
 
 use crate::case::{Case, Inputs};
 use crate::subject::{Number, Subject};
@@ -39,7 +39,12 @@ pub fn len(shape: [usize; 4]) -> usize {
 
 /// The subject's parameters for a case.
 pub fn random(subject: &Subject, case: &Case) -> Inputs<f64> {
-    Inputs::random(case, &f64::mechanism(subject).parameters(&case.dims))
+    Inputs::random(case, key_dim(subject, &case.dims), &f64::mechanism(subject).parameters(&case.dims))
+}
+
+/// Numbers in one key.
+pub fn key_dim(subject: &Subject, dims: &Dims) -> usize {
+    f64::mechanism(subject).key_dim(dims)
 }
 
 /// The definition.
@@ -129,7 +134,7 @@ pub fn backward_through_states<T: Number>(
         };
         let gradients = Gradients {
             dq: ViewMut::contiguous(&mut dq, dims.q()),
-            dk: ViewMut::contiguous(&mut dk, dims.k()),
+            dk: ViewMut::contiguous(&mut dk, inputs.key_shape(dims)),
             dv: ViewMut::contiguous(&mut dv, dims.v()),
             parameters: &mut slices,
             initial_state: d_initial_state,
@@ -188,7 +193,7 @@ pub fn steps<T: Number>(
         let mut row = vec![nan(); dims.batch * dims.heads * dims.value_dim];
         let (q, k, v) = (
             gather(&inputs.q, dims.heads, dims.queries, dims.head_dim, token),
-            gather(&inputs.k, dims.kv_heads, dims.keys, dims.head_dim, token),
+            gather(&inputs.k, dims.kv_heads, dims.keys, inputs.key_shape(dims)[3], token),
             gather(&inputs.v, dims.kv_heads, dims.keys, dims.value_dim, token),
         );
         T::mechanism(subject).step(&Token { q: &q, k: &k, v: &v, parameters: &parameters }, state, &mut row)?;

@@ -153,6 +153,15 @@ pub fn streaming(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
         .collect()
 }
 
+/// `count` cases whose values are as wide as queries, for mechanisms that mix tokens channel by channel.
+pub fn channels(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+    let narrow = |(_, case): (KernelizedAttention, Case)| {
+        let dims = Dims { value_dim: case.dims.head_dim, ..case.dims };
+        Case { dims, positive: false, ..case }
+    };
+    kernelized(seed, count, lengths).into_iter().map(narrow).collect()
+}
+
 fn key_mask(random: &mut Random, kind: MaskKind, dims: &Dims) -> KeyMask {
     match kind {
         MaskKind::All => KeyMask::All,

@@ -66,6 +66,7 @@ impl<T: Number> Untouched<T> {
 /// that see a value that is not finite show it.
 pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
+    let key_dim = execute::key_dim(subject, dims);
     if dims.keys == 0 || dims.batch == 0 || dims.heads == 0 {
         return Ok(());
     }
@@ -103,7 +104,7 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
             }
             // Another batch entry's gradients do not know of it at all.
             if b != batch {
-                for (name, n, width) in [("dk", 1, dims.head_dim), ("dv", 2, dims.value_dim)] {
+                for (name, n, width) in [("dk", 1, key_dim), ("dv", 2, dims.value_dim)] {
                     let entry = dims.kv_heads * dims.keys * width;
                     let what = format!("{name} of batch {b} after key {j} of batch {batch} became {key}, {value}");
                     clean.gradient(&what, &back, n, b * entry..(b + 1) * entry, true)?;
@@ -118,6 +119,7 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
 /// see.
 pub fn rows_are_independent<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
+    let key_dim = execute::key_dim(subject, dims);
     if dims.queries == 0 || dims.batch == 0 || dims.heads == 0 {
         return Ok(());
     }
@@ -143,7 +145,7 @@ pub fn rows_are_independent<T: Number>(subject: &Subject, case: &Case) -> Result
         for j in (0..dims.keys).filter(|&j| b != batch || !case.sees(batch, i, j)) {
             for head in 0..dims.kv_heads {
                 let token = (b * dims.kv_heads + head) * dims.keys + j;
-                for (name, n, width) in [("dk", 1, dims.head_dim), ("dv", 2, dims.value_dim)] {
+                for (name, n, width) in [("dk", 1, key_dim), ("dv", 2, dims.value_dim)] {
                     let what =
                         format!("{name} of key {j} of batch {b}, which row {i} of batch {batch} (NaN) cannot see");
                     clean.gradient(&what, &back, n, token * width..(token + 1) * width, b != batch)?;
@@ -201,7 +203,7 @@ pub(crate) fn part<T: Number>(
     let inputs = Inputs {
         q: cut(&inputs.q, dims.head_dim, case.dims.queries, &queries),
         d_out: cut(&inputs.d_out, dims.value_dim, case.dims.queries, &queries),
-        k: cut(&inputs.k, dims.head_dim, case.dims.keys, &keys),
+        k: cut(&inputs.k, inputs.key_shape(&case.dims)[3], case.dims.keys, &keys),
         v: cut(&inputs.v, dims.value_dim, case.dims.keys, &keys),
         parameters: inputs.parameters.clone(),
     };
@@ -255,6 +257,7 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
 /// check elsewhere.
 pub fn order_does_not_matter_without_positions<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
+    let key_dim = execute::key_dim(subject, dims);
     if case.causal || subject.assumptions.positions || case.keys != KeyMask::All {
         return Ok(());
     }
@@ -272,13 +275,12 @@ pub fn order_does_not_matter_without_positions<T: Number>(subject: &Subject, cas
             .flat_map(|token| x[token * width..][..width].to_vec())
             .collect()
     };
-    let shuffled =
-        Inputs { k: shuffle(&inputs.k, dims.head_dim), v: shuffle(&inputs.v, dims.value_dim), ..inputs.clone() };
+    let shuffled = Inputs { k: shuffle(&inputs.k, key_dim), v: shuffle(&inputs.v, dims.value_dim), ..inputs.clone() };
     let shuffled = shuffled.cast::<T>();
     let got = execute::forward(subject, case, &shuffled)?;
     close("out of shuffled keys", &got.out, &expected.out, &scale.out, case.terms())?;
     let got = execute::backward(subject, case, &shuffled, &got)?;
-    for (n, width) in [(1, dims.head_dim), (2, dims.value_dim)] {
+    for (n, width) in [(1, key_dim), (2, dims.value_dim)] {
         let (expected, scale) = (shuffle(&expected_back.gradients[n], width), shuffle(&back_scale.gradients[n], width));
         let what = format!("{} of shuffled keys", gradient_names(&inputs)[n]);
         close(&what, &got.gradients[n], &expected, &scale, gradient_terms(case))?;

@@ -23,4 +23,4 @@ pub mod threads;
 
 pub use case::{Case, Inputs, KeyMask};
 pub use compare::Failure;
-pub use subject::{Number, Subject};
+pub use subject::{Assumptions, Number, Subject};

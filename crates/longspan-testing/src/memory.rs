@@ -100,10 +100,11 @@ pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
         same_bits(&format!("gradient {n} through strides"), got, expected)?;
     }
     // A stride of 0 repeats a batch entry.
-    if dims.batch > 1 && len3(dims.q()) > 0 && len3(dims.k()) > 0 && len3(dims.v()) > 0 {
+    let key_shape = inputs.key_shape(dims);
+    if dims.batch > 1 && len3(dims.q()) > 0 && len3(key_shape) > 0 && len3(dims.v()) > 0 {
         let mut repeated = inputs.clone();
         for (x, entry) in
-            [(&mut repeated.q, len3(dims.q())), (&mut repeated.k, len3(dims.k())), (&mut repeated.v, len3(dims.v()))]
+            [(&mut repeated.q, len3(dims.q())), (&mut repeated.k, len3(key_shape)), (&mut repeated.v, len3(dims.v()))]
         {
             for batch in 1..dims.batch {
                 x.copy_within(0..entry, batch * entry);
@@ -115,7 +116,7 @@ pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
         let call = Call {
             dims: *dims,
             q: View::strided(&inputs.q[..len3(dims.q())], once(dims.q())),
-            k: View::strided(&inputs.k[..len3(dims.k())], once(dims.k())),
+            k: View::strided(&inputs.k[..len3(key_shape)], once(key_shape)),
             v: View::strided(&inputs.v[..len3(dims.v())], once(dims.v())),
             parameters: &parameters,
             mask: case.mask(),
@@ -141,7 +142,9 @@ fn strided<T: Number>(
 ) -> Result<(Forward<T>, Backward<T>), Failure> {
     let dims = &case.dims;
     let mark = T::from_f64(MARK);
-    let (q, k, v) = (Gapped::of(dims.q(), &inputs.q), Gapped::of(dims.k(), &inputs.k), Gapped::of(dims.v(), &inputs.v));
+    let key_shape = inputs.key_shape(dims);
+    let (q, k, v) =
+        (Gapped::of(dims.q(), &inputs.q), Gapped::of(key_shape, &inputs.k), Gapped::of(dims.v(), &inputs.v));
     let d_out = Gapped::of(dims.out(), &inputs.d_out);
     let mut out = Gapped::new(dims.out(), mark);
     let mut denominators = vec![execute::nan(); dims.batch * dims.heads * dims.queries];
@@ -159,7 +162,7 @@ fn strided<T: Number>(
     let output = Output { out: out.view_mut(), denominators: Some(&mut denominators), final_state: None };
     mechanism.forward(&call, output, &mut Scratch::new())?;
     let [mut dq, mut dk, mut dv] =
-        [Gapped::new(dims.q(), mark), Gapped::new(dims.k(), mark), Gapped::new(dims.v(), mark)];
+        [Gapped::new(dims.q(), mark), Gapped::new(key_shape, mark), Gapped::new(dims.v(), mark)];
     let mut d_parameters: Vec<Vec<T>> = inputs.parameters.iter().map(|p| vec![execute::nan(); p.len()]).collect();
     let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Vec::as_mut_slice).collect();
     let cotangent = Cotangent { out: out.view(), denominators: &denominators, d_out: d_out.view(), final_state: None };

@@ -138,7 +138,7 @@ fn both_refuse<T: Number>(
     let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
     let gradients = Gradients {
         dq: ViewMut::contiguous(dq, dims.q()),
-        dk: ViewMut::contiguous(dk, dims.k()),
+        dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
         dv: ViewMut::contiguous(dv, dims.v()),
         parameters: &mut slices,
         initial_state: None,
@@ -240,7 +240,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
         }
         let gradients = Gradients {
             dq: ViewMut::strided(dq, zero_if(name == "dq", row(dims.q()))),
-            dk: ViewMut::strided(dk, zero_if(name == "dk", row(dims.k()))),
+            dk: ViewMut::strided(dk, zero_if(name == "dk", row(inputs.key_shape(dims)))),
             dv: ViewMut::strided(dv, zero_if(name == "dv", row(dims.v()))),
             parameters: &mut slices,
             initial_state: None,
@@ -265,7 +265,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
         let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
         let gradients = Gradients {
             dq: ViewMut::contiguous(dq, dims.q()),
-            dk: ViewMut::contiguous(dk, dims.k()),
+            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut slices,
             initial_state: None,
@@ -281,7 +281,11 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
 fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let (dims, mechanism) = (&case.dims, T::mechanism(subject));
     let state = mechanism.empty_state(dims)?;
-    let wider = mechanism.empty_state(&longspan_kernels::Dims { value_dim: dims.value_dim + 1, ..*dims })?;
+    let wider = mechanism.empty_state(&longspan_kernels::Dims {
+        head_dim: dims.head_dim + 1,
+        value_dim: dims.value_dim + 1,
+        ..*dims
+    })?;
     inputs.call(case, Some(&wider), |call| {
         both_refuse("an initial state of another shape", "initial_state", mechanism, call, case, inputs)
     })?;
@@ -326,7 +330,7 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
         let gradients = Gradients {
             dq: ViewMut::contiguous(dq, dims.q()),
-            dk: ViewMut::contiguous(dk, dims.k()),
+            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut slices,
             initial_state: first.then_some(&mut target),
@@ -352,7 +356,7 @@ fn steps<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resul
     let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
     let sizes = [
         ("q", dims.batch * dims.heads * dims.head_dim),
-        ("k", dims.batch * dims.kv_heads * dims.head_dim),
+        ("k", dims.batch * dims.kv_heads * mechanism.key_dim(dims)),
         ("v", dims.batch * dims.kv_heads * dims.value_dim),
         ("out", dims.batch * dims.heads * dims.value_dim),
     ];

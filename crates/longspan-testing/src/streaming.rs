@@ -14,9 +14,16 @@ use crate::subject::{Number, Subject};
 /// states that differ in nothing but these can be compared.
 pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
+    if shape.mechanism.starts_with("aft-") {
+        return relative_to_exponents(state, to);
+    }
     let [sum, keys, _, row, ring, _] = shape.parts;
     let sums = sum + keys;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    if shape.mechanism == "toeplitz" {
+        // Exponents are those of the keys themselves, and a token's place in the ring is its number in the sequence.
+        return numbers;
+    }
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
         let (own, other) = (head[sums], to[sums]);
         let factor = if own == other { 1.0 } else { (own - other).exp() };
@@ -28,6 +35,25 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
             head[start..].rotate_left(own * row);
             head[start..].rotate_right(other * row);
             head[sums + 1] = to[sums + 1];
+        }
+    }
+    numbers
+}
+
+/// The same for the states of attention-free transformers, which have an exponent for each channel.
+fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
+    let shape = state.shape();
+    let width = shape.parts[0];
+    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
+        for channel in 0..width {
+            let (own, other) = (head[2 * width + channel], to[2 * width + channel]);
+            // Nothing is nothing relative to any exponent.
+            let same = own == other || head[width + channel] == 0.0;
+            let factor = if same { 1.0 } else { (own - other).exp() };
+            head[channel] *= factor;
+            head[width + channel] *= factor;
+            head[2 * width + channel] = other;
         }
     }
     numbers

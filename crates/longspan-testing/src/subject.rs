@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::case::{Case, Inputs};
+use crate::execute::Backward;
 use longspan_kernels::{Algorithm, FeatureMap, KernelizedAttention, Mechanism, Real, RelativeMap, Score};
 
 /// A number type that a [`Subject`] can be asked for.
@@ -30,8 +32,12 @@ impl Number for f64 {
     }
 }
 
+/// Raises the scale of parameters' gradients to the sum of the magnitudes of their terms, where that is not what the
+/// gradient is for inputs without signs.
+pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
+
 /// What the checks may assume of a mechanism.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Assumptions {
     /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
     pub signed_features: bool,
@@ -45,6 +51,8 @@ pub struct Assumptions {
     pub positive_weights: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
+    /// For parameters that are not used as they are, but normalised, say.
+    pub parameter_scale: Option<ParameterScale>,
 }
 
 /// A mechanism in both number types.
@@ -83,6 +91,7 @@ impl Subject {
             positions: attention.score != Score::Content || attention.decay.is_some(),
             positive_weights: !identity && !raw_table && attention.feature_map != FeatureMap::Relu,
             true_denominators: attention.feature_map != FeatureMap::Exp,
+            parameter_scale: None,
         }
     }
 

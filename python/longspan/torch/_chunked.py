@@ -47,7 +47,7 @@ def chunked_attention(
     _check_shapes(mechanism, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu", enabled=False):
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parameters = [parameter.to(wide) for parameter in parameters]
@@ -108,7 +108,7 @@ def _kernelized(
     key_padding_mask: Tensor | None,
 ) -> Tensor:
     """Content, relative positions, or both, under one normaliser: the formula of `longspan.ops.shaw_attention`."""
-    (batch, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
+    (_, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     content = settings.get("kernelized", True)
     normalize = settings.get("normalize", True)
     name = settings.get("feature_map", "elu+1")
@@ -153,11 +153,11 @@ def _kernelized(
     walk = _Causal if is_causal else _Bidirectional
     sums = walk(features if content else None, values, rows, radius, gamma)
     pieces = []
-    for start in range(0, queries, CHUNK):
+    # No queries are one empty chunk, so that the result still depends on all tensors.
+    for start in range(0, max(queries, 1), CHUNK):
         stop = min(start + CHUNK, queries)
         pieces.append(sums.chunk(q[:, :, start:stop], start + offset, stop + offset))
-    out = torch.cat(pieces, dim=2) if pieces else values.new_zeros((batch, heads, 0, values.shape[-1]))
-    return _divide(out, normalize)
+    return _divide(torch.cat(pieces, dim=2), normalize)
 
 
 def _clip(token: int, keys: int) -> int:
@@ -219,7 +219,7 @@ class _Causal:
         token = torch.arange(first, last, device=q.device)
         self._age(first)
         start = _clip(first + 1, keys)
-        stop = _clip(last, keys)
+        stop = max(_clip(last, keys), start)
         out = q.new_zeros((*q.shape[:3], values.shape[-1]))
         since = None if self.gamma is None else self.gamma ** (token - first)[:, None]
         visible = lambda key: (key[None, :] <= token[:, None])  # noqa: E731
@@ -234,6 +234,7 @@ class _Causal:
         if self.rows is not None:
             weights = q @ self.rows[:, : self.radius + 1].transpose(-1, -2)
             near = _clip(first - self.radius + 1, keys)
+            stop = max(stop, near)
             self.far = self._enter(self.far, None, self.far_taken, near, first)
             self.far_taken = max(self.far_taken, near)
             if self.far is not None:

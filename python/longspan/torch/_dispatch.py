@@ -19,9 +19,13 @@ _FLOATS = (torch.float32, torch.float64, *_HALF)
 
 def attend(
     operation, mechanism, options, q, k, v, parameters,
-    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None, output_final_state=False,
+    token_major=False,
 ):  # fmt: skip
-    """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some."""
+    """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some.
+
+    With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
+    """
     tensors = (q, k, v, *parameters)
     check(operation, tensors, ops._names(parameters), key_padding_mask)
     ops._check_state(operation, "initial_state", initial_state)
@@ -49,12 +53,16 @@ def attend(
         return out
     arrays, back = as_arrays(operation, tensors, ops._names(parameters))
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = ops._mechanism(mechanism, options, operation).forward(
+    out, _, state = ops._mechanism(mechanism, options, operation, parameters).forward(
         arrays[0], arrays[1], arrays[2], tuple(arrays[3:]), is_causal, offset, ignored, packed,
-        initial_state, output_final_state,
+        initial_state, output_final_state, False, token_major,
     )  # fmt: skip
     out = back(out)
     return (out, state) if output_final_state else out
+
+
+def _autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _plain(tensors: Sequence[Tensor]) -> bool:
@@ -68,7 +76,6 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
 def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padding_mask: Any) -> None:
     """Kinds, types and devices; shapes are looked at where the numbers are."""
     q = tensors[0]
-    autocast = torch.is_autocast_enabled(q.device.type)
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
@@ -76,7 +83,7 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
             raise ValueError(f"{operation}: {name}: expected a tensor on {q.device} like q, got {tensor.device}")
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {tensor.dtype}")
-        if tensor.dtype != q.dtype and not autocast:
+        if tensor.dtype != q.dtype and not _autocast(q.device):
             raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{operation}: {name}: expected a dense tensor, got {tensor.layout}")

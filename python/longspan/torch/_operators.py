@@ -53,7 +53,7 @@ def attention(
     """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
     projection after it reads without a copy."""
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
-    out, denominators, _ = ops._mechanism(mechanism, options, operation).forward(
+    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters).forward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v and the parameters."""
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
-    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation).backward(
+    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters).backward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
         _array(out), _array(denominators), _array(d_out), True,

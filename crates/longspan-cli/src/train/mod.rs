@@ -21,6 +21,7 @@ pub use step::{Workers, source_ids};
 
 use crate::Outcome;
 use crate::answer::Answerer;
+use crate::attention;
 use crate::config::{self, RunConfig, Settings};
 use crate::data::batches::{Batches, SplitMix};
 use crate::metrics::ErrorRates;
@@ -54,8 +55,7 @@ pub struct Arguments {
     /// One setting, such as --set d_model=96; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// kernelized, shaw or softmax
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help = format!("The mechanism: {}", attention::names()))]
     attention: Option<String>,
     /// characters, words, bytes, or a tokenizer.json
     #[arg(long, value_name = "TOKENS")]

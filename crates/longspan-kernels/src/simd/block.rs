@@ -4,6 +4,9 @@
 //! lines; what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns
 //! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
 
+pub(crate) use super::log_sum::{bias_gradient, gated_mean, join, key_gradient, row_cotangent};
+pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
+pub(crate) use super::toeplitz::weigh;
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
@@ -57,7 +60,7 @@ impl Band {
     }
 
     /// The columns below `end` that any of the rows `first..=last` has.
-    fn columns(self, first: usize, last: usize, end: usize) -> (usize, usize) {
+    pub(super) fn columns(self, first: usize, last: usize, end: usize) -> (usize, usize) {
         let clamp = |x: isize| x.clamp(0, end as isize) as usize;
         let from = clamp((first as isize).saturating_add(self.from));
         (from, clamp((last as isize).saturating_add(self.to)).max(from))

@@ -5,8 +5,10 @@
 //! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
 
 pub(crate) mod block;
+pub(crate) mod log_sum;
 mod portable;
 pub(crate) mod softmax;
+pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -17,6 +19,8 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
+use log_sum::OutputRow;
+use toeplitz::Factors;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -171,6 +175,14 @@ operations! {
     softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);
     exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
     softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
+    join(to: &mut [T], item: &[T], bias: T);
+    gated_mean(mean: &[T], q: &[T], out: &mut [T]);
+    row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
+    key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
+    bias_gradient(row: &[T], key: &[T], bias: T) -> T;
+    weigh(
+        tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
+    );
 }
 
 table!(portable_f32, f32, portable::Array<f32>);

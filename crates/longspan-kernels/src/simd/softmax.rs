@@ -2,7 +2,6 @@
 //! maxima and sums run down the columns, whole registers of queries at a time, and no register is ever summed up.
 
 use super::vector::{Constants, Vector, exp_nonpositive};
-use crate::real::Real;
 
 /// Takes `keys` rows of scores into running softmaxes: `highest` rises to the largest score of each column, scores become
 /// `e^{score − highest}`, `sums`, brought to the new maximum, takes them in, and `factors` says what brings whatever else

@@ -49,7 +49,7 @@ pub(super) fn backward<T: Real>(
     let d_initial = d_initial.as_mut().map(ViewMut::shared);
     parallel(units, scratch.take(workers * per_worker), per_worker, |unit, scratch| {
         let mut arena = Arena::new(scratch);
-        let mut block = Block::new(problem, &mut arena);
+        let block = Block::new(problem, &mut arena);
         let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
         let stretches = problem.stretches(sequence, kv_head);
         let (past, own) = (stretches[0].keys, stretches[1].keys);
@@ -61,9 +61,9 @@ pub(super) fn backward<T: Real>(
         // Own keys from here on are seen by no row.
         let mut seen = 0;
         for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            let rows_of = |view: crate::shape::View<'_, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
             let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
-            let (out, d_out) = (rows_of(cotangent.out), rows_of(cotangent.d_out));
+            let [out, d_out] =
+                [cotangent.out, cotangent.d_out].map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));
             let mut row = 0;
             while row < sequence.queries {
                 let rows = (sequence.queries - row).min(ROWS);

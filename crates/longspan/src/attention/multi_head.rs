@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 
-use super::{Attention, AttentionConfig, AttentionMask, AttentionState, MemoryState};
+use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
 use crate::error::{Result, argument, config};
 use crate::projection;
 
@@ -26,16 +26,16 @@ pub struct MultiHeadAttentionConfig {
 /// Multi-head attention. One module serves self-attention or cross-attention.
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention {
-    /// Queries, keys and values in one product, `[d_model, (heads + 2·kv_heads)·head_dim]`: the queries' columns first,
-    /// then the keys', then the values', each head by head.
+    /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the queries'
+    /// columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim` for most mechanisms.
     pub query_key_value: Linear,
     /// `[heads·head_dim, d_model]`.
     pub output: Linear,
     /// The mechanism.
     pub attention: Attention,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
+    #[module(skip)]
+    heads: Heads,
+    key_dim: usize,
 }
 
 impl MultiHeadAttentionConfig {
@@ -56,16 +56,16 @@ impl MultiHeadAttentionConfig {
         let head_dim = self.d_model / self.heads;
         let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
         let initializer = Initializer::XavierUniform { gain: 1.0 };
-        let projected = (self.heads + 2 * kv_heads) * head_dim;
+        let key_dim = attention.key_dim();
+        let projected = self.heads * head_dim + kv_heads * (key_dim + head_dim);
         Ok(MultiHeadAttention {
             query_key_value: LinearConfig::new(self.d_model, projected)
                 .with_initializer(initializer.clone())
                 .init(device),
             output: LinearConfig::new(self.d_model, self.d_model).with_initializer(initializer).init(device),
+            heads: attention.heads(),
             attention,
-            heads: self.heads,
-            kv_heads,
-            head_dim,
+            key_dim,
         })
     }
 }
@@ -94,7 +94,7 @@ impl MultiHeadAttention {
     pub fn cross_attention(&self, x: Tensor<3>, memory: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
         self.check("cross-attention", "memory", &memory)?;
-        let q = self.project(x, 0, self.heads);
+        let q = self.queries(x);
         let [k, v] = self.keys_and_values(memory);
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
@@ -132,43 +132,61 @@ impl MultiHeadAttention {
     /// A wrong width, or a memory of another batch or mechanism.
     pub fn recall(&self, x: Tensor<3>, first: usize, memory: &MemoryState) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
-        let q = self.project(x, 0, self.heads);
+        let q = self.queries(x);
         Ok(self.merge(self.attention.recall(q, first, memory)?))
     }
 
-    /// Keys and values of a memory, `[batch, kv_heads, keys, head_dim]` each.
-    fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
-        let both = self.project(memory, self.heads, 2 * self.kv_heads);
-        [both.clone().narrow(1, 0, self.kv_heads), both.narrow(1, self.kv_heads, self.kv_heads)]
+    /// Queries of `x`, `[batch, heads, tokens, head_dim]`.
+    fn queries(&self, x: Tensor<3>) -> Tensor<4> {
+        let Heads { heads, head_dim, .. } = self.heads;
+        self.project(x, 0, heads, head_dim)
     }
 
-    /// Queries, keys and values of `x`, `[batch, ·, tokens, head_dim]` each, as views of one product.
+    /// Keys and values of a memory, `[batch, kv_heads, keys, ·]` each: views of one product where they are equally wide.
+    fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let first = heads * head_dim;
+        if self.key_dim != head_dim {
+            let keys = self.project(memory.clone(), first, kv_heads, self.key_dim);
+            return [keys, self.project(memory, first + kv_heads * self.key_dim, kv_heads, head_dim)];
+        }
+        let both = self.project(memory, first, 2 * kv_heads, head_dim);
+        [both.clone().narrow(1, 0, kv_heads), both.narrow(1, kv_heads, kv_heads)]
+    }
+
+    /// Queries, keys and values of `x`, `[batch, ·, tokens, ·]` each: views of one product where they are equally wide.
     fn split(&self, x: Tensor<3>, operation: &'static str) -> Result<[Tensor<4>; 3]> {
         self.check(operation, "x", &x)?;
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        if self.key_dim != head_dim {
+            let [keys, values] = self.keys_and_values(x.clone());
+            return Ok([self.queries(x), keys, values]);
+        }
         let [batch, tokens, _] = x.dims();
-        let all = self.heads + 2 * self.kv_heads;
-        let projected =
-            projection::apply(&self.query_key_value, x).reshape([batch, tokens, all, self.head_dim]).swap_dims(1, 2);
+        let all = heads + 2 * kv_heads;
+        let projected = projection::apply(&self.query_key_value, x).reshape([batch, tokens, all, head_dim]);
+        let projected = projected.swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
-        Ok([part(0, self.heads), part(self.heads, self.kv_heads), part(self.heads + self.kv_heads, self.kv_heads)])
+        Ok([part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)])
     }
 
-    /// `count` of the projected heads from head `first` on, `[batch, count, tokens, head_dim]`.
-    fn project(&self, x: Tensor<3>, first: usize, count: usize) -> Tensor<4> {
+    /// `count` heads of `width` numbers from the projection's column `start` on, `[batch, count, tokens, width]`.
+    fn project(&self, x: Tensor<3>, start: usize, count: usize, width: usize) -> Tensor<4> {
         let [batch, tokens, _] = x.dims();
-        let (start, width) = (first * self.head_dim, count * self.head_dim);
-        let weight = self.query_key_value.weight.val().narrow(1, start, width);
-        let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, width));
-        projection::project(x, weight, bias).reshape([batch, tokens, count, self.head_dim]).swap_dims(1, 2)
+        let columns = count * width;
+        let weight = self.query_key_value.weight.val().narrow(1, start, columns);
+        let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, columns));
+        projection::project(x, weight, bias).reshape([batch, tokens, count, width]).swap_dims(1, 2)
     }
 
-    fn merge(&self, heads: Tensor<4>) -> Tensor<3> {
-        let [batch, _, tokens, _] = heads.dims();
-        projection::apply(&self.output, heads.swap_dims(1, 2).reshape([batch, tokens, self.heads * self.head_dim]))
+    fn merge(&self, output: Tensor<4>) -> Tensor<3> {
+        let [batch, _, tokens, _] = output.dims();
+        let Heads { heads, head_dim, .. } = self.heads;
+        projection::apply(&self.output, output.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]))
     }
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
-        let width = self.heads * self.head_dim;
+        let width = self.heads.heads * self.heads.head_dim;
         argument(
             x.dims()[2] == width,
             operation,

@@ -1,6 +1,7 @@
 //! Every mechanism by name: the one list that a new mechanism joins.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
@@ -11,7 +12,7 @@ use super::{
     AttentionMask, AttentionState, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
     SoftmaxAttention, SoftmaxOptions, StoredState, index_tensor,
 };
-use crate::backend::{self, Layer, Total};
+use crate::backend::{self, Kernel, Layer, Total};
 use crate::error::{Error, Result, argument};
 
 /// What a mechanism's options give the registry.
@@ -189,6 +190,21 @@ impl Attention {
     /// [`KernelizedAttention::step`].
     pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut AttentionState) -> Result<Tensor<4>> {
         backend::step(self.layer(), q, k, v, state)
+    }
+
+    /// The kernel behind it, with the module's options; `None` where tensor operations serve on the CPU as well.
+    pub fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+        self.layer().kernel()
+    }
+
+    /// Numbers of heads, and numbers in a query of one head.
+    pub fn heads(&self) -> Heads {
+        self.layer().heads()
+    }
+
+    /// Numbers in a key of one head: as many as in a query, but for mechanisms whose keys are narrower.
+    pub fn key_dim(&self) -> usize {
+        self.layer().key_dim()
     }
 
     /// `state` as numbers, exactly.

@@ -52,6 +52,13 @@ pub(crate) trait Layer: Debug {
     /// Numbers of heads and their width.
     fn heads(&self) -> Heads;
 
+    /// Numbers in a key of one head.
+    fn key_dim(&self) -> usize {
+        let Heads { heads, kv_heads, head_dim } = self.heads();
+        let dims = Dims { batch: 0, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
+        self.kernel().map_or(head_dim, |kernel| Mechanism::<f32>::key_dim(&*kernel, &dims))
+    }
+
     /// The learned tensors, flat, in the kernel's order.
     fn parameters(&self) -> Vec<Tensor<1>>;
 
@@ -305,13 +312,9 @@ pub(crate) fn restore(layer: &dyn Layer, stored: &StoredState, device: &Device) 
 /// Whether the tensors fit the module and each other.
 pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
     let name = layer.name();
-    let sizes = layer.heads();
-    let Heads { heads, kv_heads, head_dim } = sizes;
-    let [batch, _, queries, _] = q.dims();
-    let [_, _, keys, _] = k.dims();
-    let [_, _, _, value_dim] = v.dims();
-    let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-    let key_dim = layer.kernel().map_or(head_dim, |kernel| Mechanism::<f32>::key_dim(&*kernel, &dims));
+    let Heads { heads, kv_heads, head_dim } = layer.heads();
+    let key_dim = layer.key_dim();
+    let ([batch, _, queries, _], [_, _, keys, _], [_, _, _, value_dim]) = (q.dims(), k.dims(), v.dims());
     for (argument_name, x, shape, text) in [
         ("q", q, [batch, heads, queries, head_dim], format!("[batch, {heads}, queries, {head_dim}]")),
         ("k", k, [batch, kv_heads, keys, key_dim], format!("[{batch}, {kv_heads}, keys, {key_dim}]")),

@@ -47,6 +47,18 @@ pub struct StoredState {
     tensors: Vec<TensorData>,
 }
 
+impl StoredState {
+    /// How many numbers it holds.
+    pub fn len(&self) -> usize {
+        self.tensors.iter().map(TensorData::num_elements).sum()
+    }
+
+    /// Whether it is the state before the first token.
+    pub fn is_empty(&self) -> bool {
+        self.form == Form::Empty
+    }
+}
+
 /// What the numbers of a [`StoredState`] are.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

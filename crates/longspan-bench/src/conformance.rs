@@ -1,0 +1,297 @@
+//! A kernel that is wrong has no speed: the check before any time is taken.
+//!
+//! Short calls against the definition in doubles: outputs, the gradient of every input along random directions by
+//! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
+//! check is the conformance suite of the workspace; this one travels with the program and runs wherever it measures.
+
+use longspan_kernels::{
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Real, Scratch, Token, View,
+    ViewMut,
+};
+
+use crate::error::Error;
+use crate::random::Random;
+use crate::registry::Candidate;
+
+/// Lengths of the checks: inside a chunk, over one border of 64, over two.
+pub const LENGTHS: [usize; 3] = [13, 70, 150];
+
+/// Up to this length gradients are checked by difference quotients, which take the definition four times an input.
+const QUOTIENT_LENGTH: usize = 70;
+
+/// Distance of the points of the difference quotient.
+const STEP: f64 = 1e-4;
+
+/// What the difference quotient is good for, relative to the sum of the magnitudes of its terms.
+const QUOTIENT: f64 = 1e-6;
+
+/// Roundings on the way of one term: maps, angles, a product, a division, a rescaling, the transform of a convolution.
+const ROUNDINGS: f64 = 64.0;
+
+/// What a candidate does under a mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Abilities {
+    /// Forward and backward; `false` means that it says the mask is not for it.
+    pub attends: bool,
+    /// Token by token.
+    pub decodes: bool,
+}
+
+/// The numbers of one call; parameters last.
+#[derive(Clone)]
+struct Inputs<T> {
+    dims: Dims,
+    key_dim: usize,
+    order: Order,
+    /// q, k, v, then the parameters.
+    tensors: Vec<Vec<T>>,
+    d_out: Vec<T>,
+}
+
+fn len(shape: [usize; 4]) -> usize {
+    shape.iter().product()
+}
+
+impl Inputs<f64> {
+    fn random(mechanism: &dyn Mechanism<f64>, dims: Dims, order: Order) -> Self {
+        let mut random = Random::new(dims.queries as u64);
+        let key_dim = mechanism.key_dim(&dims);
+        let mut draw = |len: usize, scale: f64| (0..len).map(|_| scale * random.normal()).collect::<Vec<f64>>();
+        let mut tensors = vec![draw(len(dims.q()), 1.0), draw(dims.batch * dims.kv_heads * dims.keys * key_dim, 1.0)];
+        tensors.push(draw(len(dims.v()), 1.0));
+        // Parameters enter exponents in some mechanisms; at half the size no weight drowns all others. Halves are exact.
+        tensors.extend(mechanism.parameters(&dims).iter().map(|parameter| draw(parameter.len(), 0.5)));
+        let d_out = draw(len(dims.out()), 1.0);
+        Self { dims, key_dim, order, tensors, d_out }
+    }
+
+    fn singles(&self) -> Inputs<f32> {
+        let single = |x: &Vec<f64>| x.iter().map(|&x| x as f32).collect();
+        Inputs {
+            dims: self.dims,
+            key_dim: self.key_dim,
+            order: self.order,
+            tensors: self.tensors.iter().map(single).collect(),
+            d_out: single(&self.d_out),
+        }
+    }
+}
+
+impl<T: Real> Inputs<T> {
+    fn call<R>(&self, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
+        let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
+        let [batch, heads, keys, _] = self.dims.k();
+        body(&Call {
+            dims: self.dims,
+            q: View::contiguous(&self.tensors[0], self.dims.q()),
+            k: View::contiguous(&self.tensors[1], [batch, heads, keys, self.key_dim]),
+            v: View::contiguous(&self.tensors[2], self.dims.v()),
+            parameters: &parameters,
+            mask: Mask { order: self.order, ..Mask::default() },
+            initial_state: None,
+        })
+    }
+
+    /// Output and gradients, from memory that starts as NaN.
+    fn run(&self, mechanism: &dyn Mechanism<T>) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
+        let nan = T::from_f64(f64::NAN);
+        let dims = &self.dims;
+        let mut out = vec![nan; len(dims.out())];
+        let mut denominators = vec![nan; dims.batch * dims.heads * dims.queries];
+        let mut scratch = Scratch::new();
+        self.call(|call| {
+            let output = Output {
+                out: ViewMut::contiguous(&mut out, dims.out()),
+                denominators: Some(&mut denominators),
+                final_state: None,
+            };
+            mechanism.forward(call, output, &mut scratch)
+        })?;
+        let mut gradients: Vec<Vec<T>> = self.tensors.iter().map(|x| vec![nan; x.len()]).collect();
+        let [dq, dk, dv, parameters @ ..] = gradients.as_mut_slice() else { return Ok((out, gradients)) };
+        let mut parameters: Vec<&mut [T]> = parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let [batch, heads, keys, _] = dims.k();
+        self.call(|call| {
+            let cotangent = Cotangent {
+                out: View::contiguous(&out, dims.out()),
+                denominators: &denominators,
+                d_out: View::contiguous(&self.d_out, dims.out()),
+            };
+            let gradients = Gradients {
+                dq: ViewMut::contiguous(dq, dims.q()),
+                dk: ViewMut::contiguous(dk, [batch, heads, keys, self.key_dim]),
+                dv: ViewMut::contiguous(dv, dims.v()),
+                parameters: &mut parameters,
+            };
+            mechanism.backward(call, &cotangent, gradients, &mut scratch)
+        })?;
+        Ok((out, gradients))
+    }
+
+    /// The output token by token.
+    fn steps(&self, mechanism: &dyn Mechanism<T>) -> Result<Vec<T>, KernelError> {
+        let dims = &self.dims;
+        let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
+        let mut state = mechanism.empty_state(dims)?;
+        let mut out = vec![T::ZERO; len(dims.out())];
+        let mut row = vec![T::ZERO; dims.batch * dims.heads * dims.value_dim];
+        let gather = |x: &[T], heads: usize, width: usize, token: usize| -> Vec<T> {
+            let start = |head: usize| (head * dims.queries + token) * width;
+            (0..dims.batch * heads).flat_map(|head| x[start(head)..][..width].to_vec()).collect()
+        };
+        for token in 0..dims.queries {
+            let q = gather(&self.tensors[0], dims.heads, dims.head_dim, token);
+            let k = gather(&self.tensors[1], dims.kv_heads, self.key_dim, token);
+            let v = gather(&self.tensors[2], dims.kv_heads, dims.value_dim, token);
+            row.fill(T::from_f64(f64::NAN));
+            mechanism.step(&Token { q: &q, k: &k, v: &v, parameters: &parameters }, &mut state, &mut row)?;
+            for (head, row) in row.chunks_exact(dims.value_dim).enumerate() {
+                out[(head * dims.queries + token) * dims.value_dim..][..dims.value_dim].copy_from_slice(row);
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// Checks one candidate under one mask at several lengths.
+///
+/// # Errors
+/// [`Error::Wrong`] names the candidate, the mask, the length and what differs.
+pub fn verify(candidate: &Candidate, head_dim: usize, order: Order) -> Result<Abilities, Error> {
+    let mut abilities = Abilities { attends: true, decodes: order == Order::Causal };
+    for length in LENGTHS {
+        let wrong = |failure: String| Error::Wrong {
+            candidate: candidate.to_string(),
+            order: order_name(order),
+            length,
+            failure,
+        };
+        match check(candidate, Dims::square(1, 2, length, head_dim), order, &mut abilities) {
+            Ok(()) => {}
+            Err(Failure::Kernel(KernelError::Unsupported { .. })) => {
+                return Ok(Abilities { attends: false, decodes: false });
+            }
+            Err(Failure::Kernel(error)) => return Err(wrong(format!("refused a call that makes sense: {error}"))),
+            Err(Failure::Differs(what)) => return Err(wrong(what)),
+        }
+    }
+    Ok(abilities)
+}
+
+/// As tables call it.
+pub fn order_name(order: Order) -> &'static str {
+    match order {
+        Order::Causal => "causal",
+        Order::Bidirectional => "bidirectional",
+    }
+}
+
+enum Failure {
+    Kernel(KernelError),
+    Differs(String),
+}
+
+impl From<KernelError> for Failure {
+    fn from(error: KernelError) -> Self {
+        Self::Kernel(error)
+    }
+}
+
+fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failure> {
+    if condition { Ok(()) } else { Err(Failure::Differs(message())) }
+}
+
+fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilities) -> Result<(), Failure> {
+    let double = &*candidate.double;
+    let inputs = Inputs::random(double, dims, order);
+    let expected = inputs.call(|call| double.reference(call))?.out;
+    // With the values' magnitudes the definition gives the sum of the magnitudes of the terms of each output.
+    let mut positive = inputs.clone();
+    positive.tensors[2].iter_mut().for_each(|x| *x = x.abs());
+    let scale = positive.call(|call| double.reference(call))?.out;
+    let terms = (dims.keys + dims.head_dim) as f64;
+
+    let (out, gradients) = inputs.run(double)?;
+    elements("output in doubles", &out, &expected, &scale, terms)?;
+    let singles = inputs.singles();
+    let (out, single_gradients) = singles.run(&*candidate.single)?;
+    elements("output in singles", &out, &expected, &scale, terms)?;
+
+    let name = |which: usize| match which {
+        0 => "gradient of q".to_owned(),
+        1 => "gradient of k".to_owned(),
+        2 => "gradient of v".to_owned(),
+        n => format!("gradient of parameter {}", n - 3),
+    };
+    let mut random = Random::new(0xD1FF);
+    for (which, gradient) in gradients.iter().enumerate() {
+        ensure(gradient.iter().all(|x| x.is_finite()), || format!("{} is not finite or not written", name(which)))?;
+        if dims.queries <= QUOTIENT_LENGTH {
+            along_a_direction(&name(which), double, &inputs, which, gradient, &mut random)?;
+        }
+        norms(&name(which), &single_gradients[which], gradient, terms)?;
+    }
+    if abilities.decodes {
+        match singles.steps(&*candidate.single) {
+            Ok(out) => elements("output token by token", &out, &expected, &scale, terms)?,
+            Err(KernelError::Unsupported { .. }) => abilities.decodes = false,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Every element within `c·eps·√terms·scale`.
+fn elements<T: Real>(what: &str, got: &[T], expected: &[f64], scale: &[f64], terms: f64) -> Result<(), Failure> {
+    let allowed = ROUNDINGS * T::EPSILON.to_f64() * terms.sqrt();
+    for (n, ((got, expected), scale)) in got.iter().zip(expected).zip(scale).enumerate() {
+        let error = (got.to_f64() - expected).abs();
+        // Written so that NaN fails.
+        ensure(error <= allowed * scale.abs() || got.to_f64() == *expected, || {
+            format!("{what}: element {n} is {got} instead of {expected:e}")
+        })?;
+    }
+    Ok(())
+}
+
+/// The distance of two gradients, by their norms.
+fn norms(what: &str, got: &[f32], expected: &[f64], terms: f64) -> Result<(), Failure> {
+    let square = |x: f64| x * x;
+    let error: f64 = got.iter().zip(expected).map(|(&got, expected)| square(f64::from(got) - expected)).sum();
+    let size: f64 = expected.iter().map(|&x| square(x)).sum();
+    let allowed = ROUNDINGS * f64::from(f32::EPSILON) * terms.sqrt();
+    ensure(error.sqrt() <= allowed * size.sqrt(), || {
+        format!("{what}: singles are {:e} of its norm from doubles", (error / size).sqrt())
+    })
+}
+
+/// A gradient times a random direction is the definition's difference quotient along it.
+fn along_a_direction(
+    what: &str,
+    mechanism: &dyn Mechanism<f64>,
+    inputs: &Inputs<f64>,
+    which: usize,
+    gradient: &[f64],
+    random: &mut Random,
+) -> Result<(), Failure> {
+    let direction: Vec<f64> = gradient.iter().map(|_| random.sign()).collect();
+    let mut moved = inputs.clone();
+    let mut loss = |step: f64| -> Result<(f64, f64), KernelError> {
+        let start = inputs.tensors[which].iter().zip(&direction);
+        moved.tensors[which].iter_mut().zip(start).for_each(|(to, (x, e))| *to = x + step * e);
+        let out = moved.call(|call| mechanism.reference(call))?.out;
+        let terms = out.iter().zip(&inputs.d_out).map(|(a, g)| a * g);
+        Ok((terms.clone().sum(), terms.map(f64::abs).sum()))
+    };
+    let (ahead, size) = loss(STEP)?;
+    let near = ahead - loss(-STEP)?.0;
+    let far = loss(2.0 * STEP)?.0 - loss(-2.0 * STEP)?.0;
+    let expected = (8.0 * near - far) / (12.0 * STEP);
+    let got: f64 = gradient.iter().zip(&direction).map(|(g, e)| g * e).sum();
+    let magnitude: f64 = gradient.iter().map(|g| g.abs()).sum();
+    let terms = (inputs.dims.keys + inputs.dims.head_dim) as f64;
+    let allowed = QUOTIENT * magnitude + 10.0 * f64::EPSILON * terms.sqrt() * size / STEP;
+    ensure((got - expected).abs() <= allowed, || {
+        format!("{what}: along a direction it is {got:e}, the definition moves by {expected:e}")
+    })
+}

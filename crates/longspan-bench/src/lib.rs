@@ -1,0 +1,37 @@
+//! Longspan's kernels against their definition, the machine, and each other.
+//!
+//! Reading order: [`registry`] lists what can be measured; [`conformance`] checks it first, for a kernel that is wrong has
+//! no speed; [`machine`] knows what products and copies take here; [`sweep`] measures over lengths, [`goals`] against
+//! the project's own targets; [`memory`] counts bytes; [`statistics`] makes statements of numbers; [`report`] holds all of
+//! it as JSON, CSV and text; [`plot`] and [`page`] show it.
+//!
+//! Everything is measured on the current rayon pool; [`on_threads`] makes one.
+
+pub mod conformance;
+mod error;
+pub mod goals;
+pub mod machine;
+pub mod memory;
+pub mod page;
+pub mod plot;
+pub mod quantity;
+mod random;
+pub mod registry;
+pub mod report;
+pub mod statistics;
+pub mod sweep;
+mod timing;
+mod workload;
+
+pub use error::Error;
+pub use workload::Pass;
+
+/// Runs `body` on a pool of its own.
+///
+/// # Errors
+/// If the threads cannot be started.
+pub fn on_threads<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> Result<R, Error> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(|error| Error::Threads { threads, reason: error.to_string() })?;
+    Ok(pool.install(body))
+}

@@ -1,0 +1,250 @@
+//! The machine: what it is, and what it can do with products and copies.
+
+use std::hint::black_box;
+
+use gemm::Parallelism;
+use serde::{Deserialize, Serialize};
+
+use crate::random::Random;
+use crate::statistics::Spread;
+use crate::timing::seconds;
+
+/// What a reader must know of the machine to read the numbers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The processor's name as the system gives it, or its architecture.
+    pub processor: String,
+    /// Cores that this process may use.
+    pub cores: usize,
+    /// The widest vector instructions that the kernels have code for.
+    pub instructions: String,
+    /// The operating system.
+    pub system: String,
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Self {
+        let architecture = std::env::consts::ARCH;
+        let processor = std::fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("model name"))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        });
+        Self {
+            processor: processor.unwrap_or_else(|| architecture.to_owned()),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            instructions: std::env::var("LONGSPAN_SIMD").unwrap_or_else(|_| widest().to_owned()),
+            system: std::env::consts::OS.to_owned(),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn widest() -> &'static str {
+    if is_x86_feature_detected!("avx512f") {
+        "avx512"
+    } else if is_x86_feature_detected!("avx2") {
+        "avx2"
+    } else {
+        "portable"
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn widest() -> &'static str {
+    std::env::consts::ARCH
+}
+
+/// Side of a streaming tile.
+const TILE: usize = 64;
+/// Numbers in a tile.
+const TILE_LEN: usize = TILE * TILE;
+/// Pairs of tiles in one measurement: 2 × 4 MiB of `f32`, more than a core's own caches hold.
+const TILES: usize = 256;
+/// Side of the large product.
+const LARGE: usize = 1024;
+/// Least bytes of one measured copy; a smaller one would measure the clock.
+const LEAST_COPY: usize = 1 << 14;
+
+/// Matrix products and copies of this machine, taken in turn with kernels.
+pub struct Limits {
+    threads: usize,
+    lhs: Vec<f32>,
+    rhs: Vec<f32>,
+    /// One tile for each thread.
+    tiles: Vec<f32>,
+    large: Vec<f32>,
+    from: Vec<f32>,
+    to: Vec<f32>,
+    tile_times: Vec<f64>,
+    large_times: Vec<f64>,
+    copy_times: Vec<f64>,
+}
+
+/// What [`Limits`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Rates {
+    /// Flops a second in products of 64 × 64 × 64 that stream through memory.
+    pub tiles: f64,
+    /// Flops a second in one product of 1024³; `None` if it was not measured.
+    pub large: Option<f64>,
+    /// Seconds to read half of a call's inputs and outputs and write as much.
+    pub copy_seconds: f64,
+    /// Bytes a second of that, read and written.
+    pub copy: f64,
+}
+
+impl Limits {
+    /// For calls whose inputs and outputs are `bytes`; measures on the current rayon pool.
+    pub fn new(bytes: usize) -> Self {
+        let mut random = Random::new(7);
+        let len = TILES * TILE_LEN;
+        let half = bytes.max(LEAST_COPY) / 2 / size_of::<f32>();
+        let threads = rayon::current_num_threads();
+        Self {
+            threads,
+            lhs: random.singles(len, 1.0),
+            rhs: random.singles(len, 1.0),
+            tiles: vec![0.0; threads * TILE_LEN],
+            large: vec![0.0; LARGE * LARGE],
+            from: vec![1.0; half],
+            to: vec![0.0; half],
+            tile_times: Vec::new(),
+            large_times: Vec::new(),
+            copy_times: Vec::new(),
+        }
+    }
+
+    /// For calls of another size; forgets all times.
+    pub fn resize(&mut self, bytes: usize) {
+        let half = bytes.max(LEAST_COPY) / 2 / size_of::<f32>();
+        self.from = vec![1.0; half];
+        self.to = vec![0.0; half];
+        self.tile_times.clear();
+        self.large_times.clear();
+        self.copy_times.clear();
+    }
+
+    /// One measurement of tiles and copy.
+    pub fn measure(&mut self) {
+        self.tile_times.push(seconds(|| stream_tiles(&mut self.tiles, &self.lhs, &self.rhs)));
+        self.copy_times.push(seconds(|| copy(&mut self.to, &self.from)));
+        black_box((&mut self.tiles, &mut self.to));
+    }
+
+    /// One measurement of the large product.
+    pub fn measure_large(&mut self) {
+        let parallelism = if self.threads > 1 { Parallelism::Rayon(self.threads) } else { Parallelism::None };
+        self.large_times.push(seconds(|| product(LARGE, &mut self.large, &self.lhs, &self.rhs, parallelism)));
+        black_box(&mut self.large);
+    }
+
+    /// The medians; `None` before the first measurement.
+    pub fn rates(&self) -> Option<Rates> {
+        let copy_seconds = Spread::of(&self.copy_times)?.median;
+        Some(Rates {
+            tiles: TILES as f64 * flops(TILE) / Spread::of(&self.tile_times)?.median,
+            large: Spread::of(&self.large_times).map(|spread| flops(LARGE) / spread.median),
+            copy_seconds,
+            copy: (2 * std::mem::size_of_val(self.from.as_slice())) as f64 / copy_seconds,
+        })
+    }
+}
+
+fn flops(side: usize) -> f64 {
+    2.0 * (side as f64).powi(3)
+}
+
+/// `dst = lhs · rhs` of row-major square matrices.
+fn product(side: usize, dst: &mut [f32], lhs: &[f32], rhs: &[f32], parallelism: Parallelism) {
+    let len = side * side;
+    assert!(dst.len() >= len && lhs.len() >= len && rhs.len() >= len, "matrices of {side} × {side}");
+    let row = side as isize;
+    // SAFETY: the three slices hold side × side numbers each, checked above, and `dst` is borrowed alone.
+    unsafe {
+        gemm::gemm(
+            side,
+            side,
+            side,
+            dst.as_mut_ptr(),
+            1,
+            row,
+            false,
+            lhs.as_ptr(),
+            1,
+            row,
+            rhs.as_ptr(),
+            1,
+            row,
+            0.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+/// Products of all pairs of tiles, each thread its share, each into its own tile.
+fn stream_tiles(dst: &mut [f32], lhs: &[f32], rhs: &[f32]) {
+    let share = TILES.div_ceil(dst.len() / TILE_LEN) * TILE_LEN;
+    rayon::scope(|scope| {
+        for ((dst, lhs), rhs) in dst.chunks_exact_mut(TILE_LEN).zip(lhs.chunks(share)).zip(rhs.chunks(share)) {
+            scope.spawn(move |_| {
+                for (lhs, rhs) in lhs.chunks_exact(TILE_LEN).zip(rhs.chunks_exact(TILE_LEN)) {
+                    product(TILE, dst, lhs, rhs, Parallelism::None);
+                }
+            });
+        }
+    });
+}
+
+/// Copies, each thread its share; a copy that fits a core's own cache on one thread, which is faster.
+fn copy(to: &mut [f32], from: &[f32]) {
+    let threads = rayon::current_num_threads();
+    if threads == 1 || from.len() < (1 << 16) {
+        to.copy_from_slice(from);
+        return;
+    }
+    let share = from.len().div_ceil(threads);
+    rayon::scope(|scope| {
+        for (to, from) in to.chunks_mut(share).zip(from.chunks(share)) {
+            scope.spawn(move |_| to.copy_from_slice(from));
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_and_copies_are_computed() {
+        let mut random = Random::new(3);
+        let (lhs, rhs) = (random.singles(TILES * TILE_LEN, 1.0), random.singles(TILES * TILE_LEN, 1.0));
+        let mut dst = vec![f32::NAN; 2 * TILE_LEN];
+        stream_tiles(&mut dst, &lhs, &rhs);
+        // The last pair of the second share.
+        let start = (TILES - 1) * TILE_LEN;
+        let expected: f32 = (0..TILE).map(|k| lhs[start + k] * rhs[start + k * TILE]).sum();
+        assert!((dst[TILE_LEN] - expected).abs() < 1e-4, "{} {expected}", dst[TILE_LEN]);
+        let from = random.singles(100_001, 1.0);
+        let mut to = vec![0.0; from.len()];
+        copy(&mut to, &from);
+        assert_eq!(to, from);
+    }
+
+    #[test]
+    fn rates_come_from_times() {
+        let mut limits = Limits::new(1 << 20);
+        assert_eq!(limits.rates(), None);
+        limits.measure();
+        limits.measure_large();
+        let rates = limits.rates().unwrap();
+        assert!(rates.tiles > 0.0 && rates.large.unwrap() > 0.0);
+        assert!((rates.copy * rates.copy_seconds - f64::from(1 << 20)).abs() < 1.0);
+        limits.resize(1 << 16);
+        assert_eq!(limits.rates(), None);
+    }
+}

@@ -1,0 +1,145 @@
+//! The mechanisms that can be measured: one line each.
+
+use std::fmt;
+use std::sync::Arc;
+
+use longspan_kernels::{Algorithm, KernelizedAttention, Mechanism, Score, Shaw};
+
+use crate::error::Error;
+
+/// Every mechanism, in the order of tables and colours. A new one is one line here.
+pub fn registry() -> Vec<Entry> {
+    let shaw = |radius| move |algorithm| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
+    let relative = |radius| move |algorithm| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
+    vec![
+        Entry::new("kernelized", "Kernelized", |algorithm| kernelized(Score::Content, algorithm)),
+        Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
+        Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
+        Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
+        Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
+    ]
+}
+
+fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
+    KernelizedAttention { score, algorithm, ..KernelizedAttention::default() }
+}
+
+/// The mechanism that all others are compared with, wherever it is measured too.
+pub const BASELINE: &str = "softmax";
+
+/// A mechanism in both number types.
+type Pair = (Arc<dyn Mechanism<f32>>, Arc<dyn Mechanism<f64>>);
+
+/// One mechanism with its options, under a name of its own.
+#[derive(Clone)]
+pub struct Entry {
+    /// What `--mechanisms` takes and tables show: lower case, no commas.
+    pub name: &'static str,
+    /// What plots show.
+    pub title: &'static str,
+    /// Whether it is measured when nobody asks for particular mechanisms.
+    pub usual: bool,
+    make: Arc<dyn Fn(Algorithm) -> Pair + Send + Sync>,
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Entry {
+    /// A mechanism that `make` builds for each algorithm that is to be forced.
+    pub fn new<M>(
+        name: &'static str,
+        title: &'static str,
+        make: impl Fn(Algorithm) -> M + Send + Sync + 'static,
+    ) -> Self
+    where
+        M: Mechanism<f32> + Mechanism<f64> + 'static,
+    {
+        // Built twice, so that a mechanism need not be `Clone`.
+        let make = move |algorithm| -> Pair { (Arc::new(make(algorithm)), Arc::new(make(algorithm))) };
+        Self { name, title, usual: true, make: Arc::new(make) }
+    }
+
+    /// Measured only if asked for.
+    #[must_use]
+    pub fn on_request(self) -> Self {
+        Self { usual: false, ..self }
+    }
+
+    /// The mechanism with its algorithm chosen by cost.
+    pub fn automatic(&self) -> Arc<dyn Mechanism<f32>> {
+        (self.make)(Algorithm::Auto).0
+    }
+
+    /// The mechanism by each algorithm that can be forced.
+    pub fn candidates(&self) -> Vec<Candidate> {
+        let candidate = |&algorithm: &Algorithm| {
+            let (single, double) = (self.make)(algorithm);
+            Candidate { name: self.name, algorithm, single, double }
+        };
+        self.automatic().algorithms().iter().map(candidate).collect()
+    }
+}
+
+/// One mechanism by one algorithm: what is checked and then timed.
+#[derive(Debug, Clone)]
+pub struct Candidate {
+    /// The entry's name.
+    pub name: &'static str,
+    /// The algorithm that is forced.
+    pub algorithm: Algorithm,
+    /// What is timed.
+    pub single: Arc<dyn Mechanism<f32>>,
+    /// The same in doubles, for the check.
+    pub double: Arc<dyn Mechanism<f64>>,
+}
+
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} by {}", self.name, self.algorithm)
+    }
+}
+
+/// The entries of these names, in the registry's order; the usual ones for none.
+///
+/// # Errors
+/// For a name that no entry has.
+pub fn select(entries: &[Entry], names: &[String]) -> Result<Vec<Entry>, Error> {
+    if let Some(unknown) = names.iter().find(|name| !entries.iter().any(|entry| entry.name == **name)) {
+        let known = entries.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
+        return Err(Error::UnknownMechanism { name: unknown.clone(), known });
+    }
+    let wanted = |entry: &&Entry| {
+        if names.is_empty() { entry.usual } else { names.iter().any(|name| name == entry.name) }
+    };
+    Ok(entries.iter().filter(wanted).cloned().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_fit_a_table_of_commas() {
+        let entries = registry();
+        for (n, entry) in entries.iter().enumerate() {
+            assert!(entry.name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'));
+            assert!(entries[n + 1..].iter().all(|other| other.name != entry.name && other.title != entry.title));
+            assert!(!entry.candidates().is_empty());
+        }
+    }
+
+    #[test]
+    fn names_select_and_unknown_ones_are_told() {
+        let entries = registry();
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        let selected = select(&entries, &names(&["shaw-64", "kernelized"])).unwrap();
+        assert_eq!(selected.iter().map(|entry| entry.name).collect::<Vec<_>>(), ["kernelized", "shaw-64"]);
+        assert!(select(&entries, &[]).unwrap().iter().all(|entry| entry.usual));
+        let error = select(&entries, &names(&["sofmax"])).unwrap_err().to_string();
+        assert!(error.contains("sofmax") && error.contains("kernelized, shaw-16"), "{error}");
+    }
+}

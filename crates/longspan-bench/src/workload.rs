@@ -1,0 +1,276 @@
+//! Calls with their memory: one set of buffers for all mechanisms of one size, so that they meet the same numbers.
+
+use std::fmt;
+use std::str::FromStr;
+
+use longspan_kernels::{
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Scratch, State,
+    Token, View, ViewMut,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::memory;
+use crate::random::Random;
+
+/// What of a mechanism is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pass {
+    /// The output.
+    Forward,
+    /// The output, then the gradients of every input.
+    ForwardBackward,
+    /// One token through [`Mechanism::step`], after a prefix of so many tokens.
+    Decode,
+}
+
+impl Pass {
+    /// Every pass.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::ForwardBackward, Self::Decode];
+
+    /// The name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::ForwardBackward => "forward-backward",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Pass {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Self::ALL.into_iter().find(|pass| pass.name() == name).ok_or_else(|| Error::Setting {
+            setting: "pass",
+            got: name.to_owned(),
+            expected: "forward, forward-backward or decode",
+        })
+    }
+}
+
+fn len(shape: [usize; 4]) -> usize {
+    shape.iter().product()
+}
+
+/// Inputs, outputs and gradients of calls of one size; what a pass does not need stays empty.
+pub(crate) struct Buffers {
+    pub dims: Dims,
+    pass: Pass,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    d_out: Vec<f32>,
+    out: Vec<f32>,
+    denominators: Vec<f32>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+impl Buffers {
+    pub fn new(dims: Dims, pass: Pass) -> Self {
+        let mut random = Random::new(1);
+        let backward = pass == Pass::ForwardBackward;
+        let mut buffers = Self {
+            dims,
+            pass,
+            q: random.singles(len(dims.q()), 1.0),
+            k: random.singles(len(dims.k()), 1.0),
+            v: random.singles(len(dims.v()), 1.0),
+            d_out: random.singles(if backward { len(dims.out()) } else { 0 }, 1.0),
+            out: Vec::new(),
+            denominators: Vec::new(),
+            dq: Vec::new(),
+            dk: Vec::new(),
+            dv: Vec::new(),
+        };
+        buffers.renew();
+        // Untouched pages would make the first call pay for all later ones.
+        for output in [&mut buffers.out, &mut buffers.dq, &mut buffers.dk, &mut buffers.dv] {
+            output.fill(1.0);
+        }
+        buffers
+    }
+
+    /// Fresh outputs and gradients, as a caller has who keeps none.
+    pub fn renew(&mut self) {
+        self.out = vec![0.0; len(self.dims.out())];
+        if self.pass == Pass::ForwardBackward {
+            self.denominators = vec![0.0; self.dims.batch * self.dims.heads * self.dims.queries];
+            self.dq = vec![0.0; self.q.len()];
+            self.dk = vec![0.0; self.k.len()];
+            self.dv = vec![0.0; self.v.len()];
+        }
+    }
+
+    /// Bytes of inputs and outputs of a call, without parameters.
+    pub fn bytes(dims: &Dims, pass: Pass) -> usize {
+        let inputs = len(dims.q()) + len(dims.k()) + len(dims.v());
+        let numbers = match pass {
+            Pass::Forward | Pass::Decode => inputs + len(dims.out()),
+            Pass::ForwardBackward => 2 * (inputs + len(dims.out())) + dims.batch * dims.heads * dims.queries,
+        };
+        numbers * size_of::<f32>()
+    }
+}
+
+/// Bytes of a mechanism's parameters, and of their gradients where the pass wants them.
+pub(crate) fn parameter_bytes(mechanism: &dyn Mechanism<f32>, dims: &Dims, pass: Pass) -> usize {
+    let numbers = mechanism.parameters(dims).iter().map(Parameter::len).fold(0usize, usize::saturating_add);
+    numbers.saturating_mul(if pass == Pass::ForwardBackward { 2 } else { 1 }).saturating_mul(size_of::<f32>())
+}
+
+/// A mechanism with what belongs to it alone: parameters, their gradients, scratch.
+pub(crate) struct Subject<'m> {
+    mechanism: &'m dyn Mechanism<f32>,
+    parameters: Vec<Vec<f32>>,
+    d_parameters: Vec<Vec<f32>>,
+    scratch: Scratch<f32>,
+}
+
+impl<'m> Subject<'m> {
+    pub fn new(mechanism: &'m dyn Mechanism<f32>, dims: &Dims, pass: Pass) -> Self {
+        let mut random = Random::new(2);
+        let shapes = mechanism.parameters(dims);
+        let d_parameters = if pass == Pass::ForwardBackward {
+            shapes.iter().map(|parameter| vec![0.0; parameter.len()]).collect()
+        } else {
+            Vec::new()
+        };
+        Self {
+            mechanism,
+            // Small, as parameters are after training has begun; in exponents large ones would drown all but a few keys.
+            parameters: shapes.iter().map(|parameter| random.singles(parameter.len(), 0.1)).collect(),
+            d_parameters,
+            scratch: Scratch::new(),
+        }
+    }
+
+    /// One call of the buffers' pass, which is not [`Pass::Decode`].
+    pub fn run(&mut self, buffers: &mut Buffers, order: Order) -> Result<(), KernelError> {
+        let Buffers { dims, pass, q, k, v, d_out, out, denominators, dq, dk, dv } = buffers;
+        let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
+        let k_shape = key_shape(self.mechanism, dims);
+        let k_len = len(k_shape);
+        let call = Call {
+            dims: *dims,
+            q: View::contiguous(q, dims.q()),
+            k: View::contiguous(&k[..k_len], k_shape),
+            v: View::contiguous(v, dims.v()),
+            parameters: &parameters,
+            mask: Mask { order, ..Mask::default() },
+            initial_state: None,
+        };
+        let backward = *pass == Pass::ForwardBackward;
+        let output = Output {
+            out: ViewMut::contiguous(out, dims.out()),
+            denominators: backward.then_some(&mut *denominators),
+            final_state: None,
+        };
+        self.mechanism.forward(&call, output, &mut self.scratch)?;
+        if !backward {
+            return Ok(());
+        }
+        let cotangent = Cotangent {
+            out: View::contiguous(out, dims.out()),
+            denominators,
+            d_out: View::contiguous(d_out, dims.out()),
+        };
+        let mut d_parameters: Vec<&mut [f32]> = self.d_parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(dq, dims.q()),
+            dk: ViewMut::contiguous(&mut dk[..k_len], k_shape),
+            dv: ViewMut::contiguous(dv, dims.v()),
+            parameters: &mut d_parameters,
+        };
+        self.mechanism.backward(&call, &cotangent, gradients, &mut self.scratch)
+    }
+
+    /// Bytes at the peak of a call whose scratch starts empty, beyond inputs and outputs; what scratch grew to where the
+    /// program's allocator does not count.
+    pub fn extra_bytes(&mut self, buffers: &mut Buffers, order: Order) -> Result<usize, KernelError> {
+        self.scratch = Scratch::new();
+        let (result, peak) = memory::peak(|| self.run(buffers, order));
+        result?;
+        Ok(peak.unwrap_or(self.scratch.bytes()))
+    }
+
+    /// The state after all tokens of the buffers.
+    pub fn prefix(&mut self, buffers: &mut Buffers) -> Result<State<f32>, KernelError> {
+        let dims = buffers.dims;
+        let mut state = self.mechanism.empty_state(&dims)?;
+        let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
+        let k_shape = key_shape(self.mechanism, &dims);
+        let call = Call {
+            dims,
+            q: View::contiguous(&buffers.q, dims.q()),
+            k: View::contiguous(&buffers.k[..len(k_shape)], k_shape),
+            v: View::contiguous(&buffers.v, dims.v()),
+            parameters: &parameters,
+            mask: Mask::causal(),
+            initial_state: None,
+        };
+        let output = Output {
+            out: ViewMut::contiguous(&mut buffers.out, dims.out()),
+            denominators: None,
+            final_state: Some(&mut state),
+        };
+        self.mechanism.forward(&call, output, &mut self.scratch)?;
+        Ok(state)
+    }
+
+    /// Takes `tokens` tokens one by one.
+    pub fn steps(&mut self, token: &mut OneToken, state: &mut State<f32>, tokens: usize) -> Result<(), KernelError> {
+        let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
+        let k = &token.k[..token.k_heads * token.key_dim(self.mechanism)];
+        for _ in 0..tokens {
+            let input = Token { q: &token.q, k, v: &token.v, parameters: &parameters };
+            self.mechanism.step(&input, state, &mut token.out)?;
+        }
+        Ok(())
+    }
+}
+
+fn key_shape(mechanism: &dyn Mechanism<f32>, dims: &Dims) -> [usize; 4] {
+    let [batch, heads, keys, _] = dims.k();
+    [batch, heads, keys, mechanism.key_dim(dims)]
+}
+
+/// One token and the place for its output.
+pub(crate) struct OneToken {
+    dims: Dims,
+    k_heads: usize,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl OneToken {
+    pub fn new(dims: Dims) -> Self {
+        let mut random = Random::new(3);
+        let heads = dims.batch * dims.heads;
+        let k_heads = dims.batch * dims.kv_heads;
+        Self {
+            dims,
+            k_heads,
+            q: random.singles(heads * dims.head_dim, 1.0),
+            k: random.singles(k_heads * dims.head_dim, 1.0),
+            v: random.singles(k_heads * dims.value_dim, 1.0),
+            out: vec![0.0; heads * dims.value_dim],
+        }
+    }
+
+    fn key_dim(&self, mechanism: &dyn Mechanism<f32>) -> usize {
+        mechanism.key_dim(&self.dims)
+    }
+}

@@ -1,0 +1,183 @@
+//! `longspan info --mechanisms`: what every mechanism can do and what it costs, asked of the mechanisms themselves.
+//!
+//! Nothing here is written down by hand: a mechanism can do what it does on a few tokens, learns what its kernel lists as
+//! parameters, keeps the numbers that its state holds, and grows as its cost model says.
+
+use std::io::Write;
+
+use anyhow::{Result, anyhow};
+use burn::tensor::{Device, Tensor};
+use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
+use longspan_kernels::{Dims, Mask, Mechanism, Parameter};
+use serde_json::{Value, json};
+
+use crate::Outcome;
+
+/// Sizes at which the mechanisms are asked.
+const HEADS: usize = 8;
+const HEAD_DIM: usize = 64;
+
+/// Lengths between which growth is measured: long enough that what is constant has no part in it.
+const LENGTHS: [usize; 2] = [1 << 20, 1 << 22];
+
+/// What is known of one mechanism.
+struct Facts {
+    name: &'static str,
+    causal: bool,
+    bidirectional: bool,
+    cross: bool,
+    packed: bool,
+    grouped: bool,
+    learned: Vec<Parameter>,
+    /// Numbers in the state of one head after a token and after two.
+    state: Option<[usize; 2]>,
+    causal_growth: Option<String>,
+    growth: Option<String>,
+    algorithms: Vec<&'static str>,
+}
+
+/// Prints the table.
+pub fn run(json: bool) -> Result<Outcome> {
+    let facts: Vec<Facts> = AttentionConfig::NAMES.iter().map(|name| Facts::of(name)).collect::<Result<_>>()?;
+    let mut out = std::io::stdout().lock();
+    if json {
+        writeln!(out, "{}", Value::Array(facts.iter().map(Facts::to_json).collect()))?;
+    } else {
+        write!(out, "{}", table(&facts))?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// Whether the mechanism computes a call of so many queries and keys.
+fn takes(attention: &Attention, queries: usize, keys: usize, mask: &AttentionMask) -> bool {
+    let heads = attention.heads();
+    let zeros = |heads, tokens, width| Tensor::zeros([1, heads, tokens, width], &Device::flex());
+    let q = zeros(heads.heads, queries, heads.head_dim);
+    let k = zeros(heads.kv_heads, keys, attention.key_dim());
+    let v = zeros(heads.kv_heads, keys, heads.head_dim);
+    attention.forward(q, k, v, mask).is_ok()
+}
+
+/// Numbers in the state of one head after one token and after two; `None` if there is no state.
+fn state(attention: &Attention) -> Option<[usize; 2]> {
+    let heads = attention.heads();
+    let token = |heads, width| Tensor::zeros([1, heads, 1, width], &Device::flex());
+    let mut state = AttentionState::default();
+    let mut step = || {
+        let q = token(heads.heads, heads.head_dim);
+        let (k, v) = (token(heads.kv_heads, attention.key_dim()), token(heads.kv_heads, heads.head_dim));
+        attention.step(q, k, v, &mut state).ok()?;
+        attention.store(&state).ok().map(|stored| stored.len() / HEADS)
+    };
+    Some([step()?, step()?])
+}
+
+/// How the time of the algorithm that `auto` chooses grows with the length, by the cost model.
+fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
+    let seconds = LENGTHS.map(|length| {
+        let plan = kernel.plan(&Dims::square(1, HEADS, length, HEAD_DIM), &mask);
+        plan.estimates.iter().find(|e| e.algorithm == plan.algorithm).map_or(f64::NAN, |e| e.seconds)
+    });
+    let lengths = LENGTHS.map(|length| length as f64);
+    let exponent = (seconds[1] / seconds[0]).ln() / (lengths[1] / lengths[0]).ln();
+    match exponent {
+        e if (e - 1.0).abs() < 0.02 => "L".into(),
+        e if e > 1.0 && e < 1.2 => "L log L".into(),
+        e if (e - 2.0).abs() < 0.05 => "L²".into(),
+        e => format!("L^{e:.2}"),
+    }
+}
+
+impl Facts {
+    fn of(name: &'static str) -> Result<Self> {
+        let config = AttentionConfig::by_name(name).ok_or_else(|| anyhow!("{name} is listed and not known"))?;
+        let attention = config.init(HEADS, HEADS, HEAD_DIM, &Device::flex())?;
+        // Options may name a number of heads, so fewer key heads take a module of their own.
+        let grouped = config.init(HEADS, HEADS / 4, HEAD_DIM, &Device::flex());
+        let orders = [AttentionMask::causal(), AttentionMask::bidirectional()];
+        let either = |attention: &Attention, keys, change: &dyn Fn(AttentionMask) -> AttentionMask| {
+            orders.iter().any(|order| takes(attention, 4, keys, &change(order.clone())))
+        };
+        let kernel = attention.kernel();
+        let kernel: Option<&dyn Mechanism<f32>> = kernel.as_ref().map(|kernel| &**kernel as &dyn Mechanism<f32>);
+        let sizes = Dims::square(1, HEADS, 4, HEAD_DIM);
+        Ok(Self {
+            name,
+            causal: takes(&attention, 4, 4, &orders[0]),
+            bidirectional: takes(&attention, 4, 4, &orders[1]),
+            cross: takes(&attention, 4, 7, &orders[1]),
+            packed: either(&attention, 4, &|mask| mask.with_packed(&[1, 3])),
+            grouped: grouped.is_ok_and(|attention| either(&attention, 4, &|mask| mask)),
+            learned: kernel.map(|kernel| kernel.parameters(&sizes)).unwrap_or_default(),
+            state: state(&attention),
+            causal_growth: kernel.map(|kernel| growth(kernel, Mask::causal())),
+            growth: kernel.map(|kernel| growth(kernel, Mask::bidirectional())),
+            algorithms: kernel.map_or(Vec::new(), |kernel| kernel.algorithms().iter().map(|a| a.name()).collect()),
+        })
+    }
+
+    fn to_json(&self) -> Value {
+        let learned: Vec<Value> = self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape })).collect();
+        json!({
+            "name": self.name,
+            "causal": self.causal,
+            "bidirectional": self.bidirectional,
+            "cross": self.cross,
+            "packed": self.packed,
+            "grouped": self.grouped,
+            "learned": learned,
+            "state_numbers_per_head": self.state.map(|[first, _]| first),
+            "state_grows": self.state.map(|[first, second]| second > first),
+            "causal_time": self.causal_growth,
+            "bidirectional_time": self.growth,
+            "algorithms": self.algorithms,
+        })
+    }
+}
+
+fn table(facts: &[Facts]) -> String {
+    let mark = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
+    let head = [
+        "mechanism",
+        "causal",
+        "both ways",
+        "Lq ≠ Lk",
+        "packed",
+        "grouped",
+        "state a head",
+        "time, causal",
+        "both ways",
+        "algorithms",
+        "learns",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    rows.extend(facts.iter().map(|f| {
+        let learned: Vec<String> = f.learned.iter().map(|p| format!("{} {:?}", p.name, p.shape)).collect();
+        vec![
+            f.name.to_owned(),
+            mark(f.causal),
+            mark(f.bidirectional),
+            mark(f.cross),
+            mark(f.packed),
+            mark(f.grouped),
+            match f.state {
+                None => "none".into(),
+                Some([first, second]) if second > first => format!("{first} a token"),
+                Some([first, _]) => first.to_string(),
+            },
+            f.causal_growth.clone().unwrap_or("-".into()),
+            f.growth.clone().unwrap_or("-".into()),
+            f.algorithms.join(", "),
+            if learned.is_empty() { "nothing".into() } else { learned.join(", ") },
+        ]
+    }));
+    let widths: Vec<usize> =
+        (0..head.len()).map(|at| rows.iter().map(|row| row[at].chars().count()).max().unwrap_or(0)).collect();
+    let mut text = format!("At {HEADS} heads of {HEAD_DIM}; default options. Time grows with the length as given.\n\n");
+    for row in rows {
+        let line: String = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}  ")).collect();
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,43 @@
+//! AFT-conv's reparametrised kernel, `γ·(w − mean w)/std w + β` for each head, and its gradient. In doubles: it is a few
+//! numbers, and the deviation of a nearly constant kernel is a difference of nearly equal ones.
+
+use crate::real::Real;
+
+/// One head's kernel before `γ` and `β`: `(w − mean)/std` and `1/std`; all 0 where the taps are equal, as one alone is.
+fn standardize<T: Real>(w: &[T]) -> (Vec<f64>, f64) {
+    let taps = w.len() as f64;
+    let mean = w.iter().map(|x| x.to_f64()).sum::<f64>() / taps;
+    let centred: Vec<f64> = w.iter().map(|x| x.to_f64() - mean).collect();
+    let deviation = (centred.iter().map(|x| x * x).sum::<f64>() / taps).sqrt();
+    let inverse = if deviation == 0.0 { 0.0 } else { 1.0 / deviation };
+    (centred.iter().map(|x| x * inverse).collect(), inverse)
+}
+
+/// The kernels of all heads, `[heads, taps]`.
+pub(super) fn normalized<T: Real>(parameters: &[&[T]], taps: usize) -> Vec<T> {
+    let [w, gamma, beta] = [0, 1, 2].map(|n| parameters[n]);
+    let mut kernels = Vec::with_capacity(w.len());
+    for (w, (gamma, beta)) in w.chunks_exact(taps).zip(gamma.iter().zip(beta)) {
+        let (unit, _) = standardize(w);
+        kernels.extend(unit.into_iter().map(|x| T::from_f64(gamma.to_f64() * x + beta.to_f64())));
+    }
+    kernels
+}
+
+/// From the gradient of the kernels, `[heads, taps]`, those of `w`, `γ` and `β`.
+///
+/// With `x = (w − mean)/std`: `dγ = Σ d·x`, `dβ = Σ d`, `dw = γ/std · (d − mean d − x·mean(d·x))`.
+pub(super) fn pull_back<T: Real>(parameters: &[&[T]], taps: usize, d: &[T], gradients: &mut [&mut [T]]) {
+    let [w, gamma, _] = [0, 1, 2].map(|n| parameters[n]);
+    for (head, (w, d)) in w.chunks_exact(taps).zip(d.chunks_exact(taps)).enumerate() {
+        let (unit, inverse) = standardize(w);
+        let sum = d.iter().map(|d| d.to_f64()).sum::<f64>();
+        let product = d.iter().zip(&unit).map(|(d, x)| d.to_f64() * x).sum::<f64>();
+        let factor = gamma[head].to_f64() * inverse;
+        for ((d, x), to) in d.iter().zip(&unit).zip(&mut gradients[0][head * taps..][..taps]) {
+            *to = T::from_f64(factor * (d.to_f64() - (sum + x * product) / taps as f64));
+        }
+        gradients[1][head] = T::from_f64(product);
+        gradients[2][head] = T::from_f64(sum);
+    }
+}

@@ -1,0 +1,92 @@
+//! The keys and values of one head as items of a walk.
+
+use super::problem::Problem;
+use super::state::Head;
+use super::walk::{Items, clear};
+use crate::mask::Sequence;
+use crate::real::Real;
+use crate::shape::Rows;
+
+/// The keys of one head of a sequence; those before 0 stand in the initial state's ring.
+pub(super) struct KeyItems<'a, T> {
+    keys: Rows<'a, T>,
+    values: Rows<'a, T>,
+    ignored: Option<&'a [bool]>,
+    initial: Option<Head<&'a [T]>>,
+    key_dim: usize,
+    head_dim: usize,
+    width: usize,
+}
+
+impl<'a, T: Real> KeyItems<'a, T> {
+    pub fn new(problem: &Problem<'a, T>, sequence: &Sequence<'a>, kv_head: usize) -> Self {
+        let call = problem.call;
+        Self {
+            keys: call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            values: call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            ignored: sequence.padding,
+            initial: call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head))),
+            key_dim: problem.key_dim,
+            head_dim: problem.dims.head_dim,
+            width: problem.width,
+        }
+    }
+
+    /// Whether key `j` takes part in nothing.
+    pub fn ignores(&self, key: isize) -> bool {
+        self.ignored.is_some_and(|ignored| key >= 0 && ignored[key as usize])
+    }
+
+    /// Key `j` and its value, unless it is ignored.
+    pub fn token(&self, key: isize) -> Option<(&'a [T], &'a [T])> {
+        if key < 0 {
+            return self.initial?.ring_row(key.unsigned_abs(), self.key_dim, self.head_dim);
+        }
+        if self.ignores(key) {
+            return None;
+        }
+        let key = key as usize;
+        Some((self.keys.row(key, self.key_dim), self.values.row(key, self.head_dim)))
+    }
+}
+
+/// One token as a mean.
+pub(super) fn write_item<T: Real>(token: Option<(&[T], &[T])>, width: usize, item: &mut [T]) {
+    let (x, rest) = item.split_at_mut(width);
+    let (bias, rest) = rest.split_at_mut(width);
+    let (numerator, denominator) = rest.split_at_mut(width);
+    bias.fill(T::ZERO);
+    denominator.fill(T::ONE);
+    let Some((key, value)) = token else {
+        // e^{−∞} is 0 whatever it is multiplied with, as long as that is finite.
+        x.fill(T::NEG_INFINITY);
+        numerator.fill(T::ZERO);
+        return;
+    };
+    if key.len() == value.len() {
+        x[..key.len()].copy_from_slice(key);
+        x[key.len()..].fill(T::ZERO);
+    } else {
+        x.fill(key[0]);
+    }
+    numerator[..value.len()].copy_from_slice(value);
+    numerator[value.len()..].fill(T::ZERO);
+}
+
+impl<T: Real> Items<T> for KeyItems<'_, T> {
+    fn load<'b>(&'b self, from: isize, count: usize, block: &'b mut [T]) -> &'b [T] {
+        let mean = crate::simd::log_sum::PARTS * self.width;
+        let block = &mut block[..count * mean];
+        for (item, key) in block.chunks_exact_mut(mean).zip(from..) {
+            write_item(self.token(key), self.width, item);
+        }
+        block
+    }
+
+    fn start(&self, mean: &mut [T]) {
+        clear(mean);
+        if let Some(initial) = &self.initial {
+            initial.read(mean);
+        }
+    }
+}

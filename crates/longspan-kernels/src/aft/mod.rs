@@ -1,0 +1,208 @@
+//! The attention-free transformer (Zhai et al. 2021): a mean of values under one softmax for each channel, which knows no
+//! queries, and a gate that does.
+//!
+//! `Y_i = σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}` over the keys that row `i` sees; `w` is a learned bias of
+//! positions, by [`Variant`]. Values are as wide as queries, and so are keys, but for [`Variant::Conv`], whose keys are
+//! one number a head.
+//!
+//! One head's [`State`] has six parts: numerator `Σ e^{k_j − x} v_j`, denominator `Σ e^{k_j − x}` and exponent `x`
+//! (`head_dim` each) of the keys that no window reaches any more; the ring of the keys that windows still reach
+//! (`window − 1` or `taps − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
+//! many of its rows hold a token, and the position of the next token in the table of biases.
+//!
+//! Time and memory are linear. The derivation, and that of the gradient, stands in this folder's `README.md`.
+
+mod backward;
+mod forward;
+mod kernel;
+mod keys;
+mod problem;
+mod reference;
+mod state;
+mod step;
+mod walk;
+
+use crate::algorithm::{Algorithm, Estimate, Plan};
+use crate::error::Error;
+use crate::mask::{Keys, Mask, Order};
+use crate::mechanism::{
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+};
+use crate::real::Real;
+use crate::scratch::Scratch;
+use crate::shape::Dims;
+use crate::state::State;
+use problem::Problem;
+
+/// Where the bias `w_ij` of a pair comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Variant {
+    /// AFT-local: learned where `|j − t| < window`, 0 (not −∞) elsewhere, so that every key still counts. `t` is the
+    /// query's place among the keys, `i + offset`.
+    ///
+    /// The parameter `w` is `[rows, 2·window − 1]`, column `j − t + window − 1`, shared by all heads and batch entries.
+    Local {
+        /// How far biases reach; at least 1, which is a bias for the key at the query's own place.
+        window: usize,
+        /// `None`: the table belongs to calls of one length and has a row for each query, counted from the start of its
+        /// sequence; there is no state. A number: the table has so many rows, and a query reads that of its position
+        /// `i + offset` (and the tokens of the initial state); positions outside the table are an error.
+        length: Option<usize>,
+    },
+    /// AFT-simple: no bias.
+    Simple,
+    /// AFT-conv: a kernel for each head over the last `taps` keys under a causal mask, or centred on the query, `(taps −
+    /// 1)/2` keys before it; 0 elsewhere. Keys are `[batch, kv_heads, keys, 1]`.
+    Conv {
+        /// Taps of the kernel, at least 1.
+        taps: usize,
+        /// Whether the kernel is `γ·(w − mean w)/std w + β`, with the parameters `w` `[heads, taps]`, `gamma` and `beta`
+        /// `[heads]`, the last two to be initialised with 0, as published; where all taps are equal it is `β`. Otherwise
+        /// it is `w`, the one parameter.
+        normalized: bool,
+    },
+}
+
+/// The attention-free transformer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Aft {
+    /// Where biases come from.
+    pub variant: Variant,
+    /// Multiply by `σ(q)`. Without it queries have no influence.
+    pub gate: bool,
+}
+
+impl Aft {
+    /// With the gate, as published.
+    pub fn new(variant: Variant) -> Self {
+        Self { variant, gate: true }
+    }
+}
+
+impl<T: Real> Mechanism<T> for Aft {
+    fn name(&self) -> &'static str {
+        match self.variant {
+            Variant::Local { .. } => "aft-local",
+            Variant::Simple => "aft-simple",
+            Variant::Conv { .. } => "aft-conv",
+        }
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        &[Algorithm::Chunked]
+    }
+
+    fn key_dim(&self, dims: &Dims) -> usize {
+        match self.variant {
+            Variant::Conv { .. } => 1,
+            _ => dims.head_dim,
+        }
+    }
+
+    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+        match self.variant {
+            Variant::Simple => Vec::new(),
+            Variant::Local { window, length } => {
+                let columns = window.saturating_mul(2).saturating_sub(1);
+                vec![Parameter { name: "w", shape: vec![length.unwrap_or(dims.queries), columns] }]
+            }
+            Variant::Conv { taps, normalized } => {
+                let mut parameters = vec![Parameter { name: "w", shape: vec![dims.heads, taps] }];
+                if normalized {
+                    parameters.extend(["gamma", "beta"].map(|name| Parameter { name, shape: vec![dims.heads] }));
+                }
+                parameters
+            }
+        }
+    }
+
+    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+        let (back, ahead) = problem::reach(self, mask.order == Order::Causal);
+        let near = (1 + back.saturating_add(ahead)) as f64;
+        let heads = (dims.batch * dims.heads * dims.head_dim) as f64;
+        // A join of one key is about twenty operations, most of them in its exponential.
+        let flops = 20.0 * heads * (dims.queries as f64 * near + dims.keys as f64);
+        let estimate = Estimate {
+            algorithm: Algorithm::Chunked,
+            flops,
+            published_elements: (dims.keys * dims.head_dim) as f64,
+            scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near),
+            // Measured on one core with AVX-512: about 20 operations a nanosecond.
+            seconds: flops / 20e9,
+        };
+        Plan {
+            algorithm: Algorithm::Chunked,
+            estimates: vec![estimate],
+            reason: "means before, in and after the window are joined: the one algorithm of this mechanism".into(),
+        }
+    }
+
+    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        let operation = Mechanism::<T>::name(self);
+        check_output(self, &problem.dims, &output)?;
+        let Output { mut out, denominators, final_state } = output;
+        if let Some(to) = &final_state {
+            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "a final state with a bidirectional mask or packed sequences",
+                    mend: "use a causal mask and give each sequence its own batch entry",
+                });
+            }
+            state::check(self, &problem.dims, to, "final_state")?;
+        }
+        if let Some(denominators) = denominators {
+            // One for each channel has no room here, and the backward forms them anew.
+            denominators.fill(T::ONE);
+        }
+        forward::forward(&problem, out.shared(), scratch);
+        if let Some(state) = final_state {
+            state::final_state(&problem, state, scratch);
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        if call.initial_state.is_some() || cotangent.final_state.is_some() || gradients.initial_state.is_some() {
+            return Err(Error::Unsupported {
+                operation: Mechanism::<T>::name(self),
+                combination: "a gradient through an initial or final state",
+                mend: "run forward and backward over the whole sequence",
+            });
+        }
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state: _ } = gradients;
+        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        backward::backward(&problem, cotangent, sink, parameters, scratch);
+        Ok(())
+    }
+
+    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(Mechanism::<T>::name(self))?;
+        state::empty(self, dims)
+    }
+
+    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        step::step(self, token, state, out)
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}

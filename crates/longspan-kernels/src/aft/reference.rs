@@ -1,0 +1,115 @@
+//! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
+
+use super::{Aft, Variant};
+use crate::error::{Error, expect};
+use crate::mask::{Keys, Order};
+use crate::mechanism::{Call, Mechanism, Reference};
+
+/// `Y_i = σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}` over the keys `j` that row `i` sees, channel by channel.
+pub(crate) fn reference(aft: &Aft, call: &Call<'_, f64>) -> Result<Reference, Error> {
+    Mechanism::<f64>::check(aft, call)?;
+    expect(
+        call.initial_state.is_none(),
+        Mechanism::<f64>::name(aft),
+        "initial_state of the reference",
+        || "none: prepend the earlier tokens instead".into(),
+        || "a state".into(),
+    )?;
+    let dims = &call.dims;
+    let mut out = Vec::new();
+    for batch in 0..dims.batch {
+        for head in 0..dims.heads {
+            for i in 0..dims.queries {
+                out.extend(row(aft, call, batch, head, i));
+            }
+        }
+    }
+    Ok(Reference { out, denominators: vec![1.0; dims.batch * dims.heads * dims.queries] })
+}
+
+/// One row of the output.
+fn row(aft: &Aft, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> Vec<f64> {
+    let dims = &call.dims;
+    let (kv_head, width) = (head / dims.group(), dims.head_dim);
+    let q = call.q.rows(batch, head).row(i, width);
+    let key_dim = Mechanism::<f64>::key_dim(aft, dims);
+    let seen: Vec<(usize, f64)> = (0..dims.keys)
+        .filter_map(|j| {
+            let (i, j_own) = places(call, batch, i, j)?;
+            Some((j, bias(aft, call, head, i, j_own)))
+        })
+        .collect();
+    (0..width)
+        .map(|channel| {
+            let terms: Vec<[f64; 3]> = seen
+                .iter()
+                .map(|&(j, bias)| {
+                    let k = call.k.rows(batch, kv_head).row(j, key_dim)[channel.min(key_dim - 1)];
+                    [k, bias, call.v.rows(batch, kv_head).row(j, width)[channel]]
+                })
+                .collect();
+            // e^k overflows where the quotient does not, and k + w loses digits of w that differences keep.
+            let Some(&[k, bias, _]) = terms.iter().max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1]))) else {
+                return 0.0;
+            };
+            if k == f64::NEG_INFINITY {
+                return 0.0;
+            }
+            let weight = |term: &[f64; 3]| ((term[0] - k) + (term[1] - bias)).exp();
+            let numerator: f64 = terms.iter().map(|term| weight(term) * term[2]).sum();
+            let denominator: f64 = terms.iter().map(weight).sum();
+            let gate = if aft.gate { 1.0 / (1.0 + (-q[channel]).exp()) } else { 1.0 };
+            gate * numerator / denominator
+        })
+        .collect()
+}
+
+/// Row and key within their own sequence, if the row sees the key.
+fn places(call: &Call<'_, f64>, batch: usize, i: usize, j: usize) -> Option<(usize, usize)> {
+    let (i, j, present) = match call.mask.keys {
+        Keys::All => (i, j, true),
+        Keys::Lengths(lengths) => (i, j, j < lengths[batch]),
+        Keys::Padding(ignored) => (i, j, !ignored[batch * call.dims.keys + j]),
+        Keys::Packed { queries, keys } => {
+            let own = (1..queries.len()).find(|&s| i < queries[s])? - 1;
+            (i - queries[own], j.saturating_sub(keys[own]), (keys[own]..keys[own + 1]).contains(&j))
+        }
+    };
+    let past = j as isize <= i as isize + call.mask.offset;
+    (present && (call.mask.order == Order::Bidirectional || past)).then_some((i, j))
+}
+
+/// `w_ij`.
+fn bias(aft: &Aft, call: &Call<'_, f64>, head: usize, i: usize, j: usize) -> f64 {
+    let position = i as isize + call.mask.offset;
+    let distance = j as isize - position;
+    // Tables that belong to one call are read by row, tables of a greatest length by position.
+    let row = |length: Option<usize>| if length.is_some() { position as usize } else { i };
+    match aft.variant {
+        Variant::Simple => 0.0,
+        Variant::Local { window, length } => {
+            let columns = 2 * window - 1;
+            let column = distance + window as isize - 1;
+            if (0..columns as isize).contains(&column) {
+                call.parameters[0][row(length) * columns + column as usize]
+            } else {
+                0.0
+            }
+        }
+        Variant::Conv { taps, normalized } => {
+            let before = if call.mask.order == Order::Causal { taps - 1 } else { (taps - 1) / 2 };
+            let tap = distance + before as isize;
+            if !(0..taps as isize).contains(&tap) {
+                return 0.0;
+            }
+            let w = &call.parameters[0][head * taps..][..taps];
+            if !normalized {
+                return w[tap as usize];
+            }
+            let mean = w.iter().sum::<f64>() / taps as f64;
+            let deviation = (w.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / taps as f64).sqrt();
+            let unit = if deviation == 0.0 { 0.0 } else { (w[tap as usize] - mean) / deviation };
+            call.parameters[1][head] * unit + call.parameters[2][head]
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! One token at a time: what the forward pass would give for the last row.
+
+use super::keys::write_item;
+use super::problem::reach;
+use super::state::{self, Head, OLDEST, POSITION};
+use super::walk::clear;
+use super::{Aft, Variant, kernel};
+use crate::error::{Error, expect};
+use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::real::Real;
+use crate::shape::Dims;
+use crate::simd::InstructionSet;
+use crate::simd::log_sum::PARTS;
+use crate::state::State;
+
+/// Takes one token into `state` and writes its output.
+pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+    let operation = Mechanism::<T>::name(aft);
+    InstructionSet::selected()?;
+    let shape = state.shape();
+    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
+    // Only the token's own length tells its widths.
+    let width = token.v.len() / (batch * kv_heads).max(1);
+    let heads = token.q.len() / (batch * width).max(1);
+    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim: width, value_dim: width };
+    dims.check(operation)?;
+    state::check(aft, &dims, state, "state")?;
+    let key_dim = Mechanism::<T>::key_dim(aft, &dims);
+    for (name, len, shape) in [
+        ("q", token.q.len(), [batch, heads, width]),
+        ("k", token.k.len(), [batch, kv_heads, key_dim]),
+        ("v", token.v.len(), [batch, kv_heads, width]),
+        ("out", out.len(), [batch, heads, width]),
+    ] {
+        let wanted: usize = shape.iter().product();
+        expect(
+            len == wanted,
+            operation,
+            name,
+            || format!("{wanted} numbers, shape {shape:?}"),
+            || format!("{len} numbers"),
+        )?;
+    }
+    let parameters = Mechanism::<T>::parameters(aft, &dims);
+    expect(
+        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
+        operation,
+        "parameters",
+        || format!("{parameters:?}"),
+        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
+    )?;
+    if let Variant::Local { length: Some(length), .. } = aft.variant {
+        for batch in 0..batch {
+            let position = state::position(state, batch);
+            expect(
+                position < length,
+                operation,
+                "state",
+                || format!("fewer than {length} tokens, the length of the table of biases"),
+                || position.to_string(),
+            )?;
+        }
+    }
+    if width == 0 || heads == 0 {
+        return Ok(());
+    }
+
+    let padded = width.next_multiple_of(64 / size_of::<T>());
+    let kernels: Vec<T>;
+    let kernels = match aft.variant {
+        Variant::Conv { taps, normalized: true } => {
+            kernels = kernel::normalized(token.parameters, taps);
+            &kernels[..]
+        }
+        _ => token.parameters.first().copied().unwrap_or(&[]),
+    };
+    let ops = T::ops();
+    let ring = reach(aft, true).0;
+    let mean = PARTS * padded;
+    let mut work = vec![T::ZERO; 3 * mean];
+    let (far, rest) = work.split_at_mut(mean);
+    let (sum, item) = rest.split_at_mut(mean);
+    let group = dims.group();
+    for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {
+        let k = &token.k[index * key_dim..][..key_dim];
+        let v = &token.v[index * width..][..width];
+        clear(far);
+        head.as_ref().read(far);
+        let oldest = head.marks[OLDEST].to_f64() as usize;
+        let position = head.marks[POSITION].to_f64() as usize;
+        for n in 0..group {
+            let query_head = index % kv_heads * group + n;
+            // From `ring` tokens ago to the token itself.
+            let biases = match aft.variant {
+                Variant::Simple => &[],
+                Variant::Local { window, .. } => &kernels[position * (2 * window - 1)..][..window],
+                Variant::Conv { taps, .. } => &kernels[query_head * taps..][..taps],
+            };
+            sum.copy_from_slice(far);
+            for place in 0..=ring {
+                let token = if place == ring {
+                    (k, v)
+                } else {
+                    let row = (oldest + place) % ring;
+                    (&head.ring_keys[row * key_dim..][..key_dim], &head.ring_values[row * width..][..width])
+                };
+                write_item(Some(token), padded, item);
+                ops.join(sum, item, biases.get(place).copied().unwrap_or(T::ZERO));
+            }
+            let row = index * group + n;
+            let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };
+            ops.gated_mean(sum, q, &mut out[row * width..][..width]);
+        }
+        // The oldest token leaves the windows' reach, this one takes its place.
+        if ring == 0 {
+            write_item(Some((k, v)), padded, item);
+        } else {
+            let key = &mut head.ring_keys[oldest * key_dim..][..key_dim];
+            let value = &mut head.ring_values[oldest * width..][..width];
+            write_item(Some((&*key, &*value)), padded, item);
+            key.copy_from_slice(k);
+            value.copy_from_slice(v);
+        }
+        ops.join(far, item, T::ZERO);
+        head.write(far);
+        let marks = state::advance(aft, head.marks, 1);
+        head.marks.copy_from_slice(&marks);
+    }
+    Ok(())
+}

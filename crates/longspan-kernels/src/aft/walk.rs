@@ -1,0 +1,198 @@
+//! Means over windows: before, near and after, in linear time. The forward pass walks keys for each query, the backward
+//! rows for each key; both are this walk.
+
+use super::problem::{CHUNK, Chunks, Window};
+use crate::real::Real;
+use crate::scratch::parallel;
+use crate::shape::ViewMut;
+use crate::simd::Ops;
+use crate::simd::log_sum::{PARTS, floor};
+
+/// What is summed: items in order, each a mean.
+pub(super) trait Items<T> {
+    /// The items from `from` on, `count` of them, one after the other; `block` has room for as many.
+    fn load<'a>(&'a self, from: isize, count: usize, block: &'a mut [T]) -> &'a [T];
+
+    /// The mean of what came before the first item.
+    fn start(&self, mean: &mut [T]);
+}
+
+/// The means of all items before and of all after the windows of each chunk of outputs.
+pub(super) struct Edges<'a, T> {
+    pub before: &'a mut [T],
+    pub after: &'a mut [T],
+}
+
+/// Makes a mean that of nothing.
+pub(super) fn clear<T: Real>(mean: &mut [T]) {
+    let width = mean.len() / PARTS;
+    mean.fill(T::ZERO);
+    mean[..width].fill(floor());
+}
+
+/// Joins the items `from..to` to `sum`, a chunk at a time: rounding errors then grow with the number of chunks and not of
+/// items, and what is joined to a long sum is of its size. `block` has room for a chunk of items and one more.
+pub(super) fn join_all<T: Real>(
+    ops: &Ops<T>,
+    items: &impl Items<T>,
+    from: isize,
+    to: isize,
+    sum: &mut [T],
+    block: &mut [T],
+) {
+    let (part, block) = block.split_at_mut(sum.len());
+    let mut at = from;
+    while at < to {
+        let count = (to - at).min(CHUNK as isize) as usize;
+        clear(part);
+        for item in items.load(at, count, block).chunks_exact(part.len()) {
+            ops.join(part, item, T::ZERO);
+        }
+        ops.join(sum, part, T::ZERO);
+        at += count as isize;
+    }
+}
+
+/// The means of the items between the edges of one chunk and of its neighbour: what [`scan`] makes edges of.
+pub(super) fn between<T: Real>(
+    ops: &Ops<T>,
+    items: &impl Items<T>,
+    window: &Window,
+    chunk: usize,
+    edges: Edges<'_, T>,
+    block: &mut [T],
+) {
+    let span = |chunk: usize| {
+        let (from, to) = window.chunk(chunk);
+        window.span(from, to)
+    };
+    let (start, end) = span(chunk);
+    if chunk == 0 {
+        items.start(edges.before);
+    } else {
+        clear(edges.before);
+    }
+    clear(edges.after);
+    if window.before {
+        let from = if chunk == 0 { window.first } else { span(chunk - 1).0 };
+        join_all(ops, items, from, start, edges.before, block);
+    }
+    if window.after {
+        let to = if chunk + 1 == window.chunks() { window.end } else { span(chunk + 1).1 };
+        join_all(ops, items, end, to, edges.after, block);
+    }
+}
+
+/// Turns the means between edges into those up to them: `before` from the first chunk on, `after` from the last.
+pub(super) fn scan<T: Real>(ops: &Ops<T>, window: &Window, edges: Edges<'_, T>, mean: usize) {
+    if window.before {
+        for n in 1..window.chunks() {
+            let (earlier, own) = edges.before.split_at_mut(n * mean);
+            ops.join(&mut own[..mean], &earlier[(n - 1) * mean..], T::ZERO);
+        }
+    }
+    if window.after {
+        for n in (1..window.chunks()).rev() {
+            let (own, later) = edges.after.split_at_mut(n * mean);
+            ops.join(&mut own[(n - 1) * mean..], &later[..mean], T::ZERO);
+        }
+    }
+}
+
+/// Forms the edges of every chunk of every head.
+pub(super) fn edges<T: Real, I: Items<T>>(
+    ops: &Ops<T>,
+    chunks: &Chunks,
+    items: impl Fn(usize, usize) -> I + Sync,
+    mean: usize,
+    edges: Edges<'_, T>,
+    work: &mut [T],
+) {
+    let (mut before, mut after) = (by_mean(edges.before, mean), by_mean(edges.after, mean));
+    let (before, after) = (before.shared(), after.shared());
+    parallel(chunks.tasks(), work, (CHUNK + 1) * mean, |task, work| {
+        let (sequence, head, chunk) = chunks.task(task);
+        // SAFETY: every task has an index of its own, and the slices end with it.
+        let edges = unsafe { Edges { before: before.row(0, 0, task, mean), after: after.row(0, 0, task, mean) } };
+        between(ops, &items(sequence, head), &chunks.windows[sequence], chunk, edges, work);
+    });
+    parallel(chunks.windows.len() * chunks.heads, work, 1, |task, _| {
+        let (sequence, head) = (task / chunks.heads, task % chunks.heads);
+        let window = &chunks.windows[sequence];
+        let (first, len) = (chunks.index(sequence, head, 0), window.chunks() * mean);
+        // SAFETY: the chunks of one head are adjacent, and no other task has them.
+        let edges = unsafe { Edges { before: before.row(0, 0, first, len), after: after.row(0, 0, first, len) } };
+        scan(ops, window, edges, mean);
+    });
+}
+
+/// Means one after the other.
+pub(super) fn by_mean<T>(means: &mut [T], mean: usize) -> ViewMut<'_, T> {
+    ViewMut::strided(means, [0, 0, mean])
+}
+
+/// Numbers of working memory that [`walk`] and [`join_all`] take, for windows that reach `reach` items in all.
+pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
+    let (back, ahead) = (window.back as usize, window.ahead as usize);
+    let span = (CHUNK + back + ahead).min((window.end - window.first).max(0) as usize).max(CHUNK);
+    (span + CHUNK + 3) * mean
+}
+
+/// Forms the mean of every output of a chunk and hands it to `visit`, with the items of its window and where they start.
+///
+/// `bias(n, item)` is that of output `n`.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn walk<T: Real>(
+    ops: &Ops<T>,
+    items: &impl Items<T>,
+    window: &Window,
+    chunk: usize,
+    edges: (&[T], &[T]),
+    bias: impl Fn(usize, isize) -> T,
+    work: &mut [T],
+    mut visit: impl FnMut(usize, &[T], isize, &[T]),
+) {
+    let mean = edges.0.len();
+    let (from, to) = window.chunk(chunk);
+    let (start, end) = window.span(from, to);
+    let (before, work) = work.split_at_mut(mean);
+    let (own, work) = work.split_at_mut(mean);
+    let (after, block) = work.split_at_mut((CHUNK + 1) * mean);
+    let block = items.load(start, (end - start) as usize, block);
+    let item = |n: isize| &block[(n - start) as usize * mean..][..mean];
+
+    if window.after {
+        // After the last output's window comes what comes after all; the earlier ones collect from the right.
+        let mut edge = end;
+        for n in (from..to).rev() {
+            let (own, later) = after[(n - from) * mean..].split_at_mut(mean);
+            own.copy_from_slice(if n + 1 == to { edges.1 } else { &later[..mean] });
+            let (_, behind) = window.near(n);
+            while edge > behind {
+                edge -= 1;
+                ops.join(own, item(edge), T::ZERO);
+            }
+        }
+    }
+    before.copy_from_slice(edges.0);
+    let mut edge = start;
+    for n in from..to {
+        let (near, behind) = window.near(n);
+        if window.before {
+            while edge < near {
+                ops.join(before, item(edge), T::ZERO);
+                edge += 1;
+            }
+            own.copy_from_slice(before);
+        } else {
+            clear(own);
+        }
+        for key in near..behind {
+            ops.join(own, item(key), bias(n, key));
+        }
+        if window.after {
+            ops.join(own, &after[(n - from) * mean..][..mean], T::ZERO);
+        }
+        visit(n, own, near, &block[(near - start) as usize * mean..(behind - start) as usize * mean]);
+    }
+}

@@ -1,0 +1,158 @@
+//! Kernelized attention with Toeplitz relative positions (Luo et al. 2021): a learned weight for every distance.
+//!
+//! `out_i = N_i / D_i`, `[N_i, D_i] = φ(q_i)ᵀ Σ_j e^{b_δ} φ(k_j) [v_j, 1]ᵀ` over the keys that row `i` sees, with the
+//! distance `δ = j − (i + o)` and one table of biases `b` a head. [`Bias`] says which distances a table holds: all of
+//! them, those up to a radius, the buckets of T5, or the displacements in an image. A constant added to a table cancels
+//! in the division, so weights are counted from the largest one that a row may meet.
+//!
+//! The denominators of a call are relative to that exponent (one for each row and head, the same in forward and
+//! backward).
+//!
+//! One head's [`State`] keeps the tokens whose weights still change: a ring of φ(k) and v, and for tables that
+//! [extend](Beyond::Extend) or end in a last bucket the sum of all earlier ones. Parts: `Σ φ(k) vᵀ` and `Σ φ(k)` of the
+//! earlier ones, three marks (where the next token goes in the ring, the tokens in it, the exponent of the sums), then
+//! the ring's φ(k), their exponents (under [`FeatureMap::Exp`] only) and `[v, 1]`.
+//!
+//! The derivations stand in this folder's `README.md`.
+
+mod bias;
+mod cost;
+mod gradient;
+mod problem;
+mod reference;
+mod state;
+mod step;
+mod tiled;
+
+pub use bias::{Beyond, Bias};
+
+use crate::algorithm::{Algorithm, Plan};
+use crate::error::Error;
+use crate::feature_map::FeatureMap;
+use crate::mask::{Keys, Mask};
+use crate::mechanism::{
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+};
+use crate::real::Real;
+use crate::scratch::Scratch;
+use crate::shape::{Dims, ViewMut};
+use crate::state::State;
+use problem::Problem;
+
+/// The mechanism's name, in errors too.
+const OPERATION: &str = "toeplitz";
+
+/// Kernelized attention whose weights are multiplied by `e^{b_δ}`.
+///
+/// The one parameter is the table `bias`, of the shape that [`Bias`] gives.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Toeplitz {
+    /// `φ`.
+    pub feature_map: FeatureMap,
+    /// The table.
+    pub bias: Bias,
+    /// Divide by the sum of the weights. Without it the output is `N`.
+    pub normalize: bool,
+    /// How it is computed.
+    pub algorithm: Algorithm,
+}
+
+impl Toeplitz {
+    /// With the default feature map, normalised, the algorithm chosen by cost.
+    pub fn new(bias: Bias) -> Self {
+        Self { feature_map: FeatureMap::default(), bias, normalize: true, algorithm: Algorithm::Auto }
+    }
+
+    /// The algorithms that can be forced; the first always can.
+    const ALGORITHMS: [Algorithm; 1] = [Algorithm::Tiled];
+}
+
+impl<T: Real> Mechanism<T> for Toeplitz {
+    fn name(&self) -> &'static str {
+        OPERATION
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        &Self::ALGORITHMS
+    }
+
+    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+        vec![Parameter { name: "bias", shape: self.bias.shape(dims.heads) }]
+    }
+
+    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+        cost::plan(self, dims, mask)
+    }
+
+    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        let dims = &problem.dims;
+        check_output(self, dims, &output)?;
+        let Output { mut out, denominators, final_state } = output;
+        if let Some(to) = &final_state {
+            to.check(OPERATION, "final_state", state::shape(self, dims))?;
+            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
+                return Err(Error::Unsupported {
+                    operation: OPERATION,
+                    combination: "a final state with a bidirectional mask or packed sequences",
+                    mend: "use a causal mask and give each sequence its own batch entry",
+                });
+            }
+            for unit in (0..problem.units()).map(|index| problem.unit(index)) {
+                let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
+                state::check_reach(self, "final_state", tokens)?;
+            }
+        }
+        let mut denominators =
+            denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
+        let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
+        tiled::forward(&problem, sink, scratch);
+        if let Some(state) = final_state {
+            tiled::final_state(&problem, state);
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        if call.initial_state.is_some() || cotangent.final_state.is_some() || initial_state.is_some() {
+            return Err(Error::Unsupported {
+                operation: OPERATION,
+                combination: "the gradient of a call with an initial state, or through a final one",
+                mend: "run forward and backward over the whole sequence",
+            });
+        }
+        let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        tiled::backward(&problem, cotangent, sink, parameters[0], scratch);
+        Ok(())
+    }
+
+    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(OPERATION)?;
+        state::empty(self, dims)
+    }
+
+    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        step::step(self, token, state, out)
+    }
+
+    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}

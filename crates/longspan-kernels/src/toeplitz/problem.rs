@@ -1,0 +1,503 @@
+//! A checked call: sequences, heads, the line of biases, and the exponents that weights are counted from.
+
+use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
+use super::{Bias, OPERATION, Toeplitz};
+use crate::error::{Error, expect};
+use crate::feature_map::FeatureMap;
+use crate::mask::{Order, Sequence};
+use crate::mechanism::{Call, check_call};
+use crate::real::Real;
+use crate::scratch::{Arena, parallel};
+use crate::shape::{Dims, Rows, ViewMut};
+use crate::simd::Ops;
+
+/// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
+/// second-level cache while the rows of a [`STRIP`] pass by.
+pub(super) const TILE: usize = 64;
+
+/// Rows that meet a loaded block of keys before the next is loaded: mapping and transposing 64 keys takes about the
+/// sixth part of one tile's products, and a strip spreads that over four.
+pub(super) const STRIP: usize = 4 * TILE;
+
+/// How far the exponents of rows in one tile, or of keys in one block, may lie apart: beyond it they are taken one row
+/// at a time, so that e⁻³⁰ of the precision range is the most that a row can lose to its neighbours.
+const RISE: f64 = 30.0;
+
+/// A checked call.
+pub(super) struct Problem<'a, T: 'static> {
+    pub toeplitz: &'a Toeplitz,
+    pub call: &'a Call<'a, T>,
+    pub dims: Dims,
+    pub ops: &'static Ops<T>,
+    pub map: FeatureMap,
+    pub causal: bool,
+    pub offset: isize,
+    pub sequences: Vec<Sequence<'a>>,
+    /// Widths of q, k and v in blocks: whole cache lines.
+    pub head_width: usize,
+    pub value_width: usize,
+    /// The places that any two tokens of a sequence may lie apart.
+    low: isize,
+    high: isize,
+}
+
+/// One key/value head of one sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Unit<'a, T> {
+    pub index: usize,
+    pub sequence: Sequence<'a>,
+    pub kv_head: usize,
+    pub k: Rows<'a, T>,
+    pub v: Rows<'a, T>,
+    /// The tokens before key 0, if the call goes on from a state.
+    pub past: Option<Past<'a, T>>,
+}
+
+/// The tokens that a state keeps.
+#[derive(Clone, Copy)]
+pub(super) struct Past<'a, T> {
+    pub head: Head<&'a [T]>,
+    /// Tokens in the ring.
+    pub tokens: usize,
+    /// Where the next token would go in the ring.
+    pub slot: usize,
+    /// Tokens that the ring can hold.
+    pub near: usize,
+}
+
+/// Consecutive rows that are computed together.
+#[derive(Clone, Copy)]
+pub(super) struct Block<T> {
+    /// The first row, and how many.
+    pub row: usize,
+    pub rows: usize,
+    /// The key that the first row stands at.
+    pub stands: isize,
+    /// The last row sees the keys before this one.
+    pub end: isize,
+    /// The exponent that the weights of all its rows are relative to.
+    pub level: T,
+}
+
+/// What all tasks know: the line of biases and the levels.
+#[derive(Clone, Copy)]
+pub(super) struct Shared<'s, T> {
+    /// `[heads, line_width]`: `b` at every difference of places from `low − TILE` on.
+    pub lines: &'s [T],
+    pub line_width: usize,
+    /// `[units × group, queries]`: the exponent of each row.
+    pub levels: &'s [T],
+    /// `[units × group, blocks]`: 1 where the rows of a block must be taken one by one.
+    splits: &'s [T],
+    queries: usize,
+    group: usize,
+}
+
+/// Whole cache lines of numbers.
+pub(super) fn padded<T>(len: usize) -> usize {
+    len.next_multiple_of(64 / size_of::<T>())
+}
+
+/// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
+pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
+    let top = row.iter().copied().fold(T::NEG_INFINITY, |a, b| if b > a && b.is_finite() { b } else { a });
+    top.is_finite().then_some(top)
+}
+
+impl<'a, T: Real> Problem<'a, T> {
+    /// Checks everything but the outputs.
+    pub fn new(toeplitz: &'a Toeplitz, call: &'a Call<'a, T>) -> Result<Self, Error> {
+        toeplitz.bias.check()?;
+        toeplitz.algorithm.check(OPERATION, &Toeplitz::ALGORITHMS)?;
+        check_call(toeplitz, call)?;
+        let (dims, mask) = (call.dims, &call.mask);
+        let causal = mask.order == Order::Causal;
+        let wrong = call.parameters[0].iter().find(|b| !b.is_finite());
+        expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
+        let sequences = mask.sequences(&dims);
+        if let Some(initial) = call.initial_state {
+            state::check(toeplitz, &dims, initial, "initial_state")?;
+            if !causal || mask.offset < 0 {
+                return Err(Error::Unsupported {
+                    operation: OPERATION,
+                    combination: "an initial state with a bidirectional mask or a negative offset",
+                    mend: "use a causal mask with offset 0",
+                });
+            }
+        }
+        let (mut low, mut high) = (isize::MAX, isize::MIN);
+        for sequence in &sequences {
+            let past = call.initial_state.map_or(0, |state| {
+                let tokens = |head| Head::from(state.head(sequence.batch, head)).mark(TOKENS);
+                (0..dims.kv_heads).map(tokens).max().unwrap_or(0)
+            });
+            toeplitz.bias.check_sequence(sequence, mask.order, mask.offset, past)?;
+            if let Some((from, to)) = Bias::distances(sequence, mask.order, mask.offset, past) {
+                (low, high) = (low.min(from), high.max(to));
+            }
+        }
+        if matches!(toeplitz.bias, Bias::Grid { .. }) {
+            // The table is the line, whatever the call.
+            (low, high) = (-toeplitz.bias.centre(), toeplitz.bias.centre());
+        }
+        if low > high {
+            (low, high) = (0, 0);
+        }
+        Ok(Self {
+            toeplitz,
+            call,
+            dims,
+            ops: T::ops(),
+            map: toeplitz.feature_map,
+            causal,
+            offset: mask.offset,
+            sequences,
+            head_width: padded::<T>(dims.head_dim),
+            value_width: padded::<T>(dims.value_dim),
+            low,
+            high,
+        })
+    }
+
+    /// Independent (sequence, key/value head) pairs.
+    pub fn units(&self) -> usize {
+        self.sequences.len() * self.dims.kv_heads
+    }
+
+    /// One of [`units`](Self::units).
+    pub fn unit(&self, index: usize) -> Unit<'a, T> {
+        let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
+        let past = self.call.initial_state.map(|state| {
+            let head = Head::from(state.head(sequence.batch, kv_head));
+            let near = self.toeplitz.bias.near();
+            Past { tokens: head.mark(TOKENS), slot: head.mark(SLOT), near, head }
+        });
+        Unit {
+            index,
+            sequence,
+            kv_head,
+            k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
+            past,
+        }
+    }
+
+    /// The query heads of a unit.
+    pub fn heads(&self, unit: &Unit<'_, T>) -> std::ops::Range<usize> {
+        let group = self.dims.group();
+        unit.kv_head * group..(unit.kv_head + 1) * group
+    }
+
+    /// Queries of one head of a sequence.
+    pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
+        self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
+    }
+
+    /// Queries of the longest sequence.
+    pub fn most_queries(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0)
+    }
+
+    /// Keys of the longest sequence.
+    pub fn most_keys(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
+    }
+
+    /// The place that row `row` stands at.
+    pub fn stands(&self, row: usize) -> isize {
+        row as isize + self.offset
+    }
+
+    /// A row sees the keys before this one.
+    pub fn end(&self, unit: &Unit<'_, T>, row: usize) -> isize {
+        let keys = unit.sequence.keys as isize;
+        if self.causal { (self.stands(row) + 1).clamp(unit.begin(), keys) } else { keys }
+    }
+
+    /// Numbers of one head's line.
+    pub fn line_width(&self) -> usize {
+        (self.high - self.low + 1) as usize + 2 * TILE
+    }
+
+    /// The place in a head's line of a difference of places.
+    pub fn line_index(&self, difference: isize) -> isize {
+        difference - self.low + TILE as isize
+    }
+
+    /// The difference of places that an index of a line stands for, if any distance has it.
+    pub fn line_difference(&self, index: usize) -> Option<isize> {
+        let difference = index as isize + self.low - TILE as isize;
+        let high = if self.causal { self.high.min(0) } else { self.high };
+        (self.low..=high).contains(&difference).then_some(difference)
+    }
+
+    /// Whether tokens are the pixels of an image.
+    pub fn is_grid(&self) -> bool {
+        matches!(self.toeplitz.bias, Bias::Grid { .. })
+    }
+
+    fn blocks(&self) -> usize {
+        self.most_queries().div_ceil(TILE)
+    }
+
+    /// Numbers that [`shared`](Self::shared) takes from an arena.
+    pub fn shared_len(&self) -> usize {
+        let heads = self.units() * self.dims.group();
+        padded::<T>(self.dims.heads * self.line_width())
+            + padded::<T>(heads * self.most_queries())
+            + padded::<T>(heads * self.blocks())
+            + rayon::current_num_threads() * padded::<T>(1)
+    }
+
+    /// Lays out the biases, and finds each row's exponent.
+    pub fn shared<'s>(&self, arena: &mut Arena<'s, T>) -> Shared<'s, T> {
+        let (line_width, group, queries) = (self.line_width(), self.dims.group(), self.most_queries());
+        let lines = arena.take(self.dims.heads * line_width);
+        for (head, line) in lines.chunks_exact_mut(line_width).enumerate() {
+            let table = &self.call.parameters[0][head * self.toeplitz.bias.entries()..];
+            for (index, b) in line.iter_mut().enumerate() {
+                let entry = self.line_difference(index).and_then(|d| self.toeplitz.bias.entry(d));
+                // What no row sees has weight 0.
+                *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
+            }
+        }
+        let lines = &*lines;
+        let levels = arena.take(self.units() * group * queries);
+        let splits = arena.take(self.units() * group * self.blocks());
+        let mut level_rows = ViewMut::strided(&mut *levels, [queries, 0, 0]);
+        let level_rows = level_rows.shared();
+        let mut split_rows = ViewMut::strided(&mut *splits, [self.blocks(), 1, 0]);
+        let split_rows = split_rows.shared();
+        let blocks = self.blocks();
+        let line_numbers = padded::<T>(1);
+        let workers = arena.take(rayon::current_num_threads() * line_numbers);
+        parallel(self.units() * group * blocks, workers, line_numbers, |task, _| {
+            let (index, block) = (task / blocks, task % blocks);
+            let unit = self.unit(index / group);
+            let rows = block * TILE..((block + 1) * TILE).min(unit.sequence.queries);
+            if rows.is_empty() {
+                return;
+            }
+            let head = unit.kv_head * group + index % group;
+            let line = &lines[head * line_width..][..line_width];
+            // SAFETY: each block of rows is one task's own.
+            let (levels, split) = unsafe {
+                let levels = level_rows.row(index, 0, 0, rows.end);
+                (&mut levels[rows.start..], &mut split_rows.row(index, block, 0, 1)[0])
+            };
+            *split = if self.levels(&unit, head, line, rows, levels) { T::ONE } else { T::ZERO };
+        });
+        Shared { lines, line_width, levels, splits, queries, group }
+    }
+
+    /// Finds the exponents of a block's rows; returns whether they must be taken one by one.
+    fn levels(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        line: &[T],
+        rows: std::ops::Range<usize>,
+        levels: &mut [T],
+    ) -> bool {
+        let (first, last) = (rows.start, rows.end - 1);
+        let (begin, end) = (unit.begin(), self.end(unit, last));
+        let finite = |level: T| if level.is_finite() { level } else { T::ZERO };
+        let Some(seeing) = rows.clone().find(|&row| self.end(unit, row) > begin || unit.has_far()) else {
+            levels.fill(T::ZERO);
+            return false;
+        };
+        let far = self.far_exponent(unit, head, T::ZERO);
+        let mut level = far;
+        let mut key = begin;
+        while key < end {
+            let (count, exponent) = self.key_block(unit, key, end);
+            level = level.max(exponent + self.highest(line, key, key + count as isize, first, last));
+            key += count as isize;
+        }
+        let own = |row: usize| {
+            let end = self.end(unit, row);
+            if self.map == FeatureMap::Exp {
+                (begin..end).fold(far, |level, key| match self.key_top(unit, key) {
+                    Some(top) => level.max(top + line[self.bias_index(unit, key, row)]),
+                    None => level,
+                })
+            } else {
+                far.max(self.highest(line, begin, end, row, row))
+            }
+        };
+        let lowest = own(seeing);
+        let last_level = own(last);
+        let lowest = if lowest < last_level { lowest } else { last_level };
+        if lowest.is_finite() && level.to_f64() - lowest.to_f64() > RISE {
+            for (row, level) in rows.zip(levels) {
+                *level = finite(own(row));
+            }
+            return true;
+        }
+        levels.fill(finite(level));
+        // A product of 0 and NaN would reach rows that do not see the NaN.
+        let (seen_by_all, end) = (self.end(unit, first), end);
+        !unit.is_finite(self, seen_by_all.max(0), end)
+    }
+
+    /// The exponent, relative to `level`, of the tokens beyond the ring of an initial state, their bias included; −∞
+    /// without any.
+    pub fn far_exponent(&self, unit: &Unit<'_, T>, head: usize, level: T) -> T {
+        match (&unit.past, self.toeplitz.bias.far()) {
+            // The large numbers first: their difference is exact where it matters.
+            (Some(past), Some(entry)) => {
+                (past.head.marks[EXPONENT] - level)
+                    + self.call.parameters[0][head * self.toeplitz.bias.entries() + entry]
+            }
+            _ => T::NEG_INFINITY,
+        }
+    }
+
+    /// The largest bias between the keys `from..to` and the rows `first..=last`, or more.
+    fn highest(&self, line: &[T], from: isize, to: isize, first: usize, last: usize) -> T {
+        if from >= to {
+            return T::NEG_INFINITY;
+        }
+        if self.is_grid() {
+            return top(line).unwrap_or(T::NEG_INFINITY);
+        }
+        let low = self.line_index(from - self.stands(last)).max(0) as usize;
+        let high = (self.line_index(to - 1 - self.stands(first)) + 1).clamp(0, line.len() as isize) as usize;
+        top(&line[low.min(high)..high]).unwrap_or(T::NEG_INFINITY)
+    }
+
+    /// The place in the line of the bias between a key and a row.
+    pub fn bias_index(&self, unit: &Unit<'_, T>, key: isize, row: usize) -> usize {
+        // Places count from the first token of the sequence.
+        let place = |token| self.toeplitz.bias.place(token - unit.begin());
+        self.line_index(place(key) - place(self.stands(row))) as usize
+    }
+
+    /// The largest entry of a key that counts, under [`FeatureMap::Exp`].
+    fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
+        match usize::try_from(key) {
+            Ok(key) if unit.ignores(key) => None,
+            Ok(key) => top(unit.k.row(key, self.dims.head_dim)),
+            Err(_) => unit.past.and_then(|past| past.exponent(key)),
+        }
+    }
+
+    /// How many keys from `from` on, before `end`, one block takes, and the exponent subtracted from them. A block ends
+    /// before a key that rises too far above its first.
+    pub fn key_block(&self, unit: &Unit<'_, T>, from: isize, end: isize) -> (usize, T) {
+        let most = ((end - from) as usize).min(TILE);
+        if self.map != FeatureMap::Exp {
+            return (most, T::ZERO);
+        }
+        let mut found: Option<(T, T)> = None;
+        for count in 0..most {
+            let Some(top) = self.key_top(unit, from + count as isize) else { continue };
+            match found {
+                Some((limit, highest)) if top > limit => return (count, highest),
+                Some((limit, highest)) => found = Some((limit, highest.max(top))),
+                None => found = Some((top + T::from_f64(RISE), top)),
+            }
+        }
+        (most, found.map_or(T::ZERO, |(_, highest)| highest))
+    }
+
+    /// Loads the mapped queries of `rows` rows and the exponents subtracted from them.
+    pub fn load_queries(&self, queries: Rows<'_, T>, row: usize, rows: usize, to: &mut [T], shifts: &mut [T]) {
+        let (width, head_dim) = (self.head_width, self.dims.head_dim);
+        let queries = queries.skip(row);
+        if self.map == FeatureMap::Exp {
+            for row in 0..rows {
+                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
+                shifts[row] = top(queries.row(row, head_dim)).unwrap_or(T::ZERO);
+                let to = &mut to[row * width..];
+                self.ops.load(self.map, shifts[row], queries.skip(row), 1, head_dim, None, to, width);
+            }
+        } else {
+            shifts[..rows].fill(T::ZERO);
+            self.ops.load(self.map, T::ZERO, queries, rows, head_dim, None, to, width);
+        }
+    }
+}
+
+impl<'a, T: Real> Unit<'a, T> {
+    /// The first key, negative where a state is gone on from.
+    pub fn begin(&self) -> isize {
+        self.past.map_or(0, |past| -(past.tokens as isize))
+    }
+
+    /// Whether key `j` is ignored.
+    pub fn ignores(&self, key: usize) -> bool {
+        self.sequence.padding.is_some_and(|padding| padding[key])
+    }
+
+    /// Whether there are tokens beyond the ring of an initial state.
+    pub fn has_far(&self) -> bool {
+        self.past.is_some_and(|past| !past.head.keys.is_empty())
+    }
+
+    /// Whether the keys `from..to` that are not ignored, and their values, are finite.
+    pub fn is_finite(&self, problem: &Problem<'_, T>, from: isize, to: isize) -> bool {
+        let finite = |from: usize, count: usize| {
+            problem.ops.all_finite(self.k.skip(from), count, problem.dims.head_dim)
+                && problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
+        };
+        let (from, to) = (from.max(0) as usize, to.max(0) as usize);
+        match self.sequence.padding {
+            _ if from >= to => true,
+            None => finite(from, to - from),
+            Some(_) => (from..to).filter(|&key| !self.ignores(key)).all(|key| finite(key, 1)),
+        }
+    }
+}
+
+impl<'a, T: Real> Past<'a, T> {
+    /// The place in the ring of the token `key` (−1 is the last one).
+    pub fn ring_slot(&self, key: isize) -> usize {
+        (self.slot + self.near - key.unsigned_abs()) % self.near
+    }
+
+    /// The exponent of a kept key, unless it was ignored.
+    fn exponent(&self, key: isize) -> Option<T> {
+        let exponent = self.head.ring_exponents[self.ring_slot(key)];
+        exponent.is_finite().then_some(exponent)
+    }
+}
+
+impl<'s, T: Real> Shared<'s, T> {
+    /// The line of one head.
+    pub fn line(&self, head: usize) -> &'s [T] {
+        &self.lines[head * self.line_width..][..self.line_width]
+    }
+
+    /// Calls `body` for the blocks of rows `rows` of one head; `rows` starts on a block. `whole` keeps blocks whole
+    /// that would be split.
+    pub fn blocks(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        rows: std::ops::Range<usize>,
+        mut body: impl FnMut(Block<T>),
+    ) {
+        let index = unit.index * self.group + head % self.group;
+        let levels = &self.levels[index * self.queries..][..self.queries];
+        let splits = &self.splits[index * self.queries.div_ceil(TILE)..][..self.queries.div_ceil(TILE)];
+        let mut row = rows.start;
+        while row < rows.end {
+            let count = if splits[row / TILE] == T::ONE { 1 } else { (rows.end - row).min(TILE) };
+            body(Block {
+                row,
+                rows: count,
+                stands: problem.stands(row),
+                end: problem.end(unit, row + count - 1),
+                level: levels[row],
+            });
+            row += count;
+        }
+    }
+
+    /// The level of a row.
+    pub fn level(&self, unit: &Unit<'_, T>, head: usize, row: usize) -> T {
+        self.levels[(unit.index * self.group + head % self.group) * self.queries + row]
+    }
+}

@@ -1,0 +1,248 @@
+//! The state: what each part of a [`State`] means here.
+
+use super::{OPERATION, Toeplitz};
+use crate::error::{Error, expect};
+use crate::feature_map::FeatureMap;
+use crate::real::Real;
+use crate::shape::Dims;
+use crate::simd::Ops;
+use crate::state::{PARTS, State, StateShape};
+
+/// The parts of one head's state.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Head<S> {
+    /// `Σ φ(k_j) v_jᵀ` over the tokens that fell out of the ring, `features × value_dim`; empty where none may.
+    pub sum: S,
+    /// `Σ φ(k_j)` over the same, `features`.
+    pub keys: S,
+    /// Three numbers: where the next token goes in the ring, the tokens in it, the exponent subtracted from the sums
+    /// (−∞ before the first token falls out).
+    pub marks: S,
+    /// `φ(k)` of the last tokens, token `t` of the sequence in row `t mod near`.
+    pub ring_keys: S,
+    /// The exponent subtracted from each of them, under [`FeatureMap::Exp`] only; −∞ for ignored keys.
+    pub ring_exponents: S,
+    /// Their `v⁺ = [v, 1]`; rows of ignored keys are 0.
+    pub ring_values: S,
+}
+
+/// Places of [`Head::marks`].
+pub(super) const SLOT: usize = 0;
+pub(super) const TOKENS: usize = 1;
+pub(super) const EXPONENT: usize = 2;
+
+impl<S> From<[S; PARTS]> for Head<S> {
+    fn from([sum, keys, marks, ring_keys, ring_exponents, ring_values]: [S; PARTS]) -> Self {
+        Self { sum, keys, marks, ring_keys, ring_exponents, ring_values }
+    }
+}
+
+impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
+    /// One of the marks that count.
+    pub fn mark(&self, place: usize) -> usize {
+        self.marks[place].to_f64() as usize
+    }
+}
+
+/// The sizes of the state for calls of these sizes.
+pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
+    let near = toeplitz.bias.near();
+    let far = usize::from(toeplitz.bias.far().is_some());
+    let features = dims.head_dim;
+    StateShape {
+        mechanism: OPERATION,
+        batch: dims.batch,
+        kv_heads: dims.kv_heads,
+        parts: [
+            far * features * dims.value_dim,
+            far * features,
+            3,
+            near * features,
+            if toeplitz.feature_map == FeatureMap::Exp { near } else { 0 },
+            near * (dims.value_dim + 1),
+        ],
+    }
+}
+
+/// The state before the first token.
+pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T>, Error> {
+    toeplitz.bias.check()?;
+    let shape = shape(toeplitz, dims);
+    let numbers = shape.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
+    let bytes =
+        numbers.and_then(|n| n.checked_mul(shape.batch.max(1))?.checked_mul(shape.kv_heads.max(1))?.checked_mul(8));
+    expect(
+        bytes.is_some_and(|bytes| bytes < isize::MAX as usize),
+        OPERATION,
+        "state",
+        || "a bias whose reach fits memory: all tokens that it reaches are kept".into(),
+        || format!("{shape:?}"),
+    )?;
+    let mut state = State::zeros(shape);
+    for head in state.heads_mut().map(Head::from) {
+        head.marks[EXPONENT] = T::NEG_INFINITY;
+    }
+    Ok(state)
+}
+
+/// Checks sizes and marks of a state that a caller gives.
+pub(super) fn check<T: Real>(
+    toeplitz: &Toeplitz,
+    dims: &Dims,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    state.check(OPERATION, argument, shape(toeplitz, dims))?;
+    let near = toeplitz.bias.near();
+    for index in 0..dims.batch * dims.kv_heads {
+        let marks = Head::from(state.head(0, index)).marks;
+        let whole = |place: usize, below: usize| {
+            let mark = marks[place].to_f64();
+            mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
+        };
+        expect(
+            whole(SLOT, near.max(1)) && whole(TOKENS, near + 1) && marks[EXPONENT].to_f64() < f64::INFINITY,
+            OPERATION,
+            argument,
+            || format!("whole numbers of at most {near} tokens as marks"),
+            || format!("{marks:?}"),
+        )?;
+    }
+    Ok(())
+}
+
+/// Checks that a bias reaches back over `tokens` tokens.
+pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: usize) -> Result<(), Error> {
+    let near = toeplitz.bias.near();
+    expect(
+        toeplitz.bias.far().is_some() || tokens <= near,
+        OPERATION,
+        argument,
+        || format!("at most {near} tokens, which is as far as the bias reaches (or `Beyond::Extend`)"),
+        || format!("{tokens}"),
+    )
+}
+
+/// The state after two stretches of tokens: those of `later` enter that of `earlier`.
+pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    let shape = earlier.shape();
+    let near = toeplitz.bias.near();
+    expect(
+        shape.mechanism == OPERATION && shape.parts[2] == 3,
+        OPERATION,
+        "earlier state",
+        || format!("a state of {OPERATION}"),
+        || format!("{shape:?}"),
+    )?;
+    later.check(OPERATION, "later state", shape)?;
+    for index in 0..shape.batch * shape.kv_heads {
+        let [earlier, later] = [earlier, later].map(|state| Head::from(state.head(0, index)).mark(TOKENS));
+        check_reach(toeplitz, "later state", earlier + later)?;
+    }
+    let mut combined = earlier.clone();
+    for (index, head) in combined.heads_mut().map(Head::from).enumerate() {
+        let later = Head::from(later.head(0, index));
+        let (slot, tokens) = (later.mark(SLOT), later.mark(TOKENS));
+        let mut writer = Writer::new(near, head);
+        if later.marks[EXPONENT] > T::NEG_INFINITY {
+            // The later tokens fill the ring.
+            while writer.head.mark(TOKENS) > 0 {
+                writer.retire();
+            }
+            writer.add_far(later.marks[EXPONENT], later.keys, |feature| {
+                let width = later.sum.len() / later.keys.len().max(1);
+                (T::ONE, &later.sum[feature * width..][..width])
+            });
+        }
+        if near > 0 {
+            // A token stands at its number modulo `near`, and `slot` is what is known of the later ones' number.
+            let first = (writer.head.mark(SLOT) + slot + near - tokens) % near;
+            writer.head.marks[SLOT] = T::from_f64(first as f64);
+            let (features, width) = (later.ring_keys.len() / near, later.ring_values.len() / near);
+            for back in (1..=tokens).rev() {
+                let from = (slot + near - back) % near;
+                let exponent = later.ring_exponents.get(from).copied().unwrap_or(T::ZERO);
+                let (v, present) = later.ring_values[from * width..][..width].split_at(width - 1);
+                writer.push(&later.ring_keys[from * features..][..features], exponent, v, present[0]);
+            }
+        }
+    }
+    Ok(combined)
+}
+
+/// Takes tokens into one head's state.
+pub(super) struct Writer<'a, T: 'static> {
+    near: usize,
+    pub head: Head<&'a mut [T]>,
+    ops: &'static Ops<T>,
+}
+
+impl<'a, T: Real> Writer<'a, T> {
+    pub fn new(near: usize, head: Head<&'a mut [T]>) -> Self {
+        Self { near, head, ops: T::ops() }
+    }
+
+    /// Takes in a token: `φ(k)`, the exponent subtracted from it, its value, and 1 or, if it is ignored, 0. The caller
+    /// has checked that there is room where the bias has no far end.
+    pub fn push(&mut self, k: &[T], exponent: T, v: &[T], present: T) {
+        if self.near == 0 {
+            if present == T::ONE {
+                self.add_far(exponent, k, |feature| (k[feature], v));
+            }
+            return;
+        }
+        if self.head.mark(TOKENS) == self.near {
+            self.retire();
+        }
+        let slot = self.head.mark(SLOT);
+        self.head.ring_keys[slot * k.len()..][..k.len()].copy_from_slice(k);
+        if let Some(place) = self.head.ring_exponents.get_mut(slot) {
+            *place = if present == T::ONE { exponent } else { T::NEG_INFINITY };
+        }
+        let row = &mut self.head.ring_values[slot * (v.len() + 1)..][..v.len() + 1];
+        row[..v.len()].copy_from_slice(v);
+        row[v.len()] = present;
+        self.head.marks[SLOT] = T::from_f64(((slot + 1) % self.near) as f64);
+        self.head.marks[TOKENS] += T::ONE;
+    }
+
+    /// The oldest token of the ring becomes far.
+    fn retire(&mut self) {
+        let (near, tokens) = (self.near, self.head.mark(TOKENS));
+        let oldest = (self.head.mark(SLOT) + near - tokens) % near;
+        self.head.marks[TOKENS] = T::from_f64((tokens - 1) as f64);
+        let (features, width) = (self.head.ring_keys.len() / near, self.head.ring_values.len() / near);
+        let exponent = self.head.ring_exponents.get(oldest).copied().unwrap_or(T::ZERO);
+        let Head { ring_keys, ring_values, .. } = &self.head;
+        // The rows stay where they are, out of the way of the sums.
+        let (k, row) =
+            (ring_keys[oldest * features..][..features].to_vec(), ring_values[oldest * width..][..width].to_vec());
+        let (v, present) = row.split_at(width - 1);
+        if present[0] == T::ONE {
+            self.add_far(exponent, &k, |feature| (k[feature], v));
+        }
+    }
+
+    /// Adds to the far sums what is relative to `exponent`: `keys`, and for each feature a multiple of a row.
+    fn add_far<'r>(&mut self, exponent: T, keys: &[T], row: impl Fn(usize) -> (T, &'r [T])) {
+        let old = self.head.marks[EXPONENT];
+        let mut factor = T::ONE;
+        if exponent > old {
+            if old > T::NEG_INFINITY {
+                self.ops.scale(self.head.sum, (old - exponent).exp());
+                self.ops.scale(self.head.keys, (old - exponent).exp());
+            }
+            self.head.marks[EXPONENT] = exponent;
+        } else if exponent < old {
+            factor = (exponent - old).exp();
+        }
+        self.ops.add_scaled(self.head.keys, factor, keys);
+        let width = self.head.sum.len() / keys.len().max(1);
+        if width > 0 {
+            for (feature, to) in self.head.sum.chunks_exact_mut(width).enumerate() {
+                let (gain, row) = row(feature);
+                self.ops.add_scaled(to, factor * gain, row);
+            }
+        }
+    }
+}

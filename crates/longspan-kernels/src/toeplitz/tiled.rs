@@ -1,0 +1,570 @@
+//! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
+//! each thread.
+
+use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit, padded};
+use super::state::{Head, Writer};
+use crate::feature_map::FeatureMap;
+use crate::mechanism::Cotangent;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, parallel};
+use crate::shape::{Rows, SharedRows};
+use crate::simd::block::{Band, Product};
+use crate::simd::toeplitz::Factors;
+use crate::state::State;
+
+/// Where the forward pass writes.
+#[derive(Clone, Copy)]
+pub(super) struct Sink<'a, T> {
+    pub out: SharedRows<'a, T>,
+    pub denominators: Option<SharedRows<'a, T>>,
+}
+
+/// A block of keys and values.
+pub(super) struct KeyBlock<'s, T> {
+    pub from: isize,
+    pub count: usize,
+    /// The exponent subtracted from the keys.
+    pub exponent: T,
+    /// `φ(k)`, `TILE × head_width`, and its transpose.
+    pub k: &'s mut [T],
+    pub k_columns: &'s mut [T],
+    /// Values, `TILE × value_width`, and, for gradients, their transpose.
+    pub v: &'s mut [T],
+    pub v_columns: &'s mut [T],
+}
+
+impl<'s, T: Real> KeyBlock<'s, T> {
+    pub fn len(problem: &Problem<'_, T>, gradients: bool) -> usize {
+        TILE * (2 * problem.head_width + if gradients { 2 } else { 1 } * problem.value_width)
+    }
+
+    pub fn new(problem: &Problem<'_, T>, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
+        Self {
+            from: 0,
+            count: 0,
+            exponent: T::ZERO,
+            k: arena.take(TILE * problem.head_width),
+            k_columns: arena.take(TILE * problem.head_width),
+            v: arena.take(TILE * problem.value_width),
+            v_columns: arena.take(if gradients { TILE * problem.value_width } else { 0 }),
+        }
+    }
+
+    /// Loads the next block of the keys from `from` on and before `end`.
+    pub fn load(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, from: isize, end: isize) {
+        let (count, exponent) = problem.key_block(unit, from, end);
+        (self.from, self.count, self.exponent) = (from, count, exponent);
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+        let kept = ((-from).max(0) as usize).min(count);
+        if let Some(past) = &unit.past {
+            for row in 0..kept {
+                let slot = past.ring_slot(from + row as isize);
+                let k = &mut self.k[row * head_width..][..head_width];
+                k[..head_dim].copy_from_slice(&past.head.ring_keys[slot * head_dim..][..head_dim]);
+                k[head_dim..].fill(T::ZERO);
+                if let Some(&own) = past.head.ring_exponents.get(slot) {
+                    problem.ops.scale(k, (own - exponent).exp());
+                }
+                let v = &mut self.v[row * value_width..][..value_width];
+                v[..value_dim].copy_from_slice(&past.head.ring_values[slot * (value_dim + 1)..][..value_dim]);
+                v[value_dim..].fill(T::ZERO);
+            }
+        }
+        if kept < count {
+            let (first, rows) = ((from + kept as isize) as usize, count - kept);
+            let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
+            let k = &mut self.k[kept * head_width..];
+            problem.ops.load(problem.map, exponent, unit.k.skip(first), rows, head_dim, padding, k, head_width);
+            let v = &mut self.v[kept * value_width..];
+            let identity = FeatureMap::Identity;
+            problem.ops.load(identity, T::ZERO, unit.v.skip(first), rows, value_dim, padding, v, value_width);
+        }
+        // Products and transposes take whole registers of rows.
+        let whole = padded::<T>(count).min(TILE);
+        self.k[count * head_width..whole * head_width].fill(T::ZERO);
+        self.v[count * value_width..whole * value_width].fill(T::ZERO);
+        problem.ops.transpose(self.k, head_width, whole, head_width, self.k_columns, TILE);
+        if !self.v_columns.is_empty() {
+            problem.ops.transpose(self.v, value_width, whole, value_width, self.v_columns, TILE);
+        }
+    }
+
+    /// How many of its keys the last row of a block sees.
+    pub fn visible(&self, block: &Block<T>) -> usize {
+        (block.end - self.from).clamp(0, self.count as isize) as usize
+    }
+
+    /// The elements of a block's tile that are seen.
+    pub fn band(&self, problem: &Problem<'_, T>, block: &Block<T>) -> Band {
+        if problem.causal { Band::up_to(block.stands - self.from) } else { Band::ALL }
+    }
+}
+
+/// The numbers that the weights of a tile are made of.
+pub(super) struct Weights<'s, T> {
+    values: &'s mut [T],
+    /// The exponents of a grid's tile, gathered from the line.
+    raw: &'s mut [T],
+}
+
+impl<'s, T: Real> Weights<'s, T> {
+    pub fn len(problem: &Problem<'_, T>) -> usize {
+        if problem.is_grid() { 2 * TILE * TILE } else { 2 * TILE }
+    }
+
+    pub fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+        let (values, raw) = if problem.is_grid() { (TILE * TILE, TILE * TILE) } else { (2 * TILE, 0) };
+        Self { values: arena.take(values), raw: arena.take(raw) }
+    }
+
+    /// Forms `e^{b_δ}` for a tile, times what brings the keys' exponent to the block's level.
+    pub fn form(
+        &mut self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        line: &[T],
+        block: &Block<T>,
+        keys: &KeyBlock<'_, T>,
+    ) -> Factors<'_, T> {
+        let visible = keys.visible(block);
+        let shift = block.level - keys.exponent;
+        if problem.is_grid() {
+            for row in 0..block.rows {
+                each_run(problem, unit, block.row + row, keys.from, visible, |column, index, len| {
+                    self.raw[row * TILE + column..][..len].copy_from_slice(&line[index..][..len]);
+                });
+            }
+            let raw = Rows { data: &*self.raw, stride: TILE };
+            problem.ops.load(FeatureMap::Exp, shift, raw, block.rows, visible, None, self.values, TILE);
+            return Factors { values: self.values, start: 0, step: TILE as isize };
+        }
+        // Row r and column c need the difference from + c − (stands + r).
+        let first = problem.line_index(keys.from - (block.stands + block.rows as isize - 1)) as usize;
+        let raw = Rows { data: &line[first..], stride: 0 };
+        let width = block.rows + visible - 1;
+        problem.ops.load(FeatureMap::Exp, shift, raw, 1, width, None, self.values, 2 * TILE);
+        Factors { values: self.values, start: block.rows - 1, step: -1 }
+    }
+}
+
+/// Calls `body(column, index, len)` for the runs of keys of a grid that lie side by side in the line of biases.
+pub(super) fn each_run<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    row: usize,
+    from: isize,
+    count: usize,
+    mut body: impl FnMut(usize, usize, usize),
+) {
+    let super::Bias::Grid { width, .. } = problem.toeplitz.bias else {
+        body(0, problem.bias_index(unit, from, row), count);
+        return;
+    };
+    let mut column = 0;
+    while column < count {
+        let key = from + column as isize;
+        let left = width - (key - unit.begin()).rem_euclid(width as isize) as usize;
+        let len = left.min(count - column);
+        body(column, problem.bias_index(unit, key, row), len);
+        column += len;
+    }
+}
+
+/// The strips of rows of a call: one task each.
+fn strips<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.most_queries().div_ceil(STRIP)
+}
+
+/// Working memory of a task of the forward pass.
+struct Buffers<'s, T> {
+    q: &'s mut [T],
+    q_shifts: &'s mut [T],
+    o: &'s mut [T],
+    sums: &'s mut [T],
+    tile: &'s mut [T],
+    keys: KeyBlock<'s, T>,
+    weights: Weights<'s, T>,
+}
+
+impl<'s, T: Real> Buffers<'s, T> {
+    fn len(problem: &Problem<'_, T>) -> usize {
+        STRIP * (problem.head_width + problem.value_width + 2)
+            + TILE * TILE.max(problem.value_width)
+            + KeyBlock::len(problem, false)
+            + Weights::len(problem)
+    }
+
+    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+        Self {
+            q: arena.take(STRIP * problem.head_width),
+            q_shifts: arena.take(STRIP),
+            o: arena.take(STRIP * problem.value_width),
+            sums: arena.take(STRIP),
+            tile: arena.take(TILE * TILE.max(problem.value_width)),
+            keys: KeyBlock::new(problem, false, arena),
+            weights: Weights::new(problem, arena),
+        }
+    }
+}
+
+/// Computes every output of a call.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+    let per_worker = Buffers::len(problem);
+    let workers = rayon::current_num_threads();
+    let mut arena = Arena::new(scratch.take(problem.shared_len() + workers * per_worker));
+    let shared = problem.shared(&mut arena);
+    let (strips, group) = (strips(problem), problem.dims.group());
+    parallel(problem.units() * group * strips, arena.rest(), per_worker, |task, scratch| {
+        let unit = problem.unit(task / (group * strips));
+        let head = unit.kv_head * group + task / strips % group;
+        let first = task % strips * STRIP;
+        let rows = first..(first + STRIP).min(unit.sequence.queries);
+        if rows.is_empty() {
+            return;
+        }
+        let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
+        strip(problem, &shared, &unit, head, rows, sink, &mut buffers);
+    });
+}
+
+/// Computes the outputs of one strip of rows.
+fn strip<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    sink: Sink<'_, T>,
+    buffers: &mut Buffers<'_, T>,
+) {
+    let Buffers { q, q_shifts, o, sums, tile, keys, weights } = buffers;
+    let (head_width, value_width) = (problem.head_width, problem.value_width);
+    let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+    let (line, ops) = (shared.line(head), problem.ops);
+    problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
+    o[..rows.len() * value_width].fill(T::ZERO);
+    sums[..rows.len()].fill(T::ZERO);
+    let end = problem.end(unit, rows.end - 1);
+    let mut from = unit.begin();
+    while from < end {
+        keys.load(problem, unit, from, end);
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            let visible = keys.visible(&block);
+            if visible == 0 {
+                return;
+            }
+            let at = block.row - rows.start;
+            let band = keys.band(problem, &block);
+            ops.product(&mut Product {
+                a: &q[at * head_width..],
+                a_row: head_width,
+                a_column: 1,
+                b: keys.k_columns,
+                b_row: TILE,
+                c: tile,
+                c_row: TILE,
+                rows: block.rows,
+                columns: visible,
+                depth: head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: band,
+            });
+            let factors = weights.form(problem, unit, line, &block, keys);
+            ops.weigh(tile, TILE, visible, factors, band, &mut sums[at..at + block.rows]);
+            ops.product(&mut Product {
+                a: tile,
+                a_row: TILE,
+                a_column: 1,
+                b: keys.v,
+                b_row: value_width,
+                c: &mut o[at * value_width..],
+                c_row: value_width,
+                rows: block.rows,
+                columns: value_width,
+                depth: visible,
+                accumulate: true,
+                a_band: band,
+                c_band: Band::ALL,
+            });
+        });
+        from += keys.count as isize;
+    }
+    if unit.has_far() {
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            let weight = problem.far_exponent(unit, head, block.level).exp();
+            let Some(past) = unit.past.filter(|_| weight > T::ZERO) else { return };
+            for row in block.row - rows.start..block.row - rows.start + block.rows {
+                let q = &q[row * head_width..][..head_dim];
+                let sum = &mut tile[..value_dim];
+                sum.fill(T::ZERO);
+                ops.read_token(past.head.sum, q, sum);
+                ops.add_scaled(&mut o[row * value_width..][..value_dim], weight, sum);
+                sums[row] += weight * ops.dot(q, past.head.keys);
+            }
+        });
+    }
+    for row in rows.clone() {
+        let at = row - rows.start;
+        let token = unit.sequence.query_start + row;
+        // SAFETY: each (batch, head, token) belongs to one task.
+        let out = unsafe { sink.out.row(unit.sequence.batch, head, token, value_dim) };
+        let sees = problem.end(unit, row) > unit.begin() || unit.has_far();
+        let mut denominator = if sees { sums[at] } else { T::ZERO };
+        if !problem.toeplitz.normalize {
+            let level = shared.level(unit, head, row);
+            let scale = (level + q_shifts[at]).exp();
+            ops.store(&o[at * value_width..], if sees { scale } else { T::ZERO }, out);
+            denominator = T::ONE;
+        } else if denominator.vanishes() {
+            denominator = T::ZERO;
+            out.fill(T::ZERO);
+        } else {
+            ops.store(&o[at * value_width..], T::ONE / denominator, out);
+        }
+        if let Some(denominators) = sink.denominators {
+            // SAFETY: as above.
+            unsafe { denominators.row(unit.sequence.batch, head, token, 1)[0] = denominator };
+        }
+    }
+}
+
+/// The state after the last key.
+pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>) {
+    use rayon::prelude::*;
+    let near = problem.toeplitz.bias.near();
+    if let Some(initial) = problem.call.initial_state {
+        *state = initial.clone();
+    } else if let Ok(empty) = super::state::empty(problem.toeplitz, &problem.dims) {
+        *state = empty;
+    }
+    let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
+    heads.into_par_iter().for_each(|(index, head)| {
+        // Packed sequences are refused, so units are batch entries and heads in order.
+        let unit = problem.unit(index);
+        let mut writer = Writer::new(near, head);
+        let mut row = vec![T::ZERO; problem.head_width];
+        for key in 0..unit.sequence.keys {
+            let present = !unit.ignores(key);
+            let exponent = if problem.map == FeatureMap::Exp {
+                problem.key_block(&unit, key as isize, key as isize + 1).1
+            } else {
+                T::ZERO
+            };
+            let ignored = [!present];
+            let (k, head_dim) = (unit.k.skip(key), problem.dims.head_dim);
+            problem.ops.load(problem.map, exponent, k, 1, head_dim, Some(&ignored), &mut row, problem.head_width);
+            let v = unit.v.row(key, problem.dims.value_dim);
+            if present {
+                writer.push(&row[..head_dim], exponent, v, T::ONE);
+            } else {
+                writer.push(&row[..head_dim], exponent, &vec![T::ZERO; v.len()], T::ZERO);
+            }
+        }
+    });
+}
+
+/// Where the backward pass writes.
+#[derive(Clone, Copy)]
+pub(super) struct GradientSink<'a, T> {
+    pub dq: SharedRows<'a, T>,
+    pub dk: SharedRows<'a, T>,
+    pub dv: SharedRows<'a, T>,
+}
+
+/// Loads the gradients of rows over their denominators, `d = G/D` (or times the row's scale), and `c = −G·A/D`.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn load_cotangent<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    q_shifts: &[T],
+    d: &mut [T],
+    c: &mut [T],
+) {
+    let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
+    let [out, d_out] = [cotangent.out, cotangent.d_out]
+        .map(|view| view.rows(unit.sequence.batch, head).skip(unit.sequence.query_start));
+    let identity = FeatureMap::Identity;
+    problem.ops.load(identity, T::ZERO, d_out.skip(rows.start), rows.len(), value_dim, None, d, width);
+    let first = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries + unit.sequence.query_start;
+    for row in rows.clone() {
+        let at = row - rows.start;
+        let line = &mut d[at * width..][..width];
+        c[at] = T::ZERO;
+        if problem.end(unit, row) <= unit.begin() {
+            line.fill(T::ZERO);
+        } else if !problem.toeplitz.normalize {
+            problem.ops.scale(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
+        } else if cotangent.denominators[first + row].vanishes() {
+            // The row gave 0 whatever the inputs were.
+            line.fill(T::ZERO);
+        } else {
+            problem.ops.scale(line, T::ONE / cotangent.denominators[first + row]);
+            c[at] = -problem.ops.dot(out.row(row, value_dim), line);
+        }
+    }
+}
+
+/// Fills a tile with `dN_i·v⁺_j = d_i·v_j + c_i`.
+pub(super) fn value_products<T: Real>(
+    problem: &Problem<'_, T>,
+    d: &[T],
+    c: &[T],
+    keys: &KeyBlock<'_, T>,
+    (rows, visible, band): (usize, usize, Band),
+    tile: &mut [T],
+) {
+    for (row, &c) in c[..rows].iter().enumerate() {
+        tile[row * TILE..(row + 1) * TILE].fill(c);
+    }
+    problem.ops.product(&mut Product {
+        a: d,
+        a_row: problem.value_width,
+        a_column: 1,
+        b: keys.v_columns,
+        b_row: TILE,
+        c: tile,
+        c_row: TILE,
+        rows,
+        columns: visible,
+        depth: problem.dims.value_dim,
+        accumulate: true,
+        a_band: Band::ALL,
+        c_band: band,
+    });
+}
+
+/// Computes every gradient of a call: first those of the queries, strip of rows by strip, then those of keys, values
+/// and biases, strip of keys by strip. Both passes form the weights anew.
+pub(super) fn backward<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    d_bias: &mut [T],
+    scratch: &mut Scratch<T>,
+) {
+    let per_worker = QueryBuffers::len(problem).max(super::gradient::buffers_len(problem));
+    let workers = rayon::current_num_threads();
+    let lines = super::gradient::lines_len(problem);
+    let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + workers * per_worker));
+    let shared = problem.shared(&mut arena);
+    let d_lines = arena.take(lines);
+    let rest = arena.rest();
+    let (strips, group) = (strips(problem), problem.dims.group());
+    parallel(problem.units() * group * strips, rest, per_worker, |task, scratch| {
+        let unit = problem.unit(task / (group * strips));
+        let head = unit.kv_head * group + task / strips % group;
+        let first = task % strips * STRIP;
+        let rows = first..(first + STRIP).min(unit.sequence.queries);
+        if !rows.is_empty() {
+            let mut buffers = QueryBuffers::new(problem, &mut Arena::new(scratch));
+            query_strip(problem, &shared, cotangent, &unit, head, rows, sink, &mut buffers);
+        }
+    });
+    super::gradient::keys(problem, &shared, cotangent, sink, d_lines, (rest, per_worker));
+    super::gradient::reduce(problem, d_lines, d_bias);
+}
+
+/// Working memory of a task that computes gradients of queries.
+struct QueryBuffers<'s, T> {
+    q: &'s mut [T],
+    q_shifts: &'s mut [T],
+    d: &'s mut [T],
+    c: &'s mut [T],
+    dq: &'s mut [T],
+    tile: &'s mut [T],
+    keys: KeyBlock<'s, T>,
+    weights: Weights<'s, T>,
+}
+
+impl<'s, T: Real> QueryBuffers<'s, T> {
+    fn len(problem: &Problem<'_, T>) -> usize {
+        STRIP * (2 * problem.head_width + problem.value_width + 2)
+            + TILE * TILE
+            + KeyBlock::len(problem, true)
+            + Weights::len(problem)
+    }
+
+    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+        Self {
+            q: arena.take(STRIP * problem.head_width),
+            q_shifts: arena.take(STRIP),
+            d: arena.take(STRIP * problem.value_width),
+            c: arena.take(STRIP),
+            dq: arena.take(STRIP * problem.head_width),
+            tile: arena.take(TILE * TILE),
+            keys: KeyBlock::new(problem, true, arena),
+            weights: Weights::new(problem, arena),
+        }
+    }
+}
+
+/// Computes the gradients of one strip of queries.
+#[allow(clippy::too_many_arguments)]
+fn query_strip<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    sink: GradientSink<'_, T>,
+    buffers: &mut QueryBuffers<'_, T>,
+) {
+    let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights } = buffers;
+    let (head_width, value_width, head_dim) = (problem.head_width, problem.value_width, problem.dims.head_dim);
+    let (line, ops) = (shared.line(head), problem.ops);
+    let queries = problem.queries(unit, head);
+    problem.load_queries(queries, rows.start, rows.len(), q, q_shifts);
+    load_cotangent(problem, shared, cotangent, unit, head, rows.clone(), q_shifts, d, c);
+    dq[..rows.len() * head_width].fill(T::ZERO);
+    let end = problem.end(unit, rows.end - 1);
+    let mut from = unit.begin();
+    while from < end {
+        keys.load(problem, unit, from, end);
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            let visible = keys.visible(&block);
+            if visible == 0 {
+                return;
+            }
+            let at = block.row - rows.start;
+            let band = keys.band(problem, &block);
+            value_products(problem, &d[at * value_width..], &c[at..], keys, (block.rows, visible, band), tile);
+            let mut unused = [T::ZERO; TILE];
+            let factors = weights.form(problem, unit, line, &block, keys);
+            ops.weigh(tile, TILE, visible, factors, band, &mut unused[..block.rows]);
+            ops.product(&mut Product {
+                a: tile,
+                a_row: TILE,
+                a_column: 1,
+                b: keys.k,
+                b_row: head_width,
+                c: &mut dq[at * head_width..],
+                c_row: head_width,
+                rows: block.rows,
+                columns: head_width,
+                depth: visible,
+                accumulate: true,
+                a_band: band,
+                c_band: Band::ALL,
+            });
+        });
+        from += keys.count as isize;
+    }
+    ops.pull_back(problem.map, queries.skip(rows.start), q, dq, rows.len(), head_dim, head_width);
+    for row in rows.clone() {
+        let token = unit.sequence.query_start + row;
+        // SAFETY: each (batch, head, token) belongs to one task.
+        let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
+        if problem.end(unit, row) <= unit.begin() {
+            to.fill(T::ZERO);
+        } else {
+            ops.store(&dq[(row - rows.start) * head_width..], T::ONE, to);
+        }
+    }
+}

@@ -1,0 +1,400 @@
+//! The conformance suite over attention-free transformers, and the numerics that they are known to fail at.
+
+use longspan_kernels::aft::Variant;
+use longspan_kernels::{Aft, Call, Dims, Mask, Mechanism, Output, Scratch, Token, View, ViewMut};
+use longspan_testing::execute::Backward;
+use longspan_testing::subject::Assumptions;
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+};
+
+/// `γ·(w − mean)/std + β`: what the gradient of the kernel becomes is at most this times the sum of its magnitudes, which
+/// is the scale of the gradient of β.
+fn normalized_kernel_scale(case: &Case, inputs: &Inputs<f64>, scale: &mut Backward<f64>) {
+    let heads = case.dims.heads;
+    let taps = inputs.parameters[0].len() / heads.max(1);
+    for head in 0..heads {
+        let w = &inputs.parameters[0][head * taps..][..taps];
+        let mean = w.iter().sum::<f64>() / taps as f64;
+        let deviation = (w.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / taps as f64).sqrt();
+        let unit = |x: f64| if deviation == 0.0 { 0.0 } else { ((x - mean) / deviation).abs() };
+        let largest = w.iter().map(|&x| unit(x)).fold(0.0, f64::max);
+        let sum = scale.gradients[5][head];
+        scale.gradients[4][head] = sum * largest;
+        for (&x, to) in w.iter().zip(&mut scale.gradients[3][head * taps..][..taps]) {
+            let slope = if deviation == 0.0 { 0.0 } else { inputs.parameters[1][head].abs() / deviation };
+            *to = slope * sum * (1.0 + (1.0 + unit(x) * largest) / taps as f64);
+        }
+    }
+}
+
+fn subject(aft: Aft) -> Subject {
+    let normalized = matches!(aft.variant, Variant::Conv { normalized: true, .. });
+    Subject::new(
+        aft,
+        Assumptions {
+            content: true,
+            positions: aft.variant != Variant::Simple,
+            positive_weights: true,
+            parameter_scale: normalized.then_some(normalized_kernel_scale),
+            ..Default::default()
+        },
+    )
+}
+
+/// A variant for every case: windows around nothing, a few keys, and more than there are.
+fn with_variants(cases: Vec<Case>) -> Vec<(Subject, Case)> {
+    let sizes = [1, 2, 3, 8, 20, 33];
+    cases
+        .into_iter()
+        .enumerate()
+        .map(|(n, case)| {
+            let longest = case.dims.queries.max(case.dims.keys);
+            let size = if n % 7 == 6 { longest + 2 } else { sizes[n / 4 % sizes.len()] };
+            // A table by position has no row for a query before the first key that sees something.
+            let by_position = case.causal || case.offset >= 0;
+            let length = by_position.then_some(longest + case.offset.unsigned_abs() + 1).filter(|_| n % 3 > 0);
+            let packed = matches!(case.keys, KeyMask::Packed { .. });
+            let variant = match n % 4 {
+                0 => Variant::Simple,
+                1 if by_position || !packed => {
+                    let length = if packed { Some(longest + case.offset.unsigned_abs() + 1) } else { length };
+                    Variant::Local { window: size, length }
+                }
+                _ => Variant::Conv { taps: size, normalized: n % 8 < 4 },
+            };
+            (subject(Aft { variant, gate: n % 5 > 0 }), case)
+        })
+        .collect()
+}
+
+fn drawn(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Subject, Case)> {
+    with_variants(grid::channels(seed, count, lengths))
+}
+
+/// Causal self-attention, with tables by position.
+fn streams(seed: u64, count: usize) -> Vec<(Subject, Case)> {
+    grid::channels(seed, count, &grid::LENGTHS[1..])
+        .into_iter()
+        .enumerate()
+        .map(|(n, case)| {
+            let dims = Dims { keys: case.dims.queries, ..case.dims };
+            let size = [1, 2, 3, 8, 20, 33, 150][n / 3 % 7];
+            let variant = match n % 3 {
+                0 => Variant::Simple,
+                1 => Variant::Local { window: size, length: Some(140) },
+                _ => Variant::Conv { taps: size, normalized: n % 2 == 0 },
+            };
+            (subject(Aft::new(variant)), Case { dims, causal: true, offset: 0, keys: KeyMask::All, ..case })
+        })
+        .collect()
+}
+
+fn over(cases: &[(Subject, Case)], check: Check) {
+    assert_all(check, cases.iter().map(|(subject, case)| (subject, case)));
+}
+
+#[test]
+fn forward_is_the_definition() {
+    over(&drawn(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
+    over(&drawn(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&drawn(13, 150, &grid::SHORT_LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_singles_are_those_in_doubles() {
+    over(&drawn(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+}
+
+#[test]
+fn unseen_keys_do_not_matter() {
+    over(&drawn(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
+    over(&drawn(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
+}
+
+#[test]
+fn rows_are_independent() {
+    over(&drawn(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
+    over(&drawn(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
+}
+
+#[test]
+fn padding_does_not_matter() {
+    over(&drawn(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
+    over(&drawn(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
+}
+
+#[test]
+fn packed_is_looped() {
+    over(&drawn(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
+    over(&drawn(24, 300, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
+}
+
+#[test]
+fn order_does_not_matter_without_positions() {
+    let cases = |seed| -> Vec<_> {
+        let unordered = |(_, case): (Subject, Case)| {
+            (subject(Aft::new(Variant::Simple)), Case { causal: false, keys: KeyMask::All, ..case })
+        };
+        drawn(seed, 60, &grid::LENGTHS).into_iter().map(unordered).collect()
+    };
+    over(&cases(25), isolation::order_does_not_matter_without_positions::<f32>);
+    over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
+}
+
+#[test]
+fn poison_does_not_matter() {
+    over(&drawn(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
+    over(&drawn(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
+}
+
+#[test]
+fn strides_do_not_matter() {
+    over(&drawn(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
+    over(&drawn(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
+}
+
+#[test]
+fn pieces_make_the_whole() {
+    over(&streams(31, 200), streaming::pieces_make_the_whole::<f32>);
+    over(&streams(32, 200), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_add_up() {
+    over(&streams(41, 150), streaming::states_add_up::<f32>);
+    over(&streams(42, 150), streaming::states_add_up::<f64>);
+}
+
+#[test]
+fn states_are_values() {
+    over(&streams(33, 100), streaming::states_are_values::<f32>);
+    over(&streams(34, 100), streaming::states_are_values::<f64>);
+}
+
+#[test]
+fn lengths_end_the_sequence() {
+    over(&streams(35, 100), streaming::lengths_end_the_sequence::<f32>);
+    over(&streams(36, 100), streaming::lengths_end_the_sequence::<f64>);
+}
+
+#[test]
+fn ignored_keys_keep_their_place() {
+    over(&streams(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
+    over(&streams(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
+}
+
+#[test]
+fn threads_do_not_matter() {
+    // Under a causal mask the check asks for states, which biases that belong to one call do not have.
+    let drawn = |seed, count| -> Vec<_> {
+        let cases = drawn(seed, count, &grid::LENGTHS).into_iter();
+        cases.filter(|(subject, case)| !case.causal || !subject.label.contains("length: None")).collect()
+    };
+    over(&drawn(39, 60), threads::threads_do_not_matter::<f32>);
+    over(&drawn(40, 30), threads::threads_do_not_matter::<f64>);
+}
+
+/// Keys far beyond what a float can hold the exponential of, by the level of each token.
+fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), longspan_testing::Failure>) {
+    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 150, keys: 150, head_dim: 5, value_dim: 5 };
+    type Level = fn(usize) -> f64;
+    let levels: [(&str, Level); 7] = [
+        ("all at 10,000", |_| 1e4),
+        ("all at −10,000", |_| -1e4),
+        ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
+        ("rising", |j| j as f64 * 4.0),
+        ("falling", |j| -(j as f64) * 4.0),
+        ("at 120 for key 70", |j| if j == 70 { 120.0 } else { 0.0 }),
+        ("at 10,000 for the last", |j| if j == 149 { 1e4 } else { 0.0 }),
+    ];
+    let mut failures = Vec::new();
+    for variant in [
+        Variant::Simple,
+        Variant::Local { window: 4, length: None },
+        Variant::Local { window: 40, length: Some(150) },
+        Variant::Conv { taps: 5, normalized: true },
+        Variant::Conv { taps: 70, normalized: false },
+    ] {
+        let subject = subject(Aft::new(variant));
+        for (name, level) in levels {
+            for causal in [true, false] {
+                let case = Case { seed: 77, ..Case::new(dims, causal) };
+                let mut inputs = execute::random(&subject, &case);
+                let width = inputs.key_shape(&dims)[3];
+                for (n, k) in inputs.k.iter_mut().enumerate() {
+                    *k = f64::from((*k + level(n / width % dims.keys)) as f32);
+                }
+                if let Err(failure) = check(&subject, &case, &inputs) {
+                    failures.push(format!("keys {name}, causal {causal}: {failure}\n    {}", subject.label));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures[..failures.len().min(6)].join("\n"));
+}
+
+#[test]
+fn extreme_keys_do_not_overflow() {
+    with_extreme_keys(accuracy::forward_of::<f32>);
+    with_extreme_keys(accuracy::forward_of::<f64>);
+}
+
+#[test]
+fn gradients_of_extreme_keys_do_not_overflow() {
+    with_extreme_keys(accuracy::gradient_in_singles_of);
+}
+
+#[test]
+fn extreme_keys_stream() {
+    with_extreme_keys(|subject, case, inputs| {
+        // Biases that belong to one call have no state.
+        if !case.causal || subject.label.contains("length: None") {
+            return Ok(());
+        }
+        streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
+    });
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 3 };
+    let case = Case::new(dims, true);
+    for variant in [
+        Variant::Simple,
+        Variant::Local { window: 2, length: Some(9) },
+        Variant::Conv { taps: 3, normalized: true },
+        Variant::Conv { taps: 3, normalized: false },
+    ] {
+        let subject = subject(Aft::new(variant));
+        let refused = rejection::wrong_calls::<f32>(&subject, &case);
+        let refused = refused.and_then(|()| rejection::wrong_calls::<f64>(&subject, &case));
+        if let Err(failure) = refused {
+            panic!("{failure}\n    {}", subject.label);
+        }
+    }
+}
+
+/// Runs one head of width 1 in singles; the gate is open.
+fn row_means(variant: Variant, k: &[f32], v: &[f32], parameters: &[&[f32]], mask: Mask<'_>) -> Vec<f32> {
+    let dims = Dims::square(1, 1, k.len(), 1);
+    let q = vec![0.0; k.len()];
+    let call = Call {
+        dims,
+        q: View::contiguous(&q, dims.q()),
+        k: View::contiguous(k, dims.k()),
+        v: View::contiguous(v, dims.v()),
+        parameters,
+        mask,
+        initial_state: None,
+    };
+    let mut out = vec![f32::NAN; k.len()];
+    let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+    let aft = Aft { variant, gate: false };
+    Mechanism::<f32>::forward(&aft, &call, output, &mut Scratch::new()).expect("a call that makes sense");
+    out
+}
+
+/// Under one maximum for all rows, the rows before a key of 120 are 0/0.
+#[test]
+fn a_huge_key_leaves_earlier_rows_as_they_were() {
+    let v: Vec<f32> = (0..9).map(|n| n as f32 - 3.5).collect();
+    let mut k = [0.0; 9];
+    k[8] = 120.0;
+    let rows = row_means(Variant::Simple, &k, &v, &[], Mask::causal());
+    for (n, row) in rows[..8].iter().enumerate() {
+        let mean = v[..=n].iter().sum::<f32>() / (n + 1) as f32;
+        assert!((row - mean).abs() < 1e-6, "row {n} is {row} instead of {mean}");
+    }
+    assert_eq!(rows[8], v[8]);
+}
+
+/// The published form, `Σ e^k + Σ (e^w − 1) e^k`, cancels to 0.0 here.
+#[test]
+fn a_bias_of_minus_30_on_the_dominant_key_leaves_the_others() {
+    let mut k = [0.0f32; 16];
+    k[8] = 18.0;
+    let v: Vec<f32> = (0..16).map(|n| (n as f32 * 0.7).sin()).collect();
+    let mut w = [0.0f32; 16];
+    w[8] = -30.0;
+    let variant = Variant::Local { window: 1, length: None };
+    let rows = row_means(variant, &k, &v, &[&w], Mask::bidirectional());
+    let weight = |j: usize| if j == 8 { (-12.0f64).exp() } else { 1.0 };
+    let sum: f64 = (0..16).map(|j| weight(j) * f64::from(v[j])).sum();
+    let expected = sum / (0..16).map(weight).sum::<f64>();
+    assert!((f64::from(rows[8]) - expected).abs() < 1e-6, "{} instead of {expected}", rows[8]);
+}
+
+/// Keys that are all larger by a number that `f32` adds exactly give the same bits.
+#[test]
+fn a_shift_of_all_keys_changes_nothing() {
+    let count = 200;
+    let k: Vec<f32> = (0..count).map(|n| ((n * 37 % 101) as f32 - 50.0) / 16.0).collect();
+    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
+    let w: Vec<f32> = (0..count * 9).map(|n| (n as f32 * 0.3).cos()).collect();
+    for variant in [Variant::Simple, Variant::Local { window: 5, length: None }] {
+        let parameters: &[&[f32]] = if variant == Variant::Simple { &[] } else { &[&w] };
+        for mask in [Mask::causal(), Mask::bidirectional()] {
+            let expected = row_means(variant, &k, &v, parameters, mask);
+            for shift in [8192.0, -8192.0, 1.0] {
+                let moved: Vec<f32> = k.iter().map(|k| k + shift).collect();
+                assert_eq!(row_means(variant, &moved, &v, parameters, mask), expected, "{variant:?} {mask:?} {shift}");
+            }
+        }
+    }
+}
+
+#[test]
+fn options_without_meaning_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 3 };
+    let (causal, bidirectional) = (Case::new(dims, true), Case::new(dims, false));
+    let wide = Case::new(Dims { value_dim: 4, ..dims }, true);
+    let local = |window, length| Variant::Local { window, length };
+    for (variant, case, argument) in [
+        (Variant::Simple, &wide, "value_dim"),
+        (local(0, None), &causal, "window"),
+        (local(1 << 24, None), &causal, "window"),
+        (local(usize::MAX, Some(usize::MAX)), &causal, "window"),
+        (local(2, Some(usize::MAX)), &causal, "length"),
+        (local(2, Some(4)), &causal, "queries"),
+        (local(2, Some(6)), &Case { offset: 2, ..causal.clone() }, "queries"),
+        (local(2, Some(9)), &Case { offset: -1, ..bidirectional.clone() }, "queries"),
+        (Variant::Conv { taps: 0, normalized: true }, &bidirectional, "taps"),
+        (Variant::Conv { taps: usize::MAX, normalized: false }, &causal, "taps"),
+    ] {
+        // Calls that no numbers could be drawn for are spoilt by their options alone.
+        let drawn = if matches!(argument, "queries" | "value_dim") { variant } else { Variant::Simple };
+        let check = |aft: Aft| {
+            let inputs = execute::random(&subject(Aft::new(drawn)), case).cast::<f32>();
+            inputs.call(case, None, |call| Mechanism::<f32>::check(&aft, call))
+        };
+        let error = check(Aft::new(variant)).expect_err("an option without meaning was taken");
+        let name = Mechanism::<f32>::name(&Aft::new(variant));
+        if let Err(failure) = rejection::names_the_fault(&format!("{variant:?}"), name, argument, &error) {
+            panic!("{failure}");
+        }
+    }
+    let error = Mechanism::<f32>::empty_state(&Aft::new(local(2, None)), &dims).expect_err("a state for one call");
+    assert!(error.to_string().contains("length"), "{error}");
+}
+
+/// A table by position ends: the step after its last row is refused, and changes nothing.
+#[test]
+fn steps_beyond_the_table_are_refused() {
+    let aft = Aft::new(Variant::Local { window: 2, length: Some(3) });
+    let mut state = Mechanism::<f32>::empty_state(&aft, &Dims::square(1, 1, 0, 2)).expect("a table by position");
+    let token = Token { q: &[1.0, 2.0], k: &[1.0, 2.0], v: &[1.0, 2.0], parameters: &[&[0.5; 9]] };
+    let mut out = [0.0; 2];
+    for _ in 0..3 {
+        aft.step(&token, &mut state, &mut out).expect("a row of the table");
+    }
+    let before = state.clone();
+    let error = aft.step(&token, &mut state, &mut out).expect_err("no row of the table");
+    assert!(error.to_string().contains("3 tokens"), "{error}");
+    assert_eq!(state, before);
+}

@@ -1,0 +1,399 @@
+//! The conformance suite over Toeplitz relative positions, and what is hard for them alone.
+
+use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Mask, Mechanism, Toeplitz, View};
+use longspan_testing::random::Random;
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection,
+    streaming, threads,
+};
+
+/// What the checks may assume.
+fn subject(toeplitz: &Toeplitz) -> Subject {
+    let identity = toeplitz.feature_map == FeatureMap::Identity;
+    let assumptions = Assumptions {
+        signed_features: identity,
+        signed_parameters: false,
+        content: true,
+        positions: true,
+        positive_weights: !identity && toeplitz.feature_map != FeatureMap::Relu,
+        true_denominators: false,
+        parameter_scale: None,
+    };
+    Subject::new(toeplitz.clone(), assumptions)
+}
+
+/// The algorithms that can be asked for.
+fn algorithms() -> Vec<Algorithm> {
+    let forced = Mechanism::<f64>::algorithms(&Toeplitz::new(Bias::clipped(1)));
+    [Algorithm::Auto].iter().chain(forced).copied().collect()
+}
+
+/// A bias that has an entry for every distance of a case, or extends to it.
+fn bias(random: &mut Random, case: &Case) -> Bias {
+    let (queries, keys) = (case.dims.queries as isize, case.dims.keys as isize);
+    match random.below(7) {
+        // Exactly the distances of the call: what `[heads, Lq + Lk − 1]` says.
+        0 => Bias::Table {
+            first: 1 - queries - case.offset,
+            count: (queries + keys - 1).max(1) as usize,
+            beyond: Beyond::Error,
+        },
+        1 => Bias::Table { first: -300, count: 600, beyond: Beyond::Error },
+        2 => Bias::symmetric((queries + keys) as usize + case.offset.unsigned_abs() + 1),
+        3 => Bias::clipped([0, 1, 2, 3, 6, 20, 70, 140][random.below(8)]),
+        4 => Bias::Table { first: [-9, 2, -40][random.below(3)], count: 1 + random.below(5), beyond: Beyond::Extend },
+        5 => Bias::Buckets { buckets: 8, max_distance: 20, bidirectional: true },
+        _ => Bias::Buckets { buckets: 7, max_distance: 50, bidirectional: false },
+    }
+}
+
+/// An image whose pixels are the tokens of a case, and the case cut to it.
+fn image(random: &mut Random, case: Case) -> (Bias, Case) {
+    let (height, width) = [(1, 1), (1, 70), (70, 1), (2, 3), (5, 7), (9, 15), (13, 6)][random.below(7)];
+    let offset = if random.chance(0.3) { 1.min(height * width - 1) } else { 0 };
+    let queries = height * width - offset - random.below(2).min(height * width - offset);
+    let dims = Dims { queries, keys: height * width, ..case.dims };
+    let keys = match case.keys {
+        KeyMask::Lengths(_) => KeyMask::Lengths((0..dims.batch).map(|_| random.below(dims.keys + 1)).collect()),
+        KeyMask::Padding(_) => KeyMask::Padding((0..dims.batch * dims.keys).map(|_| random.chance(0.4)).collect()),
+        _ => KeyMask::All,
+    };
+    (Bias::Grid { height, width }, Case { dims, offset: offset as isize, keys, ..case })
+}
+
+/// Mechanisms with a case each, one in four over an image.
+fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Toeplitz, Case)> {
+    let mut random = Random::new(seed ^ 0x70E);
+    let algorithms = algorithms();
+    grid::kernelized(seed, count, lengths)
+        .into_iter()
+        .enumerate()
+        .map(|(n, (attention, case))| {
+            let (bias, case) = if n % 4 == 0 && lengths.len() == grid::LENGTHS.len() {
+                image(&mut random, case)
+            } else {
+                (bias(&mut random, &case), case)
+            };
+            let toeplitz = Toeplitz {
+                feature_map: attention.feature_map,
+                bias,
+                normalize: attention.normalize,
+                algorithm: algorithms[n % algorithms.len()],
+            };
+            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+            (toeplitz, Case { positive, ..case })
+        })
+        .collect()
+}
+
+/// Mechanisms with a causal self-attention case each.
+fn streams(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
+    let mut random = Random::new(seed ^ 0x57E);
+    grid::streaming(seed, count)
+        .into_iter()
+        .map(|(attention, case)| {
+            let length = case.dims.queries;
+            let bias = match random.below(6) {
+                0 => Bias::Table { first: 1 - length as isize, count: length, beyond: Beyond::Error },
+                1 => Bias::Table { first: -5, count: 2, beyond: Beyond::Extend },
+                2 => Bias::Buckets { buckets: 7, max_distance: 50, bidirectional: false },
+                3 => Bias::Grid { height: length.div_ceil(9), width: 9 },
+                _ => Bias::clipped([0, 1, 2, 7, 64, 300][random.below(6)]),
+            };
+            let toeplitz = Toeplitz {
+                feature_map: attention.feature_map,
+                bias,
+                normalize: attention.normalize,
+                algorithm: Algorithm::Auto,
+            };
+            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+            (toeplitz, Case { positive, ..case })
+        })
+        .collect()
+}
+
+fn over(cases: &[(Toeplitz, Case)], check: Check) {
+    let subjects: Vec<Subject> = cases.iter().map(|(toeplitz, _)| subject(toeplitz)).collect();
+    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
+}
+
+#[test]
+fn forward_is_the_definition_in_singles() {
+    over(&cases(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
+}
+
+#[test]
+fn forward_is_the_definition_in_doubles() {
+    over(&cases(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&cases(13, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition_on_images() {
+    over(&cases(113, 80, &grid::LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_singles_are_those_in_doubles() {
+    over(&cases(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+}
+
+#[test]
+fn unseen_keys_do_not_matter() {
+    over(&cases(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
+    over(&cases(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
+}
+
+#[test]
+fn rows_are_independent() {
+    over(&cases(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
+    over(&cases(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
+}
+
+#[test]
+fn padding_does_not_matter() {
+    over(&cases(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
+    over(&cases(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
+}
+
+#[test]
+fn packed_is_looped() {
+    let separate = |seed| -> Vec<_> {
+        // A table of exactly the distances of a call would be cut to those of its parts.
+        cases(seed, 300, &grid::LENGTHS).into_iter().filter(|(t, _)| !matches!(t.bias, Bias::Grid { .. })).collect()
+    };
+    over(&separate(23), isolation::packed_is_looped::<f32>);
+    over(&separate(24), isolation::packed_is_looped::<f64>);
+}
+
+#[test]
+fn poison_does_not_matter() {
+    over(&cases(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
+    over(&cases(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
+}
+
+#[test]
+fn strides_do_not_matter() {
+    over(&cases(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
+    over(&cases(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
+}
+
+#[test]
+fn pieces_make_the_whole() {
+    over(&streams(31, 200), streaming::pieces_make_the_whole::<f32>);
+    over(&streams(32, 200), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_are_values() {
+    over(&streams(33, 100), streaming::states_are_values::<f32>);
+    over(&streams(34, 100), streaming::states_are_values::<f64>);
+}
+
+#[test]
+fn lengths_end_the_sequence() {
+    over(&streams(35, 100), streaming::lengths_end_the_sequence::<f32>);
+    over(&streams(36, 100), streaming::lengths_end_the_sequence::<f64>);
+}
+
+#[test]
+fn ignored_keys_keep_their_place() {
+    over(&streams(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
+    over(&streams(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
+}
+
+#[test]
+fn threads_do_not_matter() {
+    // A final state keeps all keys, which a table of exactly the distances between queries and keys may not reach.
+    let reaching = |seed, count| -> Vec<_> {
+        let reaches = |(t, case): &(Toeplitz, Case)| match t.bias {
+            Bias::Table { first, beyond: Beyond::Error, .. } => first < 1 - case.dims.keys as isize,
+            _ => true,
+        };
+        cases(seed, count, &grid::LENGTHS).into_iter().filter(reaches).collect()
+    };
+    over(&reaching(39, 50), threads::threads_do_not_matter::<f32>);
+    over(&reaching(40, 25), threads::threads_do_not_matter::<f64>);
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
+    let case = Case::new(dims, true);
+    for bias in [Bias::clipped(2), Bias::symmetric(9), Bias::Grid { height: 2, width: 3 }] {
+        let subject = subject(&Toeplitz::new(bias));
+        let refused = rejection::wrong_calls::<f32>(&subject, &case);
+        if let Err(failure) = refused.and_then(|()| rejection::wrong_calls::<f64>(&subject, &case)) {
+            panic!("{failure}\n    {}", subject.label);
+        }
+    }
+}
+
+#[test]
+fn options_without_meaning_are_refused() {
+    let dims = Dims { queries: 5, keys: 6, ..Dims::square(1, 2, 0, 3) };
+    let (causal, bidirectional) = (Case::new(dims, true), Case::new(dims, false));
+    let table = |first, count| Bias::Table { first, count, beyond: Beyond::Error };
+    let buckets = |buckets, max_distance, bidirectional| Bias::Buckets { buckets, max_distance, bidirectional };
+    for (bias, case) in [
+        (table(-4, 0), &causal),
+        (table(-3, 9), &causal),
+        (table(-4, 4), &causal),
+        (table(-4, 9), &bidirectional),
+        (Bias::symmetric(0), &causal),
+        (Bias::symmetric(4), &causal),
+        (buckets(1, 8, false), &causal),
+        (buckets(3, 8, true), &causal),
+        (buckets(8, 4, false), &causal),
+        (buckets(8, usize::MAX, false), &causal),
+        (Bias::Grid { height: 0, width: 3 }, &causal),
+        (Bias::Grid { height: 1, width: 5 }, &causal),
+    ] {
+        if let Err(failure) = rejection::refuses::<f32>(&subject(&Toeplitz::new(bias)), case, "bias") {
+            panic!("{failure}\n    {bias:?}");
+        }
+    }
+}
+
+/// Sizes that no table can have must not overflow on the way to the error.
+#[test]
+fn tables_beyond_all_bounds_are_refused() {
+    let shape = [1, 1, 1, 1];
+    for bias in [
+        Bias::symmetric(usize::MAX),
+        Bias::clipped(usize::MAX),
+        Bias::clipped(1 << 40),
+        Bias::Table { first: isize::MIN, count: 1, beyond: Beyond::Extend },
+        Bias::Grid { height: usize::MAX, width: 5 },
+        Bias::Buckets { buckets: usize::MAX, max_distance: usize::MAX, bidirectional: false },
+    ] {
+        let call = Call {
+            dims: Dims::square(1, 1, 1, 1),
+            q: View::contiguous(&[1.0f32], shape),
+            k: View::contiguous(&[1.0], shape),
+            v: View::contiguous(&[1.0], shape),
+            parameters: &[&[1.0]],
+            mask: Mask::causal(),
+            initial_state: None,
+        };
+        let toeplitz = Toeplitz::new(bias);
+        let error = Mechanism::<f32>::check(&toeplitz, &call).expect_err("a table of one entry was taken");
+        assert!(error.to_string().contains("bias"), "{error}");
+        if bias != Bias::clipped(1 << 40) {
+            Mechanism::<f32>::empty_state(&toeplitz, &call.dims).expect_err("a state without end");
+        }
+    }
+}
+
+/// A bias that grows with distance over a range of e⁵⁷: the first rows see none of the large weights that the last do.
+fn growing(toeplitz: &Toeplitz, length: usize, causal: bool) -> (Subject, Case, Inputs<f64>) {
+    let subject = subject(toeplitz);
+    let case = Case::new(Dims::square(1, 2, length, 8), causal);
+    let mut inputs = execute::random(&subject, &case);
+    for table in inputs.parameters[0].chunks_exact_mut(2 * length - 1) {
+        for (n, b) in table.iter_mut().enumerate() {
+            *b = f64::from((n.abs_diff(length - 1) as f64 * 57.0 / length as f64) as f32);
+        }
+    }
+    (subject, case, inputs)
+}
+
+#[test]
+fn a_bias_that_grows_with_distance_keeps_its_digits() {
+    for algorithm in algorithms() {
+        for (length, range) in [(500, 1.0), (131, 4.0)] {
+            for causal in [true, false] {
+                let toeplitz = Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(length)) };
+                let (subject, case, mut inputs) = growing(&toeplitz, length, causal);
+                inputs.parameters[0].iter_mut().for_each(|b| *b *= range);
+                let check = accuracy::forward_of::<f32>(&subject, &case, &inputs)
+                    .and_then(|()| accuracy::forward_of::<f64>(&subject, &case, &inputs))
+                    .and_then(|()| accuracy::gradient_in_singles_of(&subject, &case, &inputs));
+                if let Err(failure) = check {
+                    panic!("{failure}\n    {algorithm}, range {range}, causal {causal}");
+                }
+            }
+        }
+    }
+}
+
+/// Exponentials whose keys lie far beyond what a float can hold the exponential of.
+#[test]
+fn exponential_features_do_not_overflow() {
+    type Level = fn(usize) -> f64;
+    let levels: [(&str, Level); 5] = [
+        ("all at 10,000", |_| 1e4),
+        ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
+        ("rising", |j| j as f64 * 4.0),
+        ("falling", |j| -(j as f64) * 4.0),
+        ("at 120 for key 70", |j| if j == 70 { 120.0 } else { 0.0 }),
+    ];
+    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 150, keys: 150, head_dim: 4, value_dim: 3 };
+    for algorithm in algorithms() {
+        for bias in [Bias::symmetric(150), Bias::clipped(7)] {
+            for (name, level) in levels {
+                for causal in [true, false] {
+                    let toeplitz = Toeplitz { feature_map: FeatureMap::Exp, algorithm, ..Toeplitz::new(bias) };
+                    let (subject, case) = (subject(&toeplitz), Case { seed: 77, ..Case::new(dims, causal) });
+                    let mut inputs = execute::random(&subject, &case);
+                    for (n, k) in inputs.k.iter_mut().enumerate() {
+                        *k = f64::from((*k + level(n / dims.head_dim % dims.keys)) as f32);
+                    }
+                    let mut check = accuracy::forward_of::<f32>(&subject, &case, &inputs)
+                        .and_then(|()| accuracy::forward_of::<f64>(&subject, &case, &inputs))
+                        .and_then(|()| accuracy::gradient_in_singles_of(&subject, &case, &inputs));
+                    if causal {
+                        check =
+                            check.and_then(|()| streaming::pieces_make_the_whole_of::<f32>(&subject, &case, &inputs));
+                    }
+                    if let Err(failure) = check {
+                        panic!("keys {name}, causal {causal}, {algorithm}, {bias:?}: {failure}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn states_add_up() {
+    over(&streams(41, 200), streaming::states_add_up::<f32>);
+    over(&streams(42, 200), streaming::states_add_up::<f64>);
+}
+
+/// Every algorithm gives the outputs and gradients of every other.
+#[test]
+fn algorithms_agree() {
+    for (toeplitz, case) in cases(15, 80, &grid::LENGTHS) {
+        let of = |algorithm| subject(&Toeplitz { algorithm, ..toeplitz.clone() });
+        let tiled = of(Algorithm::Tiled);
+        let check = || -> Result<(), Failure> {
+            let inputs = execute::random(&tiled, &case);
+            let forward = execute::forward::<f64>(&tiled, &case, &inputs)?;
+            let backward = execute::backward(&tiled, &case, &inputs, &forward)?;
+            let scale = accuracy::forward_scale(&tiled, &case, &inputs)?;
+            let back_scale = accuracy::backward_scale(&tiled, &case, &inputs)?;
+            for subject in algorithms().into_iter().map(of) {
+                let single = inputs.cast::<f32>();
+                let got = execute::forward(&subject, &case, &single)?;
+                let close = longspan_testing::compare::close;
+                close(&format!("out by {}", subject.label), &got.out, &forward.out, &scale.out, case.terms())?;
+                let got = execute::backward(&subject, &case, &single, &got)?;
+                for (n, name) in accuracy::gradient_names(&inputs).iter().enumerate() {
+                    let (expected, scale) = (&backward.gradients[n], &back_scale.gradients[n]);
+                    let terms = accuracy::gradient_terms(&case);
+                    close(&format!("{name} by {}", subject.label), &got.gradients[n], expected, scale, terms)?;
+                }
+            }
+            Ok(())
+        };
+        if let Err(failure) = check() {
+            panic!("{failure}\n    {case:?}");
+        }
+    }
+}

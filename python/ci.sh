@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it as a user would into a fresh environment, PyTorch included, and runs the tests there.
+# LONGSPAN_PYTHON names the interpreter; LONGSPAN_WITHOUT_TORCH=1 leaves PyTorch and its tests out.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"${LONGSPAN_PYTHON:-python3}" -m venv "$work/environment"
+python="$work/environment/bin/python"
+"$python" -m pip install --quiet --upgrade pip
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
+"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest
+cp -r tests pyproject.toml "$work"
+cd "$work"
+
+# NumPy alone is enough.
+"$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
+if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
+    "$python" -m pip install --quiet "$(echo wheels/longspan-*.whl)[torch]"
+fi
+"$python" -m pytest -q --durations=5 tests
+LONGSPAN_FUZZ_SEED=$RANDOM "$python" -m pytest -q tests/test_bad_input.py -k fuzz

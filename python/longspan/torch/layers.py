@@ -1,0 +1,157 @@
+"""Encoder and decoder layers with the arguments of torch's own, for `torch.nn.TransformerEncoder` and
+`torch.nn.TransformerDecoder`.
+
+They are not subclasses of torch's layers: those switch to a fused softmax attention when they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._native import State
+from .multi_head import MultiheadAttention
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+class _Layer(nn.Module):
+    def __init__(self, d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, norms, place):
+        super().__init__()
+        if isinstance(activation, str) and activation not in _ACTIVATIONS:
+            raise ValueError(f"{type(self).__name__}: activation: expected relu, gelu or a function, got {activation!r}")
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, **place)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **place)
+        self.norm_first = norm_first
+        for index in range(1, norms + 1):
+            setattr(self, f"norm{index}", nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **place))
+            setattr(self, f"dropout{index}", nn.Dropout(dropout))
+        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+    def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
+        return x + dropout(branch(norm(x))) if self.norm_first else norm(x + dropout(branch(x)))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+
+class TransformerEncoderLayer(_Layer):
+    """`torch.nn.TransformerEncoderLayer` with linear attention; ``attention`` and further arguments as in
+    `longspan.torch.MultiheadAttention`. Parameter names are torch's."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        attention: str | Callable[..., nn.Module] = "kernelized",
+        **attention_options: Any,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 2, place)
+        self.self_attn = MultiheadAttention(
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, **place, **attention_options
+        )
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As torch's. ``src_mask`` may say no more than ``is_causal`` does."""
+
+        def attend(x: Tensor) -> Tensor:
+            return self.self_attn(
+                x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal
+            )[0]
+
+        return self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
+
+    @torch.no_grad()
+    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; in evaluation mode."""
+        kept: list[State] = []
+
+        def attend(x: Tensor) -> Tensor:
+            out, new = self.self_attn.step(x, state)
+            kept.append(new)
+            return out
+
+        out = self._residual(self._residual(token, 1, attend), 2, self._feed_forward)
+        return out, kept[0]
+
+
+class TransformerDecoderLayer(_Layer):
+    """`torch.nn.TransformerDecoderLayer` with linear attention to itself and to the memory. ``attention`` and further
+    arguments are those of the self-attention; ``cross_attention`` names that of the memory."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        attention: str | Callable[..., nn.Module] = "kernelized",
+        cross_attention: str | Callable[..., nn.Module] = "kernelized",
+        **attention_options: Any,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 3, place)
+        self.self_attn = MultiheadAttention(
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, **place, **attention_options
+        )
+        self.multihead_attn = MultiheadAttention(
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=cross_attention, **place
+        )
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As torch's. The masks of pairs may say no more than ``tgt_is_causal`` and ``memory_is_causal`` do."""
+
+        def attend(x: Tensor) -> Tensor:
+            return self.self_attn(
+                x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal
+            )[0]
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            return self.multihead_attn(
+                x, memory, memory, key_padding_mask=memory_key_padding_mask, attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+            )[0]  # fmt: skip
+
+        x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
+        return self._residual(x, 3, self._feed_forward)

@@ -1,0 +1,233 @@
+"""Modules and layers: drop-ins that compute what they say, learn, compile and stream."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import longspan  # noqa: E402
+from longspan import ops  # noqa: E402
+from longspan.torch import (  # noqa: E402
+    KernelizedAttention,
+    MultiheadAttention,
+    ShawAttention,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+)
+
+torch.manual_seed(0)
+ATTENTIONS = pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 3}], ids=["kernelized", "shaw"])
+
+
+def by_hand(module, x, **options):
+    """What the module should compute, from its parameters."""
+    q, k, v = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    q, k, v = (t.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    if hasattr(module.attention, "rel"):
+        out = ops.shaw_attention(q, k, v, module.attention.rel, **options)
+    else:
+        out = ops.kernelized_attention(q, k, v, **options)
+    return module.out_proj(out.transpose(1, 2).flatten(2))
+
+
+@ATTENTIONS
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_multi_head_attention(options, is_causal):
+    module = MultiheadAttention(12, 3, batch_first=True, **options)
+    x = torch.randn(2, 7, 12)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+    expected = by_hand(module, x, is_causal=is_causal, key_padding_mask=mask)
+    for key_padding_mask in (mask, torch.zeros(2, 7).masked_fill(mask, -torch.inf)):
+        out, weights = module(x, x, x, key_padding_mask=key_padding_mask, is_causal=is_causal)
+        assert weights is None
+        torch.testing.assert_close(out, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, x, x, key_padding_mask=mask, is_causal=is_causal)[0], expected)
+    # The same weights with tokens first, and without a batch.
+    token_first = MultiheadAttention(12, 3, **options)
+    token_first.load_state_dict(module.state_dict())
+    y = x.transpose(0, 1)
+    out = token_first(y, y, y, key_padding_mask=mask, is_causal=is_causal)[0]
+    torch.testing.assert_close(out.transpose(0, 1), expected)
+    single = module(x[0], x[0], x[0], is_causal=is_causal)[0]
+    torch.testing.assert_close(single, by_hand(module, x[:1], is_causal=is_causal)[0])
+
+
+def test_weights_of_torch_load():
+    theirs = nn.MultiheadAttention(12, 3, batch_first=True)
+    ours = MultiheadAttention(12, 3, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    assert {name: p.shape for name, p in ours.named_parameters()} == {
+        name: p.shape for name, p in theirs.named_parameters()
+    }
+    theirs = nn.TransformerEncoderLayer(12, 3)
+    TransformerEncoderLayer(12, 3).load_state_dict(theirs.state_dict())
+    theirs = nn.TransformerDecoderLayer(12, 3)
+    TransformerDecoderLayer(12, 3).load_state_dict(theirs.state_dict())
+
+
+def test_cross_attention_of_other_widths():
+    module = MultiheadAttention(12, 3, kdim=5, vdim=7, bias=False, batch_first=True)
+    out, _ = module(torch.randn(2, 4, 12), torch.randn(2, 9, 5), torch.randn(2, 9, 7))
+    assert out.shape == (2, 4, 12)
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+    same = MultiheadAttention(12, 3, batch_first=True)
+    assert same(torch.randn(2, 4, 12), x := torch.randn(2, 9, 12), x)[0].shape == (2, 4, 12)
+
+
+def test_projections_reach_the_kernels_without_a_copy(monkeypatch):
+    seen = []
+    forward = longspan._native.Mechanism.forward
+
+    class Watched:
+        def __init__(self, native):
+            self.native = native
+
+        def forward(self, q, k, v, *rest):
+            seen.extend(longspan._native.seen_by_kernels(x)[1] for x in (q, k, v))
+            return forward(self.native, q, k, v, *rest)
+
+    cached = ops._cached
+    monkeypatch.setattr(ops, "_cached", lambda *arguments: Watched(cached(*arguments)))
+    for batch_first in (True, False):
+        module = MultiheadAttention(12, 3, batch_first=batch_first)
+        x = torch.randn(2, 7, 12)
+        module(x, x, x)
+        with torch.no_grad():
+            module(x, x, x)
+    assert len(seen) == 12 and not any(seen)
+
+
+@ATTENTIONS
+def test_token_by_token(options):
+    layer = TransformerEncoderLayer(12, 3, 16, batch_first=True, norm_first=True, **options).eval()
+    x = torch.randn(2, 9, 12)
+    with torch.no_grad():
+        expected = layer(x, is_causal=True)
+    state = None
+    for t in range(9):
+        out, state = layer.step(x[:, t], state)
+        torch.testing.assert_close(out, expected[:, t])
+
+
+@ATTENTIONS
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_in_torchs_encoder(options, training, norm_first):
+    layer = TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, norm_first=norm_first, **options)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    x = torch.randn(2, 7, 12)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
+    with torch.set_grad_enabled(training):
+        out = encoder(x, mask=causal, src_key_padding_mask=mask)
+        expected = x
+        for layer in encoder.layers:
+            expected = layer(expected, src_key_padding_mask=mask, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        poisoned = x.clone()
+        poisoned[1, 4:] = torch.nan
+        torch.testing.assert_close(encoder(poisoned, mask=causal, src_key_padding_mask=mask)[1, :4], out[1, :4])
+        later = x.clone()
+        later[:, 5:] += 1
+        torch.testing.assert_close(encoder(later, mask=causal)[:, :5], encoder(x, mask=causal)[:, :5])
+
+
+def test_in_torchs_decoder():
+    layer = TransformerDecoderLayer(12, 3, 16, dropout=0.0, batch_first=True, attention="shaw", radius=2)
+    decoder = nn.TransformerDecoder(layer, 2)
+    tgt, memory = torch.randn(2, 5, 12), torch.randn(2, 8, 12)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, 3:] = True
+    out = decoder(tgt, memory, tgt_mask=causal, memory_key_padding_mask=mask)
+    out.sum().backward()
+    assert all(p.grad is not None for p in decoder.parameters())
+    other = memory.clone()
+    other[0, 3:] = 7
+    torch.testing.assert_close(decoder(tgt, other, tgt_mask=causal, memory_key_padding_mask=mask), out)
+
+
+def test_a_model_learns_and_streams():
+    """The README's example in small: a masked model with Shaw positions learns to repeat what stood four tokens ago."""
+    torch.manual_seed(1)
+    embed = nn.Embedding(8, 32)
+    layer = TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True, attention="shaw", radius=6)
+    head = nn.Linear(32, 8)
+    parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, 1e-2)
+    losses = []
+    for _ in range(150):
+        tokens = torch.randint(8, (16, 40))
+        logits = head(layer(embed(tokens), is_causal=True))
+        loss = nn.functional.cross_entropy(logits[:, 4:].flatten(0, 1), tokens[:, :-4].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0], losses[::25]
+    layer.eval()
+    with torch.no_grad():
+        expected = head(layer(embed(tokens), is_causal=True))
+        state = None
+        for t in range(40):
+            out, state = layer.step(embed(tokens[:, t]), state)
+            torch.testing.assert_close(head(out), expected[:, t], rtol=1e-4, atol=1e-4)
+
+
+def test_modules_compile_and_copy():
+    layer = TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, attention="shaw", radius=2)
+    x = torch.randn(2, 7, 12)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+    expected = layer(x, src_key_padding_mask=mask, is_causal=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got = compiled(x, src_key_padding_mask=mask, is_causal=True)
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    assert layer.self_attn.attention.rel.grad.abs().sum() > 0
+    torch.testing.assert_close(copy.deepcopy(layer)(x, src_key_padding_mask=mask, is_causal=True), expected)
+
+
+def test_autocast_trains():
+    layer = TransformerEncoderLayer(12, 3, 16, batch_first=True, attention="shaw", radius=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.randn(2, 7, 12), is_causal=True)
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_modules_on_another_device():
+    layer = TransformerEncoderLayer(12, 3, 16, batch_first=True, attention="shaw", radius=2, device="meta")
+    assert layer(torch.empty(2, 7, 12, device="meta"), is_causal=True).shape == (2, 7, 12)
+
+
+WRONG = [
+    (ValueError, "num_heads: expected a divisor", lambda: MultiheadAttention(10, 3)),
+    (ValueError, "dropout", lambda: MultiheadAttention(12, 3, 2.0)),
+    (ValueError, "add_bias_kv", lambda: MultiheadAttention(12, 3, add_bias_kv=True)),
+    (ValueError, "unknown attention 'magic'; known are kernelized", lambda: MultiheadAttention(12, 3, attention="magic")),
+    (TypeError, "radius", lambda: MultiheadAttention(12, 3, radius=3)),
+    (ValueError, "unknown feature map", lambda: KernelizedAttention(3, 4, feature_map="magic")),
+    (ValueError, "decay", lambda: KernelizedAttention(3, 4, decay=2.0)),
+    (ValueError, "radius: expected an integer", lambda: ShawAttention(3, 4, radius=-1)),
+    (ValueError, "head_dim: expected an integer", lambda: KernelizedAttention(3, 0)),
+    (ValueError, "activation", lambda: TransformerEncoderLayer(12, 3, activation="magic")),
+    (ValueError, "need_weights", lambda: MultiheadAttention(12, 3)(*[torch.zeros(2, 2, 12)] * 3, need_weights=True)),
+    (ValueError, "attn_mask", lambda: MultiheadAttention(12, 3)(*[torch.zeros(2, 2, 12)] * 3, attn_mask=torch.eye(2))),
+    (ValueError, "query: expected three axes", lambda: MultiheadAttention(12, 3)(*[torch.zeros(12)] * 3)),
+    (ValueError, "key_padding_mask: expected only 0", lambda: MultiheadAttention(12, 3, batch_first=True)(
+        *[torch.zeros(2, 2, 12)] * 3, key_padding_mask=torch.ones(2, 2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, call", WRONG, ids=[message[:40] for _, message, _ in WRONG])
+def test_wrong_calls(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()

@@ -1,0 +1,284 @@
+"""Torch tensors: the operators, their gradients, the compiler, and the formulation for other devices."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from definition import shaw as definition  # noqa: E402
+
+import longspan  # noqa: E402
+from longspan import ops  # noqa: E402
+from longspan.torch import chunked_attention  # noqa: E402
+
+
+def draw(*shape, dtype=torch.float64, seed=0, requires_grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_(requires_grad)
+
+
+def inputs(batch=2, heads=4, kv_heads=2, queries=9, keys=9, head_dim=5, value_dim=3, **more):
+    return (
+        draw(batch, heads, queries, head_dim, seed=1, **more),
+        draw(batch, kv_heads, keys, head_dim, seed=2, **more),
+        draw(batch, kv_heads, keys, value_dim, seed=3, **more),
+    )
+
+
+def table(radius=2, **more):
+    return draw(4, 2 * radius + 1, 5, seed=4, **more)
+
+
+def attend(q, k, v, rel=None, **options):
+    return ops.kernelized_attention(q, k, v, **options) if rel is None else ops.shaw_attention(q, k, v, rel, **options)
+
+
+def padding(keys=9):
+    mask = torch.zeros(2, keys, dtype=torch.bool)
+    mask[0, keys // 2 :] = True
+    mask[1, :1] = True
+    return mask
+
+
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "offset": 3},
+    {"is_causal": True, "offset": -2},
+    {"key_padding_mask": padding()},
+    {"is_causal": True, "key_padding_mask": padding()},
+    {"is_causal": True, "decay": [0.8, 1.0]},
+    {"feature_map": "softplus"},
+    {"feature_map": "exp", "is_causal": True},
+    {"normalize": False},
+]
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients(options, with_table):
+    q, k, v = inputs(requires_grad=True)
+    rel = (table(requires_grad=True),) if with_table else ()
+    expected = definition(*(t.detach().numpy() for t in (q, k, v, *rel)), **{
+        name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in options.items()
+    })  # fmt: skip
+    out = attend(q, k, v, *rel, **options)
+    assert out.requires_grad
+    np.testing.assert_allclose(out.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        np.testing.assert_allclose(attend(q, k, v, *rel, **options).numpy(), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda *t: attend(*t, **options), (q, k, v, *rel))
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("lengths, offset, is_causal", [
+    ((300, 300), 0, True), ((300, 300), 0, False), ((140, 300), 160, True), ((300, 140), -7, True), ((150, 290), 5, False),
+    ((0, 3), 0, True), ((3, 0), 0, False),
+])  # fmt: skip
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
+def test_chunked_formulation_is_the_operator(lengths, offset, is_causal, feature_map, with_table):
+    arguments = [t.requires_grad_() for t in (*inputs(queries=lengths[0], keys=lengths[1]), *([table()] * with_table))]
+    mask = torch.rand(2, lengths[1], generator=torch.Generator().manual_seed(0)) < 0.3
+    for options in [{}, {"key_padding_mask": mask}, *([{"decay": [0.8, 1.0]}] * is_causal), {"normalize": False}]:
+        options = dict(options, is_causal=is_causal, offset=offset, feature_map=feature_map)
+        expected = attend(*arguments, **options)
+        got = chunked(*arguments, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+        weights = draw(*got.shape, seed=9)
+        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments, allow_unused=True),
+                        torch.autograd.grad((expected * weights).sum(), arguments)):  # fmt: skip
+            torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, rtol=1e-9, atol=1e-9)
+
+
+def chunked(q, k, v, rel=None, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, **options):
+    """The chunked formulation through the arguments of `longspan.ops`."""
+    if rel is None:
+        text = ops._kernel_options("test", k, options.pop("feature_map", "elu+1"), options.pop("decay", None),
+                                   options.pop("normalize", True), "auto")  # fmt: skip
+    else:
+        text = ops._shaw_options("test", k, rel, True, options.pop("feature_map", "elu+1"), "same",
+                                 options.pop("decay", None), options.pop("normalize", True), "auto")  # fmt: skip
+    assert not options
+    return chunked_attention(
+        q, k, v, () if rel is None else (rel,), mechanism="kernelized" if rel is None else "shaw", options=text,
+        is_causal=is_causal, offset=offset, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def test_chunked_formulation_of_packed_sequences():
+    q, k, v = inputs(batch=1)
+    bounds = ([0, 4, 9], [0, 5, 9])
+    torch.testing.assert_close(
+        chunked(q, k, v, is_causal=True, cu_seqlens=bounds), attend(q, k, v, is_causal=True, cu_seqlens=bounds)
+    )
+
+
+def test_another_device_is_never_the_cpu():
+    q, k, v = (t.to("meta") for t in inputs())
+    out = ops.kernelized_attention(q, k, v, is_causal=True)
+    assert out.device.type == "meta" and out.shape == (2, 4, 9, 3)
+    with pytest.raises(ValueError, match="expected tensors on the cpu"):
+        ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    with pytest.raises(ValueError, match="q: expected a tensor on the cpu"):
+        ops.kernelized_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_opcheck(dtype, requires_grad):
+    q, k, v = inputs(dtype=dtype, requires_grad=requires_grad)
+    shaw = '{"feature_map": "softplus"}'
+    for arguments in (
+        (q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
+        (q, k, v, [table(dtype=dtype, requires_grad=requires_grad)], padding(), None, None, "shaw", shaw, "test", False, 1),
+        (q.detach()[:1], k[:1], v[:1], [], None, [0, 4, 9], [0, 3, 9], "kernelized", "{}", "test", True, 0),
+        (q[:, :, :0], k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
+    ):
+        torch.library.opcheck(torch.ops.longspan.attention.default, arguments)
+
+
+def test_opcheck_of_the_backward():
+    q, k, v = inputs()
+    out, denominators = torch.ops.longspan.attention(q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0)
+    arguments = (draw(*out.shape), q, k, v, [], None, out, denominators, None, None, "kernelized", "{}", "test", True, 0)
+    torch.library.opcheck(torch.ops.longspan.attention_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_without_a_break(dynamic):
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    def model(q, k, v, rel, mask):
+        first = ops.kernelized_attention(q, k, v, is_causal=True, key_padding_mask=mask, decay=0.9)
+        second = ops.shaw_attention(q * 2, k, v, rel, is_causal=True)
+        return (first * second).sin()
+
+    for length in (9, 11, 14):
+        arguments = [*inputs(queries=length, keys=length, requires_grad=True), table(requires_grad=True)]
+        mask = padding(length)
+        q, k, v, rel = arguments
+        got = model(*arguments, mask)
+        expected = (
+            ops.kernelized_attention(q, k, v, is_causal=True, key_padding_mask=mask, decay=0.9)
+            * ops.shaw_attention(q * 2, k, v, rel, is_causal=True)
+        ).sin()
+        torch.testing.assert_close(got, expected)
+        for a, b in zip(torch.autograd.grad(got.sum(), arguments), torch.autograd.grad(expected.sum(), arguments)):
+            torch.testing.assert_close(a, b)
+
+
+def test_inductor():
+    """The default backend, which wants a C++ compiler; once, because it takes long."""
+    from torch._inductor import exc
+
+    compiled = torch.compile(lambda q, k, v: ops.kernelized_attention(q.sin(), k, v, is_causal=True).cos(), fullgraph=True)
+    arguments = inputs(dtype=torch.float32, requires_grad=True)
+    try:
+        got = compiled(*arguments)
+    except exc.InductorError as error:
+        if "No working C++ compiler" in str(error):
+            pytest.skip("no C++ compiler")
+        raise
+    expected = ops.kernelized_attention(arguments[0].sin(), *arguments[1:], is_causal=True).cos()
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got.sum(), arguments), torch.autograd.grad(expected.sum(), arguments)):
+        torch.testing.assert_close(a, b)
+
+
+def test_export():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ops.kernelized_attention(q, k, v, is_causal=True)
+
+    arguments = inputs()
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        Model(), arguments, dynamic_shapes={name: {2: length} for name in ("q", "k", "v")}
+    )
+    longer = inputs(queries=23, keys=23)
+    torch.testing.assert_close(program.module()(*longer), ops.kernelized_attention(*longer, is_causal=True))
+
+
+def test_autocast_computes_in_float32():
+    q, k, v = inputs(queries=70, keys=70, dtype=torch.bfloat16)
+    rel = table(dtype=torch.float32, requires_grad=True)
+    expected = ops.shaw_attention(q.float(), k.float(), v.float(), rel)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ops.shaw_attention(q, k, v, rel)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    assert rel.grad.dtype == torch.float32 and rel.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    arguments = inputs(queries=70, keys=70, dtype=dtype, requires_grad=True)
+    wide = [t.detach().float().requires_grad_() for t in arguments]
+    got, expected = ops.kernelized_attention(*arguments), ops.kernelized_attention(*wide)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected.to(dtype))
+    with torch.no_grad():
+        torch.testing.assert_close(ops.kernelized_attention(*arguments), got)
+    weights = draw(*got.shape, dtype=dtype)
+    for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
+                    torch.autograd.grad((expected * weights.float()).sum(), wide)):  # fmt: skip
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b.to(dtype), rtol=0.05, atol=0.05)
+
+
+def test_no_copy_in_either_direction():
+    q, k, v = inputs(dtype=torch.float32)
+    for tensor in (q, q.transpose(1, 2).contiguous().transpose(1, 2), q[:, 1:]):
+        assert longspan._native.seen_by_kernels(tensor.numpy()) == (tensor.data_ptr(), False)
+    out = ops.kernelized_attention(q, k, v)
+    assert out.data_ptr() == out.numpy().__array_interface__["data"][0]
+    assert out.is_contiguous()
+
+
+def test_states():
+    q, k, v = inputs()
+    expected, end = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    state = None
+    for t in range(9):
+        out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state)
+        torch.testing.assert_close(out, expected[:, :, t])
+    np.testing.assert_allclose(state.numbers, end.numbers)
+    out, _ = ops.kernelized_attention_step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state.clone())
+    assert out.shape == (2, 4, 1, 3)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="no_grad"):
+        ops.kernelized_attention(q, k, v, is_causal=True, initial_state=state)
+    half, _ = ops.kernelized_attention_step(*(x[:, :, 0].detach().bfloat16() for x in (q, k, v)))
+    assert half.dtype == torch.bfloat16
+
+
+WRONG = [
+    (TypeError, "k: expected a torch.Tensor like q, got ndarray", lambda q, k, v: attend(q, k.numpy(), v)),
+    (TypeError, "q: expected a numpy.ndarray or a torch.Tensor", lambda q, k, v: attend(q.numpy(), k, v)
+     if False else attend([0], k, v)),
+    (TypeError, "v: expected torch.float64 like q, got torch.float32", lambda q, k, v: attend(q, k, v.float())),
+    (TypeError, "q: expected float32.*got torch.int64", lambda q, k, v: attend(q.long(), k, v)),
+    (ValueError, "k: expected a tensor on cpu like q, got meta", lambda q, k, v: attend(q, k.to("meta"), v)),
+    (TypeError, "key_padding_mask: expected a torch.Tensor of bool", lambda q, k, v: attend(q, k, v, key_padding_mask=
+     torch.zeros(2, 9))),
+    (ValueError, r"key_padding_mask: expected shape \(2, 9\)", lambda q, k, v: attend(q, k, v, key_padding_mask=
+     torch.zeros(2, 8, dtype=torch.bool))),
+    (TypeError, "q: expected a dense tensor", lambda q, k, v: attend(q.to_sparse(), k, v)),
+    (ValueError, r"v: expected shape", lambda q, k, v: attend(q, k, v[:, :, 1:])),
+    (ValueError, r"v: expected shape", lambda q, k, v: attend(q.requires_grad_(), k, v[:, :, 1:])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, call", WRONG, ids=[message[:40] for _, message, _ in WRONG])
+def test_wrong_calls(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call(*inputs())
+
+
+def test_gradient_of_a_gradient_is_refused():
+    q, k, v = inputs(requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.kernelized_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
