@@ -13,11 +13,12 @@ use crate::error::Error;
 use crate::random::Random;
 use crate::registry::Candidate;
 
-/// Lengths of the checks: inside a chunk, over one border of 64, over two.
-pub const LENGTHS: [usize; 3] = [13, 70, 150];
+/// Lengths and heads of the checks: inside a chunk, over one border of 64, over two.
+pub const SIZES: [(usize, usize); 3] = [(13, 2), (70, 1), (150, 1)];
 
-/// Up to this length gradients are checked by difference quotients, which take the definition four times an input.
-const QUOTIENT_LENGTH: usize = 70;
+/// Up to so many pairs of numbers gradients are checked by difference quotients, which take the definition five times an
+/// input.
+const QUOTIENT_WORK: usize = 70 * 70 * 64;
 
 /// Distance of the points of the difference quotient.
 const STEP: f64 = 1e-4;
@@ -116,12 +117,14 @@ impl<T: Real> Inputs<T> {
                 out: View::contiguous(&out, dims.out()),
                 denominators: &denominators,
                 d_out: View::contiguous(&self.d_out, dims.out()),
+                final_state: None,
             };
             let gradients = Gradients {
                 dq: ViewMut::contiguous(dq, dims.q()),
                 dk: ViewMut::contiguous(dk, [batch, heads, keys, self.key_dim]),
                 dv: ViewMut::contiguous(dv, dims.v()),
                 parameters: &mut parameters,
+                initial_state: None,
             };
             mechanism.backward(call, &cotangent, gradients, &mut scratch)
         })?;
@@ -159,14 +162,14 @@ impl<T: Real> Inputs<T> {
 /// [`Error::Wrong`] names the candidate, the mask, the length and what differs.
 pub fn verify(candidate: &Candidate, head_dim: usize, order: Order) -> Result<Abilities, Error> {
     let mut abilities = Abilities { attends: true, decodes: order == Order::Causal };
-    for length in LENGTHS {
+    for (length, heads) in SIZES {
         let wrong = |failure: String| Error::Wrong {
             candidate: candidate.to_string(),
             order: order_name(order),
             length,
             failure,
         };
-        match check(candidate, Dims::square(1, 2, length, head_dim), order, &mut abilities) {
+        match check(candidate, Dims::square(1, heads, length, head_dim), order, &mut abilities) {
             Ok(()) => {}
             Err(Failure::Kernel(KernelError::Unsupported { .. })) => {
                 return Ok(Abilities { attends: false, decodes: false });
@@ -226,7 +229,7 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
     let mut random = Random::new(0xD1FF);
     for (which, gradient) in gradients.iter().enumerate() {
         ensure(gradient.iter().all(|x| x.is_finite()), || format!("{} is not finite or not written", name(which)))?;
-        if dims.queries <= QUOTIENT_LENGTH {
+        if dims.heads * dims.queries * dims.keys * dims.head_dim <= QUOTIENT_WORK {
             along_a_direction(&name(which), double, &inputs, which, gradient, &mut random)?;
         }
         norms(&name(which), &single_gradients[which], gradient, terms)?;

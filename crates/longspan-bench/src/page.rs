@@ -349,9 +349,9 @@ fn page(report: &Report, plots: &[Plot]) -> Result<String, Error> {
         for plot in plots {
             // Inside a page an SVG needs no name space, and so the page holds no address at all.
             let svg = plot.svg()?.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
-            let _ = write!(
+            let _ = writeln!(
                 html,
-                "<figure>{svg}<figcaption>Also as {0}.svg and {0}.png.</figcaption></figure>\n",
+                "<figure>{svg}<figcaption>Also as {0}.svg and {0}.png.</figcaption></figure>",
                 escape(&plot.name)
             );
         }
@@ -436,7 +436,7 @@ fn comparisons_html(report: &Report) -> String {
         html.push_str(&table(4, &["set", "call", "first", "second", "from (tokens)", "how much faster"], rows));
     }
     if let Some(choice) = &report.choice {
-        let _ = write!(html, "<p>{}</p>\n", escape(&choice.sentence()));
+        let _ = writeln!(html, "<p>{}</p>", escape(&choice.sentence()));
     }
     html
 }

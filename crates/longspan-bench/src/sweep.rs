@@ -387,10 +387,14 @@ fn measure(
     let mut limits = (pass == Pass::Forward).then(|| Limits::new(shared));
     let mut timed = Vec::new();
     for series in series.iter_mut().filter(|series| series.alive) {
+        // Cleared for the case that the call is refused, which an algorithm may do that has no room for it.
+        series.alive = false;
         let candidate = series.candidate;
         match prepare(settings, (pass, order), &mut buffers, &mut token, series) {
             Ok(subject) => timed.push(subject),
-            Err(source) => return Err(Error::Kernel { candidate: candidate.to_string(), length, source }),
+            Err(error) => {
+                result.endings.push(ending(settings, candidate, (pass, order), length, error.to_string()));
+            }
         }
     }
     let rounds = timed.iter().map(|timed| timed.rounds).max().unwrap_or(0);
@@ -418,6 +422,7 @@ fn measure(
         let plan = timed.series.automatic.plan(&dims, &mask);
         let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == algorithm);
         let flops = estimate.filter(|_| pass == Pass::Forward).map(|estimate| estimate.flops);
+        timed.series.alive = true;
         timed.series.history.push((seconds.median, timed.extra_bytes));
         result.rows.push(Row {
             set: settings.set.clone(),

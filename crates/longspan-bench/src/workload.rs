@@ -184,6 +184,7 @@ impl<'m> Subject<'m> {
             out: View::contiguous(out, dims.out()),
             denominators,
             d_out: View::contiguous(d_out, dims.out()),
+            final_state: None,
         };
         let mut d_parameters: Vec<&mut [f32]> = self.d_parameters.iter_mut().map(Vec::as_mut_slice).collect();
         let gradients = Gradients {
@@ -191,6 +192,7 @@ impl<'m> Subject<'m> {
             dk: ViewMut::contiguous(&mut dk[..k_len], k_shape),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut d_parameters,
+            initial_state: None,
         };
         self.mechanism.backward(&call, &cotangent, gradients, &mut self.scratch)
     }

@@ -97,6 +97,7 @@ where
             dk: longspan_kernels::ViewMut::contiguous(gradients.dk.token(0, 0, 0, len(call.dims.k())), call.dims.k()),
             dv: longspan_kernels::ViewMut::contiguous(gradients.dv.token(0, 0, 0, len(call.dims.v())), call.dims.v()),
             parameters: &mut parameters,
+            initial_state: None,
         };
         self.inner.backward(call, cotangent, inner, scratch)?;
         if self.fault == Fault::Gradient {

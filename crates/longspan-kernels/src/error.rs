@@ -1,6 +1,7 @@
 //! What can be wrong with a call, in words that name the operation, the argument, what was expected and what came.
 
-/// An error of a kernel call. Nothing has been written to the outputs when one is returned.
+/// An error of a kernel call. Nothing has been written to the outputs when one is returned, but for
+/// [`NegativeDenominators`](Error::NegativeDenominators).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,6 +26,24 @@ pub enum Error {
         combination: &'static str,
         /// What to do instead.
         mend: &'static str,
+    },
+    /// The sum of a row's weights is negative, so that its quotient would mean nothing. Outputs have been written; such
+    /// rows are 0 in them, and so are their gradients.
+    #[error(
+        "{operation}: the weights of {rows} rows sum to a negative number, the first of them row {row} of head {head} of \
+         batch entry {batch}; choose a normaliser under which weights are positive, such as OnePlus"
+    )]
+    NegativeDenominators {
+        /// The operation that was called.
+        operation: &'static str,
+        /// How many rows there are.
+        rows: usize,
+        /// Where the first of them is.
+        batch: usize,
+        /// Its head.
+        head: usize,
+        /// Its query.
+        row: usize,
     },
     /// A name, such as that of a feature map, is not known.
     #[error("unknown {kind} {got:?}; known are {known}")]

@@ -1,13 +1,15 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`], [`Shaw`], [`Toeplitz`] and [`Aft`] are the mechanisms, [`SoftmaxAttention`] the baseline;
-//! [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is computed and why.
+//! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
+//! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
+//! computed and why.
 
 pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
+pub mod fourier;
 pub mod kernelized;
 mod mask;
 mod mechanism;
@@ -24,6 +26,7 @@ pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
 pub use feature_map::FeatureMap;
+pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
 pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};

@@ -67,6 +67,11 @@ impl<'a> Mask<'a> {
         Self { keys, ..self }
     }
 
+    /// Whether several sequences stand end to end.
+    pub(crate) fn is_packed(&self) -> bool {
+        matches!(self.keys, Keys::Packed { .. })
+    }
+
     pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
         let limit = isize::MAX / 4;
         expect(

@@ -23,7 +23,8 @@ pub struct Parameter {
 impl Parameter {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        // An absurd size is refused for its length and must not overflow before.
+        self.shape.iter().fold(1, |len: usize, &n| len.saturating_mul(n))
     }
 
     /// Whether it has no elements.

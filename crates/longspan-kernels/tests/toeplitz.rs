@@ -18,7 +18,7 @@ fn subject(toeplitz: &Toeplitz) -> Subject {
         positions: true,
         positive_weights: !identity && toeplitz.feature_map != FeatureMap::Relu,
         true_denominators: false,
-        parameter_scale: None,
+        ..Assumptions::default()
     };
     Subject::new(toeplitz.clone(), assumptions)
 }

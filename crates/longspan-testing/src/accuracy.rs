@@ -24,7 +24,18 @@ fn magnitudes(subject: &Subject, inputs: &Inputs<f64>) -> Inputs<f64> {
 
 /// The scale of every output for [`close`].
 pub fn forward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<Forward<f64>, Error> {
-    execute::forward(subject, case, &magnitudes(subject, inputs))
+    let mut scale = execute::forward(subject, case, &magnitudes(subject, inputs))?;
+    if subject.assumptions.turned {
+        level(&mut scale.out);
+        level(&mut scale.denominators);
+    }
+    Ok(scale)
+}
+
+/// Makes all numbers the largest magnitude.
+pub(crate) fn level(numbers: &mut [f64]) {
+    let largest = numbers.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+    numbers.fill(largest);
 }
 
 /// The scale of every gradient for [`close`].
@@ -40,6 +51,15 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
     let mut backward = execute::backward(subject, case, &inputs, &forward)?;
     // A gradient with a single term, such as that of a gate, comes out with the sign of that term.
     backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
+    if subject.assumptions.turned {
+        backward.gradients.iter_mut().for_each(|gradient| level(gradient));
+        // The gradient of an angle is at most a feature, 4 as drawn, times the gradient of the feature; that of a rate
+        // or of a position is the same times the other.
+        let dims = &case.dims;
+        let features = backward.gradients[..2].iter().flatten().fold(0.0f64, |largest, &x| largest.max(x));
+        let reach = 4.0 * (dims.queries.max(dims.keys) as f64 + case.offset.unsigned_abs() as f64 + 4.0);
+        backward.gradients[3..].iter_mut().for_each(|gradient| gradient.fill(features * reach));
+    }
     if let Some(bound) = subject.assumptions.parameter_scale {
         bound(case, &inputs, &mut backward);
     }
@@ -66,7 +86,11 @@ pub fn forward<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure>
 /// The same on given numbers.
 pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
     let expected = execute::reference(subject, case, inputs)?;
-    let scale = execute::reference(subject, case, &magnitudes(subject, inputs))?;
+    let mut scale = execute::reference(subject, case, &magnitudes(subject, inputs))?;
+    if subject.assumptions.turned {
+        level(&mut scale.out);
+        level(&mut scale.denominators);
+    }
     let got = execute::forward::<T>(subject, case, &inputs.cast())?;
     close("out", &got.out, &expected.out, &scale.out, case.terms())?;
     if subject.assumptions.true_denominators {

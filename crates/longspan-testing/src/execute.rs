@@ -39,7 +39,13 @@ pub fn len(shape: [usize; 4]) -> usize {
 
 /// The subject's parameters for a case.
 pub fn random(subject: &Subject, case: &Case) -> Inputs<f64> {
-    Inputs::random(case, key_dim(subject, &case.dims), &f64::mechanism(subject).parameters(&case.dims))
+    let parameters = f64::mechanism(subject).parameters(&case.dims);
+    let mut inputs = Inputs::random(case, key_dim(subject, &case.dims), &parameters);
+    parameters
+        .iter()
+        .zip(&mut inputs.parameters)
+        .for_each(|(parameter, numbers)| (subject.prepare)(parameter, numbers));
+    inputs
 }
 
 /// Numbers in one key.

@@ -3,11 +3,14 @@
 //! The full product has millions of cases. A deck deals every level of a factor equally often in random order, so
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
-use longspan_kernels::{Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
+use longspan_kernels::{
+    Algorithm, Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw,
+    Wave,
+};
 
 use crate::case::{Case, KeyMask};
 use crate::random::Random;
-use crate::subject::kernelized_algorithms;
+use crate::subject::{is_signed, kernelized_algorithms};
 
 /// Deals the levels of a factor, each equally often.
 struct Deck<T> {
@@ -139,11 +142,62 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
         .collect()
 }
 
+/// `count` mechanisms with Fourier positions and a case each: those of [`kernelized`] with other scores.
+pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(KernelizedAttention, Case)> {
+    let mut random = Random::new(seed ^ 0xF0);
+    let random = &mut random;
+    let waves = [
+        (Wave::Each, FourierNormalizer::OnePlus),
+        (Wave::Each, FourierNormalizer::OnePlus),
+        (Wave::Each, FourierNormalizer::Literal),
+        (Wave::Each, FourierNormalizer::Dominant),
+        (Wave::Each, FourierNormalizer::Unrotated),
+        (Wave::Each, FourierNormalizer::None),
+        (Wave::Pairs, FourierNormalizer::Literal),
+        (Wave::Pairs, FourierNormalizer::Unrotated),
+        (Wave::Pairs, FourierNormalizer::None),
+    ];
+    let mut waves = Deck::new(waves);
+    let mut positions = Deck::new(if given {
+        vec![Positions::Counted, Positions::Given { axes: 1 }, Positions::Given { axes: 3 }]
+    } else {
+        vec![Positions::Counted]
+    });
+    kernelized(seed, count, lengths)
+        .into_iter()
+        .map(|(attention, case)| {
+            let ((wave, normalizer), positions) = (waves.deal(random), positions.deal(random));
+            let fourier = Fourier { wave, normalizer, positions };
+            // Pairs want an even number of features; of fewer than four, a row's weights may all come near 0.
+            let head_dim = case.dims.head_dim.next_multiple_of(if wave == Wave::Pairs { 2 } else { 1 }).max(4);
+            // A sum of weights of either sign, or of a few that are nearly 0, says nothing: features are all well above 0.
+            let feature_map = match (attention.feature_map, normalizer) {
+                (FeatureMap::Relu | FeatureMap::Identity, _) if is_signed(&fourier) => FeatureMap::EluPlusOne,
+                (FeatureMap::Relu, FourierNormalizer::OnePlus) => FeatureMap::Softplus,
+                (map, _) => map,
+            };
+            let signed = feature_map == FeatureMap::Identity;
+            let normalize = attention.normalize && normalizer != FourierNormalizer::None;
+            let case = Case { dims: Dims { head_dim, ..case.dims }, positive: signed && normalize, ..case };
+            let algorithm = match attention.algorithm {
+                Algorithm::Cumsum => Algorithm::Chunked,
+                other => other,
+            };
+            (KernelizedAttention { feature_map, score: Score::Fourier(fourier), algorithm, ..attention }, case)
+        })
+        .collect()
+}
+
 /// `count` mechanisms with a causal self-attention case each, for streaming.
 pub fn streaming(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
+    as_streams(seed, kernelized(seed, count, &LENGTHS))
+}
+
+/// Makes causal self-attention of all keys of each case.
+pub fn as_streams(seed: u64, cases: Vec<(KernelizedAttention, Case)>) -> Vec<(KernelizedAttention, Case)> {
     let mut lengths = Deck::new([1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1, 131, 200]);
     let mut random = Random::new(seed ^ 0x5EED);
-    kernelized(seed, count, &LENGTHS)
+    cases
         .into_iter()
         .map(|(attention, case)| {
             let length = lengths.deal(&mut random);

@@ -2,7 +2,7 @@
 
 use longspan_kernels::{Dims, State};
 
-use crate::accuracy::forward_scale;
+use crate::accuracy::{forward_scale, level};
 use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, close, ensure, same_bits};
 use crate::execute;
@@ -81,7 +81,13 @@ fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<S
     } else {
         absolute
     };
-    Ok(execute::forward_state(subject, case, &absolute, None)?.1)
+    let state = execute::forward_state(subject, case, &absolute, None)?.1;
+    if !subject.assumptions.turned {
+        return Ok(state);
+    }
+    let mut numbers = state.numbers().to_vec();
+    numbers.chunks_mut(state.shape().head_len().max(1)).for_each(level);
+    Ok(State::from_numbers(state.shape(), numbers)?)
 }
 
 /// How the pieces of a sequence are taken.

@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use crate::case::{Case, Inputs};
 use crate::execute::Backward;
-use longspan_kernels::{Algorithm, FeatureMap, KernelizedAttention, Mechanism, Real, RelativeMap, Score};
+use longspan_kernels::{
+    Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap,
+    Score, Wave,
+};
 
 /// A number type that a [`Subject`] can be asked for.
 pub trait Number: Real {
@@ -49,11 +52,22 @@ pub struct Assumptions {
     pub positions: bool,
     /// Every weight that a query may give is positive, so that what it sees always shows.
     pub positive_weights: bool,
+    /// Features are turned by positions: what features add up to may cancel, whatever the signs of the inputs.
+    pub turned: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
     /// For parameters that are not used as they are, but normalised, say.
     pub parameter_scale: Option<ParameterScale>,
 }
+
+/// Whether rows are divided by the sum of weights of either sign.
+pub fn is_signed(fourier: &Fourier) -> bool {
+    fourier.normalizer == FourierNormalizer::Literal
+        || (fourier.wave == Wave::Pairs && fourier.normalizer != FourierNormalizer::Unrotated)
+}
+
+/// What changes a drawn parameter in place.
+pub type Prepare = Arc<dyn Fn(&Parameter, &mut [f64]) + Send + Sync>;
 
 /// A mechanism in both number types.
 #[derive(Clone)]
@@ -62,6 +76,8 @@ pub struct Subject {
     pub label: String,
     /// What the checks may assume of it.
     pub assumptions: Assumptions,
+    /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
+    pub prepare: Prepare,
     single: Arc<dyn Mechanism<f32>>,
     double: Arc<dyn Mechanism<f64>>,
 }
@@ -75,6 +91,7 @@ impl Subject {
         Self {
             label: format!("{mechanism:?}"),
             assumptions,
+            prepare: Arc::new(|_, _| {}),
             single: Arc::new(mechanism.clone()),
             double: Arc::new(mechanism),
         }
@@ -89,7 +106,11 @@ impl Subject {
             signed_parameters: identity || raw_table,
             content: attention.score.content(),
             positions: attention.score != Score::Content || attention.decay.is_some(),
-            positive_weights: !identity && !raw_table && attention.feature_map != FeatureMap::Relu,
+            positive_weights: !identity
+                && !raw_table
+                && attention.feature_map != FeatureMap::Relu
+                && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
+            turned: attention.score.fourier().is_some(),
             true_denominators: attention.feature_map != FeatureMap::Exp,
             parameter_scale: None,
         }
@@ -97,14 +118,32 @@ impl Subject {
 
     /// Kernelized attention.
     pub fn kernelized(attention: &KernelizedAttention) -> Self {
-        Self::new(attention.clone(), Self::assume(attention))
+        let subject = Self::new(attention.clone(), Self::assume(attention));
+        match attention.score {
+            // The sum of signed weights must not come near 0, or no tolerance would mean anything.
+            Score::Fourier(fourier) if is_signed(&fourier) && attention.normalize => Self {
+                prepare: Arc::new(|parameter, numbers| {
+                    let factor = if parameter.name == "a" { 1e-3 } else { 0.15 };
+                    for x in numbers.iter_mut() {
+                        match parameter.name {
+                            "a" | "b" => *x *= factor,
+                            "c" => *x = x.abs(),
+                            _ => {}
+                        }
+                    }
+                }),
+                ..subject
+            },
+            _ => subject,
+        }
     }
 
     /// Kernelized attention by each algorithm that can be forced, and by the one that is chosen for it.
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
-        kernelized_algorithms()
-            .into_iter()
-            .map(|algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
+        [Algorithm::Auto]
+            .iter()
+            .chain(Mechanism::<f64>::algorithms(attention))
+            .map(|&algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
             .collect()
     }
 }

@@ -11,6 +11,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use super::features::{Lift, PositionSink};
 use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
 use super::state::{Head, SHIFT};
@@ -31,6 +32,8 @@ pub(super) struct GradientSink<'a, T> {
     pub dq: SharedRows<'a, T>,
     pub dk: SharedRows<'a, T>,
     pub dv: SharedRows<'a, T>,
+    /// For given positions.
+    pub positions: Option<PositionSink<'a, T>>,
 }
 
 /// One head's place for the gradient of its initial state. One task at a time writes to it.
@@ -70,13 +73,13 @@ impl<'a, T: Real> Source<'a, T> {
         let start = start + unit.sequence.query_start + first;
         for row in 0..count {
             let d = &mut d[row * width..][..width];
-            if !problem.attention.normalize {
+            if !problem.attention.normalizes() {
                 problem.ops.scale(d, scale(row));
                 c[row] = T::ZERO;
                 continue;
             }
             let denominator = self.cotangent.denominators[start + row];
-            if denominator.vanishes() {
+            if problem.gives_nothing(denominator) {
                 // The row gave 0 whatever the inputs were.
                 d.fill(T::ZERO);
                 c[row] = T::ZERO;
@@ -92,7 +95,8 @@ impl<'a, T: Real> Source<'a, T> {
 struct QueryGradients<'a, 's, T> {
     source: Source<'a, T>,
     sink: GradientSink<'a, T>,
-    /// `[head of the unit, table width, head_width]` of this unit and segment.
+    /// Of the relative table, `[head of the unit, table width, head_width]`, or of the parameters of Fourier positions,
+    /// `[head of the unit, sums]`, of this unit and segment.
     table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys; under [`FeatureMap::Exp`] only.
     shifts: &'s mut [T],
@@ -122,6 +126,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 has_state = true;
             }
         }
+        let separate = problem.layout.separate();
         let tiled = near > 0 || (problem.content && piece.keys > 0);
         if tiled {
             let rows = padded::<T>(piece.window_len);
@@ -129,8 +134,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         }
         let run_sum = std::mem::take(&mut buffers.far);
         for (n, head) in problem.heads(unit).enumerate() {
-            let queries = problem.queries(unit, head);
-            buffers.load_queries(problem, queries, piece);
+            let (first, count) = (piece.row, piece.rows);
+            problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
             let q_shift = &*buffers.q_shift;
             let scale =
                 |row: usize| if problem.map == FeatureMap::Exp { (scales.shift + q_shift[row]).exp() } else { T::ONE };
@@ -179,7 +184,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: band,
                 });
-                for row in 0..piece.rows {
+                for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
                 }
@@ -274,24 +279,51 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     c: buffers.dq,
                     c_row: head_width,
                     rows: piece.rows,
-                    columns: head_width,
+                    columns: separate.unwrap_or(head_width),
                     depth: piece.keys,
                     accumulate: written,
                     a_band: Band::up_to(0),
                     c_band: Band::ALL,
                 });
+                if let Some(from) = separate {
+                    for row in 0..piece.rows {
+                        let c = buffers.sums[row] * scales.local;
+                        buffers.tile[row * row_length..][..=row].fill(c);
+                    }
+                    if decays {
+                        buffers.decay_tile(problem, piece);
+                    }
+                    ops.product(&mut Product {
+                        a: buffers.tile,
+                        a_row: row_length,
+                        a_column: 1,
+                        b: &buffers.k[from..],
+                        b_row: head_width,
+                        c: &mut buffers.dq[from..],
+                        c_row: head_width,
+                        rows: piece.rows,
+                        columns: head_width - from,
+                        depth: piece.keys,
+                        accumulate: written,
+                        a_band: Band::up_to(0),
+                        c_band: Band::ALL,
+                    });
+                }
                 written = true;
             }
             if !written {
                 buffers.dq[..piece.rows * head_width].fill(T::ZERO);
             }
-            let (head_dim, raw) = (problem.dims.head_dim, queries.skip(piece.row));
-            ops.pull_back(problem.map, raw, buffers.q, buffers.dq, piece.rows, head_dim, head_width);
+            let head_dim = problem.dims.head_dim;
+            let len = problem.sums_len();
+            let (sums, positions) = (&mut self.table[n * len..][..len], self.sink.positions);
+            let Buffers { q, dq, lift, .. } = &mut *buffers;
+            let (rows, row_length) = problem.pull_back_queries(unit, head, first, count, q, dq, sums, positions, lift);
             for row in 0..piece.rows {
                 let token = sequence.query_start + piece.row + row;
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
                 let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
-                ops.store(&buffers.dq[row * head_width..], T::ONE, to);
+                ops.store(&rows[row * row_length..], T::ONE, to);
             }
         }
         buffers.far = run_sum;
@@ -334,6 +366,7 @@ struct KeyBuffers<'s, T> {
     dk: &'s mut [T],
     dv: &'s mut [T],
     running: &'s mut [T],
+    lift: Lift<'s, T>,
 }
 
 impl<'s, T: Real> KeyBuffers<'s, T> {
@@ -354,6 +387,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             + head * (value + 1)
             + head * value
             + value
+            + Lift::len(problem, window)
     }
 
     fn new(problem: &Problem<'_, T>, chunk: usize, arena: &mut Arena<'s, T>) -> Self {
@@ -380,6 +414,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             dk: arena.take(chunk * head),
             dv: arena.take(chunk * value),
             running: arena.take(value),
+            lift: Lift::new(problem, window, arena),
         }
     }
 }
@@ -391,6 +426,9 @@ struct KeyWalk<'w, 'a, T: 'static> {
     table: Option<Table<'w, T>>,
     source: Source<'w, T>,
     sink: GradientSink<'w, T>,
+    /// Its number, and where the gradients of the parameters of Fourier positions go, `[unit, stage]`.
+    index: usize,
+    sums: SharedRows<'w, T>,
     /// The exponent of each row's piece; under [`FeatureMap::Exp`] only.
     shifts: &'w [T],
     /// Whether the call's rows take part. If not, gradients are added to what another pass wrote.
@@ -429,29 +467,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             return;
         }
         let row = (from + a as isize - problem.offset) as usize;
-        let queries = problem.queries(&self.unit, head).skip(row);
-        let head_dim = problem.dims.head_dim;
-        let q = &mut buffers.q[a * head_width..];
         let exp = problem.map == FeatureMap::Exp;
+        let q = &mut buffers.q[a * head_width..];
+        problem.load_queries(&self.unit, head, row, b - a, &mut buffers.shift[a..], q, &mut buffers.lift);
         if exp {
             for n in 0..b - a {
-                let top = queries.row(n, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
-                let top = if top.is_finite() { top } else { T::ZERO };
-                problem.ops.load(
-                    problem.map,
-                    top,
-                    queries.skip(n),
-                    1,
-                    head_dim,
-                    None,
-                    &mut q[n * head_width..],
-                    head_width,
-                );
                 // Kept for the scale of an unnormalised row until `shift` takes its final meaning below.
-                buffers.shift[a + n] = top + self.shifts[row + n];
+                buffers.shift[a + n] += self.shifts[row + n];
             }
-        } else {
-            problem.ops.load(problem.map, T::ZERO, queries, b - a, head_dim, None, q, head_width);
         }
         let shift = &*buffers.shift;
         let scale = |n: usize| if exp { shift[a + n].exp() } else { T::ONE };
@@ -527,15 +550,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             b_row: value_width,
             c: local.sum(),
             c_row: value_width,
-            rows: problem.dims.head_dim,
+            rows: problem.depth,
             columns: value_width,
             depth: rows,
             accumulate: true,
             a_band: Band::ALL,
             c_band: Band::ALL,
         });
+        let from = problem.layout.denominator();
         for row in 0..rows {
-            problem.ops.add_scaled(local.keys(), buffers.c[row], &buffers.q[row * head_width..][..head_width]);
+            let q = &buffers.q[row * head_width + from..][..head_width - from];
+            problem.ops.add_scaled(&mut local.keys()[from..], buffers.c[row], q);
         }
         local.set_content();
     }
@@ -686,7 +711,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             for &at in cuts.iter().rev() {
                 let count = (stop - at) as usize;
                 if let Some(start) = start {
-                    self.piece(at, count, start, self.unit.decay((to - stop) as usize), local, far, buffers);
+                    let decay = self.unit.decay((to - stop) as usize);
+                    self.piece(stage.number, at, count, start, decay, local, far, buffers);
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
                     let content = problem.content && problem.causal && at >= 0;
@@ -736,6 +762,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     #[allow(clippy::too_many_arguments)]
     fn piece(
         &self,
+        stage: usize,
         first: isize,
         keys: usize,
         start: SummaryRef<'_, T>,
@@ -764,9 +791,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if content {
-            let (padding, rows) = (unit.padding(key, key + keys), padded::<T>(keys));
-            let k = unit.k.skip(key);
-            ops.load(problem.map, key_shift, k, keys, problem.dims.head_dim, padding, buffers.k, head_width);
+            let rows = padded::<T>(keys);
+            let padding = unit.padding(key, key + keys);
+            problem.load_keys(unit, key, keys, key_shift, buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
             let v = unit.v.skip(key);
@@ -819,7 +846,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     c_row: value_width,
                     rows: keys,
                     columns: value_width,
-                    depth: problem.dims.head_dim,
+                    depth: problem.depth,
                     accumulate: true,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
@@ -871,7 +898,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         c_row: chunk,
                         rows: content_rows,
                         columns: keys,
-                        depth: problem.dims.head_dim,
+                        depth: problem.depth,
                         accumulate: false,
                         a_band: Band::ALL,
                         c_band: Band::up_to(0),
@@ -937,17 +964,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::up_to(0),
                 });
-                for x in 0..content_rows {
+                let separate = problem.layout.separate();
+                for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
                     buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
                 }
                 ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
-                if exp {
-                    self.lift_tile(content_rows, key_shift, buffers);
-                }
-                if decays {
-                    self.decay_tile(content_rows, keys, buffers);
-                }
+                self.scale_tile(content_rows, keys, key_shift, buffers);
                 ops.product(&mut Product {
                     a: buffers.tile,
                     a_row: 1,
@@ -957,12 +980,33 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     c: buffers.dk,
                     c_row: head_width,
                     rows: keys,
-                    columns: head_width,
+                    columns: separate.unwrap_or(head_width),
                     depth: content_rows,
                     accumulate: true,
                     a_band: Band::starting_at(0),
                     c_band: Band::ALL,
                 });
+                if let Some(from) = separate {
+                    for x in 0..content_rows {
+                        buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
+                    }
+                    self.scale_tile(content_rows, keys, key_shift, buffers);
+                    ops.product(&mut Product {
+                        a: buffers.tile,
+                        a_row: 1,
+                        a_column: chunk,
+                        b: &buffers.q[from..],
+                        b_row: head_width,
+                        c: &mut buffers.dk[from..],
+                        c_row: head_width,
+                        rows: keys,
+                        columns: head_width - from,
+                        depth: content_rows,
+                        accumulate: true,
+                        a_band: Band::starting_at(0),
+                        c_band: Band::ALL,
+                    });
+                }
                 self.absorb(keys, local, buffers);
             }
         }
@@ -981,37 +1025,54 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             return;
         }
         // Out.
+        let KeyBuffers { k, dk, dv, lift, .. } = &mut *buffers;
+        let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
         if content {
-            let raw = unit.k.skip(key);
-            ops.pull_back(problem.map, raw, buffers.k, buffers.dk, keys, problem.dims.head_dim, head_width);
+            // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
+            let sums = unsafe { self.sums.row(self.index, stage, 0, problem.sums_len()) };
+            (rows, row_length) = problem.pull_back_keys(unit, key, keys, k, dk, sums, self.sink.positions, lift);
         }
         for n in 0..keys {
             let token = unit.sequence.key_start + key + n;
             let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
             // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
-            let (dk, dv) = unsafe {
+            let (to_k, to_v) = unsafe {
                 (
                     self.sink.dk.row(unit.sequence.batch, unit.kv_head, token, head_dim),
                     self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
                 )
             };
-            let (from_k, from_v) = (&buffers.dk[n * head_width..], &buffers.dv[n * value_width..]);
             match (unit.ignores(key + n), self.rows) {
                 (true, true) => {
-                    dk.fill(T::ZERO);
-                    dv.fill(T::ZERO);
+                    to_k.fill(T::ZERO);
+                    to_v.fill(T::ZERO);
                 }
                 (true, false) => {}
                 (false, true) => {
-                    // Without content 0.
-                    ops.store(from_k, T::ONE, dk);
-                    ops.store(from_v, T::ONE, dv);
+                    if content {
+                        ops.store(&rows[n * row_length..], T::ONE, to_k);
+                    } else {
+                        to_k.fill(T::ZERO);
+                    }
+                    ops.store(&dv[n * value_width..], T::ONE, to_v);
                 }
                 (false, false) => {
-                    ops.add_scaled(dk, T::ONE, from_k);
-                    ops.add_scaled(dv, T::ONE, from_v);
+                    if content {
+                        ops.add_scaled(to_k, T::ONE, &rows[n * row_length..]);
+                    }
+                    ops.add_scaled(to_v, T::ONE, &dv[n * value_width..]);
                 }
             }
+        }
+    }
+
+    /// Brings the first `rows` rows of the tile to each row's exponent and decay.
+    fn scale_tile(&self, rows: usize, keys: usize, key_shift: T, buffers: &mut KeyBuffers<'_, T>) {
+        if self.problem.map == FeatureMap::Exp {
+            self.lift_tile(rows, key_shift, buffers);
+        }
+        if self.unit.gamma != 1.0 {
+            self.decay_tile(rows, keys, buffers);
         }
     }
 
@@ -1077,10 +1138,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
         let Head { sum, keys, .. } = &mut *d_initial;
-        for (to, from) in sum.chunks_exact_mut(value_dim.max(1)).zip(sums.sum().chunks_exact(width.max(1))) {
-            self.problem.ops.store(from, lift, to);
+        let layout = self.problem.layout;
+        for (feature, to) in sum.chunks_exact_mut(value_dim.max(1)).enumerate() {
+            self.problem.ops.store(&sums.sum()[layout.place(feature) * width..], lift, to);
         }
-        self.problem.ops.store(sums.keys(), lift, keys);
+        for (feature, to) in keys.iter_mut().enumerate() {
+            *to = sums.keys()[layout.denominator() + layout.place(feature)] * lift;
+        }
     }
 
     /// Stores the gradient of the initial far sum, given the sums at the oldest row of the ring.
@@ -1236,6 +1300,8 @@ struct Stage {
     work: Work,
     /// Positions without row or key between the stage before and this one.
     idle: usize,
+    /// Its place among the unit's stages.
+    number: usize,
 }
 
 /// What a stage does.
@@ -1262,7 +1328,13 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
         let mut parts = cut(problem, 0, (to - from) as usize, 0, false);
         parts.reverse();
         let place = |at: usize| from + at as isize;
-        list.extend(parts.into_iter().map(|part| Stage { from: place(part.from), to: place(part.to), work, idle: 0 }));
+        list.extend(parts.into_iter().map(|part| Stage {
+            from: place(part.from),
+            to: place(part.to),
+            work,
+            idle: 0,
+            number: 0,
+        }));
     };
     let mut idle = 0;
     if !positions.is_empty() {
@@ -1285,7 +1357,7 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
             }
         }
     }
-    let end = |from: isize, to: isize, work: Work| Stage { from, to, work, idle: 0 };
+    let end = |from: isize, to: isize, work: Work| Stage { from, to, work, idle: 0, number: 0 };
     let rows = list.len();
     if walk.d_final.is_some() {
         list.push(end(keys, keys, Work::FinalState));
@@ -1299,6 +1371,7 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
     if let Some(stage) = list.get_mut(rows) {
         stage.idle = idle;
     }
+    list.iter_mut().enumerate().for_each(|(number, stage)| stage.number = number);
     list
 }
 
@@ -1307,19 +1380,47 @@ pub(super) fn add_final_state<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
+    parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let keys = KeyMemory::new(problem);
     let len = keys.len(problem, rayon::current_num_threads());
-    let mut arena = Arena::new(scratch.take(problem.table_len() + len));
+    let stages = KeyMemory::most_stages(problem);
+    let sums_len = problem.sums_len();
+    let [_, positions_len] = problem.position_lens();
+    let shared = problem.units() * stages * sums_len + positions_len + 2 * padded::<T>(1);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + shared + len));
     let table = problem.table(&mut arena);
+    let key_sums = arena.take(problem.units() * stages * sums_len);
+    key_sums.fill(T::ZERO);
+    let key_positions = arena.take(positions_len);
+    let mut positions = problem.position_views(&mut [], key_positions);
+    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+    let mut sums = ViewMut::strided(&mut *key_sums, [stages * sums_len, sums_len, 0]);
+    let sums = sums.shared();
     let walk = |index: usize| {
         let unit = problem.unit(index);
         let d_final = cotangent.final_state.map(|state| unit.head(state));
         let (source, shifts) = (Source { cotangent }, &[][..]);
-        KeyWalk { problem, unit, table, source, sink, shifts, rows: false, initial: None, d_initial: None, d_final }
+        KeyWalk {
+            index,
+            sums,
+            problem,
+            unit,
+            table,
+            source,
+            sink,
+            shifts,
+            rows: false,
+            initial: None,
+            d_initial: None,
+            d_final,
+        }
     };
     keys.run(problem, &walk, arena.rest());
+    let key_sums =
+        |index: usize| (0..stages).map(|n| &key_sums[(index * stages + n) * sums_len..][..sums_len]).collect();
+    problem.write_position_gradients(&|_, _| Vec::new(), &key_sums, [&[], key_positions], true, parameters);
 }
 
 /// Computes every gradient of a call.
@@ -1327,7 +1428,7 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_table: Option<&mut [T]>,
+    parameters: &mut [&mut [T]],
     d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
@@ -1340,18 +1441,29 @@ pub(super) fn backward<T: Real>(
     // A unit whose rows all see nothing is visited too.
     let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
 
-    let entry = problem.table_width() * problem.head_width;
+    let entry = problem.table_width() * problem.head_width + problem.sums_len();
     let per_unit_table = most_segments * group * entry;
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
     let keys = KeyMemory::new(problem);
 
     let walks_len = visit_len(problem).max(keys.len(problem, workers));
-    let shared_len = units * (per_unit_table + per_unit_shifts);
+    let most_stages = KeyMemory::most_stages(problem);
+    let per_unit_sums = most_stages * problem.sums_len();
+    let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums);
+    let [query_positions, key_positions] = problem.position_lens();
+    let shared_len = shared_len + query_positions + key_positions + 5 * padded::<T>(1);
     let mut arena = Arena::new(scratch.take(problem.table_len() + shared_len + walks_len));
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(units * per_unit_table);
     let shifts = arena.take(units * per_unit_shifts);
+    let key_sums = arena.take(units * per_unit_sums);
+    key_sums.fill(T::ZERO);
+    let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
     let scratch = arena.rest();
+    let mut positions = problem.position_views(query_positions, key_positions);
+    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+    let mut sums = ViewMut::strided(&mut *key_sums, [per_unit_sums, problem.sums_len(), 0]);
+    let sums = sums.shared();
     let source = Source { cotangent };
 
     {
@@ -1374,7 +1486,7 @@ pub(super) fn backward<T: Real>(
             scratch,
         );
     }
-    if let (Some(d_table), Some(table)) = (d_table, &table) {
+    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
         reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, d_table);
     }
     let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
@@ -1387,6 +1499,8 @@ pub(super) fn backward<T: Real>(
     let walk = |index: usize| {
         let unit = problem.unit(index);
         KeyWalk {
+            index,
+            sums,
             problem,
             unit,
             table,
@@ -1400,6 +1514,15 @@ pub(super) fn backward<T: Real>(
         }
     };
     keys.run(problem, &walk, scratch);
+    let query_sums = |index: usize, n: usize| {
+        let unit = &table_gradients[index * per_unit_table..][..per_unit_table];
+        (0..row_segments(index)).map(move |segment| &unit[(segment * group + n) * entry..][..entry]).collect()
+    };
+    let key_sums = |index: usize| {
+        let len = problem.sums_len();
+        (0..most_stages).map(|n| &key_sums[index * per_unit_sums + n * len..][..len]).collect()
+    };
+    problem.write_position_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
 }
 
 /// The segments in which a unit's rows are visited.
@@ -1493,6 +1616,7 @@ impl KeyMemory {
         let &Self { layout, summary, chunk, per_worker } = self;
         let units = problem.units();
         let start = |unit: &Unit<'_, T>, buffers: &mut KeyBuffers<'_, T>| {
+            buffers.lift.start(problem, unit);
             for (n, power) in buffers.powers.iter_mut().rev().enumerate() {
                 *power = unit.decay(n);
             }

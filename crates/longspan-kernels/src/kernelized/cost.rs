@@ -1,8 +1,8 @@
 //! What each algorithm would cost for a call, and which is the cheapest.
 
-use super::KernelizedAttention;
 use super::naive::TILE;
 use super::problem::CHUNK;
+use super::{KernelizedAttention, Score};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
 use crate::shape::Dims;
@@ -146,9 +146,13 @@ fn table_rows(attention: &KernelizedAttention, mask: &Mask<'_>) -> f64 {
     if mask.order == Order::Causal { radius + 1.0 } else { 2.0 * radius + 1.0 }
 }
 
-/// 1 if keys take part, else 0.
+/// Blocks of `head_dim` features that keys take part with; 0 if they do not.
 fn content(attention: &KernelizedAttention) -> f64 {
-    if attention.score.content() { 1.0 } else { 0.0 }
+    match attention.score {
+        Score::Relative(_) => 0.0,
+        Score::Content | Score::Combined(_) => 1.0,
+        Score::Fourier(fourier) => fourier.blocks().0 as f64,
+    }
 }
 
 /// 1 if there are relative positions, else 0.

@@ -215,14 +215,15 @@ impl<T: Real> Walk<'_, '_, T> {
             b_row: problem.value_width,
             c: local.sum(),
             c_row: problem.value_width,
-            rows: problem.dims.head_dim,
+            rows: problem.depth,
             columns: problem.value_width,
             depth: piece.keys,
             accumulate: true,
             a_band: Band::ALL,
             c_band: Band::ALL,
         });
-        problem.ops.add_column_sums(buffers.k, width, piece.keys, local.keys());
+        let from = problem.layout.denominator();
+        problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         local.set_content();
     }
 
@@ -363,7 +364,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         let decays = unit.gamma != 1.0;
         let run_sum = std::mem::take(&mut buffers.far);
         for head in problem.heads(unit) {
-            buffers.load_queries(problem, problem.queries(unit, head), piece);
+            let (first, count) = (piece.row, piece.rows);
+            problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
             buffers.sums[..piece.rows].fill(T::ZERO);
             let mut written = false;
 
@@ -384,12 +386,14 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     c_row: value_width,
                     rows: piece.rows,
                     columns: value_width,
-                    depth: problem.dims.head_dim,
+                    depth: problem.depth,
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 });
-                problem.ops.add_row_dots(buffers.q, head_width, keys, &mut buffers.sums[..piece.rows]);
+                let from = problem.layout.denominator();
+                let (q, keys) = (&buffers.q[from..], &keys[from..]);
+                problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
                 if decays {
                     for row in 1..piece.rows {
                         let factor = unit.decay(row);
@@ -403,11 +407,21 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             if let Some(table) = &walk.table {
                 buffers.load_relative(problem, table, head, piece.rows, scales.relative);
             }
-            if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
-                let band = Buffers::tile_band(problem, piece);
-                let row_length = buffers.sizes.tile_row;
+            let band = Buffers::tile_band(problem, piece);
+            let row_length = buffers.sizes.tile_row;
+            let separate = problem.layout.separate().filter(|_| piece.keys > 0);
+            if let Some(from) = separate {
+                buffers.fill_denominators(problem, piece, from, scales.local, decays);
                 let sums = &mut buffers.sums[..piece.rows];
                 problem.ops.mask_and_sum(buffers.tile, row_length, piece.columns(), band, sums);
+            }
+            if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
+                if separate.is_some() {
+                    problem.ops.mask(buffers.tile, row_length, piece.rows, piece.columns(), band);
+                } else {
+                    let sums = &mut buffers.sums[..piece.rows];
+                    problem.ops.mask_and_sum(buffers.tile, row_length, piece.columns(), band, sums);
+                }
                 problem.ops.product(&mut Product {
                     a: buffers.tile,
                     a_row: row_length,
@@ -470,14 +484,16 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 let sum = buffers.sums[row];
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
                 let out = unsafe { self.out.row(sequence.batch, head, token, problem.dims.value_dim) };
-                if !problem.attention.normalize {
+                if !problem.attention.normalizes() {
                     let factor = if problem.map == FeatureMap::Exp {
                         (scales.shift + buffers.q_shift[row]).exp()
                     } else {
                         T::ONE
                     };
                     problem.ops.store(&buffers.o[row * value_width..], factor, out);
-                } else if sum.vanishes() {
+                } else if problem.gives_nothing(sum) {
+                    let place = (sequence.batch * problem.dims.heads + head) * problem.dims.queries + token;
+                    problem.negative.see(sum, place);
                     out.fill(T::ZERO);
                 } else {
                     problem.ops.store(&buffers.o[row * value_width..], T::ONE / sum, out);
@@ -485,7 +501,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 if let Some(denominators) = self.denominators {
                     // SAFETY: as above.
                     let place = unsafe { denominators.row(sequence.batch, head, token, 1) };
-                    place[0] = if problem.attention.normalize { sum } else { T::ONE };
+                    place[0] = if problem.attention.normalizes() { sum } else { T::ONE };
                 }
             }
         }
@@ -499,7 +515,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         if let Some(denominators) = self.denominators {
             // SAFETY: as above.
             let place = unsafe { denominators.row(unit.sequence.batch, head, token, 1) };
-            place[0] = if problem.attention.normalize { T::ZERO } else { T::ONE };
+            place[0] = if problem.attention.normalizes() { T::ZERO } else { T::ONE };
         }
     }
 }
@@ -776,7 +792,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
         let states = &shared[index * per_unit..][..per_unit];
         let state = |n: usize| SummaryRef::new(memory.layout, &states[n * memory.summary..][..memory.summary]);
         let walk = call.walk(index);
-        worker.buffers.start(&walk.unit);
+        worker.buffers.start(problem, &walk.unit);
         let Worker { buffers, running, local, checkpoints, .. } = &mut worker;
         let mut visitor = make(index, segment.number);
         if problem.causal {
@@ -825,7 +841,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
     /// Forms the summary of one segment alone.
     fn summarize(&self, index: usize, segment: Segment, numbers: &mut [T], worker: &mut Worker<'_, T>) {
         let walk = self.walk(index);
-        worker.buffers.start(&walk.unit);
+        worker.buffers.start(self.problem, &walk.unit);
         let mut local = Summary::new(self.memory.layout, numbers);
         if self.problem.causal {
             let mut nothing = Summary::new(self.memory.layout, worker.local);
@@ -878,7 +894,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
         let unit = &walk.unit;
         self.visit_unseen_rows(index);
         let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = worker;
-        buffers.start(unit);
+        buffers.start(problem, unit);
         let mut carry = self.carry(unit, [high, low]);
         let mut local = Summary::new(self.memory.layout, local);
         let plan = segments(problem, unit);
@@ -944,7 +960,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let walk = Walk { problem, unit, table, ring };
         let Worker { mut buffers, running, carry: [high, low], local, .. } =
             memory.worker(problem, &mut Arena::new(scratch));
-        buffers.start(&unit);
+        buffers.start(problem, &unit);
         let mut carry = Carry::new(memory.layout, high, low);
         if let Some(before) = ring {
             carry.high.load(before, problem.dims.value_dim);

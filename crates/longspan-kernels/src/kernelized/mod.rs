@@ -8,7 +8,9 @@
 //! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
 //! marks (4), the sum of the `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows
 //! `v⁺`. The last two are there with relative positions only. The marks are the exponent that [`FeatureMap::Exp`]
-//! subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰.
+//! subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰. With
+//! Fourier positions `S` and `z` hold the turned features, up to three times as many as the map has, at the positions of
+//! their tokens.
 //!
 //! The gradient of a state has the same parts. Those of `S`, `z`, the far sum and the ring's rows belong to the numbers as
 //! they are stored, row for row, the exponent held: what a number stands for is `e^exponent` times as large, and where
@@ -20,6 +22,7 @@
 mod backward;
 mod cost;
 mod cumsum;
+mod features;
 mod forward;
 mod naive;
 mod problem;
@@ -33,6 +36,7 @@ mod reference;
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::fourier::{Fourier, FourierNormalizer};
 use crate::mask::{Keys, Mask};
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
@@ -53,15 +57,22 @@ pub enum Score {
     Relative(Shaw),
     /// The sum of both.
     Combined(Shaw),
+    /// `Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(p_i − p_j)))`: Fourier or rotary positions.
+    Fourier(Fourier),
 }
 
 impl Score {
     /// The relative positions, if there are any.
     pub fn shaw(&self) -> Option<Shaw> {
         match *self {
-            Self::Content => None,
+            Self::Content | Self::Fourier(_) => None,
             Self::Relative(shaw) | Self::Combined(shaw) => Some(shaw),
         }
+    }
+
+    /// The Fourier positions, if there are any.
+    pub fn fourier(&self) -> Option<Fourier> {
+        if let Self::Fourier(fourier) = *self { Some(fourier) } else { None }
     }
 
     /// Whether keys take part.
@@ -72,8 +83,8 @@ impl Score {
 
 /// Kernelized attention with optional relative positions and decay.
 ///
-/// The one parameter is Shaw's table `relative`, `[heads, 2R+1, head_dim]`, or `[2R+1, head_dim]` if shared; without
-/// relative positions there is none.
+/// With Shaw's relative positions the one parameter is the table `relative`, `[heads, 2R+1, head_dim]`, or
+/// `[2R+1, head_dim]` if shared; with Fourier positions they are those that [`Fourier`] lists; else there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KernelizedAttention {
     /// `φ`.
@@ -83,7 +94,8 @@ pub struct KernelizedAttention {
     /// `γ` in (0, 1] for each key/value head: the weight of a key falls by `γ` with every token (retention). Causal
     /// masks only. Not learned.
     pub decay: Option<Vec<f64>>,
-    /// Divide by the sum of the weights. Without it the output is `N`.
+    /// Divide by the sum of the weights. Without it the output is `N`. [`FourierNormalizer::None`] is the same as
+    /// `false` here.
     pub normalize: bool,
     /// How it is computed. Calls with an initial state run chunked whatever stands here. [`Algorithm::Cumsum`] refuses a
     /// causal call whose cumulated sums, keys · features · values for a head, take more than 2 GiB.
@@ -103,13 +115,24 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
-    /// The algorithms that can be forced; the first always can.
+    /// Whether rows are divided by a denominator.
+    fn normalizes(&self) -> bool {
+        self.normalize && self.score.fourier().is_none_or(|fourier| fourier.normalizer != FourierNormalizer::None)
+    }
+
+    /// Whether a negative denominator is an error.
+    fn wants_positive(&self) -> bool {
+        self.normalizes()
+            && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
+    }
+
+    /// The algorithms that can be forced; the first always can, the last not with Fourier positions.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
 
     /// A checked call, and that the algorithm has room for it.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
         let operation = Mechanism::<T>::name(self);
-        self.algorithm.check(operation, &Self::ALGORITHMS)?;
+        self.algorithm.check(operation, Mechanism::<T>::algorithms(self))?;
         let problem = Problem::new(self, call)?;
         if self.chosen(call) == Algorithm::Cumsum {
             cumsum::check(&problem, operation)?;
@@ -159,14 +182,20 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             Score::Content => "kernelized",
             Score::Relative(_) => "shaw-relative",
             Score::Combined(_) => "shaw",
+            Score::Fourier(_) => "fourier",
         }
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        &Self::ALGORITHMS
+        // Cumulated sums of turned features are nobody's published algorithm.
+        let count = Self::ALGORITHMS.len() - usize::from(self.score.fourier().is_some());
+        &Self::ALGORITHMS[..count]
     }
 
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+        if let Score::Fourier(fourier) = self.score {
+            return fourier.parameters(dims, dims.head_dim);
+        }
         let Some(shaw) = self.score.shaw() else { return Vec::new() };
         let rows = shaw.rows();
         let shape = if shaw.shared { vec![rows, dims.head_dim] } else { vec![dims.heads, rows, dims.head_dim] };
@@ -204,7 +233,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
-        Ok(())
+        problem.negative.report(operation, dims)
     }
 
     fn backward(
@@ -234,20 +263,25 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
                 });
             }
         }
-        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        let d_table = parameters.first_mut().map(|table| &mut **table);
+        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
         match self.chosen(call) {
             algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
                 if algorithm == Algorithm::Naive {
-                    naive::backward(&problem, cotangent, sink, d_table, scratch);
+                    naive::backward(&problem, cotangent, sink, parameters, scratch);
                 } else {
-                    cumsum::backward(&problem, cotangent, sink, d_table, scratch)?;
+                    cumsum::backward(
+                        &problem,
+                        cotangent,
+                        sink,
+                        parameters.first_mut().map(|table| &mut **table),
+                        scratch,
+                    )?;
                 }
                 if cotangent.final_state.is_some() {
-                    backward::add_final_state(&problem, cotangent, sink, scratch);
+                    backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
                 }
             }
-            _ => backward::backward(&problem, cotangent, sink, d_table, initial_state, scratch),
+            _ => backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch),
         }
         Ok(())
     }

@@ -12,7 +12,10 @@
 //! does not see have no influence on its rounding. Denominators are relative to that exponent and the query's own, and
 //! [`backward`] forms the same exponents anew.
 
+use std::ops::Range;
+
 use super::backward::{GradientSink, reduce_table};
+use super::features::{Lift, PositionSink};
 use super::forward::Sink;
 use super::problem::{Problem, Table, Unit, padded};
 use crate::feature_map::FeatureMap;
@@ -138,6 +141,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         index: usize,
         table: Option<Table<'x, T>>,
         backward: bool,
+        lift: &mut Lift<'_, T>,
         arena: &mut Arena<'x, T>,
     ) -> Self {
         let unit = problem.unit(index);
@@ -162,7 +166,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             tile_width,
             first: (0..keys).find(|&key| !unit.ignores(key)).unwrap_or(keys),
         };
-        all.load();
+        all.load(lift);
         for (n, power) in all.powers.iter_mut().rev().enumerate() {
             *power = unit.decay(n);
         }
@@ -182,7 +186,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         all
     }
 
-    fn load(&mut self) {
+    fn load(&mut self, lift: &mut Lift<'_, T>) {
         let (problem, unit, ops) = (self.problem, self.unit, self.problem.ops);
         let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
         let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
@@ -194,7 +198,10 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         }
         self.k[keys * width..].fill(T::ZERO);
         if problem.map != FeatureMap::Exp {
-            ops.load(problem.map, T::ZERO, unit.k, keys, head_dim, padding, self.k, width);
+            for key in (0..keys).step_by(TILE) {
+                let (count, to) = (TILE.min(keys - key), &mut self.k[key * width..]);
+                problem.load_keys(&unit, key, count, T::ZERO, to, lift);
+            }
             return;
         }
         let mut highest = T::NEG_INFINITY;
@@ -206,8 +213,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                 None if unit.ignores(key) => T::NEG_INFINITY,
                 found => found.unwrap_or(T::from_f64(f64::NAN)),
             };
-            let (ignored, to) = (unit.padding(key, key + 1), &mut self.k[key * width..]);
-            ops.load(problem.map, found.unwrap_or(T::ZERO), unit.k.skip(key), 1, head_dim, ignored, to, width);
+            problem.load_keys(&unit, key, 1, found.unwrap_or(T::ZERO), &mut self.k[key * width..], lift);
         }
     }
 
@@ -249,17 +255,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     }
 
     /// Loads `φ(q)` of a block's rows and its products with the table.
-    fn load_rows(&self, span: Span, block: &mut Block<'_, T>) {
+    fn load_rows(&self, span: Span, block: &mut Block<'_, T>, lift: &mut Lift<'_, T>) {
         let problem = self.problem;
-        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
-        let queries = problem.queries(&self.unit, span.head).skip(span.row);
-        if problem.map == FeatureMap::Exp {
-            for row in 0..span.rows {
-                block.exponents[row] = load_query(problem, queries.skip(row), &mut block.q[row * width..]);
-            }
-        } else {
-            problem.ops.load(problem.map, T::ZERO, queries, span.rows, head_dim, None, block.q, width);
-        }
+        let Span { head, row, rows, .. } = span;
+        let width = problem.head_width;
+        problem.load_queries(&self.unit, head, row, rows, block.exponents, block.q, lift);
         let Some(table) = &self.table else { return };
         problem.ops.product(&mut Product {
             a: block.q,
@@ -271,7 +271,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             c_row: table.width,
             rows: span.rows,
             columns: table.width,
-            depth: head_dim,
+            depth: problem.depth,
             accumulate: false,
             a_band: Band::ALL,
             c_band: Band::ALL,
@@ -306,30 +306,32 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     }
 
     /// Fills the tile with the weights of the `keys` keys from `key` on, but for the rows' own decay; elements that a
-    /// row does not see hold anything.
-    fn weigh(&self, span: Span, key: usize, keys: usize, block: &mut Block<'_, T>) {
+    /// row does not see hold anything. With features of their own for denominators, `denominators` asks for those parts.
+    fn weigh(&self, span: Span, key: usize, keys: usize, denominators: bool, block: &mut Block<'_, T>) {
         let (problem, ops) = (self.problem, self.problem.ops);
         let (width, row_length) = (problem.head_width, self.tile_width);
+        let features = if denominators { problem.layout.denominator()..width } else { 0..problem.depth };
         if !problem.content {
             block.tile[..span.rows * row_length].fill(T::ZERO);
         } else if self.unit.sequence.keys < FEW_KEYS {
             for row in 0..span.rows {
                 let line = &mut block.tile[row * row_length..][..row_length];
                 line.fill(T::ZERO);
-                ops.add_row_dots(&self.k[key * width..], width, &block.q[row * width..][..width], &mut line[..keys]);
+                let q = &block.q[row * width..][features.clone()];
+                ops.add_row_dots(&self.k[key * width + features.start..], width, q, &mut line[..keys]);
             }
         } else {
             ops.product(&mut Product {
-                a: block.q,
+                a: &block.q[features.start..],
                 a_row: width,
                 a_column: 1,
-                b: &self.k_columns[key * width..],
+                b: &self.k_columns[key * width + features.start * row_length..],
                 b_row: row_length,
                 c: block.tile,
                 c_row: row_length,
                 rows: span.rows,
                 columns: keys,
-                depth: problem.dims.head_dim,
+                depth: features.len(),
                 accumulate: false,
                 a_band: Band::ALL,
                 c_band: self.band(span, key),
@@ -411,10 +413,11 @@ pub(super) fn write_row<T: Real>(
     // A denominator that is no normal number is what a long decay leaves: the row gives 0 and says so, so that its
     // gradient is 0 too instead of infinite.
     let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
-    if !problem.attention.normalize {
+    if !problem.attention.normalizes() {
         let factor = if problem.map == FeatureMap::Exp { exponent.exp() } else { T::ONE };
         problem.ops.store(sum, factor, out);
-    } else if denominator == T::ZERO {
+    } else if problem.gives_nothing(denominator) {
+        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
         out.fill(T::ZERO);
     } else {
         problem.ops.store(sum, T::ONE / denominator, out);
@@ -422,7 +425,7 @@ pub(super) fn write_row<T: Real>(
     if let Some(denominators) = sink.denominators {
         // SAFETY: as above.
         let place = unsafe { denominators.row(batch, head, token, 1) };
-        place[0] = if problem.attention.normalize { denominator } else { T::ONE };
+        place[0] = if problem.attention.normalizes() { denominator } else { T::ONE };
     }
 }
 
@@ -434,26 +437,33 @@ pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let (value_width, ops) = (problem.value_width, problem.ops);
-    let per_worker = Keys::len(problem, false) + Block::len(problem);
+    let separate = problem.layout.separate().is_some();
+    let per_worker = Keys::len(problem, false) + Block::len(problem) + Lift::len(problem, TILE);
     let workers = rayon::current_num_threads().min(problem.units());
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let keys = Keys::new(problem, index, table, false, &mut arena);
+        let mut lift = Lift::new(problem, TILE, &mut arena);
+        lift.start(problem, &problem.unit(index));
+        let keys = Keys::new(problem, index, table, false, &mut lift, &mut arena);
         let mut block = Block::new(problem, &mut arena);
         for head in problem.heads(&keys.unit) {
             let mut row = 0;
             while row < keys.unit.sequence.queries {
                 let span = keys.span(head, row, |_, _| false);
-                keys.load_rows(span, &mut block);
+                keys.load_rows(span, &mut block, &mut lift);
                 block.sums[..span.rows].fill(T::ZERO);
                 block.o[..span.rows * value_width].fill(T::ZERO);
                 for key in (0..span.end).step_by(keys.tile_width.max(1)) {
                     let count = (span.end - key).min(keys.tile_width);
-                    keys.weigh(span, key, count, &mut block);
                     let band = keys.band(span, key);
+                    keys.weigh(span, key, count, separate, &mut block);
                     ops.mask_and_sum(block.tile, keys.tile_width, count, band, &mut block.sums[..span.rows]);
+                    if separate {
+                        keys.weigh(span, key, count, false, &mut block);
+                        ops.mask(block.tile, keys.tile_width, span.rows, count, band);
+                    }
                     ops.product(&mut Product {
                         a: block.tile,
                         a_row: keys.tile_width,
@@ -499,32 +509,45 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_table: Option<&mut [T]>,
+    parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
     let table_width = problem.table_width();
-    let entry = table_width * head_width;
+    let (sums_len, units) = (problem.sums_len(), problem.units());
+    let entry = table_width * head_width + sums_len;
     let per_unit = problem.dims.group() * entry;
     let (most_keys, most_rows) = (most_keys(problem), most_rows(problem));
     let per_worker = Keys::len(problem, true)
         + Block::len(problem)
         + most_keys * (head_width + value_width)
         + most_rows * (tile_width::<T>(most_keys) + table_width + head_width)
+        + Lift::len(problem, TILE)
         + 2 * padded::<T>(most_rows);
     let workers = rayon::current_num_threads().min(problem.units());
-    let shared = problem.table_len() + problem.units() * per_unit;
+    let [query_positions, key_positions] = problem.position_lens();
+    let positions_len = query_positions + key_positions + 4 * padded::<T>(1);
+    let shared = problem.table_len() + units * (per_unit + sums_len) + positions_len;
     let mut arena = Arena::new(scratch.take(shared + workers * per_worker));
     let table = problem.table(&mut arena);
-    let table_gradients = arena.take(problem.units() * per_unit);
+    let table_gradients = arena.take(units * per_unit);
+    let key_sums = arena.take(units * sums_len);
+    let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
     let ops = problem.ops;
+    let separate = problem.layout.separate();
     {
+        let mut positions = problem.position_views(query_positions, key_positions);
+        let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+        let mut key_sums = ViewMut::strided(&mut *key_sums, [sums_len, 0, 0]);
+        let key_sums = key_sums.shared();
         let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit, 0, 0]);
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let keys = Keys::new(problem, index, table, true, &mut arena);
+            let mut lift = Lift::new(problem, TILE, &mut arena);
+            lift.start(problem, &problem.unit(index));
+            let keys = Keys::new(problem, index, table, true, &mut lift, &mut arena);
             let mut block = Block::new(problem, &mut arena);
             let (unit, sequence, tile_width) = (&keys.unit, keys.unit.sequence, keys.tile_width);
             let (dk, dv) = (arena.take(sequence.keys * head_width), arena.take(sequence.keys * value_width));
@@ -535,8 +558,10 @@ pub(super) fn backward<T: Real>(
             dk.fill(T::ZERO);
             dv.fill(T::ZERO);
             // SAFETY: each unit is one task's own.
-            let d_table = unsafe { gradients.row(index, 0, 0, per_unit) };
+            let (d_table, key_sums) =
+                unsafe { (gradients.row(index, 0, 0, per_unit), key_sums.row(index, 0, 0, sums_len)) };
             d_table.fill(T::ZERO);
+            key_sums.fill(T::ZERO);
             // Keys from here on are seen by no row.
             let mut end = 0;
             for (n, head) in problem.heads(unit).enumerate() {
@@ -549,7 +574,7 @@ pub(super) fn backward<T: Real>(
                         !ops.all_finite(queries.skip(row), rows, head_dim)
                             || !ops.all_finite(d_out.skip(row), rows, value_dim)
                     });
-                    keys.load_rows(span, &mut block);
+                    keys.load_rows(span, &mut block, &mut lift);
                     let from = d_out.skip(row);
                     ops.load(FeatureMap::Identity, T::ZERO, from, span.rows, value_dim, None, block.o, value_width);
                     for at in 0..span.rows {
@@ -557,11 +582,11 @@ pub(super) fn backward<T: Real>(
                         (gains[at], c[at]) = (T::ZERO, T::ZERO);
                         if let Some(sight) = keys.sight(row + at) {
                             end = end.max(sight.end);
-                            if problem.attention.normalize {
+                            if problem.attention.normalizes() {
                                 let rows = sequence.batch * problem.dims.heads + head;
                                 let place = rows * problem.dims.queries + sequence.query_start + row + at;
                                 let denominator = cotangent.denominators[place];
-                                if !denominator.vanishes() {
+                                if !problem.gives_nothing(denominator) {
                                     gains[at] = sight.decay / denominator;
                                     c[at] = -ops.dot(out.row(row + at, value_dim), d);
                                 }
@@ -583,7 +608,7 @@ pub(super) fn backward<T: Real>(
                     for key in (0..span.end).step_by(tile_width.max(1)) {
                         let count = (span.end - key).min(tile_width);
                         let band = keys.band(span, key);
-                        keys.weigh(span, key, count, &mut block);
+                        keys.weigh(span, key, count, false, &mut block);
                         ops.mask(block.tile, tile_width, span.rows, count, band);
                         ops.product(&mut Product {
                             a: block.o,
@@ -613,7 +638,8 @@ pub(super) fn backward<T: Real>(
                             ops.scale(&mut line[..seen], gains[at]);
                             let (d_seen, unseen) = d_line.split_at_mut(seen);
                             unseen.fill(T::ZERO);
-                            d_seen.iter_mut().for_each(|d| *d = (*d + c[at]) * gains[at]);
+                            let c = if separate.is_some() { T::ZERO } else { c[at] };
+                            d_seen.iter_mut().for_each(|d| *d = (*d + c) * gains[at]);
                             keys.decay(&sight, key, d_seen);
                             if let Some((from, to, first)) = keys.near(sight.stands, key, seen) {
                                 if !keys.present.is_empty() {
@@ -629,42 +655,63 @@ pub(super) fn backward<T: Real>(
                                 ops.multiply(d_seen, factors);
                             });
                         }
-                        let back = |a: &[T], b: &[T], to: &mut [T], width: usize| {
+                        // `to += aᵀ b` and `dq += a k`, both over some columns.
+                        let back = |a: &[T], b: &[T], to: &mut [T], width: usize, columns: Range<usize>| {
                             ops.product(&mut Product {
                                 a,
                                 a_row: 1,
                                 a_column: tile_width,
-                                b,
+                                b: &b[columns.start..],
                                 b_row: width,
-                                c: &mut to[key * width..],
+                                c: &mut to[key * width + columns.start..],
                                 c_row: width,
                                 rows: count,
-                                columns: width,
+                                columns: columns.len(),
                                 depth: span.rows,
                                 accumulate: true,
                                 a_band: Band::ALL,
                                 c_band: Band::ALL,
                             });
                         };
-                        back(block.tile, block.o, dv, value_width);
-                        if problem.content {
-                            back(d_tile, block.q, dk, head_width);
+                        let mut forth = |a: &[T], columns: Range<usize>| {
                             ops.product(&mut Product {
-                                a: d_tile,
+                                a,
                                 a_row: tile_width,
                                 a_column: 1,
-                                b: &keys.k[key * head_width..],
+                                b: &keys.k[key * head_width + columns.start..],
                                 b_row: head_width,
-                                c: dq,
+                                c: &mut dq[columns.start..],
                                 c_row: head_width,
                                 rows: span.rows,
-                                columns: head_width,
+                                columns: columns.len(),
                                 depth: count,
                                 accumulate: true,
                                 a_band: band,
                                 c_band: Band::ALL,
                             });
+                        };
+                        back(block.tile, block.o, dv, value_width, 0..value_width);
+                        if problem.content {
+                            let columns = 0..separate.unwrap_or(head_width);
+                            back(d_tile, block.q, dk, head_width, columns.clone());
+                            forth(d_tile, columns);
                         }
+                        let Some(from) = separate else { continue };
+                        // What a key adds to the denominator has its own features, and `c` for its gradient.
+                        for at in 0..span.rows {
+                            let d_line = &mut d_tile[at * tile_width..][..tile_width];
+                            d_line.fill(T::ZERO);
+                            let sight = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO);
+                            let Some(sight) = sight else { continue };
+                            let d_seen = &mut d_line[..count.min(sight.end - key)];
+                            d_seen.fill(c[at] * gains[at]);
+                            keys.decay(&sight, key, d_seen);
+                            keys.content_factors(&sight, key, d_seen.len(), block.factors, |factors| {
+                                ops.multiply(d_seen, factors);
+                            });
+                        }
+                        back(d_tile, block.q, dk, head_width, from..head_width);
+                        forth(d_tile, from..head_width);
                     }
                     if let Some(table) = &table {
                         let d_table = &mut d_table[n * entry..][..entry];
@@ -699,7 +746,9 @@ pub(super) fn backward<T: Real>(
                             c_band: Band::ALL,
                         });
                     }
-                    ops.pull_back(problem.map, queries.skip(row), block.q, dq, span.rows, head_dim, head_width);
+                    let (sums, positions) = (&mut d_table[n * entry..][..sums_len], sink.positions);
+                    let (raw, raw_row) =
+                        problem.pull_back_queries(unit, head, row, span.rows, block.q, dq, sums, positions, &mut lift);
                     for at in 0..span.rows {
                         let token = sequence.query_start + row + at;
                         // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
@@ -707,7 +756,7 @@ pub(super) fn backward<T: Real>(
                         if gains[at] == T::ZERO {
                             to.fill(T::ZERO);
                         } else {
-                            ops.store(&dq[at * head_width..], T::ONE, to);
+                            ops.store(&raw[at * raw_row..], T::ONE, to);
                         }
                     }
                     row += span.rows;
@@ -728,15 +777,27 @@ pub(super) fn backward<T: Real>(
                 }
                 ops.store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
-                if problem.content {
-                    let features = &keys.k[key * head_width..][..head_width];
-                    ops.pull_back(problem.map, unit.k.skip(key), features, d, 1, head_dim, head_width);
+                if !problem.content {
+                    ops.store(d, T::ONE, to_k);
+                    continue;
                 }
-                ops.store(d, T::ONE, to_k);
+                // With positions, what stands between raw keys and features has been overwritten by later ones.
+                if problem.rotations.is_some() {
+                    let shift = keys.tops.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
+                    problem.load_keys(unit, key, 1, shift, block.q, &mut lift);
+                }
+                let features = &keys.k[key * head_width..][..head_width];
+                let positions = sink.positions;
+                let (raw, _) = problem.pull_back_keys(unit, key, 1, features, d, key_sums, positions, &mut lift);
+                ops.store(raw, T::ONE, to_k);
             }
         });
     }
-    if let (Some(d_table), Some(table)) = (d_table, &table) {
+    let query_sums = |index: usize, n: usize| vec![&table_gradients[index * per_unit + n * entry..][..sums_len]];
+    let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
+    let positions: [&[T]; 2] = [query_positions, key_positions];
+    problem.write_position_gradients(&query_sums, &unit_sums, positions, false, parameters);
+    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
         reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
     }
 }

@@ -1,9 +1,14 @@
 //! A checked call, with everything that its tasks share.
 
-use super::KernelizedAttention;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::features::FeatureLayout;
 use super::state::{self, Head};
+use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::fourier::Positions;
+use crate::fourier::rotation::Rotations;
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call};
 use crate::real::Real;
@@ -41,7 +46,14 @@ pub(super) struct Problem<'a, T: 'static> {
     pub causal: bool,
     pub offset: isize,
     pub sequences: Vec<Sequence<'a>>,
-    /// Widths of q, v and table rows in blocks: whole cache lines.
+    /// How features lie in a block row.
+    pub layout: FeatureLayout,
+    /// Numbers of a feature row that make up the weights.
+    pub depth: usize,
+    /// The angles of Fourier positions, if there are any.
+    pub rotations: Option<Rotations<'a, T>>,
+    pub negative: NegativeRows,
+    /// Widths of features, v and table rows in blocks: whole cache lines.
     pub head_width: usize,
     pub value_width: usize,
     /// Relative positions, if any.
@@ -110,6 +122,22 @@ impl<'a, T: Real> Problem<'a, T> {
                 });
             }
         }
+        let layout = FeatureLayout::new::<T>(dims.head_dim, &attention.score);
+        let sequences = call.mask.sequences(&dims);
+        let rotations = match attention.score {
+            Score::Fourier(fourier) => {
+                fourier.check(operation, layout.mapped)?;
+                let rotations = Rotations::new(fourier, dims, layout.mapped, call.parameters);
+                // Packed sequences share one batch entry and ignore nothing.
+                let ignored = |batch: usize, key: usize| {
+                    let sequence: Option<&Sequence<'_>> = sequences.get(batch).filter(|_| !call.mask.is_packed());
+                    sequence.is_some_and(|s| key >= s.keys || s.padding.is_some_and(|padding| padding[key]))
+                };
+                rotations.check_positions(operation, ignored)?;
+                Some(rotations)
+            }
+            _ => None,
+        };
         Ok(Self {
             attention,
             call,
@@ -119,8 +147,12 @@ impl<'a, T: Real> Problem<'a, T> {
             content: attention.score.content(),
             causal,
             offset: call.mask.offset,
-            sequences: call.mask.sequences(&dims),
-            head_width: padded::<T>(dims.head_dim),
+            sequences,
+            head_width: layout.width(),
+            depth: layout.depth(),
+            layout,
+            rotations,
+            negative: NegativeRows::new(attention.wants_positive()),
             value_width: padded::<T>(dims.value_dim),
             radius: attention.score.shaw().map(|shaw| shaw.radius),
         })
@@ -141,11 +173,24 @@ impl<'a, T: Real> Problem<'a, T> {
             k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
             v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
             gamma,
+            origin: self.origin(sequence.batch, kv_head),
         }
     }
 
+    /// Tokens before the call, where they are counted.
+    fn origin(&self, batch: usize, kv_head: usize) -> f64 {
+        let counted = self.attention.score.fourier().is_some_and(|f| f.positions == Positions::Counted);
+        let state = self.call.initial_state.filter(|_| counted);
+        state.map_or(0.0, |state| Head::from(state.head(batch, kv_head)).tokens() as f64)
+    }
+
+    /// Whether a row has nothing to be divided by, so that it gives 0.
+    pub fn gives_nothing(&self, denominator: T) -> bool {
+        self.negative.gives_nothing(denominator)
+    }
+
     /// Queries of one head of a sequence.
-    pub fn queries(&self, unit: &Unit<'a, T>, head: usize) -> Rows<'a, T> {
+    pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
 
@@ -218,6 +263,45 @@ pub(super) struct Unit<'a, T> {
     pub v: Rows<'a, T>,
     /// The decay a token.
     pub gamma: f64,
+    /// The counted position of its first token.
+    pub origin: f64,
+}
+
+/// Rows of a call whose denominators are negative where that is an error.
+pub(super) struct NegativeRows {
+    wanted: bool,
+    count: AtomicUsize,
+    first: AtomicUsize,
+}
+
+impl NegativeRows {
+    pub fn new(wanted: bool) -> Self {
+        Self { wanted, count: AtomicUsize::new(0), first: AtomicUsize::new(usize::MAX) }
+    }
+
+    /// Whether a row has nothing to be divided by, so that it gives 0.
+    pub fn gives_nothing<T: Real>(&self, denominator: T) -> bool {
+        denominator.vanishes() || (self.wanted && denominator < T::ZERO)
+    }
+
+    /// Looks at the denominator of row `row` of `[batch, heads, queries]`.
+    pub fn see<T: Real>(&self, denominator: T, row: usize) {
+        if self.wanted && denominator < T::ZERO && !denominator.vanishes() {
+            self.count.fetch_add(1, Ordering::Relaxed);
+            self.first.fetch_min(row, Ordering::Relaxed);
+        }
+    }
+
+    /// The error, if a row was seen.
+    pub fn report(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
+        let rows = self.count.load(Ordering::Relaxed);
+        if rows == 0 {
+            return Ok(());
+        }
+        let first = self.first.load(Ordering::Relaxed);
+        let (head, row) = (first / dims.queries, first % dims.queries);
+        Err(Error::NegativeDenominators { operation, rows, batch: head / dims.heads, head: head % dims.heads, row })
+    }
 }
 
 impl<T: Real> Unit<'_, T> {

@@ -3,6 +3,7 @@
 use super::{KernelizedAttention, Score};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::fourier::{self, reference::Place};
 use crate::mask::{Keys, Mask, Order};
 use crate::mechanism::{Call, Mechanism, Reference};
 use crate::shape::Dims;
@@ -49,7 +50,7 @@ fn row(attention: &KernelizedAttention, call: &Call<'_, f64>, batch: usize, head
     // The keys that this row sees, each as the terms of its weight `w_ij = γ^{−δ} Σ_f Σ_terms`.
     let seen: Vec<(usize, isize, Vec<Term>)> = (0..dims.keys)
         .filter_map(|j| Some((j, distance(&call.mask, dims, batch, i, j)?)))
-        .map(|(j, delta)| (j, delta, terms(attention, call, head, q, k(j), delta)))
+        .map(|(j, delta)| (j, delta, terms(attention, call, &Place { batch, head, i, j, delta }, q, k(j))))
         .collect();
 
     // e^{q+k} overflows where the quotient does not: exponents count from the largest one of the row.
@@ -60,19 +61,22 @@ fn row(attention: &KernelizedAttention, call: &Call<'_, f64>, batch: usize, head
     let mut denominator = 0.0;
     for (j, delta, terms) in &seen {
         let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[kv_head]);
-        let score: f64 = terms.iter().map(|t| t.factor * (t.exponent - shift).exp()).sum();
-        let weight = gamma.powf(-*delta as f64) * score;
+        let sum = |part: fn(&Term) -> f64| -> f64 {
+            gamma.powf(-*delta as f64) * terms.iter().map(|t| part(t) * (t.exponent - shift).exp()).sum::<f64>()
+        };
+        let weight = sum(|term| term.factor);
         for (n, &value) in numerator.iter_mut().zip(v(*j)) {
             *n += weight * value;
         }
-        denominator += weight;
+        denominator += sum(|term| term.share);
     }
 
-    if !attention.normalize {
+    if !attention.normalizes() {
         return (numerator.into_iter().map(|n| unshift(n, shift)).collect(), 1.0);
     }
     // Not `> 0`: a NaN that the row sees must come out, and signed features may have a negative denominator.
-    let out = numerator.into_iter().map(|n| if denominator == 0.0 { 0.0 } else { n / denominator }).collect();
+    let nothing = denominator == 0.0 || (attention.wants_positive() && denominator < 0.0);
+    let out = numerator.into_iter().map(|n| if nothing { 0.0 } else { n / denominator }).collect();
     (out, unshift(denominator, shift))
 }
 
@@ -100,26 +104,25 @@ fn distance(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> O
     seen.then_some(delta)
 }
 
-/// `factor · e^exponent`: one feature's part of a weight.
+/// `factor · e^exponent`: one feature's part of a weight, and `share · e^exponent`, its part of the denominator.
 struct Term {
     factor: f64,
+    share: f64,
     exponent: f64,
 }
 
 /// `φ(q)·φ(k)` and `φ(q)·ρ(r_δ)`, feature by feature.
-fn terms(
-    attention: &KernelizedAttention,
-    call: &Call<'_, f64>,
-    head: usize,
-    q: &[f64],
-    k: &[f64],
-    delta: isize,
-) -> Vec<Term> {
+fn terms(attention: &KernelizedAttention, call: &Call<'_, f64>, place: &Place, q: &[f64], k: &[f64]) -> Vec<Term> {
+    let &Place { head, delta, .. } = place;
     let phi = |x: f64| match attention.feature_map {
-        FeatureMap::Exp => Term { factor: 1.0, exponent: x },
-        map => Term { factor: map.apply(x), exponent: 0.0 },
+        FeatureMap::Exp => Term { factor: 1.0, share: 1.0, exponent: x },
+        map => Term { factor: map.apply(x), share: map.apply(x), exponent: 0.0 },
     };
-    let times = |a: Term, b: Term| Term { factor: a.factor * b.factor, exponent: a.exponent + b.exponent };
+    let times = |a: Term, b: Term| Term {
+        factor: a.factor * b.factor,
+        share: a.share * b.share,
+        exponent: a.exponent + b.exponent,
+    };
     let mut terms = Vec::new();
     if let Score::Content | Score::Combined(_) = attention.score {
         terms.extend(q.iter().zip(k).map(|(&q, &k)| times(phi(q), phi(k))));
@@ -128,9 +131,16 @@ fn terms(
         let r = shaw::reference::row(&shaw, call.parameters[0], head, call.dims.head_dim, delta);
         let rho = |x: f64| match shaw.map {
             RelativeMap::Same => phi(x),
-            RelativeMap::Identity => Term { factor: x, exponent: 0.0 },
+            RelativeMap::Identity => Term { factor: x, share: x, exponent: 0.0 },
         };
         terms.extend(q.iter().zip(r).map(|(&q, &r)| times(phi(q), rho(r))));
+    }
+    if let Score::Fourier(fourier) = attention.score {
+        let tensors = fourier.tensors(call.parameters);
+        for product in fourier::reference::products(&fourier, &tensors, &call.dims, q.len(), place) {
+            let term = times(phi(q[product.query]), phi(k[product.key]));
+            terms.push(Term { factor: term.factor * product.weight, share: term.share * product.share, ..term });
+        }
     }
     terms
 }

@@ -1,8 +1,10 @@
 //! The state of kernelized attention: what each part of a [`State`] means here.
 
 use super::KernelizedAttention;
+use super::features::FeatureLayout;
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::fourier::Positions;
 use crate::mechanism::Mechanism;
 use crate::real::Real;
 use crate::shape::Dims;
@@ -46,6 +48,11 @@ impl<T: Real> Head<&mut [T]> {
         self.marks[TOKENS + 1] = T::from_f64((tokens / TOKENS_CARRY) as f64);
     }
 
+    /// The number of tokens that the state holds.
+    pub fn tokens(&self) -> u64 {
+        tokens(self.marks)
+    }
+
     /// Counts one token more.
     pub fn count_token(&mut self) {
         self.set_tokens(tokens(self.marks) + 1);
@@ -79,7 +86,8 @@ impl<'a, T: Real> Head<&'a [T]> {
 /// The sizes of the state of `attention` for calls of these sizes.
 pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> StateShape {
     let radius = attention.score.shaw().map(|shaw| shaw.radius);
-    let features = if attention.score.content() { dims.head_dim } else { 0 };
+    let layout = FeatureLayout::new::<T>(dims.head_dim, &attention.score);
+    let (features, weighed) = if attention.score.content() { layout.counts() } else { (0, 0) };
     let width = dims.value_dim + 1;
     StateShape {
         mechanism: Mechanism::<T>::name(attention),
@@ -87,7 +95,7 @@ pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> St
         kv_heads: dims.kv_heads,
         parts: [
             features * dims.value_dim,
-            features,
+            weighed,
             MARKS,
             if radius.is_some() { width } else { 0 },
             radius.unwrap_or(0) * width,
@@ -151,8 +159,21 @@ pub(super) fn combine<T: Real>(
 ) -> Result<State<T>, Error> {
     let operation = Mechanism::<T>::name(attention);
     let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
-    let value_dim = sum.checked_div(features).unwrap_or_else(|| far.saturating_sub(1));
-    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: features, value_dim };
+    let (mut weighed, mut head_dim) = (features, features);
+    if let Some(fourier) = attention.score.fourier() {
+        if fourier.positions == Positions::Counted {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "the sum of two states with counted Fourier positions",
+                mend: "start the later stretch from the earlier state, or give positions",
+            });
+        }
+        let (blocks, weigh) = fourier.blocks();
+        head_dim = features / if weigh < blocks { blocks - weigh } else { weigh };
+        weighed = head_dim * weigh;
+    }
+    let value_dim = sum.checked_div(weighed).unwrap_or_else(|| far.saturating_sub(1));
+    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim };
     check(attention, &dims, earlier, "earlier state")?;
     check(attention, &dims, later, "later state")?;
     attention.check_decay(operation, kv_heads)?;

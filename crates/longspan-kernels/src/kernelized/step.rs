@@ -2,12 +2,16 @@
 
 use rayon::prelude::*;
 
-use super::KernelizedAttention;
+use super::features::FeatureLayout;
+use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
+use super::{KernelizedAttention, Score};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::fourier::rotation::{Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Parameter, Token};
 use crate::real::Real;
+use crate::scratch::Arena;
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::{InstructionSet, Ops};
@@ -63,12 +67,28 @@ pub(super) fn step<T: Real>(
     )?;
     attention.check_decay(operation, kv_heads)?;
 
+    let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
+    let rotations = match attention.score {
+        Score::Fourier(fourier) => {
+            fourier.check(operation, layout.mapped)?;
+            let rotations = Rotations::new(fourier, dims, layout.mapped, token.parameters);
+            rotations.check_positions(operation, |_, _| false)?;
+            Some(rotations)
+        }
+        _ => None,
+    };
+    let negative = NegativeRows::new(attention.wants_positive());
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
     let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let token = HeadToken {
             attention,
+            layout,
+            rotations: rotations.as_ref(),
+            negative: &negative,
+            batch: index / kv_heads,
+            heads,
             ops,
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
@@ -89,12 +109,17 @@ pub(super) fn step<T: Real>(
         let tasks: Vec<_> = tasks.collect();
         tasks.into_par_iter().for_each(run);
     }
-    Ok(())
+    negative.report(operation, &dims)
 }
 
 /// The token of one key/value head and the query heads that read it.
 struct HeadToken<'a, T: 'static> {
     attention: &'a KernelizedAttention,
+    layout: FeatureLayout,
+    rotations: Option<&'a Rotations<'a, T>>,
+    negative: &'a NegativeRows,
+    batch: usize,
+    heads: usize,
     ops: &'static Ops<T>,
     q: &'a [T],
     k: &'a [T],
@@ -106,7 +131,10 @@ struct HeadToken<'a, T: 'static> {
 
 impl<T: Real> HeadToken<'_, T> {
     fn step(&self, mut state: Head<&mut [T]>, out: &mut [T]) {
-        let (head_dim, width) = (self.k.len(), padded(self.k.len()));
+        let (weighed, denominators) = self.layout.counts();
+        let from = if self.layout.separate().is_some() { weighed } else { 0 };
+        let (head_dim, features) = (self.k.len(), from + denominators);
+        let width = padded(features);
         let mut stack = [T::ZERO; STACK];
         let mut heap = Vec::new();
         let work: &mut [T] = if 3 * width <= STACK {
@@ -147,7 +175,7 @@ impl<T: Real> HeadToken<'_, T> {
             }
         }
         if content {
-            self.map(map, shift, self.k, k);
+            self.features(Side::Key, shift, self.k, state.tokens() as f64, k);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
@@ -164,17 +192,17 @@ impl<T: Real> HeadToken<'_, T> {
         for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
             let q_shift = if exp { largest(raw) } else { T::ZERO };
             let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
-            self.map(map, q_shift, raw, q);
+            self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens() as f64, q);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             if content {
                 if n == 0 {
-                    self.ops.absorb_token(state.sum, &k[..head_dim], self.v, q, out);
-                    self.ops.add_scaled(state.keys, T::ONE, k);
+                    self.ops.absorb_token(state.sum, &k[..weighed], self.v, q, out);
+                    self.ops.add_scaled(state.keys, T::ONE, &k[from..]);
                 } else {
-                    self.ops.read_token(state.sum, &q[..head_dim], out);
+                    self.ops.read_token(state.sum, &q[..weighed], out);
                 }
-                sum = self.ops.dot(state.keys, q);
+                sum = self.ops.dot(state.keys, &q[from..]);
                 if content_scale != T::ONE {
                     self.ops.scale(out, content_scale);
                     sum *= content_scale;
@@ -184,12 +212,14 @@ impl<T: Real> HeadToken<'_, T> {
                 sum +=
                     self.add_relative(shaw, self.first_head + n, table_shift, relative_scale, q, relative, &state, out);
             }
-            if !self.attention.normalize {
+            if !self.attention.normalizes() {
                 if exp {
                     let scale = if content { scale } else { table_shift };
                     self.ops.scale(out, (scale + q_shift).exp());
                 }
-            } else if sum.vanishes() {
+            } else if self.negative.gives_nothing(sum) {
+                let heads = self.heads;
+                self.negative.see(sum, self.batch * heads + self.first_head + n);
                 out.fill(T::ZERO);
             } else {
                 self.ops.scale(out, T::ONE / sum);
@@ -202,6 +232,22 @@ impl<T: Real> HeadToken<'_, T> {
             self.ops.scale(state.keys, gamma);
             self.ops.scale(state.far, gamma);
         }
+    }
+
+    /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
+    fn features(&self, side: Side, shift: T, x: &[T], tokens: f64, to: &mut [T]) {
+        let Some(rotations) = self.rotations else {
+            return self.map(self.attention.feature_map, shift, x, to);
+        };
+        let mut mapped = vec![T::ZERO; padded(x.len())];
+        self.map(self.attention.feature_map, shift, x, &mut mapped);
+        let mut memory = vec![T::ZERO; rotations.buffers_len(1)];
+        let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
+        let kv_head = self.first_head / (self.q.len() / x.len().max(1)).max(1);
+        rotations.start(kv_head, &mut buffers);
+        let span = Span { side, batch: self.batch, kv_head, token: 0, count: 1, position: tokens, ignored: None };
+        let row = to.len();
+        rotations.rotate(&span, &mapped, mapped.len(), to, row, self.layout.mapped, &mut buffers);
     }
 
     /// `φ(x − shift)` into a block row.

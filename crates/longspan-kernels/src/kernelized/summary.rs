@@ -1,5 +1,6 @@
 //! What a stretch of keys leaves behind for later queries, in the layout of the kernels.
 
+use super::features::FeatureLayout;
 use super::problem::{Problem, Unit, padded};
 use super::state::{Head, SHIFT};
 use crate::feature_map::FeatureMap;
@@ -8,8 +9,10 @@ use crate::real::Real;
 /// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    pub features: usize,
-    /// `features` in whole cache lines, so that `S` can be transposed in place of its own.
+    pub features: FeatureLayout,
+    /// Features of the weights and of the denominators, without the gaps between their multiples.
+    counts: (usize, usize),
+    /// Features in whole cache lines, so that `S` can be transposed in place of its own.
     pub rows: usize,
     pub value_width: usize,
     pub head_width: usize,
@@ -21,7 +24,8 @@ const FLAGS: usize = 4;
 impl Layout {
     pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         Self {
-            features: if problem.content { problem.dims.head_dim } else { 0 },
+            features: problem.layout,
+            counts: if problem.content { problem.layout.counts() } else { (0, 0) },
             rows: if problem.content { problem.head_width } else { 0 },
             value_width: problem.value_width,
             head_width: problem.head_width,
@@ -142,11 +146,14 @@ impl<'s, T: Real> Summary<'s, T> {
     pub fn load(&mut self, state: Head<&[T]>, value_dim: usize) {
         self.clear();
         let width = self.layout.value_width;
-        for feature in 0..self.layout.features {
-            self.sum()[feature * width..][..value_dim].copy_from_slice(&state.sum[feature * value_dim..][..value_dim]);
+        let Layout { features, counts, .. } = self.layout;
+        for feature in 0..counts.0 {
+            let to = features.place(feature) * width;
+            self.sum()[to..][..value_dim].copy_from_slice(&state.sum[feature * value_dim..][..value_dim]);
         }
-        let features = self.layout.features;
-        self.keys()[..features].copy_from_slice(state.keys);
+        for feature in 0..counts.1 {
+            self.keys()[features.denominator() + features.place(feature)] = state.keys[feature];
+        }
         if !state.far.is_empty() {
             self.far()[..value_dim].copy_from_slice(&state.far[..value_dim]);
             *self.count() = state.far[value_dim];
@@ -161,10 +168,14 @@ impl<'s, T: Real> Summary<'s, T> {
     pub fn store(&self, state: &mut Head<&mut [T]>, value_dim: usize, exponent: bool) {
         let view = self.view();
         let width = self.layout.value_width;
-        for feature in 0..self.layout.features {
-            state.sum[feature * value_dim..][..value_dim].copy_from_slice(&view.sum()[feature * width..][..value_dim]);
+        let Layout { features, counts, .. } = self.layout;
+        for feature in 0..counts.0 {
+            let from = features.place(feature) * width;
+            state.sum[feature * value_dim..][..value_dim].copy_from_slice(&view.sum()[from..][..value_dim]);
         }
-        state.keys.copy_from_slice(&view.keys()[..self.layout.features]);
+        for feature in 0..counts.1 {
+            state.keys[feature] = view.keys()[features.denominator() + features.place(feature)];
+        }
         if !state.far.is_empty() {
             state.far[..value_dim].copy_from_slice(&view.far()[..value_dim]);
             state.far[value_dim] = view.count();

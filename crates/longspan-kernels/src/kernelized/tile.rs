@@ -1,13 +1,13 @@
 //! One chunk of queries against the keys around it: the working memory, and the dense tile of weights that forward and
 //! backward share.
 
+use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit, padded};
 use super::state::Head;
 use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::Arena;
-use crate::shape::Rows;
 use crate::simd::block::{Band, Product};
 
 /// Rows of a chunk and the keys that it touches.
@@ -97,6 +97,8 @@ pub(super) struct Buffers<'s, T> {
     pub far: &'s mut [T],
     /// Outputs, or the gradients of outputs over their denominators, chunk × value_width.
     pub o: &'s mut [T],
+    /// What forms features.
+    pub lift: Lift<'s, T>,
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
@@ -113,6 +115,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             + 2 * pad(window)
             + pad(chunk)
             + (chunk + 1) * problem.value_width
+            + Lift::len(problem, chunk)
     }
 
     pub fn new(problem: &Problem<'_, T>, sizes: Sizes, arena: &mut Arena<'s, T>) -> Self {
@@ -140,11 +143,13 @@ impl<'s, T: Real> Buffers<'s, T> {
             dots: arena.take(chunk),
             far: arena.take(problem.value_width),
             o: arena.take(chunk * problem.value_width),
+            lift: Lift::new(problem, chunk, arena),
         }
     }
 
     /// Prepares for a unit.
-    pub fn start(&mut self, unit: &Unit<'_, T>) {
+    pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        self.lift.start(problem, unit);
         let len = self.powers.len();
         for (n, power) in self.powers.iter_mut().rev().enumerate().take(len) {
             *power = unit.decay(n);
@@ -269,39 +274,10 @@ impl<'s, T: Real> Buffers<'s, T> {
 
     pub fn load_keys(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, piece: &Piece, shift: T) {
         let width = problem.head_width;
-        let padding = unit.padding(piece.key, piece.key + piece.keys);
-        problem.ops.load(
-            problem.map,
-            shift,
-            unit.k.skip(piece.key),
-            piece.keys,
-            problem.dims.head_dim,
-            padding,
-            self.k,
-            width,
-        );
+        problem.load_keys(unit, piece.key, piece.keys, shift, self.k, &mut self.lift);
         let rows = padded::<T>(piece.keys);
         self.k[piece.keys * width..rows * width].fill(T::ZERO);
         problem.ops.transpose(self.k, width, rows, width, self.k_columns, self.sizes.chunk);
-    }
-
-    /// Loads `φ(q)` of a piece's rows.
-    pub fn load_queries(&mut self, problem: &Problem<'_, T>, queries: Rows<'_, T>, piece: &Piece) {
-        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
-        let queries = queries.skip(piece.row);
-        if problem.map == FeatureMap::Exp {
-            for row in 0..piece.rows {
-                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-                let top = queries.row(row, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
-                let top = if top.is_finite() { top } else { T::ZERO };
-                self.q_shift[row] = top;
-                let to = &mut self.q[row * width..];
-                problem.ops.load(problem.map, top, queries.skip(row), 1, head_dim, None, to, width);
-            }
-        } else {
-            self.q_shift[..piece.rows].fill(T::ZERO);
-            problem.ops.load(problem.map, T::ZERO, queries, piece.rows, head_dim, None, self.q, width);
-        }
     }
 
     /// `φ(q)·ρ(r)` for every row of the piece, times `scale`.
@@ -323,7 +299,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             c_row: table.width,
             rows,
             columns: table.width,
-            depth: problem.dims.head_dim,
+            depth: problem.depth,
             accumulate: false,
             a_band: Band::ALL,
             c_band: Band::ALL,
@@ -363,7 +339,7 @@ impl<'s, T: Real> Buffers<'s, T> {
                 c_row: row_length,
                 rows: piece.rows,
                 columns: piece.keys,
-                depth: problem.dims.head_dim,
+                depth: problem.depth,
                 accumulate: false,
                 a_band: Band::ALL,
                 c_band: Band::up_to(0),
@@ -395,6 +371,32 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.decay_tile(problem, piece);
         }
         true
+    }
+
+    /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.
+    pub fn fill_denominators(&mut self, problem: &Problem<'_, T>, piece: &Piece, from: usize, scale: T, decays: bool) {
+        let chunk = self.sizes.chunk;
+        problem.ops.product(&mut Product {
+            a: &self.q[from..],
+            a_row: problem.head_width,
+            a_column: 1,
+            b: &self.k_columns[from * chunk..],
+            b_row: chunk,
+            c: self.tile,
+            c_row: self.sizes.tile_row,
+            rows: piece.rows,
+            columns: piece.keys,
+            depth: problem.layout.mapped,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::up_to(0),
+        });
+        if scale != T::ONE {
+            problem.ops.scale(&mut self.tile[..piece.rows * self.sizes.tile_row], scale);
+        }
+        if decays {
+            self.decay_tile(problem, piece);
+        }
     }
 
     /// Multiplies each weight of the tile by `γ^{t − j}`.

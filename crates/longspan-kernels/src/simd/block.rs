@@ -5,7 +5,6 @@
 //! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
 
 pub(crate) use super::log_sum::{bias_gradient, gated_mean, join, key_gradient, row_cotangent};
-pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
 pub(crate) use super::toeplitz::weigh;
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;

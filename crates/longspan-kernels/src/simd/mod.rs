@@ -7,6 +7,7 @@
 pub(crate) mod block;
 pub(crate) mod log_sum;
 mod portable;
+pub(crate) mod rotation;
 pub(crate) mod softmax;
 pub(crate) mod toeplitz;
 mod vector;
@@ -20,6 +21,7 @@ use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
 use log_sum::OutputRow;
+use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 
 /// An instruction set.
@@ -123,7 +125,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: the caller has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -137,7 +139,7 @@ macro_rules! operations {
                         #[allow(clippy::too_many_arguments)]
                         unsafe fn $name($($argument: $type),*) $(-> $result)? {
                             // SAFETY: every processor of the target has the instructions.
-                            unsafe { block::$name::<$vector>($($argument),*) }
+                            unsafe { kernels::$name::<$vector>($($argument),*) }
                         }
                     )*
                     pub(super) static TABLE: Ops<T> = Ops { $($name),* };
@@ -145,6 +147,13 @@ macro_rules! operations {
             };
         }
     };
+}
+
+/// The generic operations, wherever they are defined.
+mod kernels {
+    pub(crate) use super::block::*;
+    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
 }
 
 operations! {
@@ -183,6 +192,9 @@ operations! {
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
+    cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);

@@ -62,6 +62,8 @@ pub(crate) trait Constants: Real {
     const EXP: &'static [f64];
     /// Terms of the series atanh(s) = s·Σ s²ⁿ/(2n+1) that reach full precision for s ≤ 1/3.
     const ATANH_TERMS: usize;
+    /// Terms of the series of sine and cosine that reach full precision up to π/4.
+    const SINE_TERMS: usize;
 }
 
 impl Constants for f32 {
@@ -78,6 +80,7 @@ impl Constants for f32 {
         0.001_394_110_843_397_267_4,
     ];
     const ATANH_TERMS: usize = 8;
+    const SINE_TERMS: usize = 6;
 }
 
 impl Constants for f64 {
@@ -101,6 +104,7 @@ impl Constants for f64 {
         1.0 / 6_227_020_800.0,
     ];
     const ATANH_TERMS: usize = 17;
+    const SINE_TERMS: usize = 9;
 }
 
 /// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN.

@@ -40,7 +40,7 @@ pub(crate) fn attend(
     }
     let inputs = Inputs::new(options, q, k, v, table, mask);
     let sums = match (mask.order, options.score) {
-        (Order::Bidirectional, Score::Content) => inputs.content_total(),
+        (Order::Bidirectional, Score::Content | Score::Fourier(_)) => inputs.content_total(),
         (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs, mask.offset, chunk).sums(),
         (Order::Bidirectional, Score::Combined(_)) => {
             inputs.content_total() + Grid::bidirectional(&inputs, mask.offset, chunk).sums()

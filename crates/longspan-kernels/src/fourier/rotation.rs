@@ -1,0 +1,436 @@
+//! The angles of a call: from the parameters and positions to what turns the rows of one chunk.
+
+use std::f64::consts::TAU;
+
+use super::{Fourier, FourierNormalizer, Tensors, Wave};
+use crate::error::{Error, expect};
+use crate::real::Real;
+use crate::scratch::Arena;
+use crate::shape::Dims;
+use crate::simd::Ops;
+use crate::simd::rotation::{Angles, Rotation, Turn, Unrotated};
+
+/// Which rows: queries of a head, or the keys of its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Query(usize),
+    Key,
+}
+
+/// Rows whose angles are wanted.
+#[derive(Clone, Copy)]
+pub(crate) struct Span<'x> {
+    pub side: Side,
+    pub batch: usize,
+    pub kv_head: usize,
+    /// The first row on its axis of the call.
+    pub token: usize,
+    pub count: usize,
+    /// Its counted position.
+    pub position: f64,
+    /// Rows whose positions mean nothing.
+    pub ignored: Option<&'x [bool]>,
+}
+
+impl Span<'_> {
+    fn ignores(&self, row: usize) -> bool {
+        self.ignored.is_some_and(|ignored| ignored[row])
+    }
+}
+
+/// The parameters of a call, ready for use.
+pub(crate) struct Rotations<'a, T: 'static> {
+    pub fourier: Fourier,
+    ops: &'static Ops<T>,
+    /// Features before they are turned.
+    pub features: usize,
+    angles: usize,
+    axes: usize,
+    dims: Dims,
+    /// Turns for a step, `[kv_heads, axes, angles]`.
+    rates: Vec<f64>,
+    /// The same in radians: what takes the gradients of angles to positions.
+    slopes: Vec<T>,
+    /// Turns, `[heads, angles]`, or empty.
+    phases: Vec<f64>,
+    /// `c`, `[heads, features]`, or empty.
+    gains: Vec<T>,
+    /// What queries' unturned features are multiplied by, `[heads, features]`, or empty where that is 1.
+    rests: Vec<T>,
+    ones: Vec<T>,
+    positions: Option<(&'a [T], &'a [T])>,
+}
+
+/// Angles of one side's last block.
+struct SideAngles<'s, T> {
+    /// For given positions: `rows × angles` each.
+    cos: &'s mut [T],
+    sin: &'s mut [T],
+    /// Cosine and sine of the base, without and with the gain, `4 × angles`.
+    base: &'s mut [T],
+}
+
+/// Working memory of one task.
+pub(crate) struct RotationBuffers<'s, T> {
+    /// For counted positions: the angles of `0, 1, 2, …` steps, `rows × angles` each.
+    table: [&'s mut [T]; 2],
+    sides: [SideAngles<'s, T>; 2],
+}
+
+impl<'a, T: Real> Rotations<'a, T> {
+    /// For parameters of checked lengths.
+    pub fn new(fourier: Fourier, dims: Dims, features: usize, parameters: &[&'a [T]]) -> Self {
+        let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
+        let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
+        let a = a.unwrap_or(&[]);
+        let mut rates = vec![0.0; a.len()];
+        let mut slopes = vec![T::ZERO; a.len()];
+        for head in 0..dims.kv_heads {
+            for k in 0..angles {
+                for axis in 0..axes {
+                    let (from, to) = ((head * angles + k) * axes + axis, (head * axes + axis) * angles + k);
+                    rates[to] = a[from].to_f64() / TAU;
+                    slopes[to] = a[from];
+                }
+            }
+        }
+        let rests = match (fourier.normalizer, beta, c) {
+            (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
+                let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
+                c.iter().zip(beta).map(|(c, beta)| T::from_f64(c.to_f64().abs() + softplus(beta.to_f64()))).collect()
+            }
+            (_, Some(beta), _) => beta.to_vec(),
+            _ => Vec::new(),
+        };
+        Self {
+            fourier,
+            ops: T::ops(),
+            features,
+            angles,
+            axes,
+            dims,
+            rates,
+            slopes,
+            phases: b.unwrap_or(&[]).iter().map(|b| b.to_f64() / TAU).collect(),
+            gains: c.unwrap_or(&[]).to_vec(),
+            rests,
+            ones: vec![T::ONE; features],
+            positions,
+        }
+    }
+
+    /// Checks that the given positions of queries, and of keys that are not ignored, are finite.
+    pub fn check_positions(
+        &self,
+        operation: &'static str,
+        ignored: impl Fn(usize, usize) -> bool,
+    ) -> Result<(), Error> {
+        let Some((queries, keys)) = self.positions else { return Ok(()) };
+        let axes = self.axes;
+        for (name, positions, tokens) in
+            [("query_positions", queries, self.dims.queries), ("key_positions", keys, self.dims.keys)]
+        {
+            for (n, position) in positions.chunks_exact(axes.max(1)).enumerate() {
+                let (batch, token) = (n / tokens, n % tokens);
+                let matters = name == "query_positions" || !ignored(batch, token);
+                expect(
+                    !matters || position.iter().all(|x| x.is_finite()),
+                    operation,
+                    name,
+                    || "finite numbers".into(),
+                    || format!("{position:?} for token {token} of batch entry {batch}"),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether positions are given, so that they have gradients.
+    pub fn given(&self) -> bool {
+        self.positions.is_some()
+    }
+
+    /// Numbers that [`RotationBuffers`] for blocks of `rows` take from an arena.
+    pub fn buffers_len(&self, rows: usize) -> usize {
+        let line = 64 / size_of::<T>();
+        (4 * rows * self.angles + 8 * self.angles) + 6 * line
+    }
+
+    pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
+        let block = rows * self.angles;
+        let (table, given) = if self.given() { (0, block) } else { (block, 0) };
+        let mut side =
+            || SideAngles { cos: arena.take(given), sin: arena.take(given), base: arena.take(4 * self.angles) };
+        let sides = [side(), side()];
+        RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
+    }
+
+    fn rates(&self, kv_head: usize, axis: usize) -> &[f64] {
+        &self.rates[(kv_head * self.axes + axis) * self.angles..][..self.angles]
+    }
+
+    /// Prepares for the rows of one head.
+    pub fn start(&self, kv_head: usize, buffers: &mut RotationBuffers<'_, T>) {
+        if self.given() || self.angles == 0 {
+            return;
+        }
+        let rates = self.rates(kv_head, 0);
+        let mut turns = vec![0.0; self.angles];
+        let [cos, sin] = &mut buffers.table;
+        let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
+        for (row, (cos, sin)) in rows.enumerate() {
+            turns.iter_mut().zip(rates).for_each(|(turn, rate)| *turn = rate * row as f64);
+            self.ops.cos_sin(&turns, cos, sin);
+        }
+    }
+
+    /// The position of one row of a span, on one axis.
+    pub fn position(&self, span: &Span<'_>, row: usize, axis: usize) -> T {
+        match self.positions {
+            None => T::from_f64(span.position + row as f64),
+            Some(_) if span.ignores(row) => T::ZERO,
+            Some((queries, keys)) => {
+                let (positions, tokens) = match span.side {
+                    Side::Query(_) => (queries, self.dims.queries),
+                    Side::Key => (keys, self.dims.keys),
+                };
+                positions[(span.batch * tokens + span.token + row) * self.axes + axis]
+            }
+        }
+    }
+
+    /// Forms the angles of a span, for [`rotate`](Self::rotate) and then [`unrotate`](Self::unrotate) of that side.
+    fn load(&self, span: &Span<'_>, buffers: &mut RotationBuffers<'_, T>) {
+        let angles = self.angles;
+        let side = &mut buffers.sides[usize::from(span.side == Side::Key)];
+        let phase = match span.side {
+            Side::Query(head) if !self.phases.is_empty() => Some(&self.phases[head * angles..][..angles]),
+            _ => None,
+        };
+        let (plain, with_gain) = side.base.split_at_mut(2 * angles);
+        let (cos, sin) = plain.split_at_mut(angles);
+        let mut turns = [0.0; 64];
+        for from in (0..angles).step_by(turns.len()) {
+            let to = (from + turns.len()).min(angles);
+            let turns = &mut turns[..to - from];
+            let start = |turns: &mut [f64]| match phase {
+                Some(phase) => turns.copy_from_slice(&phase[from..to]),
+                None => turns.fill(0.0),
+            };
+            if self.given() {
+                cos[from..to].fill(T::ONE);
+                sin[from..to].fill(T::ZERO);
+                for row in 0..span.count {
+                    start(turns);
+                    for axis in 0..self.axes {
+                        let position = self.position(span, row, axis).to_f64();
+                        for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, axis)[from..to]) {
+                            let step = rate * position;
+                            *turn += step - step.round_ties_even();
+                        }
+                    }
+                    let place = row * angles + from..row * angles + to;
+                    self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
+                }
+            } else {
+                start(turns);
+                for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, 0)[from..to]) {
+                    *turn += rate * span.position;
+                }
+                self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
+            }
+        }
+        with_gain.copy_from_slice(plain);
+        if let Some(gain) = self.gain(span.side) {
+            self.ops.multiply(&mut with_gain[..angles], gain);
+            self.ops.multiply(&mut with_gain[angles..], gain);
+        }
+    }
+
+    fn gain(&self, side: Side) -> Option<&[T]> {
+        match side {
+            Side::Query(head) if !self.gains.is_empty() => Some(&self.gains[head * self.features..][..self.features]),
+            _ => None,
+        }
+    }
+
+    fn rest(&self, side: Side) -> Option<&[T]> {
+        if !self.fourier.has_unturned() {
+            return None;
+        }
+        Some(match side {
+            Side::Query(head) if !self.rests.is_empty() => &self.rests[head * self.features..][..self.features],
+            _ => &self.ones,
+        })
+    }
+
+    fn turn(&self) -> Turn {
+        match self.fourier.wave {
+            Wave::Each => Turn::Each,
+            Wave::Pairs => Turn::Pairs,
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn rotation<'x>(
+        &'x self,
+        span: &Span<'_>,
+        x: &'x [T],
+        x_row: usize,
+        stride: usize,
+        gained: bool,
+        buffers: &'x RotationBuffers<'_, T>,
+    ) -> Rotation<'x, T> {
+        let side = &buffers.sides[usize::from(span.side == Side::Key)];
+        let angles = self.angles;
+        let base = &side.base[if gained { 2 * angles } else { 0 }..];
+        let (cos, sin): (&[T], &[T]) =
+            if self.given() { (side.cos, side.sin) } else { (buffers.table[0], buffers.table[1]) };
+        Rotation {
+            turn: self.turn(),
+            x,
+            x_row,
+            count: span.count,
+            width: self.features,
+            angles: Angles { cos, sin, row: angles, base: [&base[..angles], &base[angles..2 * angles]] },
+            stride,
+            rest: self.rest(span.side),
+        }
+    }
+
+    /// Turns the features `x` of a span, rows of `x_row`, into rows of `to_row` whose blocks start every `stride`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn rotate(
+        &self,
+        span: &Span<'_>,
+        x: &[T],
+        x_row: usize,
+        to: &mut [T],
+        to_row: usize,
+        stride: usize,
+        buffers: &mut RotationBuffers<'_, T>,
+    ) {
+        self.load(span, buffers);
+        self.ops.rotate(&self.rotation(span, x, x_row, stride, true, buffers), to, to_row);
+    }
+
+    /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
+    pub fn sums_len(&self, width: usize) -> usize {
+        (3 + self.axes) * width
+    }
+
+    /// Takes the gradients `d` of the rows that were last turned on this side back to their features, in `dx`, and adds
+    /// those of the parameters to `sums`: of `c`, `β`, `b` and `a` by axis, `width` each. Those of given positions are
+    /// added to the rows that `positions` gives.
+    #[allow(clippy::too_many_arguments)]
+    pub fn unrotate(
+        &self,
+        span: &Span<'_>,
+        (x, x_row): (&[T], usize),
+        (d, d_row): (&mut [T], usize),
+        dx: &mut [T],
+        sums: &mut [T],
+        d_positions: impl Fn(usize, usize, T),
+        buffers: &RotationBuffers<'_, T>,
+    ) {
+        let width = x_row;
+        let (d_gain, sums) = sums.split_at_mut(width);
+        let (d_rest, sums) = sums.split_at_mut(width);
+        let (d_phase, d_rates) = sums.split_at_mut(width);
+        let gain = self.gain(span.side);
+        let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
+        let rotation = self.rotation(span, x, x_row, width, false, buffers);
+        self.ops.unrotate(
+            &rotation,
+            &mut Unrotated {
+                d,
+                d_row,
+                gain,
+                dx,
+                d_gain: if gain.is_some() { d_gain } else { &mut [] },
+                d_rest: if wants_rest { d_rest } else { &mut [] },
+            },
+        );
+        let angles = self.angles;
+        for row in 0..span.count {
+            let angle = &d[row * d_row..][..angles];
+            self.ops.add_scaled(&mut d_phase[..angles], T::ONE, angle);
+            for axis in 0..self.axes {
+                let to = &mut d_rates[axis * width..][..angles];
+                self.ops.add_scaled(to, self.position(span, row, axis), angle);
+                if self.given() {
+                    let slopes = &self.slopes[(span.kv_head * self.axes + axis) * angles..][..angles];
+                    d_positions(row, axis, self.ops.dot(angle, slopes));
+                }
+            }
+        }
+    }
+
+    /// Writes the gradients of the parameters, all but positions, from sums as [`unrotate`](Self::unrotate) forms them:
+    /// or adds them;
+    /// `query_sums` gives those of a head, `key_sums` those of a key/value head, in a fixed order.
+    pub fn write_gradients<'x>(
+        &self,
+        width: usize,
+        query_sums: impl Fn(usize) -> Vec<&'x [T]>,
+        key_sums: impl Fn(usize) -> Vec<&'x [T]>,
+        parameters: &[&'a [T]],
+        accumulate: bool,
+        gradients: &mut [&mut [T]],
+    ) {
+        let inputs = self.fourier.tensors(parameters);
+        let mut rest = gradients.iter_mut();
+        let Tensors { mut a, mut b, mut c, mut beta, .. } = self.fourier.split(&mut rest);
+        // Sums over all segments in doubles: parts for queries and for keys nearly cancel far from position 0.
+        let total = |parts: &[&[T]], from: usize, len: usize| -> Vec<f64> {
+            let mut sum = vec![0.0; len];
+            for part in parts {
+                sum.iter_mut().zip(&part[from..]).for_each(|(sum, x)| *sum += x.to_f64());
+            }
+            sum
+        };
+        for kv_head in 0..self.dims.kv_heads {
+            let group = self.dims.group();
+            let heads = kv_head * group..(kv_head + 1) * group;
+            if let Some(a) = &mut a {
+                let parts: Vec<&[T]> = heads.clone().flat_map(&query_sums).chain(key_sums(kv_head)).collect();
+                for axis in 0..self.axes {
+                    for (k, sum) in total(&parts, (3 + axis) * width, self.angles).into_iter().enumerate() {
+                        let to = &mut a[(kv_head * self.angles + k) * self.axes + axis];
+                        *to = T::from_f64(sum + if accumulate { to.to_f64() } else { 0.0 });
+                    }
+                }
+            }
+            for head in heads {
+                let parts = query_sums(head);
+                let place = head * self.features..(head + 1) * self.features;
+                let write = |to: &mut [T], from: &[f64]| {
+                    for (to, &x) in to.iter_mut().zip(from) {
+                        *to = T::from_f64(x + if accumulate { to.to_f64() } else { 0.0 });
+                    }
+                };
+                if let Some(b) = &mut b {
+                    write(&mut b[place.clone()], &total(&parts, 2 * width, self.features));
+                }
+                let mut d_gain = total(&parts, 0, self.features);
+                let mut d_rest = total(&parts, width, self.features);
+                if let (FourierNormalizer::Dominant, Some(c), Some(beta)) =
+                    (self.fourier.normalizer, inputs.c, inputs.beta)
+                {
+                    // β = |c| + softplus(beta).
+                    for (k, n) in place.clone().enumerate() {
+                        let c = c[n].to_f64();
+                        d_gain[k] += if c == 0.0 { 0.0 } else { c.signum() * d_rest[k] };
+                        d_rest[k] /= 1.0 + (-beta[n].to_f64()).exp();
+                    }
+                }
+                if let Some(c) = &mut c {
+                    write(&mut c[place.clone()], &d_gain);
+                }
+                if let Some(beta) = &mut beta {
+                    write(&mut beta[place], &d_rest);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! From raw rows of queries and keys to blocks of features, and gradients back.
+//!
+//! An elementwise map writes its block at once. With Fourier positions the map's features go to a block of their own
+//! first and are turned from there; that block stays until the gradients of the same rows have been taken back.
+
+use super::Score;
+use super::problem::{Problem, Unit, padded};
+use crate::feature_map::FeatureMap;
+use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
+use crate::real::Real;
+use crate::scratch::Arena;
+use crate::shape::{Rows, SharedRows, ViewMut};
+
+/// How one row of features lies in a block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FeatureLayout {
+    /// Features of the map, before positions multiply them.
+    pub mapped: usize,
+    /// Numbers from one multiple to the next in a block: whole cache lines.
+    pub stride: usize,
+    /// Multiples in all.
+    pub blocks: usize,
+    /// Multiples that have a part in the weights; the others have one in the denominators alone.
+    pub weigh: usize,
+}
+
+impl FeatureLayout {
+    pub fn new<T>(mapped: usize, score: &Score) -> Self {
+        let (blocks, weigh) = match score {
+            Score::Fourier(fourier) => fourier.blocks(),
+            _ => (1, 1),
+        };
+        Self { mapped, stride: padded::<T>(mapped), blocks, weigh }
+    }
+
+    /// Numbers of a row, in whole cache lines.
+    pub fn width(&self) -> usize {
+        self.blocks * self.stride
+    }
+
+    /// Numbers at the start of a row that make up the weights.
+    pub fn depth(&self) -> usize {
+        (self.weigh - 1) * self.stride + self.mapped
+    }
+
+    /// Where the features that make up the denominators start, if they are not those of the weights.
+    pub fn separate(&self) -> Option<usize> {
+        (self.weigh < self.blocks).then_some(self.weigh * self.stride)
+    }
+
+    /// Where the features that make up the denominators start.
+    pub fn denominator(&self) -> usize {
+        self.separate().unwrap_or(0)
+    }
+
+    /// Features without the gaps: of weights and of denominators.
+    pub fn counts(&self) -> (usize, usize) {
+        let weigh = self.weigh * self.mapped;
+        (weigh, if self.weigh < self.blocks { (self.blocks - self.weigh) * self.mapped } else { weigh })
+    }
+
+    /// The place in a block row of a feature counted without the gaps.
+    pub fn place(&self, feature: usize) -> usize {
+        feature / self.mapped.max(1) * self.stride + feature % self.mapped.max(1)
+    }
+}
+
+/// Working memory of one task beside the blocks of features themselves; empty for elementwise maps.
+pub(super) struct Lift<'s, T> {
+    rotation: Option<RotationBuffers<'s, T>>,
+    /// Mapped features of the last queries and of the last keys.
+    mapped: [&'s mut [T]; 2],
+    /// Gradients of mapped features.
+    gradient: &'s mut [T],
+}
+
+/// Where the gradients of given positions go: `[kv_heads, batch, tokens, axes]` of queries and of keys.
+#[derive(Clone, Copy)]
+pub(super) struct PositionSink<'a, T> {
+    pub queries: SharedRows<'a, T>,
+    pub keys: SharedRows<'a, T>,
+}
+
+impl<'a, T> PositionSink<'a, T> {
+    pub fn new(queries: &'a mut ViewMut<'_, T>, keys: &'a mut ViewMut<'_, T>) -> Self {
+        Self { queries: queries.shared(), keys: keys.shared() }
+    }
+}
+
+impl<'s, T: Real> Lift<'s, T> {
+    pub fn len(problem: &Problem<'_, T>, rows: usize) -> usize {
+        problem.rotations.as_ref().map_or(0, |rotations| rotations.buffers_len(rows) + 3 * rows * problem.layout.stride)
+    }
+
+    pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
+        let block = if problem.rotations.is_some() { rows * problem.layout.stride } else { 0 };
+        Self {
+            rotation: problem.rotations.as_ref().map(|rotations| rotations.buffers(rows, arena)),
+            mapped: [arena.take(block), arena.take(block)],
+            gradient: arena.take(block),
+        }
+    }
+
+    /// Prepares for a unit.
+    pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        if let (Some(rotations), Some(buffers)) = (&problem.rotations, &mut self.rotation) {
+            rotations.start(unit.kv_head, buffers);
+        }
+    }
+}
+
+impl<'a, T: Real> Problem<'a, T> {
+    fn query_span(&self, unit: &Unit<'_, T>, head: usize, first: usize, count: usize) -> Span<'static> {
+        Span {
+            side: Side::Query(head),
+            batch: unit.sequence.batch,
+            kv_head: unit.kv_head,
+            token: unit.sequence.query_start + first,
+            count,
+            position: unit.origin + first as f64 + self.offset as f64,
+            ignored: None,
+        }
+    }
+
+    fn key_span<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> Span<'x> {
+        Span {
+            side: Side::Key,
+            batch: unit.sequence.batch,
+            kv_head: unit.kv_head,
+            token: unit.sequence.key_start + first,
+            count,
+            position: unit.origin + first as f64,
+            ignored: unit.padding(first, first + count),
+        }
+    }
+
+    /// Writes the features of `count` queries of one head from row `first` of the sequence on, and the exponent that was
+    /// subtracted from each.
+    #[allow(clippy::too_many_arguments)]
+    pub fn load_queries(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        first: usize,
+        count: usize,
+        shifts: &mut [T],
+        to: &mut [T],
+        lift: &mut Lift<'_, T>,
+    ) {
+        let queries = self.queries(unit, head).skip(first);
+        let (stride, head_dim) = (self.layout.stride, self.dims.head_dim);
+        let [mapped, _] = &mut lift.mapped;
+        let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
+        if self.map == FeatureMap::Exp {
+            for row in 0..count {
+                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
+                let top = queries.row(row, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
+                let top = if top.is_finite() { top } else { T::ZERO };
+                shifts[row] = top;
+                self.ops.load(self.map, top, queries.skip(row), 1, head_dim, None, &mut block[row * stride..], stride);
+            }
+        } else {
+            shifts[..count].fill(T::ZERO);
+            self.ops.load(self.map, T::ZERO, queries, count, head_dim, None, block, stride);
+        }
+        if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
+            let span = self.query_span(unit, head, first, count);
+            rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
+        }
+    }
+
+    /// Writes the features of `count` keys from key `first` of the sequence on; 0 for those ignored.
+    pub fn load_keys(
+        &self,
+        unit: &Unit<'_, T>,
+        first: usize,
+        count: usize,
+        shift: T,
+        to: &mut [T],
+        lift: &mut Lift<'_, T>,
+    ) {
+        let (stride, head_dim) = (self.layout.stride, self.dims.head_dim);
+        let [_, mapped] = &mut lift.mapped;
+        let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
+        let padding = unit.padding(first, first + count);
+        self.ops.load(self.map, shift, unit.k.skip(first), count, head_dim, padding, block, stride);
+        if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
+            let span = self.key_span(unit, first, count);
+            rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
+        }
+    }
+
+    /// Takes the gradients `d` of the features of the queries that were last loaded, and that stand in `features`, back
+    /// to the raw rows; `sums` takes those of the parameters of positions. Returns rows and their length.
+    #[allow(clippy::too_many_arguments)]
+    pub fn pull_back_queries<'x>(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        first: usize,
+        count: usize,
+        features: &[T],
+        d: &'x mut [T],
+        sums: &mut [T],
+        positions: Option<PositionSink<'_, T>>,
+        lift: &'x mut Lift<'_, T>,
+    ) -> (&'x [T], usize) {
+        let raw = self.queries(unit, head).skip(first);
+        let span = self.query_span(unit, head, first, count);
+        self.pull_back(&span, raw, features, d, sums, positions.map(|sink| sink.queries), lift)
+    }
+
+    /// The same for keys.
+    #[allow(clippy::too_many_arguments)]
+    pub fn pull_back_keys<'x>(
+        &self,
+        unit: &Unit<'_, T>,
+        first: usize,
+        count: usize,
+        features: &[T],
+        d: &'x mut [T],
+        sums: &mut [T],
+        positions: Option<PositionSink<'_, T>>,
+        lift: &'x mut Lift<'_, T>,
+    ) -> (&'x [T], usize) {
+        let span = self.key_span(unit, first, count);
+        self.pull_back(&span, unit.k.skip(first), features, d, sums, positions.map(|sink| sink.keys), lift)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn pull_back<'x>(
+        &self,
+        span: &Span<'_>,
+        raw: Rows<'_, T>,
+        features: &[T],
+        d: &'x mut [T],
+        sums: &mut [T],
+        positions: Option<SharedRows<'_, T>>,
+        lift: &'x mut Lift<'_, T>,
+    ) -> (&'x [T], usize) {
+        let (stride, head_dim, count) = (self.layout.stride, self.dims.head_dim, span.count);
+        let (Some(rotations), Some(buffers)) = (&self.rotations, &lift.rotation) else {
+            self.ops.pull_back(self.map, raw, features, d, count, head_dim, stride);
+            return (d, stride);
+        };
+        let mapped = &*lift.mapped[usize::from(span.side == Side::Key)];
+        let axes = self.position_axes();
+        let add = |row: usize, axis: usize, x: T| {
+            if let Some(positions) = &positions {
+                // SAFETY: a token's row belongs to the (batch, key/value head) of one unit, and within it to the task
+                // that takes its gradient back; no other slice of it lives here.
+                let to = unsafe { positions.row(span.kv_head, span.batch, span.token + row, axes) };
+                to[axis] += x;
+            }
+        };
+        rotations.unrotate(span, (mapped, stride), (d, self.head_width), lift.gradient, sums, add, buffers);
+        self.ops.pull_back(self.map, raw, mapped, lift.gradient, count, head_dim, stride);
+        (lift.gradient, stride)
+    }
+
+    /// Numbers in one position, if positions are given.
+    pub fn position_axes(&self) -> usize {
+        match self.attention.score {
+            Score::Fourier(fourier) => fourier.positions.axes(),
+            _ => 0,
+        }
+    }
+
+    /// Numbers in the sums that the gradients of the parameters of one head's positions are formed in.
+    pub fn sums_len(&self) -> usize {
+        self.rotations.as_ref().map_or(0, |rotations| rotations.sums_len(self.layout.stride))
+    }
+
+    /// Numbers in the gradients of given positions before they are summed over heads, of queries and of keys.
+    pub fn position_lens(&self) -> [usize; 2] {
+        let given = self.rotations.as_ref().is_some_and(Rotations::given);
+        let rows = if given { self.dims.kv_heads * self.dims.batch * self.position_axes() } else { 0 };
+        [rows * self.dims.queries, rows * self.dims.keys]
+    }
+
+    /// These gradients as `[kv_heads, batch, tokens, axes]`, all 0; none if positions are not given.
+    pub fn position_views<'x>(&self, queries: &'x mut [T], keys: &'x mut [T]) -> Option<[ViewMut<'x, T>; 2]> {
+        if !self.rotations.as_ref().is_some_and(Rotations::given) {
+            return None;
+        }
+        let view = |numbers: &'x mut [T], tokens: usize| {
+            numbers.fill(T::ZERO);
+            let row = self.position_axes();
+            ViewMut::strided(numbers, [self.dims.batch * tokens * row, tokens * row, row])
+        };
+        Some([view(queries, self.dims.queries), view(keys, self.dims.keys)])
+    }
+
+    /// Writes the gradients of the parameters of Fourier positions, if there are any: from the sums of each unit and the
+    /// `n`-th of its heads, from those of each unit's keys, and from the gradients of positions by head. With `accumulate`
+    /// they are added.
+    pub fn write_position_gradients<'x>(
+        &self,
+        query_sums: &dyn Fn(usize, usize) -> Vec<&'x [T]>,
+        key_sums: &dyn Fn(usize) -> Vec<&'x [T]>,
+        positions: [&[T]; 2],
+        accumulate: bool,
+        gradients: &mut [&mut [T]],
+    ) {
+        let Some(rotations) = &self.rotations else { return };
+        let group = self.dims.group();
+        let units = |kv_head: usize| (0..self.sequences.len()).map(move |n| n * self.dims.kv_heads + kv_head);
+        rotations.write_gradients(
+            self.layout.stride,
+            |head| units(head / group).flat_map(|index| query_sums(index, head % group)).collect(),
+            |kv_head| units(kv_head).flat_map(key_sums).collect(),
+            self.call.parameters,
+            accumulate,
+            gradients,
+        );
+        if !rotations.given() {
+            return;
+        }
+        let last = gradients.len() - 2;
+        for (to, from) in gradients[last..].iter_mut().zip(positions) {
+            if !accumulate {
+                to.fill(T::ZERO);
+            }
+            for head in from.chunks_exact(to.len().max(1)) {
+                self.ops.add_scaled(to, T::ONE, head);
+            }
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Fourier and rotary positions: the conformance suite, and what is peculiar to them.
+
+use longspan_kernels::{
+    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mask, Mechanism, Output,
+    Positions, Score, Scratch, Token, View, ViewMut, Wave,
+};
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
+    streaming, threads,
+};
+
+fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
+    let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
+    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
+}
+
+fn with(wave: Wave, normalizer: FourierNormalizer, positions: Positions) -> KernelizedAttention {
+    KernelizedAttention { score: Score::Fourier(Fourier { wave, normalizer, positions }), ..Default::default() }
+}
+
+#[test]
+fn forward_is_the_definition() {
+    over(&grid::fourier(51, 300, &grid::LENGTHS, true), accuracy::forward::<f32>);
+    over(&grid::fourier(52, 200, &grid::LENGTHS, true), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&grid::fourier(53, 120, &grid::SHORT_LENGTHS, true), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_singles_are_those_in_doubles() {
+    over(&grid::fourier(54, 200, &grid::LENGTHS, true), accuracy::gradient_in_singles);
+}
+
+#[test]
+fn algorithms_agree() {
+    for (attention, case) in grid::fourier(55, 60, &grid::LENGTHS, true) {
+        let agree = accuracy::algorithms_agree::<f32>(&attention, &case)
+            .and_then(|()| accuracy::algorithms_agree::<f64>(&attention, &case));
+        if let Err(failure) = agree {
+            panic!("{failure}\n    {attention:?}\n    {case:?}");
+        }
+    }
+}
+
+#[test]
+fn what_is_not_seen_does_not_matter() {
+    over(&grid::fourier(57, 90, &grid::LENGTHS, true), isolation::unseen_keys_do_not_matter::<f32>);
+    over(&grid::fourier(58, 90, &grid::LENGTHS, true), isolation::rows_are_independent::<f32>);
+    over(&grid::fourier(59, 120, &grid::LENGTHS, true), isolation::padding_does_not_matter::<f32>);
+}
+
+#[test]
+fn packed_is_looped() {
+    over(&grid::fourier(60, 240, &grid::LENGTHS, false), isolation::packed_is_looped::<f32>);
+}
+
+#[test]
+fn memory_and_threads_do_not_matter() {
+    over(&grid::fourier(61, 90, &grid::LENGTHS, true), memory::poison_does_not_matter::<f32>);
+    over(&grid::fourier(62, 60, &grid::LENGTHS, true), memory::strides_do_not_matter::<f64>);
+    over(&grid::fourier(63, 40, &grid::LENGTHS, true), threads::threads_do_not_matter::<f32>);
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 3000, keys: 3000, head_dim: 8, value_dim: 5 };
+    for causal in [true, false] {
+        for positions in [Positions::Counted, Positions::Given { axes: 2 }] {
+            let attention = KernelizedAttention {
+                algorithm: Algorithm::Chunked,
+                ..with(Wave::Each, FourierNormalizer::Dominant, positions)
+            };
+            over(&[(attention, Case::new(dims, causal))], threads::threads_do_not_matter::<f32>);
+        }
+    }
+}
+
+#[test]
+fn pieces_make_the_whole() {
+    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 90, &grid::LENGTHS, false));
+    over(&cases(64), streaming::pieces_make_the_whole::<f32>);
+    over(&cases(65), streaming::pieces_make_the_whole::<f64>);
+    over(&cases(66), streaming::states_are_values::<f32>);
+    over(&cases(67), streaming::lengths_end_the_sequence::<f32>);
+    over(&cases(68), streaming::ignored_keys_keep_their_place::<f32>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 60, &grid::LENGTHS, false));
+    over(&cases(69), state_gradients::gradients_pass_through_states::<f64>);
+    let few = grid::as_streams(70, grid::fourier(70, 30, &grid::SHORT_LENGTHS, false));
+    over(&few, state_gradients::state_gradients_are_difference_quotients);
+    over(&cases(71), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
+/// Numbers of a call of one sequence and head-independent sizes, with their outputs and gradients.
+fn run(attention: &KernelizedAttention, case: &Case, inputs: &Inputs<f64>) -> (execute::Forward<f64>, Vec<Vec<f64>>) {
+    let subject = Subject::kernelized(attention);
+    let forward = execute::forward(&subject, case, inputs).expect("a call that makes sense");
+    let backward = execute::backward(&subject, case, inputs, &forward).expect("a call that makes sense");
+    (forward, backward.gradients)
+}
+
+fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!((got - expected).abs() <= allowed, "{what}: element {n} is {got} instead of {expected}");
+    }
+}
+
+/// Positions that are given as they would be counted change nothing, also in a packed call, under padding, from a state.
+#[test]
+fn counted_positions_may_be_given() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 90, keys: 90, head_dim: 6, value_dim: 3 };
+    for (wave, normalizer) in [(Wave::Each, FourierNormalizer::OnePlus), (Wave::Pairs, FourierNormalizer::Unrotated)] {
+        let counted = with(wave, normalizer, Positions::Counted);
+        let given = with(wave, normalizer, Positions::Given { axes: 1 });
+        let bounds = vec![0, 20, 20, 90];
+        for (batch, keys) in [
+            (2, KeyMask::All),
+            (2, KeyMask::Padding((0..180).map(|n| n % 5 == 2).collect())),
+            (1, KeyMask::Packed { queries: bounds.clone(), keys: bounds.clone() }),
+        ] {
+            let packed = matches!(keys, KeyMask::Packed { .. });
+            let case = Case { keys, offset: 3, ..Case::new(Dims { batch, ..dims }, true) };
+            let inputs = execute::random(&Subject::kernelized(&counted), &case);
+            let start = |token: usize| bounds.iter().copied().filter(|&b| packed && b <= token).max().unwrap_or(0);
+            let places = |offset: usize| -> Vec<f64> {
+                (0..batch).flat_map(|_| (0..90).map(move |n| (n - start(n) + offset) as f64)).collect()
+            };
+            let mut with_positions = inputs.clone();
+            with_positions.parameters.extend([places(3), places(0)]);
+            let (expected, expected_gradients) = run(&counted, &case, &inputs);
+            let (got, gradients) = run(&given, &case, &with_positions);
+            near("out", &got.out, &expected.out, 1e-12);
+            for (n, expected) in expected_gradients.iter().enumerate() {
+                let size = expected.iter().fold(1.0f64, |size, x| size.max(x.abs()));
+                near(&format!("gradient {n}"), &gradients[n], expected, 1e-11 * size);
+            }
+            assert!(gradients[gradients.len() - 1].iter().any(|&x| x != 0.0), "positions have gradients");
+        }
+    }
+}
+
+/// Token by token with given positions is the whole.
+#[test]
+fn given_positions_step() {
+    let attention = with(Wave::Each, FourierNormalizer::Dominant, Positions::Given { axes: 2 });
+    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 70, keys: 70, head_dim: 5, value_dim: 3 };
+    let case = Case::new(dims, true);
+    let subject = Subject::kernelized(&attention);
+    let inputs = execute::random(&subject, &case);
+    let expected = execute::forward(&subject, &case, &inputs).expect("a call that makes sense").out;
+    let mut state = Mechanism::<f64>::empty_state(&attention, &dims).expect("sizes that make sense");
+    let row = |x: &[f64], width: usize, token: usize| -> Vec<f64> {
+        x.chunks(70 * width).flat_map(|head| head[token * width..][..width].to_vec()).collect()
+    };
+    let positions = inputs.parameters.len() - 2;
+    for token in 0..70 {
+        let places = [positions, positions + 1].map(|n| row(&inputs.parameters[n], 2, token));
+        let mut parameters: Vec<&[f64]> = inputs.parameters[..positions].iter().map(Vec::as_slice).collect();
+        parameters.extend(places.iter().map(Vec::as_slice));
+        let (q, k, v) = (row(&inputs.q, 5, token), row(&inputs.k, 5, token), row(&inputs.v, 3, token));
+        let mut out = vec![f64::NAN; 2 * 2 * 3];
+        let token_in = Token { q: &q, k: &k, v: &v, parameters: &parameters };
+        attention.step(&token_in, &mut state, &mut out).expect("a step that makes sense");
+        near("out", &out, &row(&expected, 3, token), 1e-12);
+    }
+}
+
+/// At position 10⁷ the angles of `f32` calls are those of doubles: counted, from an offset and from a state.
+#[test]
+fn angles_are_exact_at_position_ten_million() {
+    for (wave, normalizer) in [(Wave::Each, FourierNormalizer::OnePlus), (Wave::Pairs, FourierNormalizer::Unrotated)] {
+        let attention = KernelizedAttention {
+            algorithm: Algorithm::Chunked,
+            decay: Some(vec![0.9]),
+            ..with(wave, normalizer, Positions::Counted)
+        };
+        let subject = Subject::kernelized(&attention);
+        let dims = Dims { batch: 1, heads: 1, kv_heads: 1, queries: 100, keys: 100, head_dim: 8, value_dim: 4 };
+        let case = Case::new(dims, true);
+        let inputs = execute::random(&subject, &case);
+        // Distances alone matter, so the first hundred tokens tell what the last hundred of ten million must give.
+        let expected = execute::reference(&subject, &case, &inputs).expect("a call that makes sense").out;
+        let empty = Mechanism::<f32>::empty_state(&attention, &dims).expect("sizes that make sense");
+        let mut numbers = empty.numbers().to_vec();
+        // Two digits to base 2²⁰.
+        let (low, high) = (numbers.len() - 2, numbers.len() - 1);
+        (numbers[low], numbers[high]) = (562_816.0, 9.0);
+        let far = longspan_kernels::State::from_numbers(empty.shape(), numbers).expect("numbers that fit");
+        let single = inputs.cast::<f32>();
+        let (forward, state) =
+            execute::forward_state(&subject, &case, &single, Some(&far)).expect("a call that makes sense");
+        let got: Vec<f64> = forward.out.iter().map(|&x| f64::from(x)).collect();
+        let size = expected.iter().fold(0.0f64, |size, x| size.max(x.abs()));
+        near("out after ten million tokens", &got, &expected, 5e-6 * size);
+        assert_eq!(state.numbers()[low..], [562_916.0, 9.0], "the count goes on");
+        let mut stepped = far;
+        let steps = execute::steps(&subject, &case, &single, 0..100, &mut stepped).expect("steps that make sense");
+        let got: Vec<f64> = steps.iter().map(|&x| f64::from(x)).collect();
+        near("out of steps after ten million tokens", &got, &expected, 5e-6 * size);
+        assert_eq!(stepped.numbers()[low..], [562_916.0, 9.0], "the count goes on");
+    }
+}
+
+/// With the literal normaliser at random initialisation more than a third of the rows have no positive denominator: they
+/// are told, and give 0 with gradient 0 instead of nonsense.
+#[test]
+fn rows_with_negative_denominators_are_told() {
+    for algorithm in [Algorithm::Naive, Algorithm::Chunked] {
+        let literal = with(Wave::Each, FourierNormalizer::Literal, Positions::Counted);
+        let attention = KernelizedAttention { feature_map: FeatureMap::Exp, algorithm, ..literal };
+        let dims = Dims::square(2, 2, 100, 16);
+        let case = Case::new(dims, true);
+        let bare = Subject::new(attention.clone(), Subject::assume(&attention));
+        let inputs = execute::random(&bare, &case);
+        let expected = execute::reference(&bare, &case, &inputs).expect("the definition reports nothing");
+        let negative: Vec<usize> = (0..400).filter(|&row| expected.denominators[row] < 0.0).collect();
+        assert!(negative.len() > 100, "{} rows", negative.len());
+        let (mut out, mut denominators) = (vec![f64::NAN; 400 * 16], vec![f64::NAN; 400]);
+        let result = inputs.call(&case, None, |call| {
+            let output = Output {
+                out: ViewMut::contiguous(&mut out, dims.out()),
+                denominators: Some(&mut denominators),
+                final_state: None,
+            };
+            attention.forward(call, output, &mut Scratch::new())
+        });
+        let Err(Error::NegativeDenominators { operation, rows, batch, head, row }) = result else {
+            panic!("{result:?}");
+        };
+        let first = negative[0];
+        assert_eq!(
+            (operation, rows, batch, head, row),
+            ("fourier", negative.len(), first / 200, first / 100 % 2, first % 100)
+        );
+        for row in 0..400 {
+            let negative = expected.denominators[row] < 0.0;
+            assert_eq!(denominators[row] < 0.0, negative, "row {row}");
+            assert_eq!(out[row * 16..][..16].iter().all(|&x| x == 0.0), negative, "row {row}");
+        }
+        let forward = execute::Forward { out, denominators };
+        let gradients = execute::backward(&bare, &case, &inputs, &forward).expect("a call that makes sense").gradients;
+        assert!(gradients.iter().flatten().all(|x| x.is_finite()));
+        for &row in &negative {
+            assert!(gradients[0][row * 16..][..16].iter().all(|&x| x == 0.0), "row {row}");
+        }
+    }
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 4, value_dim: 2 };
+    for (wave, normalizer) in [(Wave::Each, FourierNormalizer::Dominant), (Wave::Pairs, FourierNormalizer::Unrotated)] {
+        let subject = Subject::kernelized(&with(wave, normalizer, Positions::Counted));
+        if let Err(failure) = rejection::wrong_calls::<f32>(&subject, &Case::new(dims, true)) {
+            panic!("{failure}\n    {}", subject.label);
+        }
+    }
+    let odd = Case::new(Dims { head_dim: 3, ..dims }, true);
+    for (attention, case, argument) in [
+        (with(Wave::Pairs, FourierNormalizer::Unrotated, Positions::Counted), &odd, "head_dim"),
+        (with(Wave::Pairs, FourierNormalizer::OnePlus, Positions::Counted), &odd, "pairs"),
+        (with(Wave::Pairs, FourierNormalizer::Dominant, Positions::Counted), &odd, "pairs"),
+    ] {
+        let refused: Result<(), Failure> = rejection::refuses::<f32>(&Subject::kernelized(&attention), case, argument);
+        refused.unwrap_or_else(|failure| panic!("{failure}"));
+    }
+}
+
+/// Positions must be finite where a query or a key is, and may be anything for ignored keys.
+#[test]
+fn positions_that_are_not_finite_are_refused() {
+    let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: 2 });
+    let dims = Dims { batch: 2, heads: 1, kv_heads: 1, queries: 3, keys: 4, head_dim: 4, value_dim: 2 };
+    let subject = Subject::kernelized(&attention);
+    let padding = KeyMask::Padding([vec![false; 4], vec![false, true, false, true]].concat());
+    let case = Case { keys: padding, ..Case::new(dims, false) };
+    let good = execute::random(&subject, &case);
+    let (_, expected) = run(&attention, &case, &good);
+    for (tensor, place, name) in
+        [(2, 5, Some("query_positions")), (3, 0, Some("key_positions")), (3, 10, None), (3, 15, None)]
+    {
+        for wrong in [f64::NAN, f64::INFINITY] {
+            let mut inputs = good.clone();
+            inputs.parameters[tensor][place] = wrong;
+            let checked = inputs.call(&case, None, |call| Mechanism::<f64>::check(&attention, call));
+            match name {
+                Some(name) => {
+                    let error = checked.expect_err("a position that is not finite").to_string();
+                    assert!(error.contains(name) && error.contains("finite"), "{error}");
+                }
+                None => {
+                    checked.expect("ignored keys have no position");
+                    assert_eq!(run(&attention, &case, &inputs).1, expected, "an ignored key's position");
+                }
+            }
+        }
+    }
+}
+
+/// A number of axes that no tensor can have is refused, without an overflow on the way.
+#[test]
+fn axes_beyond_all_bounds_are_refused() {
+    let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: usize::MAX });
+    let (shape, one) = ([1, 1, 1, 1], [1.0f32]);
+    let call = Call {
+        dims: Dims::square(1, 1, 1, 1),
+        q: View::contiguous(&one, shape),
+        k: View::contiguous(&one, shape),
+        v: View::contiguous(&one, shape),
+        parameters: &[&one, &one, &one, &one],
+        mask: Mask::causal(),
+        initial_state: None,
+    };
+    let error = Mechanism::<f32>::check(&attention, &call).expect_err("a rate for each axis").to_string();
+    assert!(error.contains("fourier: a:"), "{error}");
+}
