@@ -26,6 +26,10 @@ use crate::shaw::RelativeMap;
 use crate::simd::block::{Band, Product, Run};
 use crate::state::State;
 
+/// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
+/// one further back for every row, and products write whole cache lines.
+const BAND_ROWS: usize = 8;
+
 /// Where gradients go.
 #[derive(Clone, Copy)]
 pub(super) struct GradientSink<'a, T> {
@@ -485,32 +489,33 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
     }
 
-    /// `φ(q)·ρ(r)` of the window's first `rows` rows.
-    fn load_relative(&self, head: usize, rows: usize, buffers: &mut KeyBuffers<'_, T>) {
-        let Some(table) = &self.table else { return };
+    /// `φ(q)·ρ(r)` of the window's first `rows` rows, for those rows of the table through which they meet one of `keys`
+    /// keys: row `x` meets key `j` through row `R + lead + j − x`. Others are left as they are.
+    fn load_relative(&self, head: usize, rows: usize, keys: usize, lead: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let (Some(table), Some(radius)) = (&self.table, self.problem.radius) else { return };
         let problem = self.problem;
-        problem.ops.product(&mut Product {
-            a: buffers.q,
-            a_row: problem.head_width,
-            a_column: 1,
-            b: table.columns(head),
-            b_row: table.width,
-            c: buffers.relative,
-            c_row: table.width,
-            rows,
-            columns: table.width,
-            depth: problem.dims.head_dim,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
-        if problem.map == FeatureMap::Exp {
-            for row in 0..rows {
-                // Rows that are not there have features 0 and any factor will do.
-                let factor = (table.shift - buffers.shift[row]).exp();
-                let factor = if factor.is_finite() { factor } else { T::ZERO };
-                problem.ops.scale(&mut buffers.relative[row * table.width..][..table.width], factor);
-            }
+        let line = padded::<T>(1);
+        // In a narrow table there is nothing to leave out.
+        let step = if table.width > 2 * line { BAND_ROWS } else { rows.max(1) };
+        for row in (0..rows).step_by(step) {
+            let last = (row + step).min(rows) - 1;
+            let from = (radius + lead).saturating_sub(last) / line * line;
+            let to = (radius + lead + keys - row).min(table.count);
+            problem.ops.product(&mut Product {
+                a: &buffers.q[row * problem.head_width..],
+                a_row: problem.head_width,
+                a_column: 1,
+                b: &table.columns(head)[from..],
+                b_row: table.width,
+                c: &mut buffers.relative[row * table.width + from..],
+                c_row: table.width,
+                rows: last + 1 - row,
+                columns: to - from,
+                depth: problem.dims.head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
         }
     }
 
@@ -882,9 +887,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 break;
             }
             self.load_rows(head, first_position, window, buffers);
-            if problem.radius.is_some() {
-                self.load_relative(head, window, buffers);
-            }
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
@@ -909,6 +911,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     }
                 }
                 if near > 0 {
+                    self.load_relative(head, reach, keys, lead, buffers);
                     let table_width = problem.table_width();
                     for x in 0..reach {
                         // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
@@ -920,14 +923,20 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         let to = to as usize;
                         let column = 1 + (from as isize - begin) as usize;
                         let weights = &buffers.relative[x * table_width + column..][..to - from];
-                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], T::ONE, weights);
+                        let factor = match &self.table {
+                            Some(table) if exp => (table.shift - buffers.shift[x]).exp(),
+                            _ => T::ONE,
+                        };
+                        // Rows that are not there have features 0 and any factor will do.
+                        let factor = if factor.is_finite() { factor } else { T::ZERO };
+                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
                     }
                 }
                 if decays {
                     self.decay_tile(tile_rows, keys, buffers);
                 }
-                // Key j meets the rows from its own on: near ones, or all of the piece's if content is in the tile.
-                let to = if content_rows > 0 { Band::ALL.to } else { (lead + radius) as isize };
+                // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
+                let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
                 let band = Band { from: 0, to };
                 ops.product(&mut Product {
                     a: buffers.tile,

@@ -413,7 +413,8 @@ impl<'s, T: Real> Buffers<'s, T> {
         match problem.radius {
             None => Band::up_to(0),
             Some(_) if !problem.causal => Band { from: 0, to: near_columns(problem) as isize },
-            Some(radius) if !problem.content => Band { from: 0, to: radius as isize },
+            // Near keys reach back to the column of the row's own number, and content no further than they.
+            Some(radius) if !problem.content || piece.rows <= radius => Band { from: 0, to: radius as isize },
             Some(_) => Band::up_to(piece.lead as isize),
         }
     }
