@@ -83,13 +83,13 @@ pub(super) fn backward<T: Real>(
                 // A row that sees nothing has a denominator of e^{−∞}: nothing is left of any weight before e^{∞}.
                 block.sums.fill(T::ONE / T::MIN_POSITIVE);
                 dots.fill(T::ZERO);
-                for at in 0..rows {
+                for (at, dot) in dots.iter_mut().enumerate().take(rows) {
                     let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start + row + at;
                     let logarithm = cotangent.denominators[place];
                     if logarithm != T::NEG_INFINITY {
                         block.sums[at] = logarithm;
                         seen = seen.max(problem.end(&stretches[1], row + at));
-                        dots[at] = ops.dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
+                        *dot = ops.dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
                     }
                 }
                 dq[..rows * head_width].fill(T::ZERO);

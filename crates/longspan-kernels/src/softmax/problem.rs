@@ -163,11 +163,12 @@ impl<'a, T: Real> Problem<'a, T> {
     /// would carry to all of them.
     pub fn carries(&self, stretch: &Stretch<'_, T>, row: usize, rows: usize) -> bool {
         let (from, to) = (self.end(stretch, row), self.end(stretch, row + rows - 1));
-        (from..to).any(|key| {
-            !stretch.padding.is_some_and(|ignored| ignored[key])
-                && !(self.ops.all_finite(stretch.v.skip(key), 1, self.dims.value_dim)
-                    && self.ops.all_finite(stretch.k.skip(key), 1, self.dims.head_dim))
-        })
+        let finite = |key| {
+            self.ops.all_finite(stretch.v.skip(key), 1, self.dims.value_dim)
+                && self.ops.all_finite(stretch.k.skip(key), 1, self.dims.head_dim)
+        };
+        let ignored = |key: usize| stretch.padding.is_some_and(|ignored| ignored[key]);
+        !(from..to).all(|key| ignored(key) || finite(key))
     }
 
     /// Loads rows of a caller's tensor, times `factor`, and their transpose with lines of `columns`.
