@@ -3,6 +3,7 @@
 # LONGSPAN_PYTHON names the interpreter; LONGSPAN_WITHOUT_TORCH=1 leaves PyTorch and its tests out.
 set -euo pipefail
 cd "$(dirname "$0")"
+export LONGSPAN_REPOSITORY="$PWD/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

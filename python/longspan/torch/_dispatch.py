@@ -27,50 +27,95 @@ def attend(
     With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
     """
     tensors = (q, k, v, *parameters)
-    check(operation, tensors, ops._names(parameters), key_padding_mask)
-    ops._check_state(operation, "initial_state", initial_state)
-    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
-    on_cpu = q.device.type == "cpu"
-    with_state = initial_state is not None or output_final_state
-    if with_state:
-        if not on_cpu:
-            raise ValueError(f"{operation}: states: expected tensors on the cpu, got {q.device}; "
-                             "move them there, or run the whole sequence at once")  # fmt: skip
+    if not _simple(tensors):
+        check(operation, tensors, ops._names(parameters), key_padding_mask)
+        if not q.is_cpu or (initial_state is None and not output_final_state and _watched(tensors)):
+            return _attend_watched(
+                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens,
+                initial_state is not None or output_final_state,
+            )  # fmt: skip
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise ValueError(f"{operation}: initial_state and output_final_state: expected tensors without gradients, "
                              "because none flows through a state; use torch.no_grad()")  # fmt: skip
-    elif not on_cpu:
-        return chunked_attention(
-            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
-            key_padding_mask=key_padding_mask, cu_seqlens=packed,
-        )  # fmt: skip
-    elif not _plain(tensors):
-        queries, keys = (None, None) if packed is None else packed
-        out, _ = _operators.attention(
-            q, k, v, list(parameters), key_padding_mask, queries, keys, mechanism, options, operation,
-            is_causal, offset,
-        )  # fmt: skip
-        return out
+    elif key_padding_mask is not None:
+        check(operation, tensors, ops._names(parameters), key_padding_mask)
+    ops._check_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
     arrays, back = as_arrays(operation, tensors, ops._names(parameters))
+    parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
     out, _, state = ops._mechanism(mechanism, options, operation, parameters).forward(
-        arrays[0], arrays[1], arrays[2], tuple(arrays[3:]), is_causal, offset, ignored, packed,
+        arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
     out = back(out)
     return (out, state) if output_final_state else out
 
 
+def _attend_watched(
+    operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
+):  # fmt: skip
+    """What is to be differentiated, compiled, or computed elsewhere."""
+    q, k, v, *parameters = tensors
+    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
+    if q.device.type == "cpu":
+        queries, keys = (None, None) if packed is None else packed
+        call = _operators.attention if _traced(tensors) else _operators.Eager.apply
+        if call is _operators.attention:
+            return call(
+                q, k, v, parameters, key_padding_mask, queries, keys, mechanism, options, operation, is_causal, offset
+            )[0]  # fmt: skip
+        return call(key_padding_mask, packed, mechanism, options, operation, is_causal, offset, *tensors)
+    if with_state:
+        raise ValueError(f"{operation}: states: expected tensors on the cpu, got {q.device}; "
+                         "move them there, or run the whole sequence at once")  # fmt: skip
+    return chunked_attention(
+        q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+        key_padding_mask=key_padding_mask, cu_seqlens=packed,
+    )  # fmt: skip
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# What torch itself asks before it takes a short cut; a torch without them always takes the operator.
+_interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+_dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
+
+
+def _traced(tensors: Sequence[Tensor]) -> bool:
+    """Whether a compiler, a transform, autocast or another kind of tensor wants to see an operator."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
+        return True
+    if _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None:
+        return True
+    return any(type(t) not in _PLAIN_TYPES for t in tensors)
+
+
+def _watched(tensors: Sequence[Tensor]) -> bool:
+    """Whether anybody watches what is computed."""
+    return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or _traced(tensors)
+
+
+def _simple(tensors: Sequence[Any]) -> bool:
+    """Whether these are plain float32 or float64 tensors on the CPU that nobody watches: the quick way for most calls."""
+    if torch.compiler.is_compiling() or _unusual(tensors):
+        return False
+    return not _watched(tensors)
+
+
+def _unusual(tensors: Sequence[Any]) -> bool:
+    dtype = getattr(tensors[0], "dtype", None)
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TYPES or tensor.dtype is not dtype or not tensor.is_cpu:
+            return True
+        if tensor.layout is not torch.strided:
+            return True
+    return False
+
+
 def _autocast(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether nobody watches what is computed: no gradient, no compiler, no autocast, no other kind of tensor."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False
-    grad = torch.is_grad_enabled()
-    return all(type(t) in (Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
 
 
 def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padding_mask: Any) -> None:
@@ -106,11 +151,11 @@ def as_arrays(
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
     if dtype in _HALF:
         for name, tensor in zip(names, tensors):
             if tensor.dtype != dtype:
                 raise TypeError(f"{operation}: {name}: expected {dtype} like q, got {tensor.dtype}")
         return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
-    return [tensor.detach().numpy() for tensor in tensors], torch.from_numpy
+    return [(tensor.detach() if tensor.requires_grad else tensor).numpy() for tensor in tensors], torch.from_numpy

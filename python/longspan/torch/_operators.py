@@ -35,6 +35,40 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
 
+def _forward(q, k, v, parameters, key_padding_mask, packed, mechanism, options, operation, is_causal, offset):
+    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters).forward(
+        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
+    )  # fmt: skip
+    batch, heads, queries, _ = q.shape
+    if out.size == 0:
+        out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
+    else:
+        out_tensor = torch.from_numpy(out).to(q.dtype)
+    return out_tensor, _tensor(denominators, _dtype_of_denominators(q))
+
+
+def _backward(
+    d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
+    mechanism, options, operation, is_causal, offset,
+):  # fmt: skip
+    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters).backward(
+        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        None if key_padding_mask is None else key_padding_mask.numpy(), packed,
+        _array(out), _array(denominators), _array(d_out), True,
+    )  # fmt: skip
+    gradients = []
+    for like, gradient in zip((q, k, v), (dq, dk, dv)):
+        batch, heads, tokens, width = like.shape
+        if gradient.size == 0:
+            gradients.append(_token_major(like, batch, heads, tokens, width))
+        else:
+            gradients.append(torch.from_numpy(gradient).to(like.dtype))
+    for like, gradient in zip(parameters, d_parameters):
+        gradients.append(_tensor(gradient, like.dtype))
+    return gradients
+
+
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
 def attention(
     q: Tensor,
@@ -53,16 +87,7 @@ def attention(
     """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
     projection after it reads without a copy."""
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
-    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters).forward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
-    )  # fmt: skip
-    batch, heads, queries, _ = q.shape
-    if out.size == 0:
-        out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
-    else:
-        out_tensor = torch.from_numpy(out).to(q.dtype)
-    return out_tensor, _tensor(denominators, _dtype_of_denominators(q))
+    return _forward(q, k, v, parameters, key_padding_mask, packed, mechanism, options, operation, is_causal, offset)
 
 
 @attention.register_fake
@@ -92,21 +117,10 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v and the parameters."""
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
-    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters).backward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        _array(out), _array(denominators), _array(d_out), True,
+    return _backward(
+        d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
+        mechanism, options, operation, is_causal, offset,
     )  # fmt: skip
-    gradients = []
-    for like, gradient in zip((q, k, v), (dq, dk, dv)):
-        batch, heads, tokens, width = like.shape
-        if gradient.size == 0:
-            gradients.append(_token_major(like, batch, heads, tokens, width))
-        else:
-            gradients.append(torch.from_numpy(gradient).to(like.dtype))
-    for like, gradient in zip(parameters, d_parameters):
-        gradients.append(_tensor(gradient, like.dtype))
-    return gradients
 
 
 @attention_backward.register_fake
@@ -139,3 +153,25 @@ def _gradient(ctx, d_out, _d_denominators):
 attention.register_autograd(_gradient, setup_context=_save)
 # As norms and softmax: half precision comes in from the projections, sums are taken in float32.
 attention.register_autocast("cpu", torch.float32)
+
+
+class Eager(torch.autograd.Function):
+    """The same without the operator's bookkeeping, a tenth of a millisecond a call: for tensors that no compiler and no
+    transform looks at."""
+
+    @staticmethod
+    def forward(ctx, key_padding_mask, packed, mechanism, options, operation, is_causal, offset, q, k, v, *parameters):
+        rest = (mechanism, options, operation, is_causal, offset)
+        out, denominators = _forward(q, k, v, parameters, key_padding_mask, packed, *rest)
+        ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
+        ctx.packed, ctx.rest = packed, rest
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
+        gradients = _backward(
+            d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, *ctx.rest
+        )  # fmt: skip
+        return (None,) * 7 + tuple(gradients)

@@ -58,6 +58,12 @@ impl Bias {
         Self::Table { first: -back, count: radius.saturating_mul(2).saturating_add(1), beyond: Beyond::Extend }
     }
 
+    /// The entry of one head's table for a query and a key that stand at these places of one sequence; `None` where the
+    /// table has none.
+    pub fn between(&self, query: isize, key: isize) -> Option<usize> {
+        self.entry(self.place(key) - self.place(query))
+    }
+
     /// The shape of the tables of `heads` heads.
     pub(crate) fn shape(&self, heads: usize) -> Vec<usize> {
         match *self {

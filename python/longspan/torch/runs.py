@@ -1,0 +1,317 @@
+"""Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made, or write weights that it reads.
+
+A run folder holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``. Names in
+the weights' file, with ``i`` counting blocks from 0:
+
+============================================================  =======================  =====================================
+file                                                          shape                    here
+============================================================  =======================  =====================================
+``source_embedding.weight``, ``target_embedding.weight``      ``[vocab, d_model]``     the same
+``encoder.i.attention.query_key_value.{weight,bias}``         ``[d_model, 3 d_model]`` the same, weight transposed
+``encoder.i.attention.output.{weight,bias}``                  ``[d_model, d_model]``   the same, weight transposed
+``encoder.i.attention.attention.relative``                    ``[heads, 2R+1, d]``     ``...attention.rel``
+``encoder.i.feed_forward.{inner,outer}.{weight,bias}``        ``[in, out]``            the same, weight transposed
+``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``            ``...{weight,bias}``
+``decoder.i....``, and ``decoder.i.cross_attention...``       as the encoder's
+``encoder_norm``, ``decoder_norm`` ``.{gamma,beta}``          ``[d_model]``            ``...{weight,bias}``; pre-norm only
+``output.{weight,bias}``                                      ``[d_model, vocab]``     the same, weight transposed
+============================================================  =======================  =====================================
+
+A shared table of relative positions is ``[1, 2R+1, d]`` in the file and ``[2R+1, d]`` here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .mechanisms import Attention, KernelizedAttention, ShawAttention
+
+#: Ids that every tokenizer of the command shares; what it knows itself comes after.
+PAD, START, END, UNKNOWN = 0, 1, 2, 3
+_SPECIALS = 4
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back, as the command does it. ``kind`` is ``characters``, ``words`` or ``bytes``."""
+
+    kind: str
+    vocabulary: tuple[str, ...]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        kind = stored.get("kind")
+        if kind not in ("characters", "words", "bytes"):
+            raise ValueError(f"{path}: kind: expected characters, words or bytes, got {kind!r}; read other tokenizers "
+                             "with the package tokenizers, and add 4 to their ids")  # fmt: skip
+        return cls(kind, tuple(stored.get("vocabulary", ())))
+
+    def __len__(self) -> int:
+        return _SPECIALS + (256 if self.kind == "bytes" else len(self.vocabulary))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without start and end."""
+        if self.kind == "bytes":
+            return [_SPECIALS + byte for byte in text.encode()]
+        ids = {entry: id for id, entry in enumerate(self.vocabulary, _SPECIALS)}
+        if self.kind == "words":
+            return [ids.get(word, UNKNOWN) for word in text.split()]
+        return [ids.get(c, ids.get(c.lower(), UNKNOWN)) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text; special ids are left out."""
+        own = [id - _SPECIALS for id in ids if id >= _SPECIALS]
+        if self.kind == "bytes":
+            return bytes(own).decode(errors="replace")
+        return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own)
+
+
+class _MultiHead(nn.Module):
+    def __init__(self, d_model: int, heads: int, attention: Attention) -> None:
+        super().__init__()
+        self.query_key_value = nn.Linear(d_model, 3 * d_model)
+        self.output = nn.Linear(d_model, d_model)
+        self.attention = attention
+        self.heads = heads
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, **mask: Any) -> Tensor:
+        if memory is None:
+            q, k, v = self.query_key_value(x).chunk(3, -1)
+        else:
+            (wq, wk, wv), (bq, bk, bv) = self.query_key_value.weight.chunk(3), self.query_key_value.bias.chunk(3)
+            q, k, v = F.linear(x, wq, bq), F.linear(memory, wk, bk), F.linear(memory, wv, bv)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        return self.output(self.attention(q, k, v, **mask).transpose(1, 2).flatten(2))
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(F.relu(self.inner(x)))
+
+
+class _Block(nn.Module):
+    def __init__(self, config: dict[str, Any], decoder: bool) -> None:
+        super().__init__()
+        width, heads = config["d_model"], config["heads"]
+        self.attention = _MultiHead(width, heads, _attention(config))
+        self.attention_norm = nn.LayerNorm(width)
+        if decoder:
+            self.cross_attention = _MultiHead(width, heads, _attention(config))
+            self.cross_attention_norm = nn.LayerNorm(width)
+        self.feed_forward = _FeedForward(width, config["d_ff"])
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(config.get("dropout", 0.0))
+        self.norm_first = config.get("norm", "pre") == "pre"
+
+    def _residual(self, x: Tensor, norm: nn.Module, branch: Any) -> Tensor:
+        if self.norm_first:
+            return x + self.dropout(branch(norm(x)))
+        return norm(x + self.dropout(branch(x)))
+
+    def forward(self, x: Tensor, ignored: Tensor | None, memory: Tensor | None = None) -> Tensor:
+        if memory is None:
+            x = self._residual(x, self.attention_norm, lambda x: self.attention(x, key_padding_mask=ignored))
+        else:
+            x = self._residual(x, self.attention_norm, lambda x: self.attention(x, is_causal=True))
+            x = self._residual(
+                x, self.cross_attention_norm, lambda x: self.cross_attention(x, memory, key_padding_mask=ignored)
+            )
+        return self._residual(x, self.feed_forward_norm, self.feed_forward)
+
+
+def _attention(config: dict[str, Any]) -> Attention:
+    """The mechanism that a run's settings name."""
+    heads = config["heads"]
+    options = config.get("attention_options", {})
+    kernel = {"feature_map": config.get("feature_map", "elu+1"), **options.get("kernel", {})}
+    name = config["attention"]
+    if name == "kernelized":
+        return KernelizedAttention(heads, config["d_model"] // heads, **kernel)
+    if name == "shaw":
+        relative = {"radius": config.get("radius", 16), **options.get("relative", {})}
+        return ShawAttention(
+            heads, config["d_model"] // heads, radius=relative["radius"], shared=relative.get("shared", False),
+            kernelized=relative.get("content", True),
+            rel_feature_map="identity" if relative.get("raw", False) else "same", **kernel,
+        )  # fmt: skip
+    raise ValueError(f"config.json: attention: expected kernelized or shaw, got {name!r}")
+
+
+class Seq2Seq(nn.Module):
+    """The command's model: a bidirectional encoder, a causal decoder, attention of the decoder to the encoder.
+
+    ``config`` is a run's ``config.json``.
+    """
+
+    def __init__(self, config: dict[str, Any], source_vocab: int, target_vocab: int) -> None:
+        super().__init__()
+        width = config["d_model"]
+        self.source_embedding = nn.Embedding(source_vocab, width)
+        self.target_embedding = nn.Embedding(target_vocab, width)
+        self.encoder = nn.ModuleList(_Block(config, False) for _ in range(config["encoder_layers"]))
+        self.decoder = nn.ModuleList(_Block(config, True) for _ in range(config["decoder_layers"]))
+        if config.get("norm", "pre") == "pre":
+            self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.output = nn.Linear(width, target_vocab)
+        self.dropout = nn.Dropout(config.get("dropout", 0.0))
+        # Where the mechanism does not see the order of tokens the command adds sines and cosines.
+        self.sinusoidal = config["attention"] == "kernelized"
+
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+        x = embedding(tokens)
+        if self.sinusoidal:
+            column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
+            position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+            angle = position[:, None] / 1e4 ** (column // 2 * 2 / x.shape[2])
+            x = x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
+        return self.dropout(x)
+
+    def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
+        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
+
+        ``source`` is ``[batch, source_tokens]``, of which ``source_lengths`` ``[batch]`` count; ``target`` begins with
+        `START`.
+        """
+        ignored = torch.arange(source.shape[1], device=source.device) >= source_lengths[:, None]
+        memory = self._embed(self.source_embedding, source)
+        for block in self.encoder:
+            memory = block(memory, ignored)
+        memory = self.encoder_norm(memory) if hasattr(self, "encoder_norm") else memory
+        x = self._embed(self.target_embedding, target)
+        for block in self.decoder:
+            x = block(x, ignored, memory)
+        x = self.decoder_norm(x) if hasattr(self, "decoder_norm") else x
+        return self.output(x)
+
+
+@dataclass
+class Run:
+    """A run of the command."""
+
+    model: Seq2Seq
+    config: dict[str, Any]
+    source: Tokenizer
+    target: Tokenizer
+
+    @torch.no_grad()
+    def predict(self, text: str) -> str:
+        """The likeliest next token, over and over, as ``longspan predict`` without a beam."""
+        self.model.eval()
+        source = torch.tensor([[*self.source.encode(text), END]])
+        target = [START]
+        for _ in range(self.config.get("answer_tokens") or self.config["max_tokens"]):
+            logits = self.model(source, torch.tensor([source.shape[1]]), torch.tensor([target]))
+            # Padding and the start token never follow.
+            logits[..., [PAD, START]] = -torch.inf
+            token = int(logits[0, -1].argmax())
+            if token == END:
+                break
+            target.append(token)
+        return self.target.decode(target)
+
+
+def load_run(folder: str | os.PathLike[str]) -> Run:
+    """Reads the run in ``folder``.
+
+    Raises ``FileNotFoundError`` where a file is missing and ``ValueError`` where one is damaged or of another model.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    source = Tokenizer.load(folder / "source_tokenizer.json")
+    target = Tokenizer.load(folder / "target_tokenizer.json")
+    model = Seq2Seq(config, len(source), len(target))
+    load_weights(model, folder / "model.safetensors")
+    return Run(model.eval(), config, source, target)
+
+
+_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
+
+
+def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tensor]:
+    """Name and contents in a file of a parameter of ``module``."""
+    prefix, _, last = name.rpartition(".")
+    if isinstance(module, nn.Linear) and last == "weight":
+        return name, tensor.T
+    if isinstance(module, nn.LayerNorm):
+        return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
+    if isinstance(module, ShawAttention):
+        return f"{prefix}.relative", tensor if tensor.dim() == 3 else tensor[None]
+    return name, tensor
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Views of a model's parameters as they stand in a file."""
+    entries = {}
+    for prefix, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            name, view = _file_entry(f"{prefix}.{last}" if prefix else last, parameter.detach(), module)
+            entries[name] = view
+    return entries
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Reads a ``model.safetensors`` of the command into ``model``."""
+    path = Path(path)
+    data = path.read_bytes()
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > len(data) - 8:
+            raise ValueError("its header is cut short")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        body = memoryview(data)[8 + length :]
+        found = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            dtype = _DTYPES[entry["dtype"]]
+            count = int(np.prod(entry["shape"], dtype=np.int64))
+            if not 0 <= start <= end <= len(body) or end - start != count * dtype.itemsize:
+                raise ValueError(f"{name} does not lie inside it")
+            found[name] = np.frombuffer(body[start:end], dtype).reshape(entry["shape"])
+    except (struct.error, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged or no safetensors file: {error}") from error
+    parameters = _parameters(model)
+    missing, surplus = sorted(parameters.keys() - found.keys()), sorted(found.keys() - parameters.keys())
+    if missing or surplus:
+        raise ValueError(f"{path}: expected the parameters of this model, got none for {missing[:3]} and {surplus[:3]} "
+                         "besides")  # fmt: skip
+    for name, view in parameters.items():
+        if tuple(view.shape) != found[name].shape:
+            raise ValueError(f"{path}: {name}: expected shape {tuple(view.shape)}, got {found[name].shape}")
+    for name, view in parameters.items():
+        view.copy_(torch.from_numpy(found[name].copy()))
+
+
+def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes ``model`` so that the command reads it in the place of a run's ``model.safetensors``."""
+    header: dict[str, Any] = {}
+    pieces = []
+    offset = 0
+    for name, view in sorted(_parameters(model).items()):
+        numbers = view.cpu().to(torch.float32).contiguous().numpy().astype("<f4")
+        header[name] = {"dtype": "F32", "shape": list(numbers.shape), "data_offsets": [offset, offset + numbers.nbytes]}
+        offset += numbers.nbytes
+        pieces.append(numbers.tobytes())
+    text = json.dumps(header).encode()
+    # The format wants numbers to begin at whole multiples of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(b"".join([struct.pack("<Q", len(text)), text, *pieces]))
+    os.replace(draft, path)

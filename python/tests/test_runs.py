@@ -1,0 +1,109 @@
+"""Runs of the command: they load here with equal outputs, and what is written here loads there."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
+
+REPOSITORY = Path(os.environ.get("LONGSPAN_REPOSITORY", Path(__file__).parents[2]))
+COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/longspan"))
+WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
+
+
+@pytest.fixture(scope="module", params=["shaw", "kernelized"])
+def run(request, tmp_path_factory):
+    if not Path(COMMAND).exists():
+        pytest.skip(f"the command is not built: no {COMMAND}")
+    place = tmp_path_factory.mktemp("run")
+    (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
+    settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3"]
+    subprocess.run(
+        [COMMAND, "train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run",
+         "--attention", request.param, *(part for setting in settings for part in ("--set", setting))],
+        check=True, timeout=300, capture_output=True,
+    )  # fmt: skip
+    return place / "run"
+
+
+def predictions(folder):
+    """What the command answers: target and log-probability of each word."""
+    asked = "".join(f"{word}\n" for word in WORDS)
+    done = subprocess.run(
+        [COMMAND, "predict", folder, "--json"], input=asked, check=True, timeout=300, capture_output=True, text=True
+    )
+    return [json.loads(line)["answers"][0] for line in done.stdout.splitlines()]
+
+
+def test_a_run_loads_with_equal_outputs(run):
+    loaded = load_run(run)
+    for word, answer in zip(WORDS, predictions(run)):
+        assert loaded.predict(word) == answer["target"]
+        source = torch.tensor([[*loaded.source.encode(word), END]])
+        target = [START, *loaded.target.encode(answer["target"]), *([END] if answer["finished"] else [])]
+        with torch.no_grad():
+            # Padded by two tokens, which must not matter.
+            padded = torch.nn.functional.pad(source, (0, 2))
+            logits = loaded.model(padded, torch.tensor([source.shape[1]]), torch.tensor([target[:-1]]))
+        chosen = logits.log_softmax(-1)[0].gather(-1, torch.tensor(target[1:])[:, None])
+        assert chosen.sum().item() == pytest.approx(answer["log_probability"], abs=1e-4)
+
+
+def test_what_is_trained_here_is_read_there(run, tmp_path):
+    loaded = load_run(run)
+    optimizer = torch.optim.Adam(loaded.model.parameters(), 1e-2)
+    loaded.model.train()
+    word = "abc"
+    source = torch.tensor([[*loaded.source.encode(word), END]])
+    target = torch.tensor([[START, *loaded.target.encode("ccc"), END]])
+    for _ in range(60):
+        logits = loaded.model(source, torch.tensor([source.shape[1]]), target[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits[0], target[0, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    save_weights(loaded.model, folder / "model.safetensors")
+    answers = predictions(folder)
+    assert answers[WORDS.index(word)]["target"] == "ccc"
+    again = load_run(folder)
+    assert [again.predict(w) for w in WORDS] == [answer["target"] for answer in answers]
+
+
+CONFIG = {"attention": "shaw", "d_model": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 8, "radius": 2}
+
+
+def test_weights_come_back(tmp_path):
+    for config in (CONFIG, {**CONFIG, "attention_options": {"relative": {"shared": True, "raw": True}}, "norm": "post"}):
+        one, other = Seq2Seq(config, 7, 9), Seq2Seq(config, 7, 9)
+        save_weights(one, tmp_path / "model.safetensors")
+        load_weights(other, tmp_path / "model.safetensors")
+        for a, b in zip(one.parameters(), other.parameters()):
+            torch.testing.assert_close(a, b)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model = Seq2Seq(CONFIG, 7, 9)
+    save_weights(model, path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:7], whole[:100], whole[:-1], b"\xff" * 100, whole[:8] + b"[" + whole[9:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged"):
+            load_weights(model, path)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="expected shape"):
+        load_weights(Seq2Seq({**CONFIG, "radius": 3}, 7, 9), path)
+    with pytest.raises(ValueError, match="expected the parameters of this model"):
+        load_weights(Seq2Seq({**CONFIG, "norm": "post"}, 7, 9), path)
+    with pytest.raises(FileNotFoundError):
+        load_run(tmp_path)
+    with pytest.raises(ValueError, match="attention: expected kernelized or shaw"):
+        Seq2Seq({**CONFIG, "attention": "magic"}, 7, 9)
