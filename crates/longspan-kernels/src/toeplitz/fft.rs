@@ -106,7 +106,8 @@ impl Line {
 
     /// Transforms the signal that has `a[n] · b[n]` (or `a[n]`) at the place of token `n`.
     fn transform(&self, places: &Option<Vec<usize>>, a: &[f64], b: Option<&[f64]>, work: &mut Work) {
-        work.signal.fill(0.0);
+        let filled = if places.is_none() { a.len() } else { 0 };
+        work.signal[filled..].fill(0.0);
         match (places, b) {
             (None, Some(b)) => work.signal.iter_mut().zip(a).zip(b).for_each(|((to, a), b)| *to = a * b),
             (None, None) => work.signal[..a.len()].copy_from_slice(a),
