@@ -47,7 +47,8 @@ def learned(function: Callable[..., Any]) -> list[Any]:
     import torch
 
     function = getattr(function, "_torchdynamo_orig_callable", function)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
+    cells = zip(names, getattr(function, "__closure__", None) or ())
     contents = (cell.cell_contents for _, cell in sorted(cells))
     return [held for held in contents if isinstance(held, torch.Tensor) and held.requires_grad]
 
