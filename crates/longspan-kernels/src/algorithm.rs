@@ -19,14 +19,20 @@ pub enum Algorithm {
     Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
-    /// Scores in tiles, weighed by distance.
+    /// Every pair of query and key, in tiles of which nothing is kept.
     Tiled,
+    /// Fast Fourier transforms of features times values.
+    Fft,
+    /// Tiles for near keys, running sums for those beyond a distance from which on all weigh the same. Where a table has
+    /// no such distance, all keys are near.
+    Piecewise,
 }
 
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled];
+    pub const ALL: [Self; 7] =
+        [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft, Self::Piecewise];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
@@ -36,6 +42,8 @@ impl Algorithm {
             Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
             Self::Tiled => "tiled",
+            Self::Fft => "fft",
+            Self::Piecewise => "piecewise",
         }
     }
 

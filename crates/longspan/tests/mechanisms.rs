@@ -1,6 +1,6 @@
 //! What holds for every mechanism that a name can choose, on the CPU with and without autodiff.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Distribution, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState, StoredState};
 
@@ -12,16 +12,28 @@ fn mechanisms() -> impl Iterator<Item = AttentionConfig> {
     AttentionConfig::NAMES.iter().map(|name| AttentionConfig::by_name(name).unwrap())
 }
 
+/// The mechanism with learned tensors away from where they start, which for some is a point without slope.
 fn module(config: &AttentionConfig, device: &Device) -> Attention {
-    device.seed(3);
-    config.init(HEADS, HEADS, DIM, device).unwrap()
+    struct Nudge;
+    impl ModuleMapper for Nudge {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|x| {
+                let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.3), &x.device());
+                (x + noise).detach().require_grad()
+            })
+        }
+    }
+    let training = Device::flex().autodiff();
+    training.seed(3);
+    let module = config.init(HEADS, HEADS, DIM, &training).unwrap().map(&mut Nudge);
+    if device.is_autodiff() { module } else { module.valid() }
 }
 
 /// q, k and v of `batch` sequences.
-fn inputs(batch: usize, device: &Device) -> [Tensor<4>; 3] {
+fn inputs(attention: &Attention, batch: usize, device: &Device) -> [Tensor<4>; 3] {
     device.seed(5);
-    let random = || Tensor::random([batch, HEADS, TOKENS, DIM], Distribution::Normal(0.0, 1.0), device);
-    [random(), random(), random()]
+    let random = |width| Tensor::random([batch, HEADS, TOKENS, width], Distribution::Normal(0.0, 1.0), device);
+    [random(DIM), random(attention.key_dim()), random(DIM)]
 }
 
 fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f32> {
@@ -70,7 +82,7 @@ fn every_input_and_parameter_has_a_gradient() {
     for config in mechanisms() {
         for mask in [AttentionMask::bidirectional(), AttentionMask::causal()] {
             let attention = module(&config, &device);
-            let [q, k, v] = inputs(2, &device).map(Tensor::require_grad);
+            let [q, k, v] = inputs(&attention, 2, &device).map(Tensor::require_grad);
             let out = attention.forward(q.clone(), k.clone(), v.clone(), &mask).unwrap();
             let weights = Tensor::random(out.dims(), Distribution::Normal(0.0, 1.0), &device);
             let gradients = (out * weights).sum().backward();
@@ -90,7 +102,7 @@ fn stored_states_go_on_as_if_nothing_had_happened() {
     for config in mechanisms() {
         for device in [Device::flex(), Device::flex().autodiff()] {
             let attention = module(&config, &device);
-            let [q, k, v] = inputs(2, &device);
+            let [q, k, v] = inputs(&attention, 2, &device);
             let step = |at: usize, state: &mut AttentionState| {
                 numbers(attention.step(token(&q, at), token(&k, at), token(&v, at), state).unwrap())
             };
@@ -111,7 +123,7 @@ fn steps_are_the_rows_of_forward() {
     for config in mechanisms() {
         for device in [Device::flex(), Device::flex().autodiff()] {
             let attention = module(&config, &device);
-            let [q, k, v] = inputs(2, &device);
+            let [q, k, v] = inputs(&attention, 2, &device);
             let whole = attention.forward(q.clone(), k.clone(), v.clone(), &AttentionMask::causal()).unwrap();
             let mut state = AttentionState::default();
             for at in 0..TOKENS {
@@ -128,7 +140,7 @@ fn packed_sequences_are_computed_one_by_one() {
     let device = Device::flex();
     for config in mechanisms() {
         let attention = module(&config, &device);
-        let [q, k, v] = inputs(1, &device);
+        let [q, k, v] = inputs(&attention, 1, &device);
         for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
             let whole = attention.forward(q.clone(), k.clone(), v.clone(), &order.clone().with_packed(&[4, 0, 5]));
             let parts = [(0, 4), (4, 5)].map(|(start, length)| {
@@ -151,8 +163,8 @@ fn states_and_memories_of_others_are_refused() {
     let device = Device::flex();
     let all: Vec<(AttentionConfig, Attention)> =
         mechanisms().map(|config| (config.clone(), module(&config, &device))).collect();
-    let [q, k, v] = inputs(2, &device);
     for (config, attention) in &all {
+        let [q, k, v] = inputs(attention, 2, &device);
         let mut state = AttentionState::default();
         attention.step(token(&q, 0), token(&k, 0), token(&v, 0), &mut state).unwrap();
         let stored = attention.store(&state).unwrap();

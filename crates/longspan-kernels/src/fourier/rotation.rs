@@ -1,7 +1,5 @@
 //! The angles of a call: from the parameters and positions to what turns the rows of one chunk.
 
-use std::f64::consts::TAU;
-
 use super::{Fourier, FourierNormalizer, Tensors, Wave};
 use crate::error::{Error, expect};
 use crate::real::Real;
@@ -32,6 +30,15 @@ pub(crate) struct Span<'x> {
     pub ignored: Option<&'x [bool]>,
 }
 
+/// Rows of a span that share a base.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stretch {
+    from: usize,
+    count: usize,
+    /// Where the table has the first of them.
+    place: usize,
+}
+
 impl Span<'_> {
     fn ignores(&self, row: usize) -> bool {
         self.ignored.is_some_and(|ignored| ignored[row])
@@ -48,7 +55,7 @@ pub(crate) struct Rotations<'a, T: 'static> {
     axes: usize,
     dims: Dims,
     /// Turns for a step, `[kv_heads, axes, angles]`.
-    rates: Vec<f64>,
+    rates: Vec<Rate>,
     /// The same in radians: what takes the gradients of angles to positions.
     slopes: Vec<T>,
     /// Turns, `[heads, angles]`, or empty.
@@ -66,8 +73,39 @@ struct SideAngles<'s, T> {
     /// For given positions: `rows × angles` each.
     cos: &'s mut [T],
     sin: &'s mut [T],
-    /// Cosine and sine of the base, without and with the gain, `4 × angles`.
+    /// Cosines and sines of the bases, without and with the gain, `4 × angles` each: of the rows before a multiple of the
+    /// table's rows, and of those after it.
     base: &'s mut [T],
+}
+
+/// Turns for a step of 1.
+#[derive(Debug, Clone, Copy, Default)]
+struct Rate {
+    turns: f64,
+    /// What rounding took from it.
+    rest: f64,
+}
+
+/// 1/2π, and what rounding took from it.
+const PER_RADIAN: Rate = Rate { turns: 0.159_154_943_091_895_35, rest: -9.839_338_337_591_243e-18 };
+
+impl Rate {
+    fn new(radians: f64) -> Self {
+        let turns = radians * PER_RADIAN.turns;
+        Self { turns, rest: radians.mul_add(PER_RADIAN.turns, -turns) + radians * PER_RADIAN.rest }
+    }
+
+    /// Turns after so many steps, without whole ones. To the precision of `T`: an `f32` rate times a count of steps below
+    /// 2²⁴ is exact in doubles and loses nothing that `f32` would notice; doubles take what rounding left, too.
+    fn after<T>(self, steps: f64) -> f64 {
+        let turns = self.turns * steps;
+        let part = turns - turns.round_ties_even();
+        if size_of::<T>() == size_of::<f64>() {
+            part + (self.turns.mul_add(steps, -turns) + self.rest * steps)
+        } else {
+            part
+        }
+    }
 }
 
 /// Working memory of one task.
@@ -83,13 +121,13 @@ impl<'a, T: Real> Rotations<'a, T> {
         let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
         let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
         let a = a.unwrap_or(&[]);
-        let mut rates = vec![0.0; a.len()];
+        let mut rates = vec![Rate::default(); a.len()];
         let mut slopes = vec![T::ZERO; a.len()];
         for head in 0..dims.kv_heads {
             for k in 0..angles {
                 for axis in 0..axes {
                     let (from, to) = ((head * angles + k) * axes + axis, (head * axes + axis) * angles + k);
-                    rates[to] = a[from].to_f64() / TAU;
+                    rates[to] = Rate::new(a[from].to_f64());
                     slopes[to] = a[from];
                 }
             }
@@ -111,7 +149,7 @@ impl<'a, T: Real> Rotations<'a, T> {
             dims,
             rates,
             slopes,
-            phases: b.unwrap_or(&[]).iter().map(|b| b.to_f64() / TAU).collect(),
+            phases: b.unwrap_or(&[]).iter().map(|b| Rate::new(b.to_f64()).after::<T>(1.0)).collect(),
             gains: c.unwrap_or(&[]).to_vec(),
             rests,
             ones: vec![T::ONE; features],
@@ -153,19 +191,19 @@ impl<'a, T: Real> Rotations<'a, T> {
     /// Numbers that [`RotationBuffers`] for blocks of `rows` take from an arena.
     pub fn buffers_len(&self, rows: usize) -> usize {
         let line = 64 / size_of::<T>();
-        (4 * rows * self.angles + 8 * self.angles) + 6 * line
+        (4 * rows * self.angles + 16 * self.angles) + 6 * line
     }
 
     pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
         let block = rows * self.angles;
         let (table, given) = if self.given() { (0, block) } else { (block, 0) };
         let mut side =
-            || SideAngles { cos: arena.take(given), sin: arena.take(given), base: arena.take(4 * self.angles) };
+            || SideAngles { cos: arena.take(given), sin: arena.take(given), base: arena.take(8 * self.angles) };
         let sides = [side(), side()];
         RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
     }
 
-    fn rates(&self, kv_head: usize, axis: usize) -> &[f64] {
+    fn rates(&self, kv_head: usize, axis: usize) -> &[Rate] {
         &self.rates[(kv_head * self.axes + axis) * self.angles..][..self.angles]
     }
 
@@ -179,7 +217,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         let [cos, sin] = &mut buffers.table;
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
         for (row, (cos, sin)) in rows.enumerate() {
-            turns.iter_mut().zip(rates).for_each(|(turn, rate)| *turn = rate * row as f64);
+            turns.iter_mut().zip(rates).for_each(|(turn, rate)| *turn = rate.after::<T>(row as f64));
             self.ops.cos_sin(&turns, cos, sin);
         }
     }
@@ -199,51 +237,69 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
+    /// The stretches of a span whose rows share a base: first row, count, and the first row's place in the table. Bases
+    /// stand at multiples of the table's rows, so that the bits of an angle depend on its position alone.
+    fn stretches(&self, span: &Span<'_>, buffers: &RotationBuffers<'_, T>) -> [Stretch; 2] {
+        if self.given() {
+            return [Stretch { from: 0, count: span.count, place: 0 }, Stretch::default()];
+        }
+        let rows = (buffers.table[0].len() / self.angles.max(1)).max(1);
+        let place = span.position.rem_euclid(rows as f64) as usize;
+        let count = span.count.min(rows - place);
+        [Stretch { from: 0, count, place }, Stretch { from: count, count: span.count - count, place: 0 }]
+    }
+
     /// Forms the angles of a span, for [`rotate`](Self::rotate) and then [`unrotate`](Self::unrotate) of that side.
     fn load(&self, span: &Span<'_>, buffers: &mut RotationBuffers<'_, T>) {
         let angles = self.angles;
+        let stretches = self.stretches(span, buffers);
         let side = &mut buffers.sides[usize::from(span.side == Side::Key)];
         let phase = match span.side {
             Side::Query(head) if !self.phases.is_empty() => Some(&self.phases[head * angles..][..angles]),
             _ => None,
         };
-        let (plain, with_gain) = side.base.split_at_mut(2 * angles);
-        let (cos, sin) = plain.split_at_mut(angles);
         let mut turns = [0.0; 64];
-        for from in (0..angles).step_by(turns.len()) {
-            let to = (from + turns.len()).min(angles);
-            let turns = &mut turns[..to - from];
-            let start = |turns: &mut [f64]| match phase {
-                Some(phase) => turns.copy_from_slice(&phase[from..to]),
-                None => turns.fill(0.0),
-            };
-            if self.given() {
-                cos[from..to].fill(T::ONE);
-                sin[from..to].fill(T::ZERO);
-                for row in 0..span.count {
-                    start(turns);
-                    for axis in 0..self.axes {
-                        let position = self.position(span, row, axis).to_f64();
-                        for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, axis)[from..to]) {
-                            let step = rate * position;
-                            *turn += step - step.round_ties_even();
-                        }
-                    }
-                    let place = row * angles + from..row * angles + to;
-                    self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
-                }
-            } else {
-                start(turns);
-                for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, 0)[from..to]) {
-                    *turn += rate * span.position;
-                }
-                self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
+        for (stretch, base) in stretches.iter().zip(side.base.chunks_exact_mut((4 * angles).max(1))) {
+            if stretch.count == 0 {
+                continue;
             }
-        }
-        with_gain.copy_from_slice(plain);
-        if let Some(gain) = self.gain(span.side) {
-            self.ops.multiply(&mut with_gain[..angles], gain);
-            self.ops.multiply(&mut with_gain[angles..], gain);
+            let (plain, with_gain) = base.split_at_mut(2 * angles);
+            let (cos, sin) = plain.split_at_mut(angles);
+            for from in (0..angles).step_by(turns.len()) {
+                let to = (from + turns.len()).min(angles);
+                let turns = &mut turns[..to - from];
+                let start = |turns: &mut [f64]| match phase {
+                    Some(phase) => turns.copy_from_slice(&phase[from..to]),
+                    None => turns.fill(0.0),
+                };
+                if self.given() {
+                    cos[from..to].fill(T::ONE);
+                    sin[from..to].fill(T::ZERO);
+                    for row in 0..span.count {
+                        start(turns);
+                        for axis in 0..self.axes {
+                            let position = self.position(span, row, axis).to_f64();
+                            for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, axis)[from..to]) {
+                                *turn += rate.after::<T>(position);
+                            }
+                        }
+                        let place = row * angles + from..row * angles + to;
+                        self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
+                    }
+                } else {
+                    start(turns);
+                    let position = span.position + stretch.from as f64 - stretch.place as f64;
+                    for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, 0)[from..to]) {
+                        *turn += rate.after::<T>(position);
+                    }
+                    self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
+                }
+            }
+            with_gain.copy_from_slice(plain);
+            if let Some(gain) = self.gain(span.side) {
+                self.ops.multiply(&mut with_gain[..angles], gain);
+                self.ops.multiply(&mut with_gain[angles..], gain);
+            }
         }
     }
 
@@ -271,30 +327,35 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// The rotation of one stretch of a span, the `n`-th, over features `x` in rows of `x_row`.
     fn rotation<'x>(
         &'x self,
-        span: &Span<'_>,
-        x: &'x [T],
-        x_row: usize,
-        stride: usize,
+        side: Side,
+        (n, stretch): (usize, Stretch),
+        (x, x_row, stride): (&'x [T], usize, usize),
         gained: bool,
         buffers: &'x RotationBuffers<'_, T>,
     ) -> Rotation<'x, T> {
-        let side = &buffers.sides[usize::from(span.side == Side::Key)];
+        let own = &buffers.sides[usize::from(side == Side::Key)];
         let angles = self.angles;
-        let base = &side.base[if gained { 2 * angles } else { 0 }..];
+        let base = &own.base[(4 * n + if gained { 2 } else { 0 }) * angles..];
         let (cos, sin): (&[T], &[T]) =
-            if self.given() { (side.cos, side.sin) } else { (buffers.table[0], buffers.table[1]) };
+            if self.given() { (own.cos, own.sin) } else { (buffers.table[0], buffers.table[1]) };
+        let first = stretch.place * angles;
         Rotation {
             turn: self.turn(),
-            x,
+            x: &x[stretch.from * x_row..],
             x_row,
-            count: span.count,
+            count: stretch.count,
             width: self.features,
-            angles: Angles { cos, sin, row: angles, base: [&base[..angles], &base[angles..2 * angles]] },
+            angles: Angles {
+                cos: &cos[first..],
+                sin: &sin[first..],
+                row: angles,
+                base: [&base[..angles], &base[angles..2 * angles]],
+            },
             stride,
-            rest: self.rest(span.side),
+            rest: self.rest(side),
         }
     }
 
@@ -311,7 +372,10 @@ impl<'a, T: Real> Rotations<'a, T> {
         buffers: &mut RotationBuffers<'_, T>,
     ) {
         self.load(span, buffers);
-        self.ops.rotate(&self.rotation(span, x, x_row, stride, true, buffers), to, to_row);
+        for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
+            let rotation = self.rotation(span.side, (n, stretch), (x, x_row, stride), true, buffers);
+            self.ops.rotate(&rotation, &mut to[stretch.from * to_row..], to_row);
+        }
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
@@ -339,18 +403,20 @@ impl<'a, T: Real> Rotations<'a, T> {
         let (d_phase, d_rates) = sums.split_at_mut(width);
         let gain = self.gain(span.side);
         let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
-        let rotation = self.rotation(span, x, x_row, width, false, buffers);
-        self.ops.unrotate(
-            &rotation,
-            &mut Unrotated {
-                d,
-                d_row,
-                gain,
-                dx,
-                d_gain: if gain.is_some() { d_gain } else { &mut [] },
-                d_rest: if wants_rest { d_rest } else { &mut [] },
-            },
-        );
+        for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
+            let rotation = self.rotation(span.side, (n, stretch), (x, x_row, width), false, buffers);
+            self.ops.unrotate(
+                &rotation,
+                &mut Unrotated {
+                    d: &mut d[stretch.from * d_row..],
+                    d_row,
+                    gain,
+                    dx: &mut dx[stretch.from * x_row..],
+                    d_gain: if gain.is_some() { &mut *d_gain } else { &mut [] },
+                    d_rest: if wants_rest { &mut *d_rest } else { &mut [] },
+                },
+            );
+        }
         let angles = self.angles;
         for row in 0..span.count {
             let angle = &d[row * d_row..][..angles];

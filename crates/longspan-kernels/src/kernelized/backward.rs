@@ -12,7 +12,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::features::{Lift, PositionSink};
-use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
+use super::forward::{Memory, Place, Scales, Scene, Visitor, Walk, cut, cut_count, first_row, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
 use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
@@ -26,6 +26,10 @@ use crate::shaw::RelativeMap;
 use crate::simd::block::{Band, Product, Run};
 use crate::state::State;
 
+/// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
+/// one further back for every row, and products write whole cache lines.
+const BAND_ROWS: usize = 8;
+
 /// Where gradients go.
 #[derive(Clone, Copy)]
 pub(super) struct GradientSink<'a, T> {
@@ -35,9 +39,6 @@ pub(super) struct GradientSink<'a, T> {
     /// For given positions.
     pub positions: Option<PositionSink<'a, T>>,
 }
-
-/// One head's place for the gradient of its initial state. One task at a time writes to it.
-type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
 /// What the rows' gradients start from.
 #[derive(Clone, Copy)]
@@ -200,16 +201,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     d_relative[row * table.width + 1..][..near]
                         .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
                 }
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: value_width,
-                    count: piece.rows,
-                    reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-                    decay: unit.decay(1),
-                    weights: &[],
-                    weight_step: 0,
-                };
+                let run = piece.entering(problem, unit, buffers.v);
                 run_sum.copy_from_slice(scene.far.0);
                 let dots = &mut buffers.dots[..piece.rows];
                 dots.fill(T::ZERO);
@@ -221,7 +213,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     count *= run.decay;
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = Run { rows: &buffers.v[2 * radius * value_width..], reverse: true, ..run };
+                    let run = piece.leaving(problem, unit, buffers.v);
                     run_sum.copy_from_slice(sums);
                     dots.fill(T::ZERO);
                     ops.running_dots(run_sum, run, buffers.o, value_width, dots);
@@ -485,32 +477,33 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
     }
 
-    /// `φ(q)·ρ(r)` of the window's first `rows` rows.
-    fn load_relative(&self, head: usize, rows: usize, buffers: &mut KeyBuffers<'_, T>) {
-        let Some(table) = &self.table else { return };
+    /// `φ(q)·ρ(r)` of the window's first `rows` rows, for those rows of the table through which they meet one of `keys`
+    /// keys: row `x` meets key `j` through row `R + lead + j − x`. Others are left as they are.
+    fn load_relative(&self, head: usize, rows: usize, keys: usize, lead: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let (Some(table), Some(radius)) = (&self.table, self.problem.radius) else { return };
         let problem = self.problem;
-        problem.ops.product(&mut Product {
-            a: buffers.q,
-            a_row: problem.head_width,
-            a_column: 1,
-            b: table.columns(head),
-            b_row: table.width,
-            c: buffers.relative,
-            c_row: table.width,
-            rows,
-            columns: table.width,
-            depth: problem.dims.head_dim,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
-        if problem.map == FeatureMap::Exp {
-            for row in 0..rows {
-                // Rows that are not there have features 0 and any factor will do.
-                let factor = (table.shift - buffers.shift[row]).exp();
-                let factor = if factor.is_finite() { factor } else { T::ZERO };
-                problem.ops.scale(&mut buffers.relative[row * table.width..][..table.width], factor);
-            }
+        let line = padded::<T>(1);
+        // In a narrow table there is nothing to leave out.
+        let step = if table.width > 2 * line { BAND_ROWS } else { rows.max(1) };
+        for row in (0..rows).step_by(step) {
+            let last = (row + step).min(rows) - 1;
+            let from = (radius + lead).saturating_sub(last) / line * line;
+            let to = (radius + lead + keys - row).min(table.count);
+            problem.ops.product(&mut Product {
+                a: &buffers.q[row * problem.head_width..],
+                a_row: problem.head_width,
+                a_column: 1,
+                b: &table.columns(head)[from..],
+                b_row: table.width,
+                c: &mut buffers.relative[row * table.width + from..],
+                c_row: table.width,
+                rows: last + 1 - row,
+                columns: to - from,
+                depth: problem.depth,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
         }
     }
 
@@ -882,9 +875,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 break;
             }
             self.load_rows(head, first_position, window, buffers);
-            if problem.radius.is_some() {
-                self.load_relative(head, window, buffers);
-            }
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
@@ -909,6 +899,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     }
                 }
                 if near > 0 {
+                    self.load_relative(head, reach, keys, lead, buffers);
                     let table_width = problem.table_width();
                     for x in 0..reach {
                         // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
@@ -920,14 +911,20 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         let to = to as usize;
                         let column = 1 + (from as isize - begin) as usize;
                         let weights = &buffers.relative[x * table_width + column..][..to - from];
-                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], T::ONE, weights);
+                        let factor = match &self.table {
+                            Some(table) if exp => (table.shift - buffers.shift[x]).exp(),
+                            _ => T::ONE,
+                        };
+                        // Rows that are not there have features 0 and any factor will do.
+                        let factor = if factor.is_finite() { factor } else { T::ZERO };
+                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
                     }
                 }
                 if decays {
                     self.decay_tile(tile_rows, keys, buffers);
                 }
-                // Key j meets the rows from its own on: near ones, or all of the piece's if content is in the tile.
-                let to = if content_rows > 0 { Band::ALL.to } else { (lead + radius) as isize };
+                // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
+                let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
                 let band = Band { from: 0, to };
                 ops.product(&mut Product {
                     a: buffers.tile,
@@ -1437,7 +1434,7 @@ pub(super) fn backward<T: Real>(
     let workers = rayon::current_num_threads();
     let exp = problem.map == FeatureMap::Exp;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
-    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)).len() };
+    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
     // A unit whose rows all see nothing is visited too.
     let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
 
@@ -1446,7 +1443,8 @@ pub(super) fn backward<T: Real>(
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
     let keys = KeyMemory::new(problem);
 
-    let walks_len = visit_len(problem).max(keys.len(problem, workers));
+    let memory = Memory::new(problem);
+    let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let most_stages = KeyMemory::most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();
     let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums);
@@ -1473,6 +1471,7 @@ pub(super) fn backward<T: Real>(
         let shifts = shifts.shared();
         visit_rows(
             problem,
+            memory,
             table,
             &|unit, segment| {
                 // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
@@ -1483,6 +1482,7 @@ pub(super) fn backward<T: Real>(
                 table.fill(T::ZERO);
                 QueryGradients { source, sink, table, shifts }
             },
+            None,
             scratch,
         );
     }
@@ -1525,9 +1525,9 @@ pub(super) fn backward<T: Real>(
     problem.write_position_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
 }
 
-/// The segments in which a unit's rows are visited.
-fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Segment> {
-    cut(problem, first_row(problem, unit).min(unit.sequence.queries), unit.sequence.queries, problem.offset, true)
+/// In how many segments a unit's rows are visited.
+fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    cut_count(problem, unit.sequence.queries - first_row(problem, unit))
 }
 
 /// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
@@ -1594,7 +1594,7 @@ impl KeyMemory {
 
     /// Most stages that a unit can have: segments of rows and of keys, and two states.
     fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
-        let count = |tokens: usize| cut(problem, 0, tokens, 0, false).len();
+        let count = |tokens: usize| cut_count(problem, tokens);
         problem.sequences.iter().map(|s| 2 * count(s.queries) + 3 + count(s.keys)).max().unwrap_or(0)
     }
 

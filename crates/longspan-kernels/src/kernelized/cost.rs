@@ -5,6 +5,7 @@ use super::problem::CHUNK;
 use super::{KernelizedAttention, Score};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
+use crate::mechanism::Mechanism;
 use crate::shape::Dims;
 
 /// What an algorithm does for one head; as rates, the seconds that each takes.
@@ -102,7 +103,9 @@ impl Work {
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    let estimates = vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    let mut estimates =
+        vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
+    estimates.retain(|estimate| Mechanism::<f32>::algorithms(attention).contains(&estimate.algorithm));
     // Cumsum was never measured to be the fastest, and a call may have no room for it.
     let candidates = || estimates.iter().filter(|e| e.algorithm != Algorithm::Cumsum);
     let cheapest = candidates().min_by(|a, b| a.seconds.total_cmp(&b.seconds));

@@ -58,6 +58,12 @@ impl Bias {
         Self::Table { first: -back, count: radius.saturating_mul(2).saturating_add(1), beyond: Beyond::Extend }
     }
 
+    /// The entry of one head's table for a query and a key that stand at these places of one sequence; `None` where the
+    /// table has none.
+    pub fn between(&self, query: isize, key: isize) -> Option<usize> {
+        self.entry(self.place(key) - self.place(query))
+    }
+
     /// The shape of the tables of `heads` heads.
     pub(crate) fn shape(&self, heads: usize) -> Vec<usize> {
         match *self {
@@ -178,6 +184,17 @@ impl Bias {
             Self::Table { beyond: Beyond::Error, .. } | Self::Grid { .. } => None,
             _ => self.entry(-(self.near() as isize)),
         }
+    }
+
+    /// The least distance, known to be so, from which on all share one entry, and that entry.
+    pub(super) fn after(&self) -> Option<(isize, usize)> {
+        let distance = match *self {
+            Self::Table { first, count, beyond: Beyond::Extend } => first + count as isize - 1,
+            Self::Buckets { max_distance, bidirectional: true, .. } => max_distance as isize,
+            Self::Buckets { .. } => 0,
+            Self::Table { .. } | Self::Grid { .. } => return None,
+        };
+        self.entry(distance).map(|entry| (distance, entry))
     }
 
     /// The distances that the rows of a sequence meet, with `past` tokens before its first key: `None` where it has no

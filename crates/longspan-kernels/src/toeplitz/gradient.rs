@@ -70,11 +70,12 @@ impl<'s, T: Real> Buffers<'s, T> {
     }
 }
 
-/// Computes the gradients of all keys and values, and of the biases into `lines`.
+/// Computes the gradients of all keys and values of some units, and adds those of the biases to `lines`.
 pub(super) fn keys<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     cotangent: &Cotangent<'_, T>,
+    units: &[usize],
     sink: GradientSink<'_, T>,
     lines: &mut [T],
     (scratch, per_worker): (&mut [T], usize),
@@ -83,22 +84,21 @@ pub(super) fn keys<T: Real>(
     let per_task = problem.dims.group() * problem.line_width();
     let mut lines = ViewMut::strided(lines, [per_task, 0, 0]);
     let lines = lines.shared();
-    parallel(problem.units() * segments, scratch, per_worker, |task, scratch| {
-        let unit = problem.unit(task / segments);
+    parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
+        let (unit, segment) = (problem.unit(units[task / segments]), task % segments);
         // SAFETY: each task has lines of its own.
-        let lines = unsafe { lines.row(task, 0, 0, per_task) };
-        lines.fill(T::ZERO);
+        let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
         let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
         let keys = unit.sequence.keys;
         // Strips by turns, because later keys are seen by fewer rows.
-        for strip in (task % segments * STRIP..keys).step_by(segments * STRIP) {
+        for strip in (segment * STRIP..keys).step_by(segments * STRIP) {
             let end = (strip + STRIP).min(keys) as isize;
             let mut from = strip as isize;
             while from < end {
                 from = key_blocks(problem, shared, cotangent, &unit, (from, end), sink, lines, &mut buffers);
             }
         }
-        if task % segments == 0 {
+        if segment == 0 {
             for key in keys..keys + unit.sequence.absent {
                 write(problem, &unit, key, sink, None);
             }
@@ -245,8 +245,14 @@ fn key_blocks<T: Real>(
     next
 }
 
+/// The lines of a unit's heads in the first of its segments.
+pub(super) fn unit_lines<'l, T: Real>(problem: &Problem<'_, T>, lines: &'l mut [T], unit: usize) -> &'l mut [T] {
+    let per_task = problem.dims.group() * problem.line_width();
+    &mut lines[unit * segments(problem) * per_task..][..per_task]
+}
+
 /// Writes the gradients of one key, 0 for none.
-fn write<T: Real>(
+pub(super) fn write<T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
     key: usize,

@@ -17,7 +17,9 @@
 
 mod bias;
 mod cost;
+mod fft;
 mod gradient;
+mod piecewise;
 mod problem;
 mod reference;
 mod state;
@@ -53,7 +55,7 @@ pub struct Toeplitz {
     pub bias: Bias,
     /// Divide by the sum of the weights. Without it the output is `N`.
     pub normalize: bool,
-    /// How it is computed.
+    /// How it is computed. Calls with an initial state run tiled whatever stands here.
     pub algorithm: Algorithm,
 }
 
@@ -64,7 +66,15 @@ impl Toeplitz {
     }
 
     /// The algorithms that can be forced; the first always can.
-    const ALGORITHMS: [Algorithm; 1] = [Algorithm::Tiled];
+    const ALGORITHMS: [Algorithm; 3] = [Algorithm::Tiled, Algorithm::Fft, Algorithm::Piecewise];
+
+    /// The algorithm that a call runs; the same for its backward.
+    fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
+        match call.initial_state {
+            Some(_) => Algorithm::Tiled,
+            None => cost::plan(self, &call.dims, &call.mask).algorithm,
+        }
+    }
 }
 
 impl<T: Real> Mechanism<T> for Toeplitz {
@@ -110,7 +120,11 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        tiled::forward(&problem, sink, scratch);
+        match self.chosen(call) {
+            Algorithm::Fft => fft::forward(&problem, sink, scratch),
+            Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
+            _ => tiled::forward(&problem, sink, scratch),
+        }
         if let Some(state) = final_state {
             tiled::final_state(&problem, state);
         }
@@ -135,7 +149,10 @@ impl<T: Real> Mechanism<T> for Toeplitz {
             });
         }
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        tiled::backward(&problem, cotangent, sink, parameters[0], scratch);
+        match self.chosen(call) {
+            Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters[0], scratch),
+            _ => tiled::backward(&problem, cotangent, sink, parameters[0], scratch),
+        }
         Ok(())
     }
 

@@ -308,11 +308,15 @@ impl<'a, T: Real> Problem<'a, T> {
         };
         let far = self.far_exponent(unit, head, T::ZERO);
         let mut level = far;
-        let mut key = begin;
-        while key < end {
-            let (count, exponent) = self.key_block(unit, key, end);
-            level = level.max(exponent + self.highest(line, key, key + count as isize, first, last));
-            key += count as isize;
+        if self.map == FeatureMap::Exp {
+            let mut key = begin;
+            while key < end {
+                let (count, exponent) = self.key_block(unit, key, end);
+                level = level.max(exponent + self.highest(line, key, key + count as isize, first, last));
+                key += count as isize;
+            }
+        } else {
+            level = level.max(self.highest(line, begin, end, first, last));
         }
         let own = |row: usize| {
             let end = self.end(unit, row);
@@ -361,8 +365,16 @@ impl<'a, T: Real> Problem<'a, T> {
         if self.is_grid() {
             return top(line).unwrap_or(T::NEG_INFINITY);
         }
-        let low = self.line_index(from - self.stands(last)).max(0) as usize;
-        let high = (self.line_index(to - 1 - self.stands(first)) + 1).clamp(0, line.len() as isize) as usize;
+        let (mut low, mut high) = (from - self.stands(last), to - 1 - self.stands(first));
+        // Beyond these distances the line is constant, and long.
+        if self.toeplitz.bias.far().is_some() {
+            low = low.max(-(self.toeplitz.bias.near() as isize)).min(high);
+        }
+        if let Some((distance, _)) = self.toeplitz.bias.after() {
+            high = high.min(distance).max(low);
+        }
+        let low = self.line_index(low).max(0) as usize;
+        let high = (self.line_index(high) + 1).clamp(0, line.len() as isize) as usize;
         top(&line[low.min(high)..high]).unwrap_or(T::NEG_INFINITY)
     }
 
@@ -469,8 +481,7 @@ impl<'s, T: Real> Shared<'s, T> {
         &self.lines[head * self.line_width..][..self.line_width]
     }
 
-    /// Calls `body` for the blocks of rows `rows` of one head; `rows` starts on a block. `whole` keeps blocks whole
-    /// that would be split.
+    /// Calls `body` for the blocks of rows `rows` of one head.
     pub fn blocks(
         &self,
         problem: &Problem<'_, T>,
@@ -484,7 +495,8 @@ impl<'s, T: Real> Shared<'s, T> {
         let splits = &self.splits[index * self.queries.div_ceil(TILE)..][..self.queries.div_ceil(TILE)];
         let mut row = rows.start;
         while row < rows.end {
-            let count = if splits[row / TILE] == T::ONE { 1 } else { (rows.end - row).min(TILE) };
+            let block_end = (row / TILE + 1) * TILE;
+            let count = if splits[row / TILE] == T::ONE { 1 } else { rows.end.min(block_end) - row };
             body(Block {
                 row,
                 rows: count,

@@ -171,9 +171,28 @@ pub(super) fn each_run<T: Real>(
     }
 }
 
-/// The strips of rows of a call: one task each.
-fn strips<T: Real>(problem: &Problem<'_, T>) -> usize {
-    problem.most_queries().div_ceil(STRIP)
+/// Rows of one head that one task computes: at most a [`STRIP`].
+pub(super) struct Task {
+    unit: usize,
+    head: usize,
+    rows: std::ops::Range<usize>,
+}
+
+/// Adds the tasks for some rows of one head.
+pub(super) fn push_strips(tasks: &mut Vec<Task>, unit: usize, head: usize, rows: std::ops::Range<usize>) {
+    let end = rows.end;
+    tasks.extend(rows.step_by(STRIP).map(|row| Task { unit, head, rows: row..(row + STRIP).min(end) }));
+}
+
+/// The tasks for all rows of some units.
+fn strips<T: Real>(problem: &Problem<'_, T>, units: impl Iterator<Item = usize>) -> Vec<Task> {
+    let mut tasks = Vec::new();
+    for unit in units.map(|index| problem.unit(index)) {
+        for head in problem.heads(&unit) {
+            push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+        }
+    }
+    tasks
 }
 
 /// Working memory of a task of the forward pass.
@@ -208,33 +227,77 @@ impl<'s, T: Real> Buffers<'s, T> {
     }
 }
 
+/// Numbers of working memory of a worker of the forward pass.
+pub(super) fn forward_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    Buffers::len(problem)
+}
+
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let per_worker = Buffers::len(problem);
+    let per_worker = forward_len(problem);
     let workers = rayon::current_num_threads();
     let mut arena = Arena::new(scratch.take(problem.shared_len() + workers * per_worker));
     let shared = problem.shared(&mut arena);
-    let (strips, group) = (strips(problem), problem.dims.group());
-    parallel(problem.units() * group * strips, arena.rest(), per_worker, |task, scratch| {
-        let unit = problem.unit(task / (group * strips));
-        let head = unit.kv_head * group + task / strips % group;
-        let first = task % strips * STRIP;
-        let rows = first..(first + STRIP).min(unit.sequence.queries);
-        if rows.is_empty() {
-            return;
-        }
+    run(problem, &shared, &strips(problem, 0..problem.units()), sink, (arena.rest(), per_worker));
+}
+
+/// Computes the outputs of some strips.
+pub(super) fn run<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    tasks: &[Task],
+    sink: Sink<'_, T>,
+    (scratch, per_worker): (&mut [T], usize),
+) {
+    parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+        let Task { unit, head, rows } = &tasks[task];
         let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
-        strip(problem, &shared, &unit, head, rows, sink, &mut buffers);
+        let unit = problem.unit(*unit);
+        let span = (unit.begin(), problem.end(&unit, rows.end - 1));
+        strip(problem, shared, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers);
     });
 }
 
+/// The sum of keys that rows see with one weight.
+#[derive(Clone, Copy)]
+pub(super) struct Far<'s, T> {
+    /// `Σ k̄_j v_jᵀ`, `head_width × value_width`.
+    pub sum: &'s [T],
+    /// `Σ k̄_j`.
+    pub keys: &'s [T],
+    /// The exponent subtracted from both.
+    pub exponent: T,
+    /// The keys' bias.
+    pub bias: T,
+}
+
+/// Computes the outputs of one strip of rows from the keys of a span by tiles and from sums of all others.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn far_strip<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    span: (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
+    sink: Sink<'_, T>,
+    scratch: &mut [T],
+) {
+    let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
+    strip(problem, shared, unit, head, rows, span, fars, sink, &mut buffers);
+}
+
 /// Computes the outputs of one strip of rows.
+#[allow(clippy::too_many_arguments)]
 fn strip<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     unit: &Unit<'_, T>,
     head: usize,
     rows: std::ops::Range<usize>,
+    (mut from, end): (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
     sink: Sink<'_, T>,
     buffers: &mut Buffers<'_, T>,
 ) {
@@ -245,8 +308,6 @@ fn strip<T: Real>(
     problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
-    let end = problem.end(unit, rows.end - 1);
-    let mut from = unit.begin();
     while from < end {
         keys.load(problem, unit, from, end);
         shared.blocks(problem, unit, head, rows.clone(), |block| {
@@ -290,6 +351,33 @@ fn strip<T: Real>(
             });
         });
         from += keys.count as isize;
+    }
+    for far in fars.iter().flatten() {
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            // The large numbers first: their difference is exact where it matters.
+            let weight = ((far.exponent - block.level) + far.bias).exp();
+            let at = block.row - rows.start;
+            ops.product(&mut Product {
+                a: &q[at * head_width..],
+                a_row: head_width,
+                a_column: 1,
+                b: far.sum,
+                b_row: value_width,
+                c: tile,
+                c_row: value_width,
+                rows: block.rows,
+                columns: value_width,
+                depth: head_dim,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
+            for row in 0..block.rows {
+                let o = &mut o[(at + row) * value_width..][..value_width];
+                ops.add_scaled(o, weight, &tile[row * value_width..][..value_width]);
+                sums[at + row] += weight * ops.dot(far.keys, &q[(at + row) * head_width..][..head_width]);
+            }
+        });
     }
     if unit.has_far() {
         shared.blocks(problem, unit, head, rows.clone(), |block| {
@@ -439,8 +527,7 @@ pub(super) fn value_products<T: Real>(
     });
 }
 
-/// Computes every gradient of a call: first those of the queries, strip of rows by strip, then those of keys, values
-/// and biases, strip of keys by strip. Both passes form the weights anew.
+/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -448,25 +535,37 @@ pub(super) fn backward<T: Real>(
     d_bias: &mut [T],
     scratch: &mut Scratch<T>,
 ) {
+    backward_with(problem, cotangent, sink, d_bias, scratch, |_, _| {
+        (strips(problem, 0..problem.units()), (0..problem.units()).collect())
+    });
+}
+
+/// Computes the gradients that `others` leaves: first those of the queries in the tasks that it gives, then those of
+/// keys, values and biases of the units that it gives, strip of keys by strip. Both passes form the weights anew.
+/// `others` is given lines of 0 for the gradients of biases.
+pub(super) fn backward_with<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    d_bias: &mut [T],
+    scratch: &mut Scratch<T>,
+    others: impl FnOnce(&Shared<'_, T>, &mut [T]) -> (Vec<Task>, Vec<usize>),
+) {
     let per_worker = QueryBuffers::len(problem).max(super::gradient::buffers_len(problem));
     let workers = rayon::current_num_threads();
     let lines = super::gradient::lines_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + workers * per_worker));
     let shared = problem.shared(&mut arena);
     let d_lines = arena.take(lines);
+    d_lines.fill(T::ZERO);
+    let (tasks, units) = others(&shared, d_lines);
     let rest = arena.rest();
-    let (strips, group) = (strips(problem), problem.dims.group());
-    parallel(problem.units() * group * strips, rest, per_worker, |task, scratch| {
-        let unit = problem.unit(task / (group * strips));
-        let head = unit.kv_head * group + task / strips % group;
-        let first = task % strips * STRIP;
-        let rows = first..(first + STRIP).min(unit.sequence.queries);
-        if !rows.is_empty() {
-            let mut buffers = QueryBuffers::new(problem, &mut Arena::new(scratch));
-            query_strip(problem, &shared, cotangent, &unit, head, rows, sink, &mut buffers);
-        }
+    parallel(tasks.len(), rest, per_worker, |task, scratch| {
+        let Task { unit, head, rows } = &tasks[task];
+        let mut buffers = QueryBuffers::new(problem, &mut Arena::new(scratch));
+        query_strip(problem, &shared, cotangent, &problem.unit(*unit), *head, rows.clone(), sink, &mut buffers);
     });
-    super::gradient::keys(problem, &shared, cotangent, sink, d_lines, (rest, per_worker));
+    super::gradient::keys(problem, &shared, cotangent, &units, sink, d_lines, (rest, per_worker));
     super::gradient::reduce(problem, d_lines, d_bias);
 }
 

@@ -7,6 +7,7 @@
 //! Each mechanism is one file here, with its options, its module, and what it computes on devices that have no kernels; it
 //! joins the others by one line in `registry.rs`.
 
+mod aft;
 mod by_name;
 mod heads;
 mod kernelized;
@@ -16,9 +17,11 @@ mod registry;
 mod softmax;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+mod toeplitz;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
+pub use aft::{AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions};
 pub use heads::Heads;
 pub use kernelized::{
     KernelConfig, KernelizedAttention, KernelizedAttentionConfig, KernelizedOptions, RelativeConfig, ShawOptions,
@@ -27,6 +30,7 @@ pub use mask::{AttentionMask, KeyMask};
 pub use multi_head::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use registry::{Attention, AttentionConfig, MemoryState};
 pub use softmax::{SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxOptions};
+pub use toeplitz::{BiasConfig, ToeplitzAttention, ToeplitzOptions};
 
 pub use crate::backend::{AttentionState, StoredState};
 

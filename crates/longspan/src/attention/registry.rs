@@ -9,8 +9,9 @@ use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttentionMask, AttentionState, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
-    SoftmaxAttention, SoftmaxOptions, StoredState, index_tensor,
+    AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState, Heads,
+    KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions, SoftmaxAttention, SoftmaxOptions, StoredState,
+    ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, Kernel, Layer, Total};
 use crate::error::{Error, Result, argument};
@@ -167,6 +168,14 @@ mechanisms! {
     Kernelized = kernelized "kernelized" (KernelizedOptions) -> KernelizedAttention;
     /// Kernelized attention with Shaw's relative positions (the Linear Scalable Transformer).
     Shaw = shaw "shaw" (ShawOptions) -> KernelizedAttention;
+    /// Kernelized attention with a learned bias for every distance (Luo et al. 2021).
+    Toeplitz = toeplitz "toeplitz" (ToeplitzOptions) -> ToeplitzAttention;
+    /// AFT with a learned bias for each query and the keys near it (Zhai et al. 2021).
+    AftLocal = aft_local "aft-local" (AftLocalOptions) -> AftAttention;
+    /// AFT without biases, blind to positions.
+    AftSimple = aft_simple "aft-simple" (AftSimpleOptions) -> AftAttention;
+    /// AFT with one key a head and biases by distance.
+    AftConv = aft_conv "aft-conv" (AftConvOptions) -> AftAttention;
     /// Scaled dot-product attention, blind to positions: the baseline, of quadratic cost.
     Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
 }

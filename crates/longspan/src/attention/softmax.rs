@@ -5,12 +5,12 @@ use std::sync::Arc;
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::activation::softmax;
-use burn::tensor::{Bool, Device, Tensor, TensorData};
-use longspan_kernels::Order;
+use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
+use crate::backend::pairs::Pairs;
 use crate::backend::tensor::repeat_heads;
 use crate::backend::{Kernel, Layer};
 use crate::error::Result;
@@ -77,49 +77,13 @@ impl Layer for SoftmaxAttention {
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let [batch, heads, queries, dim] = q.dims();
-        let [_, _, keys, value_dim] = v.dims();
-        let device = q.device();
-        let (mut k, mut v) = (repeat_heads(k, heads), repeat_heads(v, heads));
-        let ignored = mask.ignored(batch, keys);
-        if let Some(ignored) = &ignored {
-            let ignored = Tensor::<4, Bool>::from_data(TensorData::new(ignored.clone(), [batch, 1, keys, 1]), &device);
-            k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);
-            v = v.mask_fill(ignored.expand([batch, heads, keys, value_dim]), 0.0);
-        }
-        let mut scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());
-        let hidden = hidden(mask, ignored, queries, keys).map(|(rows, hidden)| {
-            let hidden =
-                Tensor::<4, Bool>::from_data(TensorData::new(hidden, [rows / queries, 1, queries, keys]), &device);
-            hidden.expand([batch, heads, queries, keys])
-        });
-        if let Some(hidden) = &hidden {
-            // Finite, so that a row that sees nothing has a softmax at all; it is emptied below.
-            scores = scores.mask_fill(hidden.clone(), -1e30);
-        }
-        let mut weights = softmax(scores, 3);
-        if let Some(hidden) = hidden {
-            weights = weights.mask_fill(hidden, 0.0);
-        }
+        let ([_, heads, _, dim], keys) = (q.dims(), k.dims()[2]);
+        let pairs = Pairs::new(&q, keys, mask);
+        let k = pairs.without_ignored(repeat_heads(k, heads));
+        let v = pairs.without_ignored(repeat_heads(v, heads));
+        let scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());
+        // Finite, so that a row that sees nothing has a softmax at all; it is emptied after.
+        let weights = pairs.hidden_as(softmax(pairs.hidden_as(scores, 0, -1e30), 3), 0, 0.0);
         weights.matmul(v)
     }
-}
-
-/// Which pairs are hidden, row-major over `rows × keys`, and `rows`: `queries` where all batch entries are alike,
-/// otherwise `batch × queries`. `None` where every query sees every key.
-fn hidden(mask: &AttentionMask, ignored: Option<Vec<bool>>, queries: usize, keys: usize) -> Option<(usize, Vec<bool>)> {
-    let future = |row: usize, key: usize| match mask.order {
-        Order::Bidirectional => false,
-        Order::Causal => key as isize > (row % queries) as isize + mask.offset,
-    };
-    if ignored.is_none() && mask.order == Order::Bidirectional {
-        return None;
-    }
-    let batch = ignored.as_ref().map_or(1, |ignored| ignored.len() / keys.max(1));
-    let rows = batch * queries;
-    let entries = (0..rows).flat_map(|row| (0..keys).map(move |key| (row, key)));
-    let hidden = entries
-        .map(|(row, key)| future(row, key) || ignored.as_ref().is_some_and(|all| all[row / queries * keys + key]))
-        .collect();
-    Some((rows, hidden))
 }

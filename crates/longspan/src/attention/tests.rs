@@ -106,9 +106,16 @@ fn tensor_operations_are_the_kernels() {
                 };
                 let inputs = [random(dims.q()), random([batch, KV_HEADS, keys, key_dim]), random(dims.v())];
                 let what = format!("{name}, {queries} × {keys}, {mask:?}");
-                let tensors = outcome(&attention, &inputs, |[q, k, v]| {
-                    backend::in_tensors(layer, q, k, v, &mask).unwrap_or_else(|error| panic!("{what}: {error}"))
-                });
+                let [q, k, v] = &inputs;
+                if let Err(error) = backend::in_tensors(layer, q.clone(), k.clone(), v.clone(), &mask) {
+                    // Tables by position have no row for a query that stands before the first key.
+                    assert!(name.starts_with("aft") && mask.order == Order::Bidirectional && mask.offset < 0, "{what}");
+                    let same = backend::attend(layer, q.clone(), k.clone(), v.clone(), &mask).unwrap_err();
+                    assert_eq!(error.to_string(), same.to_string());
+                    continue;
+                }
+                let tensors =
+                    outcome(&attention, &inputs, |[q, k, v]| backend::in_tensors(layer, q, k, v, &mask).unwrap());
                 let fused = outcome(&attention, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
                 for ((part, found), (_, expected)) in tensors.iter().zip(&fused) {
                     assert_close(&format!("{what}, {part}"), found, expected);

@@ -11,6 +11,7 @@ mod autodiff;
 mod flex;
 #[cfg(feature = "flex")]
 mod layer_norm;
+pub(crate) mod pairs;
 mod state;
 pub(crate) mod tensor;
 #[cfg(all(test, feature = "flex"))]

@@ -51,7 +51,7 @@ pub(crate) fn attend(
 }
 
 /// Numerators over denominators: `[.., dv + 1]` → `[.., dv]`. A row without weight gives 0, with gradient 0.
-fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tensor<4> {
+pub(crate) fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tensor<4> {
     if !normalize {
         return sums;
     }
@@ -63,19 +63,19 @@ fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tensor<4> {
 }
 
 /// Half-width numbers are too coarse for sums along a sequence: they are widened to `f32`.
-fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+pub(crate) fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {
         DType::F16 | DType::BF16 => x.cast(FloatDType::F32),
         _ => x,
     }
 }
 
-fn narrow_float(x: Tensor<4>, dtype: DType) -> Tensor<4> {
+pub(crate) fn narrow_float(x: Tensor<4>, dtype: DType) -> Tensor<4> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
 
 /// `φ`, elementwise.
-fn features<const D: usize>(map: FeatureMap, x: Tensor<D>) -> Tensor<D> {
+pub(crate) fn features<const D: usize>(map: FeatureMap, x: Tensor<D>) -> Tensor<D> {
     match map {
         // Not `elu(x) + 1`, which rounds the small features of very negative entries to 0.
         FeatureMap::EluPlusOne => relu(x.clone()) + x.clamp_max(0.0).exp(),
@@ -105,7 +105,7 @@ fn relative_features(
 }
 
 /// The largest entry of each batch entry and head, `[batch, heads, 1, 1]`; 0 where there is none.
-fn largest(x: Tensor<4>) -> Tensor<4> {
+pub(crate) fn largest(x: Tensor<4>) -> Tensor<4> {
     let top = x.detach().max_dim(3).max_dim(2);
     let none = top.clone().equal_elem(f32::NEG_INFINITY);
     top.mask_fill(none, 0.0)
@@ -122,7 +122,7 @@ pub(crate) fn repeat_heads(x: Tensor<4>, heads: usize) -> Tensor<4> {
 }
 
 /// `[v, 1]`, or `v` where nothing is divided by; rows of ignored keys are 0.
-fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normalize: bool) -> Tensor<4> {
+pub(crate) fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normalize: bool) -> Tensor<4> {
     let [batch, heads, keys, _] = v.dims();
     if !normalize {
         return v;

@@ -1,0 +1,168 @@
+//! Toeplitz relative positions: tiles against the machine's own matrix product, transforms against themselves, and the
+//! length from which transforms are faster. All by turns in one process.
+//!
+//! `cargo bench -p longspan-kernels --bench toeplitz`. Flops of a pair that is seen: `2·(d + dv)`; weighing is not
+//! counted, so that the product has less to do than the kernel.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use gemm::Parallelism;
+use longspan_kernels::{Algorithm, Bias, Call, Dims, Mask, Mechanism, Output, Scratch, Toeplitz, View, ViewMut};
+use longspan_testing::random::Random;
+use realfft::RealFftPlanner;
+
+const HEAD_DIM: usize = 64;
+
+/// One call with its memory.
+struct Subject {
+    toeplitz: Toeplitz,
+    dims: Dims,
+    causal: bool,
+    inputs: [Vec<f32>; 3],
+    bias: Vec<f32>,
+    out: Vec<f32>,
+    scratch: Scratch<f32>,
+}
+
+impl Subject {
+    fn new(heads: usize, length: usize, causal: bool, algorithm: Algorithm, bias: Bias) -> Self {
+        let dims = Dims::square(1, heads, length, HEAD_DIM);
+        let toeplitz = Toeplitz { algorithm, ..Toeplitz::new(bias) };
+        let mut random = Random::new(1);
+        let mut draw = |len: usize| (0..len).map(|_| random.normal() as f32).collect::<Vec<f32>>();
+        let len = heads * length * HEAD_DIM;
+        let entries = Mechanism::<f32>::parameters(&toeplitz, &dims)[0].len();
+        Self {
+            toeplitz,
+            dims,
+            causal,
+            inputs: [draw(len), draw(len), draw(len)],
+            bias: draw(entries),
+            out: vec![0.0; len],
+            scratch: Scratch::new(),
+        }
+    }
+
+    /// Seconds of one run.
+    fn run(&mut self) -> f64 {
+        let shape = self.dims.q();
+        let call = Call {
+            dims: self.dims,
+            q: View::contiguous(&self.inputs[0], shape),
+            k: View::contiguous(&self.inputs[1], shape),
+            v: View::contiguous(&self.inputs[2], shape),
+            parameters: &[&self.bias],
+            mask: if self.causal { Mask::causal() } else { Mask::bidirectional() },
+            initial_state: None,
+        };
+        let output = Output { out: ViewMut::contiguous(&mut self.out, shape), denominators: None, final_state: None };
+        let start = Instant::now();
+        self.toeplitz.forward(&call, output, &mut self.scratch).expect("the benchmark's call makes sense");
+        start.elapsed().as_secs_f64()
+    }
+
+    fn flops(&self) -> f64 {
+        let (heads, length) = (self.dims.heads as f64, self.dims.queries as f64);
+        let pairs = if self.causal { length * (length + 1.0) / 2.0 } else { length * length };
+        heads * pairs * 4.0 * HEAD_DIM as f64
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Flops a second of a product of row-major matrices of `size`, one thread.
+fn product_rate(size: usize, lhs: &[f32], rhs: &[f32], repeats: usize) -> f64 {
+    assert!(lhs.len() >= size * size && rhs.len() >= size * size);
+    let mut dst = vec![0.0f32; size * size];
+    let row = size as isize;
+    let start = Instant::now();
+    for _ in 0..repeats {
+        // SAFETY: the three slices hold size × size numbers each, checked above, and `dst` is borrowed alone.
+        unsafe {
+            gemm::gemm(
+                size,
+                size,
+                size,
+                dst.as_mut_ptr(),
+                1,
+                row,
+                false,
+                lhs.as_ptr(),
+                1,
+                row,
+                rhs.as_ptr(),
+                1,
+                row,
+                0.0f32,
+                1.0f32,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
+        }
+        black_box(&mut dst);
+    }
+    repeats as f64 * 2.0 * (size as f64).powi(3) / start.elapsed().as_secs_f64()
+}
+
+/// Seconds of the transforms alone that a head of this length needs.
+fn transforms(length: usize) -> f64 {
+    let size = (2 * length - 1).next_power_of_two();
+    let mut planner = RealFftPlanner::<f64>::new();
+    let (forward, inverse) = (planner.plan_fft_forward(size), planner.plan_fft_inverse(size));
+    let (mut signal, mut spectrum) = (vec![0.5; size], forward.make_output_vec());
+    let mut scratch = vec![Default::default(); forward.get_scratch_len().max(inverse.get_scratch_len())];
+    let start = Instant::now();
+    for _ in 0..HEAD_DIM * (HEAD_DIM + 1) {
+        forward.process_with_scratch(&mut signal, &mut spectrum, &mut scratch).expect("lengths of the plan");
+        inverse.process_with_scratch(&mut spectrum, &mut signal, &mut scratch).expect("lengths of the plan");
+        signal.fill(0.5);
+    }
+    black_box(&signal);
+    start.elapsed().as_secs_f64()
+}
+
+fn main() {
+    let quick = std::env::args().any(|argument| argument == "--quick");
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool of one thread");
+    pool.install(|| {
+        println!("one thread, f32, d = dv = {HEAD_DIM}; medians of runs by turns");
+        for causal in [true, false] {
+            let mut subject = Subject::new(2, 2048, causal, Algorithm::Tiled, Bias::symmetric(2048));
+            let (lhs, rhs) = (vec![1.0; 1024 * 1024], vec![1.0; 1024 * 1024]);
+            let (mut rates, mut large, mut small) = (Vec::new(), Vec::new(), Vec::new());
+            for _ in 0..if quick { 5 } else { 15 } {
+                rates.push(subject.flops() / subject.run());
+                large.push(product_rate(1024, &lhs, &rhs, 1));
+                small.push(product_rate(64, &lhs, &rhs, 2000));
+            }
+            let (rate, large, small) = (median(rates), median(large), median(small));
+            println!(
+                "tiled {}: {:.1} GFLOP/s; product 1024³ {:.1}, 64³ {:.1}: {:.0} % of the faster",
+                if causal { "causal       " } else { "bidirectional" },
+                rate / 1e9,
+                large / 1e9,
+                small / 1e9,
+                100.0 * rate / large.max(small)
+            );
+        }
+        println!("\n{:>8} {:>10} {:>10} {:>14} {:>10}", "tokens", "tiled ms", "fft ms", "transforms ms", "fft/own");
+        for length in if quick { vec![1024, 4096] } else { vec![1024, 4096, 16384, 32768] } {
+            let mut both = [Algorithm::Tiled, Algorithm::Fft]
+                .map(|algorithm| Subject::new(1, length, false, algorithm, Bias::symmetric(length)));
+            let mut times = [Vec::new(), Vec::new(), Vec::new()];
+            for _ in 0..if length > 8192 { 1 } else { 3 } {
+                times[0].push(both[0].run());
+                times[1].push(both[1].run());
+                times[2].push(transforms(length));
+            }
+            let [tiled, fft, own] = times.map(median);
+            println!("{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>10.2}", tiled * 1e3, fft * 1e3, own * 1e3, fft / own);
+        }
+    });
+}

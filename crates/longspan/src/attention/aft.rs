@@ -1,0 +1,339 @@
+//! The attention-free transformer (Zhai et al. 2021): `σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}`, one mean of the
+//! values for each channel, which a query only gates. The mechanisms differ in the bias `w` of positions.
+//!
+//! In tensor operations a set of keys is its weighted mean in three tensors: numerator and denominator relative to an
+//! exponent, and that exponent. Joining two sets keeps the larger exponent, so that nothing overflows and no key is lost
+//! beside a far larger one that comes after it. Means of all prefixes come from ⌈log₂ keys⌉ passes of joins; a query joins
+//! the keys before its window, those in it with their biases, and those after.
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::nn::Initializer;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use longspan_kernels as kernels;
+use longspan_kernels::aft::Variant;
+use longspan_kernels::{Aft, Mechanism, Order};
+use serde::{Deserialize, Serialize};
+
+use super::registry::{AttentionConfig, Options, attention_module};
+use super::{AttentionMask, Heads};
+use crate::backend::tensor::{narrow_float, repeat_heads, widen};
+use crate::backend::{Kernel, Layer};
+use crate::error::{Result, config};
+
+/// AFT-local: a learned bias for each query and each key near it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AftLocalOptions {
+    /// Keys up to `window − 1` away have a bias; the others count with 0. 8 by default.
+    pub window: usize,
+    /// The longest sequence: the table has a row for each position. 1024 by default.
+    pub length: usize,
+}
+
+impl Default for AftLocalOptions {
+    fn default() -> Self {
+        Self { window: 8, length: 1024 }
+    }
+}
+
+/// AFT-simple: no bias, and so blind to positions.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AftSimpleOptions {}
+
+/// AFT-conv: one key a head, and biases by distance.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AftConvOptions {
+    /// Taps of each head's kernel: the last so many keys of a causal query, or so many around a bidirectional one. 15 by
+    /// default.
+    pub taps: usize,
+    /// Whether the kernel is `γ·(w − mean w)/std w + β`, as published, rather than `w`; yes by default.
+    pub normalized: bool,
+}
+
+impl Default for AftConvOptions {
+    fn default() -> Self {
+        Self { taps: 15, normalized: true }
+    }
+}
+
+/// Attention without attention over heads, with its learned biases.
+#[derive(Module, Debug)]
+pub struct AftAttention {
+    /// AFT-local: `[length, 2·window − 1]`, the bias of the key at distance `column − window + 1` for the query at position
+    /// `row`, the same for all heads. AFT-conv: `[heads, taps]`. AFT-simple has none.
+    pub w: Option<Param<Tensor<2>>>,
+    /// The scale of a normalised AFT-conv kernel, `[heads]`; starts at 0.
+    pub gamma: Option<Param<Tensor<1>>>,
+    /// The level of a normalised AFT-conv kernel, `[heads]`; starts at 0.
+    pub beta: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    aft: Arc<Aft>,
+    #[module(skip)]
+    heads: Heads,
+}
+
+/// As published: close to no bias.
+const BIASES: Initializer = Initializer::Normal { mean: 0.0, std: 0.01 };
+
+fn module(variant: Variant, w: Option<Param<Tensor<2>>>, heads: Heads) -> AftAttention {
+    AftAttention { w, gamma: None, beta: None, aft: Arc::new(Aft::new(variant)), heads }
+}
+
+impl Options for AftLocalOptions {
+    type Module = AftAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
+        let Self { window, length } = *self;
+        let range = 1..1 << 24;
+        config(range.contains(&window), "AftLocalOptions", "window", "1 or more, less than 2²⁴", window)?;
+        config(range.contains(&length), "AftLocalOptions", "length", "1 or more, less than 2²⁴", length)?;
+        let w = BIASES.init([length, 2 * window - 1], device);
+        Ok(module(Variant::Local { window, length: Some(length) }, Some(w), heads))
+    }
+
+    fn sees_order(&self) -> bool {
+        true
+    }
+
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::kernelized())
+    }
+}
+
+impl Options for AftSimpleOptions {
+    type Module = AftAttention;
+
+    fn init(&self, heads: Heads, _: &Device) -> Result<AftAttention> {
+        Ok(module(Variant::Simple, None, heads))
+    }
+
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::kernelized())
+    }
+}
+
+impl Options for AftConvOptions {
+    type Module = AftAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
+        let Self { taps, normalized } = *self;
+        config((1..1 << 24).contains(&taps), "AftConvOptions", "taps", "1 or more, less than 2²⁴", taps)?;
+        let zeros = || normalized.then(|| Initializer::Zeros.init([heads.heads], device));
+        let initializer = if normalized { Initializer::Normal { mean: 0.0, std: 1.0 } } else { BIASES };
+        let w = initializer.init([heads.heads, taps], device);
+        let module = module(Variant::Conv { taps, normalized }, Some(w), heads);
+        Ok(AftAttention { gamma: zeros(), beta: zeros(), ..module })
+    }
+
+    fn sees_order(&self) -> bool {
+        true
+    }
+
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::kernelized())
+    }
+}
+
+attention_module!(AftAttention);
+
+impl AftAttention {
+    /// The options of the kernel behind it.
+    pub fn options(&self) -> &kernels::Aft {
+        &self.aft
+    }
+
+    /// AFT-conv's kernels, `[heads, taps]`.
+    fn kernels(&self, w: Tensor<2>) -> Tensor<2> {
+        let (Some(gamma), Some(beta)) = (&self.gamma, &self.beta) else { return w };
+        let centred = w.clone() - w.mean_dim(1);
+        let variance = centred.clone().powi_scalar(2).mean_dim(1);
+        // Where all taps are equal the kernel is its level.
+        let flat = variance.clone().equal_elem(0.0);
+        let unit = centred / variance.mask_fill(flat, 1.0).sqrt();
+        widen(gamma.val()).unsqueeze_dim::<2>(1) * unit + widen(beta.val()).unsqueeze_dim::<2>(1)
+    }
+}
+
+impl Layer for AftAttention {
+    fn name(&self) -> &'static str {
+        Mechanism::<f32>::name(&*self.aft)
+    }
+
+    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+        Some(self.aft.clone())
+    }
+
+    fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    fn parameters(&self) -> Vec<Tensor<1>> {
+        let w = self.w.iter().map(|w| w.val().reshape([-1]));
+        w.chain(self.gamma.iter().chain(&self.beta).map(|x| x.val())).collect()
+    }
+
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        let dtype = q.dtype();
+        let ([batch, heads, queries, width], keys) = (q.dims(), k.dims()[2]);
+        let causal = mask.order == Order::Causal;
+        let k = widen(repeat_heads(k, heads)).expand([batch, heads, keys, width]);
+        let items = Means::of_keys(k, widen(repeat_heads(v, heads)), mask.ignored(batch, keys));
+        let place = |i: usize| i as isize + mask.offset;
+        let (back, ahead, biases) = match self.aft.variant {
+            Variant::Simple => {
+                // Row i reads the prefix that ends with its own place.
+                let ends: Vec<isize> = (0..queries)
+                    .map(|i| if causal { place(i).min(keys as isize - 1) } else { keys as isize - 1 })
+                    .collect();
+                return narrow_float(items.prefixes().take(&ends).gated(q, self.aft.gate), dtype);
+            }
+            Variant::Local { window, length } => {
+                let table = self.w.as_ref().map(|w| widen(w.val()));
+                let rows: Vec<i64> =
+                    (0..queries).map(|i| place(i).clamp(0, length.unwrap_or(queries) as isize - 1) as i64).collect();
+                let ahead = if causal { 0 } else { window - 1 };
+                let biases = table.map(|table| {
+                    let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [queries]), &table.device());
+                    table.select(0, rows).narrow(1, 0, window + ahead).reshape([1, 1, queries, window + ahead, 1])
+                });
+                (window - 1, ahead, biases)
+            }
+            Variant::Conv { taps, .. } => {
+                let back = if causal { taps - 1 } else { (taps - 1) / 2 };
+                let biases = self.w.as_ref().map(|w| self.kernels(widen(w.val())).reshape([1, heads, 1, taps, 1]));
+                (back, taps - 1 - back, biases)
+            }
+        };
+        let (back, ahead) = (back as isize, ahead as isize);
+        let inside = |key: isize| if (0..keys as isize).contains(&key) { key } else { -1 };
+        let near: Vec<isize> = (0..queries).flat_map(|i| (place(i) - back..=place(i) + ahead).map(inside)).collect();
+        let mut means = items.clone().take(&near).biased(biases, queries);
+        let before: Vec<isize> = (0..queries).map(|i| (place(i) - back - 1).min(keys as isize - 1)).collect();
+        means = items.clone().prefixes().take(&before).join(means);
+        if !causal {
+            // The same from the other end.
+            let last = keys as isize - 1;
+            let after: Vec<isize> = (0..queries).map(|i| (last - (place(i) + ahead + 1)).min(last)).collect();
+            means = means.join(items.flipped().prefixes().take(&after));
+        }
+        narrow_float(means.gated(q, self.aft.gate), dtype)
+    }
+}
+
+/// The exponent of no keys: below all others, and finite, so that no difference is NaN.
+const NONE: f32 = -1e30;
+
+/// Sets of keys, `[batch, heads, sets, width]` each.
+#[derive(Clone)]
+struct Means {
+    /// The exponent that the others are relative to. It cancels, and so carries no gradient.
+    top: Tensor<4>,
+    /// `Σ e^{k_j − top} v_j`.
+    numerator: Tensor<4>,
+    /// `Σ e^{k_j − top}`.
+    denominator: Tensor<4>,
+}
+
+impl Means {
+    /// A set for each key; the empty one where `ignored`.
+    fn of_keys(k: Tensor<4>, v: Tensor<4>, ignored: Option<Vec<bool>>) -> Self {
+        let [batch, _, keys, _] = k.dims();
+        let shape = k.dims();
+        let Some(ignored) = ignored else {
+            let top = k.clone().detach();
+            let weight = (k - top.clone()).exp();
+            return Self { top, numerator: weight.clone() * v, denominator: weight };
+        };
+        let ignored = Tensor::<4, Bool>::from_data(TensorData::new(ignored, [batch, 1, keys, 1]), &k.device());
+        let ignored = ignored.expand(shape);
+        // Filled, not multiplied by 0: whatever stands in padding, NaN included, goes nowhere.
+        let k = k.mask_fill(ignored.clone(), NONE);
+        let top = k.clone().detach();
+        let weight = (k - top.clone()).exp().mask_fill(ignored.clone(), 0.0);
+        Self { top, numerator: weight.clone() * v.mask_fill(ignored, 0.0), denominator: weight }
+    }
+
+    fn each(self, change: impl Fn(Tensor<4>, f32) -> Tensor<4>) -> Self {
+        Self {
+            top: change(self.top, NONE),
+            numerator: change(self.numerator, 0.0),
+            denominator: change(self.denominator, 0.0),
+        }
+    }
+
+    /// The union of two sets, place by place.
+    fn join(self, other: Self) -> Self {
+        let top = self.top.clone().max_pair(other.top.clone());
+        let (own, its) = ((self.top - top.clone()).exp(), (other.top - top.clone()).exp());
+        Self {
+            top,
+            numerator: self.numerator * own.clone() + other.numerator * its.clone(),
+            denominator: self.denominator * own + other.denominator * its,
+        }
+    }
+
+    /// Every set joined with all before it.
+    fn prefixes(self) -> Self {
+        let keys = self.top.dims()[2];
+        let mut sums = self;
+        let mut by = 1;
+        while by < keys {
+            let earlier = sums.clone().each(|x, empty| {
+                let [batch, heads, _, width] = x.dims();
+                let front = Tensor::full([batch, heads, by, width], empty, (&x.device(), x.dtype()));
+                Tensor::cat(vec![front, x.narrow(2, 0, keys - by)], 2)
+            });
+            sums = earlier.join(sums);
+            by *= 2;
+        }
+        sums
+    }
+
+    fn flipped(self) -> Self {
+        self.each(|x, _| x.flip([2]))
+    }
+
+    /// The sets at these places; the empty one for negative places.
+    fn take(self, places: &[isize]) -> Self {
+        let sets = self.top.dims()[2];
+        let places: Vec<i64> = places.iter().map(|&at| if at < 0 { sets as i64 } else { at as i64 }).collect();
+        let device = self.top.device();
+        let places = Tensor::<1, Int>::from_data(TensorData::new(places.clone(), [places.len()]), &device);
+        self.each(|x, empty| {
+            let [batch, heads, _, width] = x.dims();
+            let none = Tensor::full([batch, heads, 1, width], empty, (&x.device(), x.dtype()));
+            Tensor::cat(vec![x, none], 2).select(2, places.clone())
+        })
+    }
+
+    /// The sets of each of `rows` rows joined, each with its bias `[1, 1 or heads, 1 or rows, sets, 1]`.
+    fn biased(self, biases: Option<Tensor<5>>, rows: usize) -> Self {
+        let [batch, heads, sets, width] = self.top.dims();
+        let apart = |x: Tensor<4>| x.reshape([batch, heads, rows, sets / rows, width]);
+        let (mut top, mut numerator, mut denominator) =
+            (apart(self.top), apart(self.numerator), apart(self.denominator));
+        if let Some(biases) = biases {
+            let level = biases.clone().detach();
+            let weight = (biases - level.clone()).exp();
+            top = top + level;
+            numerator = numerator * weight.clone();
+            denominator = denominator * weight;
+        }
+        let highest = top.clone().max_dim(3);
+        let weight = (top - highest.clone()).exp();
+        let sum = |x: Tensor<5>| (x * weight.clone()).sum_dim(3).squeeze_dim::<4>(3);
+        Self { numerator: sum(numerator), denominator: sum(denominator), top: highest.squeeze_dim::<4>(3) }
+    }
+
+    /// The means, gated by the queries; an empty set gives 0.
+    fn gated(self, q: Tensor<4>, gate: bool) -> Tensor<4> {
+        let empty = self.denominator.clone().equal_elem(0.0);
+        let means = (self.numerator / self.denominator.mask_fill(empty.clone(), 1.0)).mask_fill(empty, 0.0);
+        if gate { means * sigmoid(widen(q)) } else { means }
+    }
+}

@@ -1,0 +1,214 @@
+//! Toeplitz relative positions (Luo et al. 2021): kernelized attention whose weights are multiplied by `e^{b_δ}`, a learned
+//! bias for every distance `δ = j − i`.
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::nn::Initializer;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan_kernels as kernels;
+use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
+use serde::{Deserialize, Serialize};
+
+use super::registry::{AttentionConfig, Options, attention_module};
+use super::{AttentionMask, Heads, by_name};
+use crate::backend::pairs::Pairs;
+use crate::backend::tensor::{divide, features, largest, narrow_float, repeat_heads, widen, with_ones};
+use crate::backend::{Kernel, Layer};
+use crate::error::{Result, config};
+
+/// Which distances have a bias of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum BiasConfig {
+    /// Those up to `radius` tokens to either side; farther ones share the bias at that end.
+    Clipped {
+        /// The farthest distance with a bias of its own.
+        radius: usize,
+    },
+    /// Those below `reach` to either side; a call with farther ones is refused.
+    Table {
+        /// One more than the farthest distance.
+        reach: usize,
+    },
+    /// The buckets of T5: exact for small distances, logarithmic up to `max_distance`.
+    Buckets {
+        /// Biases a head.
+        buckets: usize,
+        /// From here on all distances share the last bucket.
+        max_distance: usize,
+        /// Whether keys after the query have buckets of their own (the second half); for decoders `false`.
+        bidirectional: bool,
+    },
+    /// Displacements between the pixels of an image whose tokens come row after row.
+    Grid {
+        /// Rows of the image.
+        height: usize,
+        /// Columns of the image.
+        width: usize,
+    },
+}
+
+impl BiasConfig {
+    /// The kernels' name for it, and the shape of one head's table.
+    fn kernel(self) -> (Bias, usize) {
+        match self {
+            Self::Clipped { radius } => (Bias::clipped(radius), radius.saturating_mul(2).saturating_add(1)),
+            Self::Table { reach } => (Bias::symmetric(reach), reach.saturating_mul(2).saturating_sub(1)),
+            Self::Buckets { buckets, max_distance, bidirectional } => {
+                (Bias::Buckets { buckets, max_distance, bidirectional }, buckets)
+            }
+            Self::Grid { height, width } => {
+                let side = |n: usize| n.saturating_mul(2).saturating_sub(1);
+                (Bias::Grid { height, width }, side(height).saturating_mul(side(width)))
+            }
+        }
+    }
+}
+
+/// Kernelized attention with a learned bias for each distance.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ToeplitzOptions {
+    /// Which distances have a bias of their own; those up to 64 by default.
+    pub bias: BiasConfig,
+    /// `φ`, by its name; `elu+1` by default.
+    #[serde(with = "by_name")]
+    pub feature_map: FeatureMap,
+    /// Whether to divide by the sum of the weights; yes by default.
+    pub normalize: bool,
+    /// How the CPU kernels compute it: `auto` by default.
+    #[serde(with = "by_name")]
+    pub algorithm: Algorithm,
+}
+
+impl Default for ToeplitzOptions {
+    fn default() -> Self {
+        Self {
+            bias: BiasConfig::Clipped { radius: 64 },
+            feature_map: FeatureMap::default(),
+            normalize: true,
+            algorithm: Algorithm::Auto,
+        }
+    }
+}
+
+/// Toeplitz attention over heads, with its learned biases.
+#[derive(Module, Debug)]
+pub struct ToeplitzAttention {
+    /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or by
+    /// bucket, or by row and column of the displacement. They start close to 0: every distance alike.
+    pub bias: Param<Tensor<2>>,
+    #[module(skip)]
+    toeplitz: Arc<Toeplitz>,
+    #[module(skip)]
+    heads: Heads,
+}
+
+impl Options for ToeplitzOptions {
+    type Module = ToeplitzAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<ToeplitzAttention> {
+        let (bias, entries) = self.bias.kernel();
+        config(
+            (1..1 << 24).contains(&entries),
+            "ToeplitzOptions",
+            "bias",
+            "between 1 and 2²⁴ entries a head",
+            format_args!("{:?}", self.bias),
+        )?;
+        let toeplitz = Arc::new(Toeplitz {
+            feature_map: self.feature_map,
+            normalize: self.normalize,
+            algorithm: self.algorithm,
+            ..Toeplitz::new(bias)
+        });
+        let bias = Initializer::Normal { mean: 0.0, std: 0.02 }.init([heads.heads, entries], device);
+        Ok(ToeplitzAttention { bias, toeplitz, heads })
+    }
+
+    fn sees_order(&self) -> bool {
+        true
+    }
+
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::kernelized())
+    }
+}
+
+attention_module!(ToeplitzAttention);
+
+impl ToeplitzAttention {
+    /// The options of the kernel behind it.
+    pub fn options(&self) -> &kernels::Toeplitz {
+        &self.toeplitz
+    }
+}
+
+impl Layer for ToeplitzAttention {
+    fn name(&self) -> &'static str {
+        Mechanism::<f32>::name(&*self.toeplitz)
+    }
+
+    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+        Some(self.toeplitz.clone())
+    }
+
+    fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    fn parameters(&self) -> Vec<Tensor<1>> {
+        vec![self.bias.val().reshape([-1])]
+    }
+
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        let Toeplitz { feature_map, bias, normalize, .. } = *self.toeplitz;
+        let dtype = q.dtype();
+        let [_, heads, queries, _] = q.dims();
+        let value_dim = v.dims()[3];
+        let pairs = Pairs::new(&q, k.dims()[2], mask);
+        let (mut q, k, v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
+        let (mut k, v) = (pairs.without_ignored(k), pairs.without_ignored(v));
+        if feature_map == FeatureMap::Exp && normalize {
+            // Any factor common to a row's weights cancels in the division.
+            let top = q.clone().detach().max_dim(3);
+            q = q - top;
+            let top = largest(pairs.ignored_as(k.clone(), f32::NEG_INFINITY));
+            k = k - top;
+        }
+        let (q, k) = (features(feature_map, q), features(feature_map, k).swap_dims(2, 3));
+        let values = with_ones(v, None, normalize);
+        let table = widen(self.bias.val());
+        let chunks = (0..queries).step_by(Pairs::ROWS).map(|first| {
+            let rows = Pairs::ROWS.min(queries - first);
+            let entries = (first..first + rows).flat_map(|i| {
+                let query = i as isize + mask.offset;
+                // A pair that the table has no entry for is one that no row sees: the kernel's check is done.
+                (0..pairs.keys()).map(move |j| bias.between(query, j as isize).unwrap_or(0) as i64)
+            });
+            let entries: Vec<i64> = entries.collect();
+            let entries = Tensor::<1, Int>::from_data(TensorData::new(entries, [rows * pairs.keys()]), &q.device());
+            let mut exponents = table.clone().select(1, entries).reshape([1, heads, rows, pairs.keys()]);
+            if normalize {
+                // Relative to the largest that a row sees, whichever others it does not.
+                let seen = pairs.hidden_as(exponents.clone().detach(), first, f32::NEG_INFINITY);
+                exponents = exponents - largest_of_row(seen);
+            }
+            // Not to overflow where nothing is seen: even a weight of 0 has an infinite slope there.
+            let exponents = pairs.hidden_as(exponents, first, 0.0);
+            let scores = q.clone().narrow(2, first, rows).matmul(k.clone());
+            let weights = pairs.hidden_as(scores * exponents.exp(), first, 0.0);
+            weights.matmul(values.clone())
+        });
+        let sums = Tensor::cat(chunks.collect(), 2);
+        narrow_float(divide(sums, value_dim, normalize), dtype)
+    }
+}
+
+/// The largest entry of each row; 0 where there is none.
+fn largest_of_row(x: Tensor<4>) -> Tensor<4> {
+    let top = x.max_dim(3);
+    let none = top.clone().equal_elem(f32::NEG_INFINITY);
+    top.mask_fill(none, 0.0)
+}
