@@ -384,7 +384,7 @@ fn a_bias_of_minus_30_on_the_dominant_key_leaves_the_others() {
 #[test]
 fn opposite_ranges_of_keys_and_biases_cancel() {
     let count = 150;
-    let level = |j: usize| if j % 2 == 0 { 300.0f32 } else { -300.0 };
+    let level = |j: usize| if j.is_multiple_of(2) { 300.0f32 } else { -300.0 };
     let k: Vec<f32> = (0..count).map(level).collect();
     let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
     let w: Vec<f32> = (0..count * count).map(|n| (n as f32 * 0.3).cos() - level(n % count)).collect();
