@@ -95,6 +95,11 @@ impl<T: Real> Inputs<T> {
 
     /// Output and gradients, from memory that starts as NaN.
     fn run(&self, mechanism: &dyn Mechanism<T>) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
+        self.run_with(mechanism, |out| out)
+    }
+
+    /// The same with the backward told of another output.
+    fn run_with(&self, mechanism: &dyn Mechanism<T>, told: fn(T) -> T) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
         let nan = T::from_f64(f64::NAN);
         let dims = &self.dims;
         let mut out = vec![nan; len(dims.out())];
@@ -108,6 +113,7 @@ impl<T: Real> Inputs<T> {
             };
             mechanism.forward(call, output, &mut scratch)
         })?;
+        out.iter_mut().for_each(|x| *x = told(*x));
         let mut gradients: Vec<Vec<T>> = self.tensors.iter().map(|x| vec![nan; x.len()]).collect();
         let [dq, dk, dv, parameters @ ..] = gradients.as_mut_slice() else { return Ok((out, gradients)) };
         let mut parameters: Vec<&mut [T]> = parameters.iter_mut().map(Vec::as_mut_slice).collect();
@@ -205,7 +211,8 @@ fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failu
 }
 
 fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilities) -> Result<(), Failure> {
-    let double = &*candidate.double;
+    let (single, double) = (candidate.single(dims.queries), candidate.double(dims.queries));
+    let (single, double) = (&*single, &*double);
     let inputs = Inputs::random(double, dims, order);
     let expected = inputs.call(|call| double.reference(call))?.out;
     // With the values' magnitudes the definition gives the sum of the magnitudes of the terms of each output.
@@ -216,8 +223,12 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
 
     let (out, gradients) = inputs.run(double)?;
     elements("output in doubles", &out, &expected, &scale, terms)?;
+    // With values and d_out positive and the output's sign turned, both terms of `d_out·v − d_out·out` are positive in
+    // every gradient: what comes out is the sum of the magnitudes of its terms, where weights are positive.
+    positive.d_out.iter_mut().for_each(|x| *x = x.abs());
+    let (_, gradient_scale) = positive.run_with(double, |out| -out)?;
     let singles = inputs.singles();
-    let (out, single_gradients) = singles.run(&*candidate.single)?;
+    let (out, single_gradients) = singles.run(single)?;
     elements("output in singles", &out, &expected, &scale, terms)?;
 
     let name = |which: usize| match which {
@@ -232,10 +243,10 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
         if dims.heads * dims.queries * dims.keys * dims.head_dim <= QUOTIENT_WORK {
             along_a_direction(&name(which), double, &inputs, which, gradient, &mut random)?;
         }
-        norms(&name(which), &single_gradients[which], gradient, terms)?;
+        norms(&name(which), &single_gradients[which], gradient, &gradient_scale[which], terms)?;
     }
     if abilities.decodes {
-        match singles.steps(&*candidate.single) {
+        match singles.steps(single) {
             Ok(out) => elements("output token by token", &out, &expected, &scale, terms)?,
             Err(KernelError::Unsupported { .. }) => abilities.decodes = false,
             Err(error) => return Err(error.into()),
@@ -257,14 +268,14 @@ fn elements<T: Real>(what: &str, got: &[T], expected: &[f64], scale: &[f64], ter
     Ok(())
 }
 
-/// The distance of two gradients, by their norms.
-fn norms(what: &str, got: &[f32], expected: &[f64], terms: f64) -> Result<(), Failure> {
+/// The distance of two gradients, by their norms, relative to that of the magnitudes of their terms.
+fn norms(what: &str, got: &[f32], expected: &[f64], scale: &[f64], terms: f64) -> Result<(), Failure> {
     let square = |x: f64| x * x;
     let error: f64 = got.iter().zip(expected).map(|(&got, expected)| square(f64::from(got) - expected)).sum();
-    let size: f64 = expected.iter().map(|&x| square(x)).sum();
+    let size: f64 = expected.iter().chain(scale).map(|&x| square(x)).sum();
     let allowed = ROUNDINGS * f64::from(f32::EPSILON) * terms.sqrt();
     ensure(error.sqrt() <= allowed * size.sqrt(), || {
-        format!("{what}: singles are {:e} of its norm from doubles", (error / size).sqrt())
+        format!("{what}: singles are {:e} of its scale from doubles", (error / size).sqrt())
     })
 }
 

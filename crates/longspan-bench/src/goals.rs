@@ -123,7 +123,7 @@ pub struct Goals {
 struct Runner<'c> {
     candidate: &'c Candidate,
     target: f64,
-    subject: Subject<'c>,
+    subject: Subject,
     extra_bytes: usize,
     times: Vec<f64>,
 }
@@ -167,7 +167,7 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
     let mut limits = Limits::new(Buffers::bytes(&dims, Pass::Forward));
     let mut runners = Vec::new();
     for (candidate, target) in &candidates {
-        let mut subject = Subject::new(&*candidate.single, &dims, Pass::Forward);
+        let mut subject = Subject::new(candidate.single(dims.queries), &dims, Pass::Forward);
         let failed = kernel_error(candidate, settings.length);
         let extra_bytes = subject.extra_bytes(&mut buffers, Order::Causal).map_err(failed)?;
         runners.push(Runner { candidate, target: *target, subject, extra_bytes, times: Vec::new() });
@@ -192,7 +192,7 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
     for runner in runners {
         let Some(spread) = Spread::of(&runner.times) else { continue };
         let algorithm = runner.candidate.algorithm;
-        let plan = runner.candidate.single.plan(&dims, &Mask::causal());
+        let plan = runner.candidate.single(dims.queries).plan(&dims, &Mask::causal());
         let flops = plan.estimates.iter().find(|estimate| estimate.algorithm == algorithm).map_or(0.0, |e| e.flops);
         let by = |rate: f64| spread.median / (flops / rate + rates.copy_seconds);
         goals.push(Goal {
@@ -240,7 +240,7 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
 
 fn grown(candidate: &Candidate, buffers: &mut Buffers) -> Result<GrowthPoint, longspan_kernels::Error> {
     let dims = buffers.dims;
-    let mut subject = Subject::new(&*candidate.single, &dims, Pass::Forward);
+    let mut subject = Subject::new(candidate.single(dims.queries), &dims, Pass::Forward);
     let extra_bytes = subject.extra_bytes(buffers, Order::Causal)?;
     // As much work at each length, but three calls at least.
     let runs = (1 << 17) / dims.queries.max(1 << 11) + 3;

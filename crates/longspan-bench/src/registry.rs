@@ -3,18 +3,26 @@
 use std::fmt;
 use std::sync::Arc;
 
-use longspan_kernels::{Algorithm, KernelizedAttention, Mechanism, Score, Shaw};
+use longspan_kernels::aft::Variant;
+use longspan_kernels::{Aft, Algorithm, Bias, KernelizedAttention, Mechanism, Score, Shaw, Toeplitz};
 
 use crate::error::Error;
 
 /// Every mechanism, in the order of tables and colours. A new one is one line here.
 pub fn registry() -> Vec<Entry> {
-    let shaw = |radius| move |algorithm| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
-    let relative = |radius| move |algorithm| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
+    let shaw = |radius| move |algorithm, _| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
+    let relative = |radius| move |algorithm, _| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
+    let toeplitz = |algorithm, reach| Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(reach)) };
+    let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
+    let conv = |_, _| Aft::new(Variant::Conv { taps: 33, normalized: true });
     vec![
-        Entry::new("kernelized", "Kernelized", |algorithm| kernelized(Score::Content, algorithm)),
+        Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
         Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
         Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
+        Entry::new("toeplitz", "Toeplitz bias", toeplitz),
+        Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
+        Entry::new("aft-local-64", "AFT-local, window 64", local),
+        Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
     ]
@@ -30,6 +38,10 @@ pub const BASELINE: &str = "softmax";
 /// A mechanism in both number types.
 type Pair = (Arc<dyn Mechanism<f32>>, Arc<dyn Mechanism<f64>>);
 
+/// Builds a mechanism for an algorithm that is to be forced, and for calls of at most so many tokens: learned tables may
+/// have an entry for each.
+type Make = Arc<dyn Fn(Algorithm, usize) -> Pair + Send + Sync>;
+
 /// One mechanism with its options, under a name of its own.
 #[derive(Clone)]
 pub struct Entry {
@@ -39,7 +51,7 @@ pub struct Entry {
     pub title: &'static str,
     /// Whether it is measured when nobody asks for particular mechanisms.
     pub usual: bool,
-    make: Arc<dyn Fn(Algorithm) -> Pair + Send + Sync>,
+    make: Make,
 }
 
 impl fmt::Debug for Entry {
@@ -49,17 +61,18 @@ impl fmt::Debug for Entry {
 }
 
 impl Entry {
-    /// A mechanism that `make` builds for each algorithm that is to be forced.
+    /// A mechanism that `make` builds for each algorithm that is to be forced and for the most tokens that its calls have.
     pub fn new<M>(
         name: &'static str,
         title: &'static str,
-        make: impl Fn(Algorithm) -> M + Send + Sync + 'static,
+        make: impl Fn(Algorithm, usize) -> M + Send + Sync + 'static,
     ) -> Self
     where
         M: Mechanism<f32> + Mechanism<f64> + 'static,
     {
         // Built twice, so that a mechanism need not be `Clone`.
-        let make = move |algorithm| -> Pair { (Arc::new(make(algorithm)), Arc::new(make(algorithm))) };
+        let make =
+            move |algorithm, reach| -> Pair { (Arc::new(make(algorithm, reach)), Arc::new(make(algorithm, reach))) };
         Self { name, title, usual: true, make: Arc::new(make) }
     }
 
@@ -69,32 +82,46 @@ impl Entry {
         Self { usual: false, ..self }
     }
 
-    /// The mechanism with its algorithm chosen by cost.
-    pub fn automatic(&self) -> Arc<dyn Mechanism<f32>> {
-        (self.make)(Algorithm::Auto).0
-    }
-
     /// The mechanism by each algorithm that can be forced.
     pub fn candidates(&self) -> Vec<Candidate> {
-        let candidate = |&algorithm: &Algorithm| {
-            let (single, double) = (self.make)(algorithm);
-            Candidate { name: self.name, algorithm, single, double }
-        };
-        self.automatic().algorithms().iter().map(candidate).collect()
+        // Which algorithms there are does not depend on the length.
+        let (single, _) = (self.make)(Algorithm::Auto, 1);
+        let candidate = |&algorithm| Candidate { name: self.name, algorithm, make: Arc::clone(&self.make) };
+        single.algorithms().iter().map(candidate).collect()
     }
 }
 
 /// One mechanism by one algorithm: what is checked and then timed.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Candidate {
     /// The entry's name.
     pub name: &'static str,
     /// The algorithm that is forced.
     pub algorithm: Algorithm,
-    /// What is timed.
-    pub single: Arc<dyn Mechanism<f32>>,
+    make: Make,
+}
+
+impl Candidate {
+    /// What is timed, for calls of at most `reach` tokens.
+    pub fn single(&self, reach: usize) -> Arc<dyn Mechanism<f32>> {
+        (self.make)(self.algorithm, reach).0
+    }
+
     /// The same in doubles, for the check.
-    pub double: Arc<dyn Mechanism<f64>>,
+    pub fn double(&self, reach: usize) -> Arc<dyn Mechanism<f64>> {
+        (self.make)(self.algorithm, reach).1
+    }
+
+    /// The mechanism with its algorithm chosen by cost.
+    pub fn automatic(&self, reach: usize) -> Arc<dyn Mechanism<f32>> {
+        (self.make)(Algorithm::Auto, reach).0
+    }
+}
+
+impl fmt::Debug for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Candidate({self})")
+    }
 }
 
 impl fmt::Display for Candidate {

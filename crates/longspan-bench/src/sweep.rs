@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use longspan_kernels::{Algorithm, Dims, Mask, Order};
 use serde::{Deserialize, Serialize};
@@ -227,8 +228,6 @@ pub struct Sweep {
 /// A series on its way through the lengths.
 struct Series<'c> {
     candidate: &'c Candidate,
-    /// Which algorithm the cost model would choose at a length.
-    automatic: &'c dyn longspan_kernels::Mechanism<f32>,
     /// Seconds and extra bytes at the last two lengths.
     history: Vec<(f64, usize)>,
     alive: bool,
@@ -254,8 +253,7 @@ impl Series<'_> {
 /// For settings that make no sense and for a kernel that is wrong; then nothing has been timed.
 pub fn sweep(entries: &[Entry], settings: &Settings, watch: Watch<'_>) -> Result<Sweep, Error> {
     settings.check()?;
-    let candidates: Vec<(Vec<Candidate>, _)> =
-        entries.iter().map(|entry| (entry.candidates(), entry.automatic())).collect();
+    let candidates: Vec<Vec<Candidate>> = entries.iter().map(Entry::candidates).collect();
     let lengths = settings.lengths();
     let mut groups = Vec::new();
     for &pass in &settings.passes {
@@ -265,11 +263,11 @@ pub fn sweep(entries: &[Entry], settings: &Settings, watch: Watch<'_>) -> Result
             }
         }
     }
-    let checks = settings.orders.len() * candidates.iter().map(|(all, _)| all.len()).sum::<usize>();
+    let checks = settings.orders.len() * candidates.iter().map(Vec::len).sum::<usize>();
     let mut progress = Progress { done: 0, total: checks + groups.len() * lengths.len(), label: String::new() };
     let mut result = Sweep::default();
     let mut abilities: HashMap<(&str, Algorithm, OrderName), Abilities> = HashMap::new();
-    for candidate in candidates.iter().flat_map(|(all, _)| all) {
+    for candidate in candidates.iter().flatten() {
         for &order in &settings.orders {
             progress.label = format!("checking {candidate}, {}", order.name());
             if watch(&progress).is_break() {
@@ -283,14 +281,14 @@ pub fn sweep(entries: &[Entry], settings: &Settings, watch: Watch<'_>) -> Result
     }
     for (pass, order) in groups {
         let mut series = Vec::new();
-        for (all, automatic) in &candidates {
+        for all in &candidates {
             for candidate in all {
                 let able = abilities[&(candidate.name, candidate.algorithm, order)];
                 let able = if pass == Pass::Decode { able.decodes } else { able.attends };
                 // A step is the same whatever the algorithm of whole calls.
                 let first = candidate.algorithm == all[0].algorithm;
                 if able && (pass != Pass::Decode || first) {
-                    series.push(Series { candidate, automatic: &**automatic, history: Vec::new(), alive: true });
+                    series.push(Series { candidate, history: Vec::new(), alive: true });
                 } else if !able {
                     let reason = "the mechanism does not offer it".to_owned();
                     result.endings.push(ending(settings, candidate, (pass, order), 0, reason));
@@ -333,7 +331,7 @@ fn ending(
 /// A subject with its times.
 struct Timed<'s, 'c> {
     series: &'s mut Series<'c>,
-    subject: Subject<'c>,
+    subject: Subject,
     /// Calls in one measurement, so that the clock does not show.
     calls: usize,
     rounds: usize,
@@ -351,6 +349,12 @@ const LEAST: f64 = 1e-4;
 const MOST_ROUNDS: usize = 41;
 /// Tokens in one measurement of decoding, and what a state that grows may grow by.
 const DECODED: usize = 32;
+/// The most tokens that a measurement comes to.
+fn reach(length: usize, pass: Pass) -> usize {
+    // Two to warm up, then those that say how long one takes.
+    if pass == Pass::Decode { length + DECODED + 2 } else { length }
+}
+
 /// Turns of the large product.
 const LARGE_ROUNDS: usize = 5;
 
@@ -366,7 +370,7 @@ fn measure(
     let shared = Buffers::bytes(&dims, pass);
     for series in series.iter_mut().filter(|series| series.alive) {
         let (time, extra) = series.next();
-        let parameters = parameter_bytes(&*series.candidate.single, &dims, pass);
+        let parameters = parameter_bytes(&*series.candidate.single(reach(length, pass)), &dims, pass);
         let bytes = shared.saturating_add(parameters).saturating_add(extra);
         let reason = if bytes > settings.memory_limit {
             let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
@@ -419,7 +423,7 @@ fn measure(
         let Some(seconds) = Spread::of(&timed.times) else { continue };
         let mask = Mask { order: order.order(), ..Mask::default() };
         let algorithm = timed.series.candidate.algorithm;
-        let plan = timed.series.automatic.plan(&dims, &mask);
+        let plan = timed.series.candidate.automatic(reach(length, pass)).plan(&dims, &mask);
         let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == algorithm);
         let flops = estimate.filter(|_| pass == Pass::Forward).map(|estimate| estimate.flops);
         timed.series.alive = true;
@@ -455,9 +459,9 @@ fn prepare<'s, 'c>(
     token: &mut OneToken,
     series: &'s mut Series<'c>,
 ) -> Result<Timed<'s, 'c>, longspan_kernels::Error> {
-    let mechanism = &*series.candidate.single;
     let dims = buffers.dims;
-    let mut subject = Subject::new(mechanism, &dims, pass);
+    let mechanism = series.candidate.single(reach(dims.queries, pass));
+    let mut subject = Subject::new(Arc::clone(&mechanism), &dims, pass);
     let (once, extra_bytes, call_bytes, state) = if pass == Pass::Decode {
         let state = subject.prefix(buffers)?;
         let mut going = state.clone();
@@ -473,7 +477,7 @@ fn prepare<'s, 'c>(
         let mut result = Ok(());
         let once = seconds(|| result = subject.run(buffers, order.order()));
         result?;
-        let parameters = parameter_bytes(mechanism, &dims, pass);
+        let parameters = parameter_bytes(&*mechanism, &dims, pass);
         (once, extra_bytes, Buffers::bytes(&dims, pass) + parameters, None)
     };
     let calls = if pass == Pass::Decode { DECODED } else { (LEAST / once.max(1e-9)).ceil().clamp(1.0, 1e4) as usize };

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use longspan_kernels::{
     Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Scratch, State,
@@ -130,15 +131,15 @@ pub(crate) fn parameter_bytes(mechanism: &dyn Mechanism<f32>, dims: &Dims, pass:
 }
 
 /// A mechanism with what belongs to it alone: parameters, their gradients, scratch.
-pub(crate) struct Subject<'m> {
-    mechanism: &'m dyn Mechanism<f32>,
+pub(crate) struct Subject {
+    mechanism: Arc<dyn Mechanism<f32>>,
     parameters: Vec<Vec<f32>>,
     d_parameters: Vec<Vec<f32>>,
     scratch: Scratch<f32>,
 }
 
-impl<'m> Subject<'m> {
-    pub fn new(mechanism: &'m dyn Mechanism<f32>, dims: &Dims, pass: Pass) -> Self {
+impl Subject {
+    pub fn new(mechanism: Arc<dyn Mechanism<f32>>, dims: &Dims, pass: Pass) -> Self {
         let mut random = Random::new(2);
         let shapes = mechanism.parameters(dims);
         let d_parameters = if pass == Pass::ForwardBackward {
@@ -159,7 +160,7 @@ impl<'m> Subject<'m> {
     pub fn run(&mut self, buffers: &mut Buffers, order: Order) -> Result<(), KernelError> {
         let Buffers { dims, pass, q, k, v, d_out, out, denominators, dq, dk, dv } = buffers;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
-        let k_shape = key_shape(self.mechanism, dims);
+        let k_shape = key_shape(&*self.mechanism, dims);
         let k_len = len(k_shape);
         let call = Call {
             dims: *dims,
@@ -211,7 +212,7 @@ impl<'m> Subject<'m> {
         let dims = buffers.dims;
         let mut state = self.mechanism.empty_state(&dims)?;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
-        let k_shape = key_shape(self.mechanism, &dims);
+        let k_shape = key_shape(&*self.mechanism, &dims);
         let call = Call {
             dims,
             q: View::contiguous(&buffers.q, dims.q()),
@@ -233,7 +234,7 @@ impl<'m> Subject<'m> {
     /// Takes `tokens` tokens one by one.
     pub fn steps(&mut self, token: &mut OneToken, state: &mut State<f32>, tokens: usize) -> Result<(), KernelError> {
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
-        let k = &token.k[..token.k_heads * token.key_dim(self.mechanism)];
+        let k = &token.k[..token.k_heads * token.key_dim(&*self.mechanism)];
         for _ in 0..tokens {
             let input = Token { q: &token.q, k, v: &token.v, parameters: &parameters };
             self.mechanism.step(&input, state, &mut token.out)?;

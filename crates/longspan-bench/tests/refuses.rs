@@ -128,7 +128,7 @@ fn len(shape: [usize; 4]) -> usize {
 fn broken(fault: Fault) -> (Entry, Arc<AtomicUsize>) {
     let calls = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&calls);
-    let entry = Entry::new("broken", "Broken on purpose", move |algorithm| Broken {
+    let entry = Entry::new("broken", "Broken on purpose", move |algorithm, _| Broken {
         inner: KernelizedAttention { score: Score::Combined(Shaw::new(3)), algorithm, ..Default::default() },
         fault,
         calls: Arc::clone(&counter),

@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
-use log_sum::OutputRow;
+use log_sum::{Factored, OutputRow};
 use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 
@@ -185,6 +185,11 @@ operations! {
     exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
     softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
     join(to: &mut [T], item: &[T], bias: T);
+    join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
+    factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
+    exponentials(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T;
+    project(rows: &[T], reference: &[T], to: &mut [T], tops: &mut [T]);
+    scale_by_exponents(to: &mut [T], shift: T, factors: &[T]);
     gated_mean(mean: &[T], q: &[T], out: &mut [T]);
     row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
     key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
