@@ -50,12 +50,22 @@ from ._native import State
 __all__ = [
     "Plan",
     "State",
+    "aft_conv",
+    "aft_conv_step",
+    "aft_local",
+    "aft_local_step",
+    "aft_simple",
+    "aft_simple_step",
     "explain",
+    "fourier_attention",
+    "fourier_attention_step",
     "kernelized_attention",
     "kernelized_attention_step",
     "mechanisms",
     "shaw_attention",
     "shaw_attention_step",
+    "toeplitz_attention",
+    "toeplitz_attention_step",
 ]
 
 
@@ -153,6 +163,177 @@ def shaw_attention_step(
     return _step(operation, "shaw", options, q, k, v, (rel,), state)
 
 
+def fourier_attention(
+    q,
+    k,
+    v,
+    a,
+    b=None,
+    c=None,
+    beta=None,
+    *,
+    q_positions=None,
+    k_positions=None,
+    normalizer="one_plus",
+    wave="each",
+    feature_map="elu+1",
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Fourier positions in linear time: ``w_ij = sum_m phi(q_i)_m phi(k_j)_m (beta_m + c_m cos(b_m + a_m . (p_i - p_j)))``.
+
+    ``a`` is ``[Hkv, d, n]`` for positions of ``n`` axes, ``b``, ``c`` and ``beta`` ``[H, d]``. Positions ``q_positions``
+    ``[B, Lq, n]`` and ``k_positions`` ``[B, Lk, n]`` are real numbers; without them query ``i`` is at ``i + offset``, key
+    ``j`` at ``j``, and ``n`` is 1. ``normalizer`` says what a row is divided by, and which of ``c`` and ``beta`` there are:
+
+    - ``"one_plus"``: ``c = beta = 1`` (give neither); no weight is negative.
+    - ``"dominant"``: ``c`` and ``beta`` free, and ``|c| + softplus(beta)`` takes beta's place; no weight is negative.
+    - ``"unrotated"``: ``c`` free, no beta; divided by ``sum_j phi(q_i) . phi(k_j)``.
+    - ``"none"``: ``c`` and ``beta`` free, undivided.
+    - ``"literal"``: as published, ``c`` free, no beta, divided by the sum of the weights; a ``ValueError`` where that is
+      negative in some row.
+
+    ``wave="pairs"`` turns features ``k`` and ``k + d/2`` as a pair (rotary positions): ``a`` is ``[Hkv, d/2, n]``, and there
+    is no ``b``, ``c`` or ``beta``. The other arguments are described at the top of this module.
+    """
+    operation = "fourier_attention"
+    options, parameters = _fourier(
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm
+    )  # fmt: skip
+    return _attend(
+        operation, "fourier", options, q, k, v, parameters,
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def fourier_attention_step(
+    q, k, v, a, b=None, c=None, beta=None, state=None, *, normalizer="one_plus", wave="each", feature_map="elu+1",
+    decay=None,
+):  # fmt: skip
+    """One token of `fourier_attention` with ``is_causal=True`` and counted positions; the state counts."""
+    operation = "fourier_attention_step"
+    options, parameters = _fourier(
+        operation, k, a, b, c, beta, None, None, normalizer, wave, feature_map, decay, "auto"
+    )  # fmt: skip
+    return _step(operation, "fourier", options, q, k, v, parameters, state)
+
+
+def toeplitz_attention(
+    q,
+    k,
+    v,
+    bias,
+    *,
+    feature_map="elu+1",
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """A learned weight for every distance: ``w_ij = phi(q_i) . phi(k_j) exp(bias[j - i + Lq - 1])`` (Luo et al. 2021).
+
+    ``bias`` is ``[H, Lq + Lk - 1]``. With a state, coming or going, it is centred instead, so that one table serves all
+    calls: ``[H, 2n - 1]`` for distances up to ``n - 1``, entry ``n - 1`` for distance 0. The other arguments are described
+    at the top of this module.
+    """
+    operation = "toeplitz_attention"
+    centred = initial_state is not None or output_final_state
+    options = _toeplitz_options(operation, bias, feature_map, normalize, algorithm, centred)
+    if not centred and len(getattr(q, "shape", ())) == 4 and len(getattr(k, "shape", ())) == 4:
+        expected = q.shape[2] + k.shape[2] - 1
+        if bias.shape[1] != expected:
+            raise ValueError(f"{operation}: bias: expected shape (heads, Lq + Lk - 1 = {expected}), "
+                             f"got shape {tuple(bias.shape)}")  # fmt: skip
+    return _attend(
+        operation, "toeplitz", options, q, k, v, (bias,),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def toeplitz_attention_step(q, k, v, bias, state=None, *, feature_map="elu+1", normalize=True):
+    """One token of `toeplitz_attention` with ``is_causal=True``; ``bias`` is centred, ``[H, 2n - 1]``, and must reach back
+    as far as there are tokens."""
+    operation = "toeplitz_attention_step"
+    options = _toeplitz_options(operation, bias, feature_map, normalize, "auto", True)
+    return _step(operation, "toeplitz", options, q, k, v, (bias,), state)
+
+
+def aft_local(
+    q, k, v, w, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
+    output_final_state=False,
+):  # fmt: skip
+    """AFT-local: ``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)``, channel by channel (Zhai et al. 2021).
+
+    ``w`` is ``[Lq, 2s - 1]``, for all heads: column ``r`` is the bias of the key at distance ``r - (s - 1)`` from the query,
+    which stands at ``i + offset``; it is 0, not -inf, for keys ``s`` or more away. With a state, coming or going, row ``t``
+    is for the query at position ``t`` of the whole sequence. All of q, k, v are ``[B, H, L, D]`` of one width. The other
+    arguments are described at the top of this module.
+    """
+    operation = "aft_local"
+    by_position = initial_state is not None or output_final_state
+    options = _local_options(operation, w, by_position)
+    return _attend(
+        operation, "aft-local", options, q, k, v, (w,),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def aft_local_step(q, k, v, w, state=None):
+    """One token of `aft_local` with ``is_causal=True``; ``w`` has a row for each position."""
+    operation = "aft_local_step"
+    return _step(operation, "aft-local", _local_options(operation, w, True), q, k, v, (w,), state)
+
+
+def aft_simple(
+    q, k, v, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
+    output_final_state=False,
+):  # fmt: skip
+    """AFT-simple: `aft_local` without biases."""
+    return _attend(
+        "aft_simple", "aft-simple", "{}", q, k, v, (),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def aft_simple_step(q, k, v, state=None):
+    """One token of `aft_simple` with ``is_causal=True``."""
+    return _step("aft_simple_step", "aft-simple", "{}", q, k, v, (), state)
+
+
+def aft_conv(
+    q, k, v, w, *, gamma=None, beta=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
+    initial_state=None, output_final_state=False,
+):  # fmt: skip
+    """AFT-conv: `aft_local` with one key a head, ``k`` ``[B, H, L]``, and one kernel a head, ``w`` ``[H, s]``.
+
+    The kernel's taps are for the last ``s`` keys under a causal mask, else centred on the query. With ``gamma`` and
+    ``beta``, ``[H]`` each, the kernel is ``gamma (w - mean) / std + beta``, as published.
+    """
+    operation = "aft_conv"
+    k, parameters, options = _conv(operation, k, w, gamma, beta, 3)
+    return _attend(
+        operation, "aft-conv", options, q, k, v, parameters,
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
+    """One token of `aft_conv` with ``is_causal=True``; ``k`` is ``[B, H]`` beside a ``q`` of ``[B, H, d]``."""
+    operation = "aft_conv_step"
+    k, parameters, options = _conv(operation, k, w, gamma, beta, 2 if getattr(q, "ndim", 0) == 3 else 3)
+    return _step(operation, "aft-conv", options, q, k, v, parameters, state)
+
+
 # Options are JSON text: what a torch operator can take, and what names a compiled mechanism in a cache.
 
 
@@ -239,16 +420,95 @@ def _shaw_options(
     )  # fmt: skip
 
 
+_FREE = {"one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",)}
+
+
+def _fourier(
+    operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm
+) -> tuple[str, tuple[Any, ...]]:
+    if normalizer not in _FREE:
+        raise ValueError(f"{operation}: normalizer: expected one of {', '.join(_FREE)}, got {normalizer!r}")
+    if wave not in ("each", "pairs"):
+        raise ValueError(f"{operation}: wave: expected 'each' or 'pairs', got {wave!r}")
+    wanted = () if wave == "pairs" else ("b", *_FREE[normalizer])
+    parameters = [a]
+    for name, value in (("b", b), ("c", c), ("beta", beta)):
+        if (value is not None) != (name in wanted):
+            expected, got = ("an array", "None") if name in wanted else ("None", "an array")
+            raise ValueError(f"{operation}: {name}: expected {expected} with wave={wave!r} and "
+                             f"normalizer={normalizer!r}, got {got}")  # fmt: skip
+        if value is not None:
+            parameters.append(value)
+    if (q_positions is None) != (k_positions is None):
+        raise ValueError(f"{operation}: k_positions: expected both q_positions and k_positions or neither, got one")
+    axes = None
+    if q_positions is not None:
+        axes = int(a.shape[-1]) if len(getattr(a, "shape", ())) == 3 else 1
+        parameters += [q_positions, k_positions]
+    _expect_type(operation, "feature_map", feature_map, str)
+    _expect_type(operation, "algorithm", algorithm, str)
+    options = _object(
+        wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, decay=_decay(operation, k, decay),
+        algorithm=algorithm,
+    )  # fmt: skip
+    return options, tuple(parameters)
+
+
+def _expect_axes(operation: str, name: str, value: Any, axes: int, shape: str) -> None:
+    given = getattr(value, "shape", None)
+    if given is None:
+        raise TypeError(f"{operation}: {name}: expected an array like q, got {type(value).__name__}")
+    if len(given) != axes:
+        raise ValueError(f"{operation}: {name}: expected shape {shape}, got shape {tuple(given)}")
+
+
+def _toeplitz_options(operation, bias, feature_map, normalize, algorithm, centred) -> str:
+    _expect_axes(operation, "bias", bias, 2, "(heads, distances)")
+    if centred and bias.shape[1] % 2 != 1:
+        raise ValueError(f"{operation}: bias: expected shape (heads, 2n - 1) with a state, got {tuple(bias.shape)}")
+    _expect_type(operation, "feature_map", feature_map, str)
+    _expect_type(operation, "algorithm", algorithm, str)
+    _expect_type(operation, "normalize", normalize, bool)
+    return _object(centred=centred, feature_map=feature_map, normalize=normalize, algorithm=algorithm)
+
+
+def _local_options(operation, w, by_position) -> str:
+    _expect_axes(operation, "w", w, 2, "(queries, 2s - 1)")
+    if w.shape[1] % 2 != 1:
+        raise ValueError(f"{operation}: w: expected shape (queries, 2s - 1), got shape {tuple(w.shape)}")
+    return _object(by_position=by_position)
+
+
+def _conv(operation, k, w, gamma, beta, axes) -> tuple[Any, tuple[Any, ...], str]:
+    _expect_axes(operation, "k", k, axes, "(batch, heads, keys)" if axes == 3 else "(batch, heads)")
+    _expect_axes(operation, "w", w, 2, "(heads, taps)")
+    if (gamma is None) != (beta is None):
+        raise ValueError(f"{operation}: beta: expected both gamma and beta or neither, got one")
+    normalized = gamma is not None
+    return k[..., None], (w, gamma, beta) if normalized else (w,), _object(normalized=normalized)
+
+
+def _first_distance(q: Any, offset: Any) -> int | None:
+    """Distance of a Toeplitz table's first entry; what is no call is refused later, by name."""
+    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 and isinstance(offset, int) else None
+
+
 #: What a mechanism learns from the shapes of its parameters. Not among the options that an operator is given: under
 #: torch.compile a size may be a symbol, which no text can hold.
 _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
-    "shaw": lambda rel: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
+    "shaw": lambda q, offset, rel: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
+    "toeplitz": lambda q, offset, bias: {"first": _first_distance(q, offset), "count": bias.shape[-1]},
+    "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
+    "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1]},
 }
 
 
-def _mechanism(name: str, options: str, operation: str, parameters: Sequence[Any]) -> _native.Mechanism:
+def _mechanism(
+    name: str, options: str, operation: str, parameters: Sequence[Any], q: Any = None, offset: int = 0
+) -> _native.Mechanism:
     if name in _SHAPED:
-        return _cached(name, options, operation, tuple(_SHAPED[name](*parameters).items()))
+        shaped = _SHAPED[name](q, offset, *parameters)
+        return _cached(name, options, operation, tuple(shaped.items()))
     return _cached(name, options, operation)
 
 
@@ -305,9 +565,14 @@ def _widened(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tup
     return [array.astype(np.float32) for array in arrays], first.dtype
 
 
-def _names(parameters: Sequence[Any]) -> list[str]:
-    # More names than parameters do no harm: zip stops at the shorter.
-    return ["q", "k", "v", "rel"] if len(parameters) < 2 else ["q", "k", "v", *(["parameters"] * len(parameters))]
+_PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta")}
+
+
+def _names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
+    """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
+    if mechanism == "fourier":
+        return ["q", "k", "v", "a", "b", *(["c, beta or positions"] * len(parameters))]
+    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ())]
 
 
 def _check_state(operation: str, name: str, state: Any) -> None:
@@ -328,10 +593,10 @@ def _attend(
         )  # fmt: skip
     half = None
     if type(q) is not np.ndarray or q.dtype not in _NATIVE_DTYPES:
-        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(parameters))
+        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(mechanism, parameters))
     _check_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _pair_of_boundaries(operation, cu_seqlens)
-    out, _, state = _mechanism(mechanism, options, operation, parameters).forward(
+    out, _, state = _mechanism(mechanism, options, operation, parameters, q, offset).forward(
         q, k, v, tuple(parameters), is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
     )
     if half is not None:
@@ -345,10 +610,10 @@ def _step(operation, mechanism, options, q, k, v, parameters, state):
     if tensors:
         from .torch import _dispatch
 
-        (q, k, v, *parameters), back = _dispatch.as_arrays(operation, (q, k, v, *parameters), _names(parameters))
+        (q, k, v, *parameters), back = _dispatch.as_arrays(operation, (q, k, v, *parameters), _names(mechanism, parameters))
         half = None
     else:
-        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(parameters))
+        (q, k, v, *parameters), half = _widened(operation, (q, k, v, *parameters), _names(mechanism, parameters))
     with_token = q.ndim == 4
     if with_token:
         for name, array in (("q", q), ("k", k), ("v", v)):
@@ -378,7 +643,18 @@ class MechanismInfo:
     options: tuple[str, ...]
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"kernelized": kernelized_attention, "shaw": shaw_attention}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "kernelized": kernelized_attention,
+    "shaw": shaw_attention,
+    "fourier": fourier_attention,
+    "toeplitz": toeplitz_attention,
+    "aft-local": aft_local,
+    "aft-simple": aft_simple,
+    "aft-conv": aft_conv,
+}
+
+#: Options without which a mechanism cannot be explained, and what stands for them.
+_EXPLAINED = {"shaw": {"radius": 16}, "aft-local": {"window": 32}, "aft-conv": {"taps": 33}}
 
 
 def mechanisms() -> dict[str, MechanismInfo]:
@@ -427,7 +703,8 @@ def explain(
 ) -> Plan:
     """Which algorithm a call of these sizes would run, and why: ``print(longspan.explain("shaw", queries=4096, radius=64))``.
 
-    ``options`` are those of the mechanism (``feature_map``, ``algorithm`` ...); ``"shaw"`` wants ``radius``, 16 by default.
+    ``options`` are those of the mechanism (``feature_map``, ``algorithm`` ...), and ``radius`` of
+    ``"shaw"``, ``window`` of ``"aft-local"``, ``taps`` of ``"aft-conv"``.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "queries": queries,
              "keys": queries if keys is None else keys, "head_dim": head_dim,
@@ -438,8 +715,9 @@ def explain(
         if not 0 <= size < 1 << 40:
             raise ValueError(f"explain: {name}: expected a size from 0 on, got {size}")
     _expect_type("explain", "mechanism", mechanism, str)
-    if mechanism == "shaw":
-        options = {"radius": 16, **options}
+    options = {**_EXPLAINED.get(mechanism, {}), **options}
+    if mechanism == "toeplitz":
+        options = {"first": 1 - sizes["queries"] - offset, "count": max(sizes["queries"] + sizes["keys"] - 1, 1), **options}
     if "decay" in options:
         options["decay"] = _decay("explain", np.empty((1, sizes["kv_heads"])), options["decay"])
     native = _cached(mechanism, _object(**options), "explain")

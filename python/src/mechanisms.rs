@@ -6,7 +6,11 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use longspan_kernels::{Algorithm, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw};
+use longspan_kernels::aft::Variant;
+use longspan_kernels::{
+    Aft, Algorithm, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Positions,
+    RelativeMap, Score, Shaw, Toeplitz, Wave,
+};
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
 use serde::de::{DeserializeOwned, Error as _};
@@ -45,6 +49,41 @@ pub const TABLE: &[Entry] = &[
         states: &["shaw", "shaw-relative"],
         example: r#"{"radius": 1}"#,
         build: shaw,
+    },
+    Entry {
+        name: "fourier",
+        summary: "Fourier or rotary positions, Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(p_i − p_j)))",
+        states: &["fourier"],
+        example: "{}",
+        build: fourier,
+    },
+    Entry {
+        name: "toeplitz",
+        summary: "a learned weight for every distance, φ(q_i)·φ(k_j) e^{bias[j − i]}",
+        states: &["toeplitz"],
+        example: r#"{"count": 1}"#,
+        build: toeplitz,
+    },
+    Entry {
+        name: "aft-local",
+        summary: "σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}, w learned inside a window and 0 beyond",
+        states: &["aft-local"],
+        example: r#"{"window": 1}"#,
+        build: aft_local,
+    },
+    Entry {
+        name: "aft-simple",
+        summary: "σ(q_i) ⊙ Σ_j e^{k_j} ⊙ v_j / Σ_j e^{k_j}",
+        states: &["aft-simple"],
+        example: "{}",
+        build: aft_simple,
+    },
+    Entry {
+        name: "aft-conv",
+        summary: "as aft-local with one key and one kernel of taps for each head",
+        states: &["aft-conv"],
+        example: r#"{"taps": 1}"#,
+        build: aft_conv,
     },
 ];
 
@@ -156,4 +195,132 @@ fn shaw(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
         normalize: options.normalize,
         algorithm: options.algorithm,
     }))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FourierOptions {
+    #[serde(default)]
+    wave: WaveName,
+    #[serde(default)]
+    normalizer: NormalizerName,
+    /// Axes of given positions; counted ones if there are none.
+    #[serde(default)]
+    axes: Option<usize>,
+    #[serde(default, deserialize_with = "by_name")]
+    feature_map: FeatureMap,
+    #[serde(default)]
+    decay: Option<Vec<f64>>,
+    #[serde(default, deserialize_with = "by_name")]
+    algorithm: Algorithm,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+enum WaveName {
+    #[default]
+    Each,
+    Pairs,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+enum NormalizerName {
+    Literal,
+    #[default]
+    OnePlus,
+    Dominant,
+    Unrotated,
+    None,
+}
+
+fn fourier(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let options: FourierOptions = read(options)?;
+    let fourier = Fourier {
+        wave: match options.wave {
+            WaveName::Each => Wave::Each,
+            WaveName::Pairs => Wave::Pairs,
+        },
+        normalizer: match options.normalizer {
+            NormalizerName::Literal => FourierNormalizer::Literal,
+            NormalizerName::OnePlus => FourierNormalizer::OnePlus,
+            NormalizerName::Dominant => FourierNormalizer::Dominant,
+            NormalizerName::Unrotated => FourierNormalizer::Unrotated,
+            NormalizerName::None => FourierNormalizer::None,
+        },
+        positions: options.axes.map_or(Positions::Counted, |axes| Positions::Given { axes }),
+    };
+    Ok(Arc::new(KernelizedAttention {
+        feature_map: options.feature_map,
+        score: Score::Fourier(fourier),
+        decay: options.decay,
+        normalize: true,
+        algorithm: options.algorithm,
+    }))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToeplitzOptions {
+    /// Entries of a head's table.
+    count: usize,
+    /// The distance of the first; by default that of the middle one is 0.
+    #[serde(default)]
+    first: Option<isize>,
+    /// Have distance 0 in the middle whatever `first` says: one table for calls of any length.
+    #[serde(default)]
+    centred: bool,
+    #[serde(default, deserialize_with = "by_name")]
+    feature_map: FeatureMap,
+    #[serde(default = "yes")]
+    normalize: bool,
+    #[serde(default, deserialize_with = "by_name")]
+    algorithm: Algorithm,
+}
+
+fn toeplitz(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let options: ToeplitzOptions = read(options)?;
+    let middle = isize::try_from(options.count / 2).unwrap_or(isize::MAX);
+    let first = options.first.filter(|_| !options.centred).unwrap_or(-middle);
+    let bias = Bias::Table { first, count: options.count, beyond: Beyond::Error };
+    let (feature_map, normalize, algorithm) = (options.feature_map, options.normalize, options.algorithm);
+    Ok(Arc::new(Toeplitz { feature_map, bias, normalize, algorithm }))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AftLocalOptions {
+    window: usize,
+    /// Rows of a table that is read by position rather than by query.
+    #[serde(default)]
+    length: Option<usize>,
+    #[serde(default)]
+    by_position: bool,
+}
+
+fn aft_local(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let AftLocalOptions { window, length, by_position } = read(options)?;
+    Ok(Arc::new(Aft::new(Variant::Local { window, length: length.filter(|_| by_position) })))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoOptions {}
+
+fn aft_simple(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let NoOptions {} = read(options)?;
+    Ok(Arc::new(Aft::new(Variant::Simple)))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AftConvOptions {
+    taps: usize,
+    #[serde(default)]
+    normalized: bool,
+}
+
+fn aft_conv(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let AftConvOptions { taps, normalized } = read(options)?;
+    Ok(Arc::new(Aft::new(Variant::Conv { taps, normalized })))
 }

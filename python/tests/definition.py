@@ -57,3 +57,83 @@ def shaw(
         weights = weights * gamma ** np.maximum(age, 0)
     weights = np.where(visible(queries, keys, is_causal, offset, key_padding_mask, q.shape[0]), weights, 0)
     return weighted(weights, v, normalize)
+
+
+def fourier(
+    q, k, v, a, b=None, c=None, beta=None, *, q_positions=None, k_positions=None, normalizer="one_plus", wave="each",
+    feature_map="elu+1", is_causal=False, offset=0, key_padding_mask=None,
+):  # fmt: skip
+    """Fourier positions, or rotary ones."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v, a = k.repeat(group, 1), v.repeat(group, 1), a.repeat(group, 0)
+    phi = FEATURE_MAPS[feature_map]
+    queries, keys = q.shape[2], k.shape[2]
+    p = (np.arange(queries) + offset)[None, :, None] if q_positions is None else q_positions
+    r = np.arange(keys)[None, :, None] if k_positions is None else k_positions
+    apart = p[:, :, None] - r[:, None]
+    angle = np.einsum("hmn,bijn->bhijm", a, apart)
+    fq, fk = phi(q), phi(k)
+    plain = np.einsum("bhim,bhjm->bhij", fq, fk)
+    if wave == "pairs":
+        half = q.shape[-1] // 2
+        (x, y), (s, t) = (fq[..., :half], fq[..., half:]), (fk[..., :half], fk[..., half:])
+        even = np.einsum("bhim,bhjm,bhijm->bhij", x, s, np.cos(angle)) + np.einsum("bhim,bhjm,bhijm->bhij", y, t, np.cos(angle))
+        odd = np.einsum("bhim,bhjm,bhijm->bhij", x, t, np.sin(angle)) - np.einsum("bhim,bhjm,bhijm->bhij", y, s, np.sin(angle))
+        weights = even + odd
+    else:
+        one = np.ones((q.shape[1], q.shape[-1]))
+        c = one if c is None else c
+        beta = {"one_plus": one, "dominant": np.abs(c) + np.logaddexp(0, 0 if beta is None else beta)}.get(
+            normalizer, 0 * one if beta is None else beta
+        )
+        weights = np.einsum(
+            "bhim,bhjm,bhijm->bhij", fq, fk,
+            beta[None, :, None, None] + c[None, :, None, None] * np.cos(angle + b[None, :, None, None]),
+        )  # fmt: skip
+    seen = visible(queries, keys, is_causal, offset, key_padding_mask, q.shape[0])
+    weights, plain = np.where(seen, weights, 0), np.where(seen, plain, 0)
+    if normalizer == "unrotated":
+        numerators, denominators = weights @ v, plain.sum(-1, keepdims=True)
+        return np.divide(numerators, denominators, out=np.zeros_like(numerators), where=denominators != 0)
+    return weighted(weights, v, normalizer != "none")
+
+
+def toeplitz(
+    q, k, v, bias, *, feature_map="elu+1", is_causal=False, offset=0, key_padding_mask=None, normalize=True
+):  # fmt: skip
+    """A weight for every distance."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat(group, 1), v.repeat(group, 1)
+    queries, keys = q.shape[2], k.shape[2]
+    phi = FEATURE_MAPS[feature_map]
+    index = np.arange(keys)[None, :] - np.arange(queries)[:, None] + queries - 1
+    weights = phi(q) @ phi(k).swapaxes(-1, -2) * np.exp(bias)[:, index]
+    return weighted(np.where(visible(queries, keys, is_causal, offset, key_padding_mask, q.shape[0]), weights, 0), v, normalize)
+
+
+def aft(q, k, v, w=None, *, is_causal=False, offset=0, key_padding_mask=None):
+    """The attention-free transformer; ``w`` is ``[Lq, 2s - 1]``, or ``[H, Lq, Lk]``."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat(group, 1), v.repeat(group, 1)
+    queries, keys = q.shape[2], k.shape[2]
+    biases = np.zeros((1, queries, keys))
+    if w is not None and w.ndim == 3:
+        biases = w
+    elif w is not None:
+        reach = w.shape[1] // 2
+        distance = np.arange(keys)[None, :] - (np.arange(queries)[:, None] + offset)
+        near = np.abs(distance) <= reach
+        biases = np.where(near, np.take_along_axis(w, np.clip(distance + reach, 0, 2 * reach), 1), 0)[None]
+    weights = np.exp(k[:, :, None] + biases[None, ..., None])
+    weights = np.where(visible(queries, keys, is_causal, offset, key_padding_mask, q.shape[0])[..., None], weights, 0)
+    denominators = np.broadcast_to(weights.sum(3), q.shape)
+    means = np.divide((weights * v[:, :, None]).sum(3), denominators, out=np.zeros_like(denominators), where=denominators != 0)
+    return means / (1 + np.exp(-q))
+
+
+def conv_biases(w, queries, keys, is_causal, offset=0):
+    """``[H, Lq, Lk]`` from the taps of `longspan.ops.aft_conv`."""
+    taps = w.shape[1]
+    back = taps - 1 if is_causal else (taps - 1) // 2
+    column = np.arange(keys)[None, :] - (np.arange(queries)[:, None] + offset) + back
+    return np.where((column >= 0) & (column < taps), w[:, np.clip(column, 0, taps - 1)], 0)

@@ -463,7 +463,8 @@ pub(crate) mod tests {
     /// A report of made-up curves: the baseline and the naive algorithm quadratic, the other linear.
     pub(crate) fn example() -> Report {
         let mut rows = Vec::new();
-        let curves: [(&str, &str, fn(f64) -> f64); 4] = [
+        type Seconds = fn(f64) -> f64;
+        let curves: [(&str, &str, Seconds); 4] = [
             ("kernelized", "chunked", |l| 1e-6 + 2e-7 * l),
             ("kernelized", "naive", |l| 1e-7 + 1e-9 * l * l),
             ("shaw-16", "chunked", |l| 1e-6 + 3e-7 * l),

@@ -7,7 +7,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use gemm::Parallelism;
+use longspan_bench::machine::Limits;
 use longspan_kernels::{Algorithm, Bias, Call, Dims, Mask, Mechanism, Output, Scratch, Toeplitz, View, ViewMut};
 use longspan_testing::random::Random;
 use realfft::RealFftPlanner;
@@ -69,45 +69,9 @@ impl Subject {
     }
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
-/// Flops a second of a product of row-major matrices of `size`, one thread.
-fn product_rate(size: usize, lhs: &[f32], rhs: &[f32], repeats: usize) -> f64 {
-    assert!(lhs.len() >= size * size && rhs.len() >= size * size);
-    let mut dst = vec![0.0f32; size * size];
-    let row = size as isize;
-    let start = Instant::now();
-    for _ in 0..repeats {
-        // SAFETY: the three slices hold size × size numbers each, checked above, and `dst` is borrowed alone.
-        unsafe {
-            gemm::gemm(
-                size,
-                size,
-                size,
-                dst.as_mut_ptr(),
-                1,
-                row,
-                false,
-                lhs.as_ptr(),
-                1,
-                row,
-                rhs.as_ptr(),
-                1,
-                row,
-                0.0f32,
-                1.0f32,
-                false,
-                false,
-                false,
-                Parallelism::None,
-            );
-        }
-        black_box(&mut dst);
-    }
-    repeats as f64 * 2.0 * (size as f64).powi(3) / start.elapsed().as_secs_f64()
+/// The fastest run: whatever else the machine does only ever adds time.
+fn fastest(times: Vec<f64>) -> f64 {
+    times.into_iter().fold(f64::INFINITY, f64::min)
 }
 
 /// Seconds of the transforms alone that a head of this length needs.
@@ -131,38 +95,53 @@ fn main() {
     let quick = std::env::args().any(|argument| argument == "--quick");
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool of one thread");
     pool.install(|| {
-        println!("one thread, f32, d = dv = {HEAD_DIM}; medians of runs by turns");
+        println!("one thread, f32, d = dv = {HEAD_DIM}; the fastest of runs by turns, the products' medians");
+        let mut limits = Limits::new(1 << 14);
         for causal in [true, false] {
-            let mut subject = Subject::new(2, 2048, causal, Algorithm::Tiled, Bias::symmetric(2048));
-            let (lhs, rhs) = (vec![1.0; 1024 * 1024], vec![1.0; 1024 * 1024]);
-            let (mut rates, mut large, mut small) = (Vec::new(), Vec::new(), Vec::new());
-            for _ in 0..if quick { 5 } else { 15 } {
-                rates.push(subject.flops() / subject.run());
-                large.push(product_rate(1024, &lhs, &rhs, 1));
-                small.push(product_rate(64, &lhs, &rhs, 2000));
+            let mut subject = Subject::new(1, 1024, causal, Algorithm::Tiled, Bias::symmetric(1024));
+            let mut times = Vec::new();
+            for _ in 0..if quick { 20 } else { 60 } {
+                times.push(subject.run());
+                limits.measure();
+                limits.measure_large();
             }
-            let (rate, large, small) = (median(rates), median(large), median(small));
+            let rate = subject.flops() / fastest(times);
+            let machine = limits.rates().expect("measured above");
+            let large = machine.large.expect("measured above");
             println!(
                 "tiled {}: {:.1} GFLOP/s; product 1024³ {:.1}, 64³ {:.1}: {:.0} % of the faster",
                 if causal { "causal       " } else { "bidirectional" },
                 rate / 1e9,
                 large / 1e9,
-                small / 1e9,
-                100.0 * rate / large.max(small)
+                machine.tiles / 1e9,
+                100.0 * rate / large.max(machine.tiles)
             );
         }
-        println!("\n{:>8} {:>10} {:>10} {:>14} {:>10}", "tokens", "tiled ms", "fft ms", "transforms ms", "fft/own");
-        for length in if quick { vec![1024, 4096] } else { vec![1024, 4096, 16384, 32768] } {
-            let mut both = [Algorithm::Tiled, Algorithm::Fft]
-                .map(|algorithm| Subject::new(1, length, false, algorithm, Bias::symmetric(length)));
-            let mut times = [Vec::new(), Vec::new(), Vec::new()];
-            for _ in 0..if length > 8192 { 1 } else { 3 } {
-                times[0].push(both[0].run());
-                times[1].push(both[1].run());
-                times[2].push(transforms(length));
+        println!(
+            "\n{:>8} {:>10} {:>10} {:>14} {:>8} {:>16}",
+            "tokens", "tiled ms", "fft ms", "transforms ms", "fft/own", "clip 64, ms"
+        );
+        for length in if quick { vec![512, 2048] } else { vec![1024, 4096, 16384, 32768] } {
+            let full = Bias::symmetric(length);
+            let mut subjects =
+                [(Algorithm::Tiled, full), (Algorithm::Fft, full), (Algorithm::Piecewise, Bias::clipped(64))]
+                    .map(|(algorithm, bias)| Subject::new(1, length, false, algorithm, bias));
+            let mut times = [const { Vec::new() }; 4];
+            for _ in 0..if length > 8192 { 2 } else { 8 } {
+                for (subject, times) in subjects.iter_mut().zip(&mut times) {
+                    times.push(subject.run());
+                }
+                times[3].push(transforms(length));
             }
-            let [tiled, fft, own] = times.map(median);
-            println!("{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>10.2}", tiled * 1e3, fft * 1e3, own * 1e3, fft / own);
+            let [tiled, fft, clip, own] = times.map(fastest);
+            println!(
+                "{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>8.2} {:>16.2}",
+                tiled * 1e3,
+                fft * 1e3,
+                own * 1e3,
+                fft / own,
+                clip * 1e3
+            );
         }
     });
 }

@@ -19,7 +19,7 @@ pub enum Algorithm {
     Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
-    /// Scores in tiles, weighed by distance.
+    /// Every pair of query and key, in tiles of which nothing is kept.
     Tiled,
     /// Fast Fourier transforms of features times values.
     Fft,

@@ -1,8 +1,9 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
-//! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms; [`State`]
-//! is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is computed and why.
+//! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
+//! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
+//! computed and why.
 
 pub mod aft;
 mod algorithm;
@@ -17,6 +18,7 @@ mod scratch;
 mod shape;
 pub mod shaw;
 mod simd;
+pub mod softmax;
 mod state;
 pub mod toeplitz;
 
@@ -32,5 +34,6 @@ pub use real::Real;
 pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};
 pub use shaw::{RelativeMap, Shaw};
+pub use softmax::SoftmaxAttention;
 pub use state::{State, StateShape};
 pub use toeplitz::{Beyond, Bias, Toeplitz};

@@ -101,7 +101,8 @@ pub(crate) fn parallel<T: Real>(
         }
     };
     let workers = (scratch.len() / per_worker.max(1)).min(tasks);
-    if workers <= 1 {
+    // Tasks that want no memory have next to nothing to do.
+    if workers <= 1 || per_worker == 0 {
         work(scratch);
     } else {
         scratch[..workers * per_worker].par_chunks_exact_mut(per_worker).for_each(work);

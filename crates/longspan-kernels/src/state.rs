@@ -88,6 +88,11 @@ impl<T: Real> State<T> {
         std::mem::size_of_val(self.numbers.as_slice())
     }
 
+    /// All numbers, to be changed: the heads of each batch entry one after the other.
+    pub(crate) fn numbers_mut(&mut self) -> &mut [T] {
+        &mut self.numbers
+    }
+
     /// Checks that the state has the sizes that `operation` wants for `argument`.
     pub(crate) fn check(
         &self,

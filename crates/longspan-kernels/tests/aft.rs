@@ -3,7 +3,7 @@
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{Aft, Call, Dims, Mask, Mechanism, Output, Scratch, Token, View, ViewMut};
 use longspan_testing::execute::Backward;
-use longspan_testing::subject::Assumptions;
+use longspan_testing::subject::{Assumptions, ParameterScale};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
     Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
@@ -29,15 +29,55 @@ fn normalized_kernel_scale(case: &Case, inputs: &Inputs<f64>, scale: &mut Backwa
     }
 }
 
+/// `w = u·zᵀ`: the gradients of the factors are sums of magnitudes of those of the table.
+fn factors_scale<const RANK: usize, const GATE: bool>(case: &Case, inputs: &Inputs<f64>, scale: &mut Backward<f64>) {
+    let [u, z] = [0, 1].map(|n| inputs.parameters[n].chunks_exact(RANK).collect::<Vec<_>>());
+    let length = u.len();
+    let pair = |n: usize| (0..RANK).map(|r| u[n / length][r] * z[n % length][r]).sum::<f64>();
+    let dense = Inputs { parameters: vec![(0..length * length).map(pair).collect()], ..inputs.clone() };
+    let full = subject(Aft { variant: Variant::Full { length, rank: None }, gate: GATE });
+    let mut forward = execute::forward(&full, case, &dense).expect("the table of factors that are taken");
+    forward.out.iter_mut().for_each(|out| *out = -*out);
+    let backward = execute::backward(&full, case, &dense, &forward).expect("the table of factors that are taken");
+    let table = &backward.gradients[3];
+    let (d_u, d_z) = scale.gradients[3..].split_at_mut(1);
+    d_u[0].fill(0.0);
+    d_z[0].fill(0.0);
+    for (n, d) in table.iter().enumerate() {
+        for r in 0..RANK {
+            d_u[0][n / length * RANK + r] += d.abs() * z[n % length][r].abs();
+            d_z[0][n % length * RANK + r] += d.abs() * u[n / length][r].abs();
+        }
+    }
+}
+
+fn parameter_scale(aft: &Aft) -> Option<ParameterScale> {
+    fn factors<const RANK: usize>(gate: bool) -> ParameterScale {
+        if gate { factors_scale::<RANK, true> } else { factors_scale::<RANK, false> }
+    }
+    match aft.variant {
+        Variant::Conv { normalized: true, .. } => Some(normalized_kernel_scale),
+        Variant::Full { rank: Some(rank), .. } => Some(match rank {
+            1 => factors::<1>(aft.gate),
+            2 => factors::<2>(aft.gate),
+            3 => factors::<3>(aft.gate),
+            4 => factors::<4>(aft.gate),
+            5 => factors::<5>(aft.gate),
+            17 => factors::<17>(aft.gate),
+            other => panic!("the scale of factors of rank {other} is not among those instantiated here"),
+        }),
+        _ => None,
+    }
+}
+
 fn subject(aft: Aft) -> Subject {
-    let normalized = matches!(aft.variant, Variant::Conv { normalized: true, .. });
     Subject::new(
         aft,
         Assumptions {
             content: true,
             positions: aft.variant != Variant::Simple,
             positive_weights: true,
-            parameter_scale: normalized.then_some(normalized_kernel_scale),
+            parameter_scale: parameter_scale(&aft),
             ..Default::default()
         },
     )
@@ -56,15 +96,19 @@ fn with_variants(cases: Vec<Case>) -> Vec<(Subject, Case)> {
             let by_position = case.causal || case.offset >= 0;
             let length = by_position.then_some(longest + case.offset.unsigned_abs() + 1).filter(|_| n % 3 > 0);
             let packed = matches!(case.keys, KeyMask::Packed { .. });
-            let variant = match n % 4 {
+            // A table of all pairs has a place for every query and key.
+            let places = longest + case.offset.unsigned_abs() + 1 + n % 3;
+            let rank = [None, Some(1), Some(3), Some(17)][n / 5 % 4];
+            let variant = match n % 5 {
                 0 => Variant::Simple,
+                4 if by_position => Variant::Full { length: places, rank },
                 1 if by_position || !packed => {
                     let length = if packed { Some(longest + case.offset.unsigned_abs() + 1) } else { length };
                     Variant::Local { window: size, length }
                 }
-                _ => Variant::Conv { taps: size, normalized: n % 8 < 4 },
+                _ => Variant::Conv { taps: size, normalized: n / 5 % 2 == 0 },
             };
-            (subject(Aft { variant, gate: n % 5 > 0 }), case)
+            (subject(Aft { variant, gate: n % 6 > 0 }), case)
         })
         .collect()
 }
@@ -81,9 +125,10 @@ fn streams(seed: u64, count: usize) -> Vec<(Subject, Case)> {
         .map(|(n, case)| {
             let dims = Dims { keys: case.dims.queries, ..case.dims };
             let size = [1, 2, 3, 8, 20, 33, 150][n / 3 % 7];
-            let variant = match n % 3 {
+            let variant = match n % 4 {
                 0 => Variant::Simple,
                 1 => Variant::Local { window: size, length: Some(140) },
+                2 => Variant::Full { length: 140, rank: [None, Some(4)][n / 4 % 2] },
                 _ => Variant::Conv { taps: size, normalized: n % 2 == 0 },
             };
             (subject(Aft::new(variant)), Case { dims, causal: true, offset: 0, keys: KeyMask::All, ..case })
@@ -218,6 +263,8 @@ fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), long
         Variant::Simple,
         Variant::Local { window: 4, length: None },
         Variant::Local { window: 40, length: Some(150) },
+        Variant::Full { length: 150, rank: None },
+        Variant::Full { length: 151, rank: Some(5) },
         Variant::Conv { taps: 5, normalized: true },
         Variant::Conv { taps: 70, normalized: false },
     ] {
@@ -268,6 +315,8 @@ fn wrong_calls_are_refused() {
     for variant in [
         Variant::Simple,
         Variant::Local { window: 2, length: Some(9) },
+        Variant::Full { length: 9, rank: None },
+        Variant::Full { length: 9, rank: Some(2) },
         Variant::Conv { taps: 3, normalized: true },
         Variant::Conv { taps: 3, normalized: false },
     ] {
@@ -330,6 +379,28 @@ fn a_bias_of_minus_30_on_the_dominant_key_leaves_the_others() {
     assert!((f64::from(rows[8]) - expected).abs() < 1e-6, "{} instead of {expected}", rows[8]);
 }
 
+/// Keys and biases that both range over more than a product of two exponentials can hold: what one takes away the other
+/// gives back, pair by pair.
+#[test]
+fn opposite_ranges_of_keys_and_biases_cancel() {
+    let count = 150;
+    let level = |j: usize| if j % 2 == 0 { 300.0f32 } else { -300.0 };
+    let k: Vec<f32> = (0..count).map(level).collect();
+    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
+    let w: Vec<f32> = (0..count * count).map(|n| (n as f32 * 0.3).cos() - level(n % count)).collect();
+    let variant = Variant::Full { length: count, rank: None };
+    for mask in [Mask::causal(), Mask::bidirectional()] {
+        let rows = row_means(variant, &k, &v, &[&w], mask);
+        for (i, row) in rows.iter().enumerate() {
+            let keys = if mask == Mask::causal() { i + 1 } else { count };
+            let weight = |j: usize| f64::from(w[i * count + j] + k[j]).exp();
+            let sum: f64 = (0..keys).map(|j| weight(j) * f64::from(v[j])).sum();
+            let expected = sum / (0..keys).map(weight).sum::<f64>();
+            assert!((f64::from(*row) - expected).abs() < 2e-5, "row {i} is {row} instead of {expected}, {mask:?}");
+        }
+    }
+}
+
 /// Keys that are all larger by a number that `f32` adds exactly give the same bits.
 #[test]
 fn a_shift_of_all_keys_changes_nothing() {
@@ -337,8 +408,12 @@ fn a_shift_of_all_keys_changes_nothing() {
     let k: Vec<f32> = (0..count).map(|n| ((n * 37 % 101) as f32 - 50.0) / 16.0).collect();
     let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
     let w: Vec<f32> = (0..count * 9).map(|n| (n as f32 * 0.3).cos()).collect();
-    for variant in [Variant::Simple, Variant::Local { window: 5, length: None }] {
-        let parameters: &[&[f32]] = if variant == Variant::Simple { &[] } else { &[&w] };
+    let table: Vec<f32> = (0..count * count).map(|n| (n as f32 * 0.3).cos()).collect();
+    for (variant, parameters) in [
+        (Variant::Simple, &[][..]),
+        (Variant::Local { window: 5, length: None }, &[&w[..]][..]),
+        (Variant::Full { length: count, rank: None }, &[&table[..]][..]),
+    ] {
         for mask in [Mask::causal(), Mask::bidirectional()] {
             let expected = row_means(variant, &k, &v, parameters, mask);
             for shift in [8192.0, -8192.0, 1.0] {
@@ -364,11 +439,17 @@ fn options_without_meaning_are_refused() {
         (local(2, Some(4)), &causal, "queries"),
         (local(2, Some(6)), &Case { offset: 2, ..causal.clone() }, "queries"),
         (local(2, Some(9)), &Case { offset: -1, ..bidirectional.clone() }, "queries"),
+        (Variant::Full { length: 0, rank: None }, &causal, "length"),
+        (Variant::Full { length: usize::MAX, rank: Some(1) }, &causal, "length"),
+        (Variant::Full { length: 9, rank: Some(0) }, &causal, "rank"),
+        (Variant::Full { length: 4, rank: None }, &causal, "queries"),
+        (Variant::Full { length: 5, rank: None }, &causal, "keys"),
+        (Variant::Full { length: 9, rank: Some(2) }, &Case { offset: -1, ..bidirectional.clone() }, "queries"),
         (Variant::Conv { taps: 0, normalized: true }, &bidirectional, "taps"),
         (Variant::Conv { taps: usize::MAX, normalized: false }, &causal, "taps"),
     ] {
         // Calls that no numbers could be drawn for are spoilt by their options alone.
-        let drawn = if matches!(argument, "queries" | "value_dim") { variant } else { Variant::Simple };
+        let drawn = if matches!(argument, "queries" | "keys" | "value_dim") { variant } else { Variant::Simple };
         let check = |aft: Aft| {
             let inputs = execute::random(&subject(Aft::new(drawn)), case).cast::<f32>();
             inputs.call(case, None, |call| Mechanism::<f32>::check(&aft, call))

@@ -366,10 +366,47 @@ fn states_add_up() {
     over(&streams(42, 200), streaming::states_add_up::<f64>);
 }
 
+/// Cases of many strips and segments: short ones say nothing of how these are joined.
+fn long() -> Vec<(Toeplitz, Case)> {
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 1100, keys: 1100, head_dim: 4, value_dim: 3 };
+    let mut cases = Vec::new();
+    for bias in [
+        Bias::symmetric(1500),
+        Bias::clipped(5),
+        Bias::Buckets { buckets: 12, max_distance: 150, bidirectional: true },
+        Bias::Table { first: -70, count: 3, beyond: Beyond::Extend },
+        Bias::Grid { height: 44, width: 25 },
+    ] {
+        for causal in [true, false] {
+            let case = Case { seed: 5, ..Case::new(dims, causal) };
+            let padding = KeyMask::Padding((0..1100).map(|j| j % 7 == 3 || (300..470).contains(&j)).collect());
+            let bounds = vec![0, 10, 10, 690, 1100];
+            let packed = KeyMask::Packed { queries: bounds.clone(), keys: bounds };
+            let exp = Toeplitz { feature_map: FeatureMap::Exp, ..Toeplitz::new(bias) };
+            cases.push((Toeplitz::new(bias), Case { keys: padding, ..case.clone() }));
+            if !matches!(bias, Bias::Grid { .. }) {
+                let ragged = Case { dims: Dims { queries: 700, ..dims }, offset: 400, ..case.clone() };
+                cases.push((Toeplitz::new(bias), ragged));
+                cases.push((Toeplitz::new(bias), Case { keys: packed, ..case.clone() }));
+            }
+            cases.push((exp, case));
+        }
+    }
+    cases
+}
+
+#[test]
+fn threads_do_not_matter_for_long_sequences() {
+    let each = |(toeplitz, case): (Toeplitz, Case)| {
+        algorithms().into_iter().map(move |algorithm| (Toeplitz { algorithm, ..toeplitz.clone() }, case.clone()))
+    };
+    over(&long().into_iter().step_by(5).flat_map(each).collect::<Vec<_>>(), threads::threads_do_not_matter::<f32>);
+}
+
 /// Every algorithm gives the outputs and gradients of every other.
 #[test]
 fn algorithms_agree() {
-    for (toeplitz, case) in cases(15, 80, &grid::LENGTHS) {
+    for (toeplitz, case) in cases(15, 80, &grid::LENGTHS).into_iter().chain(long()) {
         let of = |algorithm| subject(&Toeplitz { algorithm, ..toeplitz.clone() });
         let tiled = of(Algorithm::Tiled);
         let check = || -> Result<(), Failure> {

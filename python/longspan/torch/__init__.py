@@ -7,10 +7,12 @@ for torch's, `TransformerEncoderLayer` and `TransformerDecoderLayer` fit torch's
 
 from ._chunked import chunked_attention
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .mechanisms import KernelizedAttention, ShawAttention
+from .mechanisms import AftSimple, FourierAttention, KernelizedAttention, ShawAttention
 from .multi_head import MultiheadAttention
 
 __all__ = [
+    "AftSimple",
+    "FourierAttention",
     "KernelizedAttention",
     "MultiheadAttention",
     "ShawAttention",

@@ -1,6 +1,7 @@
 """The mechanisms in torch's own operations, chunk by chunk: for tensors that are not on the CPU.
 
-Everything runs on the device of ``q`` in O(L) time; torch's autograd differentiates it. Sums are taken in float32 for half
+Everything runs on the device of ``q``, content, Shaw and Fourier positions in O(L) time, Toeplitz positions and AFT in O(L^2)
+time and bounded memory; torch's autograd differentiates it. Sums are taken in float32 for half
 precision. The kernels' tests hold it to the same definition.
 """
 
@@ -51,6 +52,7 @@ def chunked_attention(
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parameters = [parameter.to(wide) for parameter in parameters]
+        _check_parameters(mechanism, q, k, parameters, settings)
         if cu_seqlens is None:
             return formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask).to(dtype)
         if q.shape[0] != 1:
@@ -63,7 +65,10 @@ def chunked_attention(
             if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
                 raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
         pieces = [
-            formulation(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], parameters, settings, is_causal, offset, None)
+            formulation(
+                q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], _slices(mechanism, parameters, settings, a, b, c, d),
+                settings, is_causal, offset, None,
+            )  # fmt: skip
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
         ]
         return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
@@ -76,7 +81,8 @@ def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_m
                              f"got shape {tuple(tensor.shape)}")  # fmt: skip
     batch, heads, _, head_dim = q.shape
     _, kv_heads, keys, _ = k.shape
-    for name, tensor, shape in (("k", k, (batch, kv_heads, keys, head_dim)),
+    key_dim = 1 if mechanism == "aft-conv" else head_dim
+    for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),
                                 ("v", v, (batch, kv_heads, keys, v.shape[3]))):  # fmt: skip
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{mechanism}: {name}: expected shape {shape}, got shape {tuple(tensor.shape)}")
@@ -86,6 +92,46 @@ def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_m
     if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
         raise ValueError(f"{mechanism}: key_padding_mask: expected shape {(batch, keys)}, "
                          f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
+
+
+def _check_parameters(
+    mechanism: str, q: Tensor, k: Tensor, parameters: Sequence[Tensor], settings: dict[str, Any]
+) -> None:
+    """Shapes that broadcasting would let pass."""
+    _, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    if mechanism == "shaw":
+        rows = parameters[0].shape[-2]
+        wanted = [(heads, rows, head_dim) if parameters[0].ndim == 3 else (rows, head_dim)]
+    elif mechanism == "toeplitz":
+        wanted = [(heads, queries + keys - 1)]
+    elif mechanism == "aft-local":
+        wanted = [(queries, parameters[0].shape[1])]
+    elif mechanism == "aft-conv":
+        wanted = [(heads, parameters[0].shape[1]), (heads,), (heads,)]
+    elif mechanism == "fourier":
+        axes = settings.get("axes") or 1
+        angles = head_dim // 2 if settings.get("wave") == "pairs" else head_dim
+        wanted = [(kv_heads, angles, axes), *[(heads, head_dim)] * len(parameters)]
+        if settings.get("axes"):
+            wanted[len(parameters) - 2 :] = [(q.shape[0], queries, axes), (q.shape[0], keys, axes)]
+    else:
+        wanted = []
+    for parameter, shape in zip(parameters, wanted):
+        if tuple(parameter.shape) != shape:
+            raise ValueError(f"{mechanism}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
+
+
+def _slices(mechanism, parameters, settings, a: int, b: int, c: int, d: int) -> Sequence[Tensor]:
+    """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
+    if mechanism == "fourier" and settings.get("axes"):
+        *others, queries, keys = parameters
+        return [*others, queries[:, a:b], keys[:, c:d]]
+    if mechanism == "aft-local":
+        return [parameters[0][: b - a]]
+    if mechanism == "toeplitz":
+        raise NotImplementedError("toeplitz: packed sequences: expected tensors on the cpu; call each sequence on its own")
+    return parameters
 
 
 def _divide(sums: Tensor, normalize: bool) -> Tensor:
@@ -277,4 +323,175 @@ class _Causal:
         return scores * self.gamma ** (token[:, None] - key[None, :]).clamp(min=0)
 
 
-_FORMULATIONS = {"kernelized": _kernelized, "shaw": _kernelized}
+def _without_padding(k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with zeros where a key is ignored, and 1 for each key that is there, ``[batch, 1, keys, 1]``."""
+    if key_padding_mask is None:
+        return k, v, k.new_ones((k.shape[0], 1, k.shape[2], 1))
+    ignored = key_padding_mask[:, None, :, None]
+    return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
+
+
+def _features(settings: dict[str, Any], q: Tensor, k: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    name = settings.get("feature_map", "elu+1")
+    if name not in _FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {name!r}; known on {q.device} are {', '.join(_FEATURE_MAPS)}")
+    if name == "exp" and normalize:
+        # Cancels in the division; without it the exponentials overflow.
+        q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
+        k = k - k.amax().detach() if k.numel() else k
+    return _FEATURE_MAPS[name](q), _FEATURE_MAPS[name](k)
+
+
+def _fourier(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+    """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
+    k, v, there = _without_padding(k, v, key_padding_mask)
+    normalizer = settings.get("normalizer", "one_plus")
+    pairs = settings.get("wave", "each") == "pairs"
+    queries, keys = _features(settings, q, k, normalizer != "none")
+    keys = keys * there
+    group = q.shape[1] // max(k.shape[1], 1)
+    a, *rest = parameters
+    if settings.get("axes"):
+        *rest, at_query, at_key = rest
+    else:
+        at_query = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[None, :, None] + offset
+        at_key = torch.arange(k.shape[2], dtype=q.dtype, device=q.device)[None, :, None]
+    turn_query = torch.einsum("hmn,bin->bhim", a.repeat_interleave(group, 0), at_query)
+    turn_key = torch.einsum("hmn,bjn->bhjm", a, at_key)
+    if pairs:
+        half = q.shape[-1] // 2
+
+        def turned(x: Tensor, angle: Tensor) -> Tensor:
+            first, second = x[..., :half], x[..., half:]
+            cos, sin = angle.cos(), angle.sin()
+            return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+        left, right = turned(queries, turn_query), turned(keys, turn_key)
+    else:
+        b, c, beta = (*rest, *[None] * (3 - len(rest)))
+        turn_query = turn_query + b[None, :, None]
+        scaled = queries if c is None else queries * c[None, :, None]
+        left = [scaled * turn_query.cos(), scaled * turn_query.sin()]
+        right = [keys * turn_key.cos(), keys * turn_key.sin()]
+        if normalizer == "dominant":
+            beta = c.abs() + F.softplus(beta)
+        if normalizer == "one_plus" or beta is not None:
+            left.append(queries if beta is None else queries * beta[None, :, None])
+            right.append(keys)
+        left, right = torch.cat(left, -1), torch.cat(right, -1)
+    settings = {"feature_map": "identity", "normalize": False, "decay": settings.get("decay")}
+    ones = there.expand(-1, k.shape[1], -1, -1)
+    if normalizer == "none":
+        return _kernelized(left, right, v, (), settings, is_causal, offset, None)
+    if normalizer == "unrotated":
+        sums = _kernelized(left, right, v, (), settings, is_causal, offset, None)
+        total = _kernelized(queries, keys, ones, (), settings, is_causal, offset, None)
+        return _divide(torch.cat([sums, total], -1), True)
+    sums = _kernelized(left, right, torch.cat([v, ones], -1), (), settings, is_causal, offset, None)
+    if normalizer == "literal":
+        negative = sums[..., -1:] < 0
+        sums = torch.cat([sums[..., :-1].masked_fill(negative, 0), sums[..., -1:]], -1)
+    return _divide(sums, True)
+
+
+#: Numbers that a chunk of pairs may take.
+_PAIRS = 1 << 24
+
+
+def _rows(q: Tensor, numbers_per_row: int) -> int:
+    return max(1, _PAIRS // max(1, q.shape[0] * q.shape[1] * numbers_per_row))
+
+
+def _distances(first: int, last: int, keys: int, offset: int, device: torch.device) -> Tensor:
+    """``j - (i + offset)``, ``[queries, keys]``."""
+    token = torch.arange(first, last, device=device) + offset
+    return torch.arange(keys, device=device)[None, :] - token[:, None]
+
+
+def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+    """`longspan.ops.toeplitz_attention`, a few rows of all pairs at a time."""
+    (bias,) = parameters
+    normalize = settings.get("normalize", True)
+    k, v, there = _without_padding(k, v, key_padding_mask)
+    left, right = _features(settings, q, k, normalize)
+    group = q.shape[1] // max(k.shape[1], 1)
+    right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    ones = there.expand(-1, q.shape[1], -1, -1)
+    values = torch.cat([values, ones], -1)
+    if normalize and bias.numel():
+        bias = bias - bias.amax(1, keepdim=True).detach()
+    pieces = []
+    step = _rows(q, k.shape[2])
+    for start in range(0, max(q.shape[2], 1), step):
+        stop = min(start + step, q.shape[2])
+        distance = _distances(start, stop, k.shape[2], offset, q.device)
+        weights = bias[:, distance + offset + q.shape[2] - 1].exp() * (left[:, :, start:stop] @ right.transpose(-1, -2))
+        if is_causal:
+            weights = weights.masked_fill(distance > 0, 0)
+        pieces.append(weights @ values)
+    return _divide(torch.cat(pieces, 2), normalize)
+
+
+def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """AFT with ``biases(parameters, is_causal, distance, rows)``, ``[heads or 1, queries, keys]``, a few rows at a time."""
+
+    def formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+        k, v, there = _without_padding(k, v, key_padding_mask)
+        group = q.shape[1] // max(k.shape[1], 1)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        pieces = []
+        step = _rows(q, k.shape[2] * q.shape[3])
+        for start in range(0, max(q.shape[2], 1), step):
+            stop = min(start + step, q.shape[2])
+            distance = _distances(start, stop, k.shape[2], offset, q.device)
+            seen = there[:, :, None, :, 0] > 0
+            if is_causal:
+                seen = seen & (distance <= 0)
+            scores = k[:, :, None].expand(-1, -1, stop - start, -1, -1)
+            bias = biases(parameters, is_causal, distance, slice(start, stop))
+            if bias is not None:
+                scores = scores + bias[None, ..., None]
+            scores = scores.masked_fill(~seen[..., None], -torch.inf)
+            # The largest of a row cancels; a row that sees nothing has none.
+            highest = scores.detach().amax(3, keepdim=True) if k.shape[2] else scores.new_zeros(())
+            weights = (scores - highest.nan_to_num(neginf=0.0)).exp()
+            total = weights.sum(3)
+            means = torch.where(total == 0, 0, (weights * v[:, :, None]).sum(3) / torch.where(total == 0, 1, total))
+            pieces.append(means * torch.sigmoid(q[:, :, start:stop]))
+        return torch.cat(pieces, 2)
+
+    return formulation
+
+
+def _local_biases(parameters, _is_causal, distance: Tensor, rows: slice) -> Tensor:
+    (w,) = parameters
+    column = distance + w.shape[1] // 2
+    inside = (column >= 0) & (column < w.shape[1])
+    near = w[rows].gather(1, column.clamp(0, w.shape[1] - 1))
+    return torch.where(inside, near, 0)[None]
+
+
+def _conv_biases(parameters, is_causal: bool, distance: Tensor, _rows: slice) -> Tensor:
+    w, *scale = parameters
+    if scale:
+        gamma, beta = scale
+        centred = w - w.mean(1, keepdim=True)
+        deviation = centred.square().mean(1, keepdim=True).sqrt()
+        # Where all taps are equal the kernel is beta.
+        flat = deviation == 0
+        w = gamma[:, None] * torch.where(flat, 0, centred / torch.where(flat, 1, deviation)) + beta[:, None]
+    taps = w.shape[1]
+    column = distance + (taps - 1 if is_causal else (taps - 1) // 2)
+    inside = (column >= 0) & (column < taps)
+    return torch.where(inside, w[:, column.clamp(0, taps - 1)], 0)
+
+
+_FORMULATIONS = {
+    "kernelized": _kernelized,
+    "shaw": _kernelized,
+    "fourier": _fourier,
+    "toeplitz": _toeplitz,
+    "aft-local": _aft(_local_biases),
+    "aft-simple": _aft(lambda *_: None),
+    "aft-conv": _aft(_conv_biases),
+}

@@ -28,7 +28,7 @@ def attend(
     """
     tensors = (q, k, v, *parameters)
     if not _simple(tensors):
-        check(operation, tensors, ops._names(parameters), key_padding_mask)
+        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
         if not q.is_cpu or (initial_state is None and not output_final_state and _watched(tensors)):
             return _attend_watched(
                 operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens,
@@ -38,13 +38,13 @@ def attend(
             raise ValueError(f"{operation}: initial_state and output_final_state: expected tensors without gradients, "
                              "because none flows through a state; use torch.no_grad()")  # fmt: skip
     elif key_padding_mask is not None:
-        check(operation, tensors, ops._names(parameters), key_padding_mask)
+        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
     ops._check_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
-    arrays, back = as_arrays(operation, tensors, ops._names(parameters))
+    arrays, back = as_arrays(operation, tensors, ops._names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = ops._mechanism(mechanism, options, operation, parameters).forward(
+    out, _, state = ops._mechanism(mechanism, options, operation, parameters, q, offset).forward(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip

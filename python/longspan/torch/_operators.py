@@ -36,7 +36,7 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
 
 
 def _forward(q, k, v, parameters, key_padding_mask, packed, mechanism, options, operation, is_causal, offset):
-    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters).forward(
+    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters, q, offset).forward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def _backward(
     d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
     mechanism, options, operation, is_causal, offset,
 ):  # fmt: skip
-    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters).backward(
+    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters, q, offset).backward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
         _array(out), _array(denominators), _array(d_out), True,

@@ -140,9 +140,71 @@ class ShawAttention(Attention):
         return (self.rel,)
 
 
+class FourierAttention(Attention):
+    """`longspan.ops.fourier_attention` with counted positions as a module.
+
+    It learns ``a``, ``[num_heads, head_dim, 1]``, which starts as geometric wavelengths from 2 pi to ``longest``, ``b``,
+    which starts at 0, and where the ``normalizer`` leaves them free ``c`` and ``beta``. ``wave="pairs"`` is rotary positions.
+    """
+
+    mechanism = "fourier"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        normalizer: str = "one_plus",
+        wave: str = "each",
+        longest: float = 1e4,
+        feature_map: str = "elu+1",
+        decay: float | Sequence[float] | None = None,
+        algorithm: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        names = () if wave == "pairs" else ("b", *ops._FREE.get(normalizer, ()))
+        angles = head_dim // 2 if wave == "pairs" else head_dim
+        each = {name: torch.empty((num_heads, head_dim), **place) for name in names}
+        decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
+        options, _ = ops._fourier(
+            type(self).__name__, None, torch.empty((num_heads, angles, 1)), each.get("b"), each.get("c"),
+            each.get("beta"), None, None, normalizer, wave, feature_map, decay, algorithm,
+        )  # fmt: skip
+        super().__init__(num_heads, head_dim, options)
+        self.longest = longest
+        self.a = nn.Parameter(torch.empty((num_heads, angles, 1), **place))
+        for name, value in each.items():
+            self.register_parameter(name, nn.Parameter(value))
+        self._each = tuple(names)
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            steps = torch.arange(self.a.shape[1], device=self.a.device) / max(self.a.shape[1], 1)
+            self.a.copy_((self.longest**-steps)[None, :, None].to(self.a.dtype))
+            for name in self._each:
+                getattr(self, name).fill_(1.0 if name == "c" else 0.0)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.a, *(getattr(self, name) for name in self._each))
+
+
+class AftSimple(Attention):
+    """`longspan.ops.aft_simple` as a module; it learns nothing."""
+
+    mechanism = "aft-simple"
+
+    def __init__(self, num_heads: int, head_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(num_heads, head_dim, "{}")
+        self._check()
+
+
 #: What ``attention="..."`` of `MultiheadAttention` may be.
 MODULES: dict[str, type[Attention]] = {
-    module.mechanism: module for module in (KernelizedAttention, ShawAttention)
+    module.mechanism: module for module in (KernelizedAttention, ShawAttention, FourierAttention, AftSimple)
 }
 
 

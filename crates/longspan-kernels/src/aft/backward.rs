@@ -3,15 +3,19 @@
 //! The means of the forward pass are formed anew instead of kept: one number a channel would not do, since the logarithm
 //! of a sum near 10⁴ has no digits left behind the point in `f32`, and reading two back costs what forming them does.
 
+use std::ops::Range;
+
 use super::forward::{chunks, key_edges, work_len};
 use super::keys::KeyItems;
-use super::problem::{Bias, Chunks, Problem};
+use super::problem::{Bias, Block, Chunks, Problem};
+use super::tiles::{self, SIDE};
 use super::walk::{Edges, Items, by_mean, clear, edges, walk};
 use super::{Variant, kernel};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{SharedRows, View, ViewMut};
+use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::OutputRow;
 
 /// Where the gradients of q, k and v go.
@@ -27,6 +31,9 @@ const GROUPS: usize = 16;
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
+
+/// Numbers that the rows of one block may take, if it has more than one head.
+const BLOCK_NUMBERS: usize = 1 << 20;
 
 /// Rows as keys see them, one after the other.
 struct RowItems<'a, T> {
@@ -44,28 +51,37 @@ impl<T: Real> Items<T> for RowItems<'_, T> {
     }
 }
 
-/// The sums of the gradients of biases: `groups` planes of rows.
+/// The sums of the gradients of biases: `planes` of rows. Tasks are groups of heads × spans of chunks.
 struct Sums {
     groups: usize,
+    spans: usize,
+    planes: usize,
     rows: usize,
     columns: usize,
 }
 
 impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
-        let (rows, columns) = match &problem.bias {
-            Bias::Zero => return Self { groups: units.max(1), rows: 0, columns: 0 },
+        let (rows, columns, spans) = match &problem.bias {
+            Bias::Zero => return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 },
             // Rows of a table belong to one chunk each.
-            Bias::Rows { table, columns, .. } => (table.len() / columns, *columns),
+            Bias::Rows { table, columns, .. } => (table.len() / columns, *columns, chunks),
+            Bias::Table { table, length } => (table.len() / length, *length, chunks),
             // All chunks share the kernels.
-            Bias::Kernel { kernels, .. } => (chunks, kernels.len()),
+            Bias::Kernel { kernels, .. } => (chunks, kernels.len(), chunks),
+            // And all share the keys' factors: a span has a plane, of the queries' rows and then the keys'.
+            Bias::LowRank(factors) => {
+                let rows = 2 * factors.u.len() / factors.row;
+                let spans = (GROUP_NUMBERS / (rows * factors.row).max(1)).clamp(1, GROUPS).min(chunks);
+                return Self { groups: 1, spans, planes: spans, rows, columns: factors.row };
+            }
         };
         let groups = (GROUP_NUMBERS / (rows * columns).max(1)).clamp(1, GROUPS).min(units.max(1));
-        Self { groups, rows, columns }
+        Self { groups, spans, planes: groups, rows, columns }
     }
 
     fn len(&self) -> usize {
-        if self.columns == 0 { 0 } else { self.groups * self.rows * self.columns }
+        self.planes * self.rows * self.columns
     }
 }
 
@@ -77,85 +93,160 @@ pub(super) fn backward<'a, T: Real>(
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
-    let (dims, mean) = (&problem.dims, problem.mean());
+    let dims = &problem.dims;
     clear_absent(problem, &sink);
     if dims.head_dim == 0 || dims.heads == 0 {
         parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
         return;
     }
-    let by_key = chunks(problem, dims.kv_heads);
-    let keys = |heads| {
-        Chunks::new(problem.sequences.iter().map(|sequence| problem.queries_of_keys(sequence)).collect(), heads)
-    };
-    let (keys_by_query, keys_by_key) = (keys(dims.heads), keys(dims.kv_heads));
-    let units = problem.sequences.len() * dims.heads;
-    let most_chunks = by_key.windows.iter().map(|window| window.chunks()).max().unwrap_or(0);
+    let blocks: Vec<Sides> =
+        Block::all(problem, BLOCK_NUMBERS).into_iter().map(|block| Sides::new(problem, block)).collect();
+    let units = blocks.iter().map(|sides| sides.units(problem)).max().unwrap_or(0);
+    let most_chunks = blocks.iter().map(Sides::most_chunks).max().unwrap_or(0);
     let sums = Sums::new(problem, units, most_chunks);
+    // A table that has but one sum is that sum.
+    let direct = matches!(problem.bias, Bias::Table { .. }) && sums.planes == 1;
 
-    let line = |len: usize| len.next_multiple_of(64);
-    let rows_len: usize = problem.sequences.iter().map(|s| s.queries).sum::<usize>() * dims.heads * mean;
-    let per_worker = work_len(problem, &by_key).max(work_len(problem, &keys_by_key)) + line(2 * mean);
-    let tasks = (sums.groups * most_chunks).max(keys_by_key.tasks()).max(by_key.tasks());
+    let per_worker = blocks.iter().map(|sides| sides.work_len(problem)).max().unwrap_or(0);
+    let tasks = blocks.iter().map(|sides| sides.tasks(&sums)).max().unwrap_or(0);
     let workers = rayon::current_num_threads().min(tasks).max(1);
-    let edge_len = 2 * line(by_key.tasks() * mean) + 2 * line(keys_by_query.tasks() * mean);
-    let wanted = workers * per_worker + edge_len + line(rows_len) + line(sums.len()) + 64;
+    let own = blocks.iter().map(|sides| sides.memory(problem)).max().unwrap_or(0);
+    let sums_len = if direct { 0 } else { sums.len() };
+    let wanted = workers * per_worker + own + sums_len.next_multiple_of(64) + 128;
     let mut arena = Arena::new(scratch.take(wanted));
     let work = arena.take(workers * per_worker);
-    let rows = arena.take(rows_len);
-    let d_bias = arena.take(sums.len());
+    let planes = arena.take(sums_len);
+    let memory = arena.rest();
+    let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
+    d_bias.fill(T::ZERO);
+    for sides in &blocks {
+        block(problem, cotangent, &sink, sides, (&sums, &mut *d_bias), memory, work, per_worker);
+    }
+    if !direct {
+        reduce(problem, &sums, planes, parameters);
+    }
+}
 
-    let (before, after) = key_edges(problem, &by_key, &mut arena, work);
-    query_side(
-        problem,
-        cotangent,
-        &sink,
-        &by_key,
-        (before, after),
-        &sums,
-        (&mut *rows, &mut *d_bias),
-        work,
-        per_worker,
-    );
-    reduce(problem, &sums, d_bias, parameters);
+/// A block, and both sides of its pairs in chunks.
+struct Sides {
+    block: Block,
+    /// Queries, once for each head of keys.
+    by_key: Chunks,
+    /// Keys, once for each head of queries.
+    keys_by_query: Chunks,
+    /// Keys, once for each head of keys.
+    keys_by_key: Chunks,
+}
+
+impl Sides {
+    fn new<T: Real>(problem: &Problem<'_, T>, block: Block) -> Self {
+        let heads = block.heads.len();
+        let keys = |heads| {
+            let sequences = &problem.sequences[block.sequences.clone()];
+            Chunks::new(sequences.iter().map(|sequence| problem.queries_of_keys(sequence)).collect(), heads)
+        };
+        Self {
+            by_key: chunks(problem, block.sequences.clone(), heads),
+            keys_by_query: keys(heads * problem.dims.group()),
+            keys_by_key: keys(heads),
+            block,
+        }
+    }
+
+    /// Heads of queries of all sequences.
+    fn units<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        self.block.sequences.len() * self.block.heads.len() * problem.dims.group()
+    }
+
+    fn most_chunks(&self) -> usize {
+        self.by_key.windows.iter().map(|window| window.chunks()).max().unwrap_or(0)
+    }
+
+    fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let line = |len: usize| len.next_multiple_of(64);
+        let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
+        walk + line(2 * problem.mean())
+    }
+
+    fn tasks(&self, sums: &Sums) -> usize {
+        (sums.groups * sums.spans).max(self.keys_by_key.tasks()).max(self.by_key.tasks())
+    }
+
+    /// Rows of all units.
+    fn rows<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let queries = problem.sequences[self.block.sequences.clone()].iter().map(|s| s.queries).sum::<usize>();
+        queries * self.block.heads.len() * problem.dims.group()
+    }
+
+    /// Numbers of memory beside that of workers.
+    fn memory<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let line = |len: usize| (len * problem.mean()).next_multiple_of(64);
+        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem))
+    }
+
+    /// The first row of each sequence, if the rows of all units stand one after the other.
+    fn starts<T: Real>(&self, problem: &Problem<'_, T>) -> Vec<usize> {
+        let heads = self.block.heads.len() * problem.dims.group();
+        let sequences = problem.sequences[self.block.sequences.clone()].iter();
+        let ends = sequences.scan(0, |start, sequence| {
+            let own = *start;
+            *start += sequence.queries * heads;
+            Some(own)
+        });
+        ends.collect()
+    }
+}
+
+/// Writes the gradients of one block, and adds to those of biases.
+#[allow(clippy::too_many_arguments)]
+fn block<'a, T: Real>(
+    problem: &Problem<'a, T>,
+    cotangent: &Cotangent<'a, T>,
+    sink: &GradientSink<'_, T>,
+    sides: &Sides,
+    (sums, d_bias): (&Sums, &mut [T]),
+    memory: &mut [T],
+    work: &mut [T],
+    per_worker: usize,
+) {
+    let (dims, mean) = (&problem.dims, problem.mean());
+    let Sides { block, by_key, keys_by_query, keys_by_key } = sides;
+    let mut arena = Arena::new(memory);
+    let rows = arena.take(sides.rows(problem) * mean);
+    let (before, after) = key_edges(problem, block, by_key, &mut arena, work);
+    query_side(problem, cotangent, sink, sides, (before, after), (sums, d_bias), rows, work, per_worker);
 
     let rows: &[T] = rows;
-    let starts: Vec<usize> = problem
-        .sequences
-        .iter()
-        .scan(0, |start, sequence| {
-            let own = *start;
-            *start += sequence.queries * dims.heads;
-            Some(own)
-        })
-        .collect();
+    let starts = sides.starts(problem);
+    // Heads of queries from the block's first on.
     let items = |index: usize, head: usize| {
-        let queries = problem.sequences[index].queries;
+        let queries = problem.sequences[block.sequences.start + index].queries;
         RowItems { rows: &rows[(starts[index] + head * queries) * mean..][..queries * mean], mean }
     };
     let (before, after) = (arena.take(keys_by_query.tasks() * mean), arena.take(keys_by_query.tasks() * mean));
-    edges(problem.ops, &keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
+    edges(problem.ops, keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
     let (before, after): (&[T], &[T]) = (before, after);
 
     parallel(keys_by_key.tasks(), work, per_worker, |task, work| {
         let (index, kv_head, chunk) = keys_by_key.task(task);
-        let sequence = &problem.sequences[index];
-        let key_items = KeyItems::new(problem, sequence, kv_head);
-        let (own, work) = work.split_at_mut(2 * mean);
+        let sequence = &problem.sequences[block.sequences.start + index];
+        let key_items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
+        let (own, work) = work.split_at_mut((2 * mean).next_multiple_of(64));
         let (key, gradients) = own.split_at_mut(mean);
-        let (d_key, d_value) = gradients.split_at_mut(2 * problem.width);
-        for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            let first = head == kv_head * dims.group();
-            let items = items(index, head);
-            let edge = keys_by_query.index(index, head, chunk) * mean;
+        let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
+        for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+            let head = block.heads.start * dims.group() + local;
+            let first = local == kv_head * dims.group();
+            let items = items(index, local);
+            let edge = keys_by_query.index(index, local, chunk) * mean;
             let edges = (&before[edge..][..mean], &after[edge..][..mean]);
-            let bias = |key: usize, query: isize| problem.pair(sequence, head, query as usize, key as isize);
-            walk(problem.ops, &items, &keys_by_key.windows[index], chunk, edges, bias, work, |j, sum, _, _| {
+            let visit = |j: usize, sum: &[T]| {
                 let token = sequence.key_start + j;
                 // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
                 let (dk, dv) = unsafe {
                     (
-                        sink.dk.row(sequence.batch, kv_head, token, problem.key_dim),
-                        sink.dv.row(sequence.batch, kv_head, token, dims.head_dim),
+                        sink.dk.row(sequence.batch, block.heads.start + kv_head, token, problem.key_dim),
+                        sink.dv.row(sequence.batch, block.heads.start + kv_head, token, dims.head_dim),
                     )
                 };
                 if first {
@@ -172,7 +263,20 @@ pub(super) fn backward<'a, T: Real>(
                 } else {
                     dk[0] += d_key[..dims.head_dim].iter().copied().sum();
                 }
-            });
+            };
+            let window = &keys_by_key.windows[index];
+            if problem.tiled() {
+                let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], spare: &mut [T]| {
+                    let queries = from as usize..to as usize;
+                    problem.tile(sequence, head, queries.clone(), keys.start as isize, keys.len(), spare);
+                    problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
+                };
+                tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
+            } else {
+                let mut visit = visit;
+                let bias = |key: usize, query: isize| problem.pair(sequence, head, query as usize, key as isize);
+                walk(problem.ops, &items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
+            }
         }
     });
 }
@@ -183,72 +287,162 @@ fn query_side<'a, T: Real>(
     problem: &Problem<'a, T>,
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
-    by_key: &Chunks,
+    sides: &Sides,
     (before, after): (&[T], &[T]),
-    sums: &Sums,
-    (rows, d_bias): (&mut [T], &mut [T]),
+    (sums, d_bias): (&Sums, &mut [T]),
+    rows: &mut [T],
     work: &mut [T],
     per_worker: usize,
 ) {
     let (dims, mean) = (&problem.dims, problem.mean());
-    let most_chunks = by_key.windows.iter().map(|window| window.chunks()).max().unwrap_or(0);
-    let units = problem.sequences.len() * dims.heads;
-    d_bias.fill(T::ZERO);
+    let Sides { block, by_key, .. } = sides;
+    let most_chunks = sides.most_chunks();
+    let units = sides.units(problem);
+    let heads = block.heads.len() * dims.group();
     let mut rows = by_mean(rows, mean);
     let rows = rows.shared();
     let mut d_bias = ViewMut::strided(d_bias, [0, sums.rows * sums.columns, sums.columns]);
     let d_bias = d_bias.shared();
-    let mut starts = vec![0];
-    starts.extend(problem.sequences.iter().scan(0, |start, sequence| {
-        *start += sequence.queries * dims.heads;
-        Some(*start)
-    }));
-    parallel(sums.groups * most_chunks, work, per_worker, |task, work| {
-        let (group, chunk) = (task / most_chunks, task % most_chunks);
+    let starts = sides.starts(problem);
+    let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
         for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
-            let (index, head) = (unit / dims.heads, unit % dims.heads);
+            let (index, local) = (unit / heads, unit % heads);
             let window = &by_key.windows[index];
             if chunk >= window.chunks() {
                 continue;
             }
-            let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
-            let items = KeyItems::new(problem, sequence, kv_head);
+            let sequence = &problem.sequences[block.sequences.start + index];
+            let head = block.heads.start * dims.group() + local;
+            let kv_head = local / dims.group();
+            let items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
             let (queries, d_outs) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out));
             let outs = rows_of(&cotangent.out);
             let edge = by_key.index(index, kv_head, chunk) * mean;
             let edges = (&before[edge..][..mean], &after[edge..][..mean]);
-            let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
-            walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
+            let first_row = starts[index] + local * sequence.queries;
+            let visit = |i: usize, row: &[T]| -> &[T] {
                 let output = OutputRow {
                     q: if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] },
                     d_out: d_outs.row(i, dims.head_dim),
                     out: outs.row(i, dims.head_dim),
                 };
-                // SAFETY: every row belongs to one chunk of one head, and the slices end here.
+                // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
                 let (dq, item) = unsafe {
                     (
                         sink.dq.row(sequence.batch, head, sequence.query_start + i, dims.head_dim),
-                        rows.row(0, 0, starts[index] + head * sequence.queries + i, mean),
+                        rows.row(0, 0, first_row + i, mean),
                     )
                 };
                 problem.ops.row_cotangent(row, output, dq, item);
-                if sums.columns == 0 || keys.is_empty() {
+                item
+            };
+            // The row of `d_bias` for a query, and the column of the first key of its window.
+            let place = |i: usize| match problem.bias {
+                Bias::Kernel { taps, .. } => (chunk, head * taps),
+                _ => (problem.bias_row(sequence, i), 0),
+            };
+            if !problem.tiled() {
+                let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
+                walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
+                    let item = visit(i, row);
+                    if sums.columns == 0 || keys.is_empty() {
+                        return;
+                    }
+                    let (row, column) = place(i);
+                    // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
+                    // whatever the head, and a kernel's to one task.
+                    let to = unsafe { d_bias.row(0, plane, row, sums.columns) };
+                    let first = (near - (i as isize + window.shift - window.back)) as usize;
+                    for (key, n) in keys.chunks_exact(mean).zip(first..) {
+                        let bias =
+                            problem.pair(sequence, head, i, i as isize + window.shift - window.back + n as isize);
+                        to[column + n] += problem.ops.bias_gradient(item, key, bias);
+                    }
+                });
+                continue;
+            }
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
+                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+            };
+            tiles::means(problem.ops, &items, window, chunk, edges, bias, work, |i, row| {
+                visit(i, row);
+            });
+            let (from, to) = window.chunk(chunk);
+            // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
+            let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
+                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+            };
+            let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
+                if let Bias::LowRank(factors) = &problem.bias {
+                    // Queries before the first key have no row, and see nothing.
+                    let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
+                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * SIDE..]);
+                    if queries.is_empty() {
+                        return;
+                    }
+                    // SAFETY: a span has a plane of its own, and one task.
+                    let plane = unsafe { d_bias.row(0, plane, 0, sums.rows * sums.columns) };
+                    let (d_u, d_z) = plane.split_at_mut(factors.u.len());
+                    // The keys of an initial state have no gradient: a call with one has none.
+                    let key = from as usize * factors.row;
+                    let query = problem.bias_row(sequence, queries.start) * factors.row;
+                    let count = (to - from) as usize;
+                    let mut product = Product {
+                        a: tile,
+                        a_row: SIDE,
+                        a_column: 1,
+                        b: &factors.z[key..],
+                        b_row: factors.row,
+                        c: &mut d_u[query..],
+                        c_row: factors.row,
+                        rows: queries.len(),
+                        columns: factors.row,
+                        depth: count,
+                        accumulate: true,
+                        a_band: Band::ALL,
+                        c_band: Band::ALL,
+                    };
+                    problem.ops.product(&mut product);
+                    let mut product = Product {
+                        a_row: 1,
+                        a_column: SIDE,
+                        b: &factors.u[query..],
+                        c: &mut d_z[key..],
+                        rows: count,
+                        depth: queries.len(),
+                        ..product
+                    };
+                    problem.ops.product(&mut product);
                     return;
                 }
-                let (place, column) = match problem.bias {
-                    Bias::Kernel { taps, .. } => (chunk, head * taps),
-                    _ => (problem.bias_row(sequence, i), 0),
-                };
-                // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries, whatever
-                // the head, and a kernel's to one task.
-                let to = unsafe { d_bias.row(0, group, place, sums.columns) };
-                let first = (near - (i as isize + window.shift - window.back)) as usize;
-                let bias = problem.bias(sequence, head, i);
-                for (key, n) in keys.chunks_exact(mean).zip(first..) {
-                    to[column + n] += problem.ops.bias_gradient(item, key, bias[n]);
+                for (i, tile) in queries.zip(tile.chunks_exact(SIDE)) {
+                    let (near, behind) = window.near(i);
+                    let (near, behind) = (near.max(from), behind.min(to));
+                    if near >= behind {
+                        continue;
+                    }
+                    let (row, column) = place(i);
+                    let origin = match problem.bias {
+                        Bias::Table { .. } => 0,
+                        _ => i as isize + window.shift - window.back,
+                    };
+                    // SAFETY: as for the walk.
+                    let sums = unsafe { d_bias.row(0, plane, row, sums.columns) };
+                    let sums = &mut sums[column + (near - origin) as usize..];
+                    let tile = &tile[(near - from) as usize..(behind - from) as usize];
+                    sums.iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
                 }
-            });
+            };
+            tiles::bias_gradients(problem.ops, &items, window, chunk, own, mean, bias, work, add);
+        }
+    };
+    parallel(sums.groups * sums.spans, work, per_worker, |task, work| {
+        let (group, span) = (task / sums.spans, task % sums.spans);
+        let plane = if matches!(problem.bias, Bias::LowRank(_)) { span } else { group };
+        for chunk in span * most_chunks / sums.spans..(span + 1) * most_chunks / sums.spans {
+            one(group, plane, chunk, work);
         }
     });
 }
@@ -268,6 +462,19 @@ fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], paramete
             to.iter_mut().zip(part).for_each(|(to, &d)| *to += d);
         }
     };
+    if let Bias::LowRank(factors) = &problem.bias {
+        // Rows without what fills them up to a cache line.
+        for (n, parameter) in parameters.iter_mut().enumerate() {
+            parameter.fill(T::ZERO);
+            for plane in d_bias.chunks_exact(sums.rows * sums.columns) {
+                let rows = plane[n * factors.u.len()..].chunks_exact(factors.row);
+                for (to, row) in parameter.chunks_exact_mut(factors.rank).zip(rows) {
+                    to.iter_mut().zip(row).for_each(|(to, &d)| *to += d);
+                }
+            }
+        }
+        return;
+    }
     match problem.aft.variant {
         Variant::Conv { taps, normalized: true } => {
             let mut d = vec![T::ZERO; len];

@@ -1,27 +1,34 @@
 //! Outputs: the mean of every query's keys, times its gate.
 
+use std::ops::Range;
+
 use super::keys::KeyItems;
-use super::problem::{CHUNK, Chunks, Problem};
+use super::problem::{Block, CHUNK, Chunks, Problem};
+use super::tiles;
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::SharedRows;
 
-/// Chunks of queries, once for each head of keys.
-pub(super) fn chunks<T: Real>(problem: &Problem<'_, T>, heads: usize) -> Chunks {
-    Chunks::new(problem.sequences.iter().map(|sequence| problem.keys_of_queries(sequence)).collect(), heads)
+/// Chunks of the queries of some sequences, once for each of so many heads.
+pub(super) fn chunks<T: Real>(problem: &Problem<'_, T>, sequences: Range<usize>, heads: usize) -> Chunks {
+    let sequences = &problem.sequences[sequences];
+    Chunks::new(sequences.iter().map(|sequence| problem.keys_of_queries(sequence)).collect(), heads)
 }
 
-/// Forms the edges of all keys, before and after every chunk of queries.
+/// Forms the edges of the keys of a block, before and after every chunk of queries.
 pub(super) fn key_edges<'s, T: Real>(
     problem: &Problem<'_, T>,
+    block: &Block,
     chunks: &Chunks,
     arena: &mut Arena<'s, T>,
     work: &mut [T],
 ) -> (&'s [T], &'s [T]) {
     let len = chunks.tasks() * problem.mean();
     let (before, after) = (arena.take(len), arena.take(len));
-    let items = |sequence: usize, head: usize| KeyItems::new(problem, &problem.sequences[sequence], head);
+    let items = |sequence: usize, head: usize| {
+        KeyItems::new(problem, &problem.sequences[block.sequences.start + sequence], block.heads.start + head)
+    };
     edges(problem.ops, chunks, items, problem.mean(), Edges { before: &mut *before, after: &mut *after }, work);
     (before, after)
 }
@@ -29,7 +36,8 @@ pub(super) fn key_edges<'s, T: Real>(
 /// The working memory of one task that walks.
 pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
     let mean = problem.mean();
-    let longest = chunks.windows.iter().map(|window| walk_len(window, mean)).max().unwrap_or(0);
+    let walk = || chunks.windows.iter().map(|window| walk_len(window, mean)).max().unwrap_or(0);
+    let longest = if problem.tiled() { tiles::work_len(mean) } else { walk() };
     longest.max((CHUNK + 2) * mean).next_multiple_of(64)
 }
 
@@ -39,14 +47,15 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     if dims.head_dim == 0 || dims.heads == 0 {
         return;
     }
-    let by_key = chunks(problem, dims.kv_heads);
-    let by_query = chunks(problem, dims.heads);
+    let all = Block { sequences: 0..problem.sequences.len(), heads: 0..dims.kv_heads };
+    let by_key = chunks(problem, all.sequences.clone(), dims.kv_heads);
+    let by_query = chunks(problem, all.sequences.clone(), dims.heads);
     let per_worker = work_len(problem, &by_key);
     let workers = rayon::current_num_threads().min(by_query.tasks()).max(1);
     let edge_len = (by_key.tasks() * mean).next_multiple_of(64);
     let mut arena = Arena::new(scratch.take(2 * edge_len + workers * per_worker + 64));
     let work = arena.take(workers * per_worker);
-    let (before, after) = key_edges(problem, &by_key, &mut arena, work);
+    let (before, after) = key_edges(problem, &all, &by_key, &mut arena, work);
     parallel(by_query.tasks(), work, per_worker, |task, work| {
         let (index, head, chunk) = by_query.task(task);
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
@@ -54,12 +63,21 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
         let edge = by_key.index(index, kv_head, chunk) * mean;
         let edges = (&before[edge..][..mean], &after[edge..][..mean]);
-        let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
-        walk(problem.ops, &items, &by_query.windows[index], chunk, edges, bias, work, |i, row, _, _| {
+        let window = &by_query.windows[index];
+        let visit = |i: usize, row: &[T]| {
             let q = if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] };
             // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
             let to = unsafe { out.row(sequence.batch, head, sequence.query_start + i, dims.head_dim) };
             problem.ops.gated_mean(row, q, to);
-        });
+        };
+        if problem.tiled() {
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
+                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+            };
+            tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
+        } else {
+            let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
+            walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
+        }
     });
 }

@@ -7,10 +7,10 @@
 //!
 //! One head's [`State`] has six parts: numerator `Σ e^{k_j − x} v_j`, denominator `Σ e^{k_j − x}` and exponent `x`
 //! (`head_dim` each) of the keys that no window reaches any more; the ring of the keys that windows still reach
-//! (`window − 1` or `taps − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
+//! (`window − 1`, `taps − 1` or, for [`Variant::Full`], `length − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
 //! many of its rows hold a token, and the position of the next token in the table of biases.
 //!
-//! Time and memory are linear. The derivation, and that of the gradient, stands in this folder's `README.md`.
+//! Time and memory are linear, but for the time of [`Variant::Full`]. The derivation, and that of the gradient, stands in this folder's `README.md`.
 
 mod backward;
 mod forward;
@@ -20,6 +20,7 @@ mod problem;
 mod reference;
 mod state;
 mod step;
+mod tiles;
 mod walk;
 
 use crate::algorithm::{Algorithm, Estimate, Plan};
@@ -37,6 +38,17 @@ use problem::Problem;
 /// Where the bias `w_ij` of a pair comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Variant {
+    /// AFT-full: learned for every pair of positions. A query stands at position `i + offset` and a key at `j`, both
+    /// counted from the first token of the initial state; positions outside the table are an error.
+    ///
+    /// The parameter is `w`, `[length, length]`, or with a rank `u` and `z`, `[length, rank]` each, with `w = u·zᵀ`; shared
+    /// by all heads and batch entries.
+    Full {
+        /// Positions that the table has, at least 1.
+        length: usize,
+        /// Of the factors; `None` for a dense table.
+        rank: Option<usize>,
+    },
     /// AFT-local: learned where `|j − t| < window`, 0 (not −∞) elsewhere, so that every key still counts. `t` is the
     /// query's place among the keys, `i + offset`.
     ///
@@ -82,6 +94,7 @@ impl Aft {
 impl<T: Real> Mechanism<T> for Aft {
     fn name(&self) -> &'static str {
         match self.variant {
+            Variant::Full { .. } => "aft-full",
             Variant::Local { .. } => "aft-local",
             Variant::Simple => "aft-simple",
             Variant::Conv { .. } => "aft-conv",
@@ -102,6 +115,10 @@ impl<T: Real> Mechanism<T> for Aft {
     fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
         match self.variant {
             Variant::Simple => Vec::new(),
+            Variant::Full { length, rank: None } => vec![Parameter { name: "w", shape: vec![length, length] }],
+            Variant::Full { length, rank: Some(rank) } => {
+                ["u", "z"].map(|name| Parameter { name, shape: vec![length, rank] }).into()
+            }
             Variant::Local { window, length } => {
                 let columns = window.saturating_mul(2).saturating_sub(1);
                 vec![Parameter { name: "w", shape: vec![length.unwrap_or(dims.queries), columns] }]
@@ -122,10 +139,12 @@ impl<T: Real> Mechanism<T> for Aft {
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         let (back, ahead) = problem::reach(self, mask.order == Order::Causal);
-        let near = (1 + back.saturating_add(ahead)) as f64;
+        let near = (1 + back.saturating_add(ahead)).min(dims.keys) as f64;
+        let tiled = matches!(self.variant, Variant::Full { .. }) || back.saturating_add(ahead) >= problem::TILED;
         let heads = (dims.batch * dims.heads * dims.head_dim) as f64;
-        // A join of one key is about twenty operations, most of them in its exponential.
-        let flops = 20.0 * heads * (dims.queries as f64 * near + dims.keys as f64);
+        // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
+        let pair = if tiled { 4.0 } else { 20.0 };
+        let flops = heads * (pair * dims.queries as f64 * near + 20.0 * (dims.queries + dims.keys) as f64);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,

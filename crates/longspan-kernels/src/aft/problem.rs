@@ -7,6 +7,7 @@ use crate::mechanism::{Call, Mechanism, check_call};
 use crate::real::Real;
 use crate::shape::Dims;
 use crate::simd::Ops;
+use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::PARTS;
 
 /// Outputs of one chunk. A chunk loads the keys of its windows anew, so it should be no shorter than usual windows; the
@@ -37,13 +38,54 @@ pub(super) enum Bias<'a, T> {
     Rows { table: &'a [T], columns: usize, by_position: bool },
     /// A kernel for each head over the same columns.
     Kernel { kernels: Vec<T>, taps: usize },
+    /// A row for each position of a query, a column for each position of a key.
+    Table { table: &'a [T], length: usize },
+    /// The same as a product.
+    LowRank(LowRank<T>),
 }
+
+/// Two factors of a table, in rows of whole cache lines.
+pub(super) struct LowRank<T> {
+    /// `[length, row]`, zeros beyond the rank.
+    pub u: Vec<T>,
+    /// As `u`.
+    pub z: Vec<T>,
+    pub row: usize,
+    pub rank: usize,
+    /// `z` turned round, `[rank, across]`, and so much longer than the table that a tile may start anywhere.
+    turned: Vec<T>,
+    across: usize,
+}
+
+impl<T: Real> LowRank<T> {
+    fn new(u: &[T], z: &[T], length: usize, rank: usize) -> Self {
+        let line = 64 / size_of::<T>();
+        let (row, across) = (rank.next_multiple_of(line), length + CHUNK);
+        let padded = |from: &[T]| {
+            let mut to = vec![T::ZERO; length * row];
+            for (to, from) in to.chunks_exact_mut(row).zip(from.chunks_exact(rank)) {
+                to[..rank].copy_from_slice(from);
+            }
+            to
+        };
+        let mut turned = vec![T::ZERO; rank * across];
+        for (position, z) in z.chunks_exact(rank).enumerate() {
+            z.iter().enumerate().for_each(|(n, &z)| turned[n * across + position] = z);
+        }
+        Self { u: padded(u), z: padded(z), row, rank, turned, across }
+    }
+}
+
+/// From how many keys with biases on tiles are faster than walking from pair to pair.
+pub(super) const TILED: usize = 12;
 
 /// How far to both sides biases reach: the keys `t − back ..= t + ahead` of the query at `t`.
 pub(super) fn reach(aft: &Aft, causal: bool) -> (usize, usize) {
     match aft.variant {
         Variant::Simple => (0, 0),
         Variant::Local { window, .. } => (window - 1, if causal { 0 } else { window - 1 }),
+        // A table has no pair that is farther apart.
+        Variant::Full { length, .. } => (length - 1, if causal { 0 } else { length - 1 }),
         Variant::Conv { taps, .. } => {
             let back = if causal { taps - 1 } else { (taps - 1) / 2 };
             (back, taps - 1 - back)
@@ -63,6 +105,7 @@ pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error
     )?;
     let (name, size, length) = match aft.variant {
         Variant::Simple => return Ok(()),
+        Variant::Full { length, rank } => ("rank", rank.unwrap_or(1), Some(length)),
         Variant::Local { window, length } => ("window", window, length),
         Variant::Conv { taps, .. } => ("taps", taps, None),
     };
@@ -75,10 +118,10 @@ pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error
         || size.to_string(),
     )?;
     expect(
-        length.is_none_or(|length| length < 1 << 24),
+        length.is_none_or(|length| (1..1 << 24).contains(&length)),
         operation,
         "length",
-        || "less than 2²⁴".into(),
+        || "between 1 and 2²⁴".into(),
         || format!("{length:?}"),
     )
 }
@@ -103,14 +146,25 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
         let sequences = call.mask.sequences(&dims);
-        if let Variant::Local { length: Some(length), .. } = aft.variant {
+        if let Some(length) = table_length(aft) {
             for sequence in &sequences {
                 let past = call.initial_state.map_or(0, |state| state::position(state, sequence.batch));
                 check_positions(operation, sequence, call.mask.offset, past, causal, length)?;
+                expect(
+                    !matches!(aft.variant, Variant::Full { .. }) || past + sequence.keys <= length,
+                    operation,
+                    "keys",
+                    || format!("at most {length}, the length of the table of biases, with those of the initial state"),
+                    || (past + sequence.keys).to_string(),
+                )?;
             }
         }
         let bias = match aft.variant {
             Variant::Simple => Bias::Zero,
+            Variant::Full { length, rank: None } => Bias::Table { table: call.parameters[0], length },
+            Variant::Full { length, rank: Some(rank) } => {
+                Bias::LowRank(LowRank::new(call.parameters[0], call.parameters[1], length, rank))
+            }
             Variant::Local { window, length } => {
                 Bias::Rows { table: call.parameters[0], columns: 2 * window - 1, by_position: length.is_some() }
             }
@@ -152,7 +206,7 @@ impl<'a, T: Real> Problem<'a, T> {
             ahead: ahead as isize,
             before: true,
             after: !self.causal,
-            first: -(self.ring as isize),
+            first: -(self.ring.min(self.past(sequence).unwrap_or(self.ring)) as isize),
             end: sequence.keys as isize,
         }
     }
@@ -172,31 +226,119 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// The biases of one query, by distance from the start of its window on. Only where its window holds a key.
-    pub fn bias(&self, sequence: &Sequence<'_>, head: usize, query: usize) -> &[T] {
-        match &self.bias {
-            Bias::Zero => &[],
-            Bias::Rows { table, columns, .. } => &table[self.bias_row(sequence, query) * columns..][..*columns],
-            Bias::Kernel { kernels, taps } => &kernels[head * taps..][..*taps],
-        }
+    /// Tokens before key 0, where there is a table by position.
+    fn past(&self, sequence: &Sequence<'_>) -> Option<usize> {
+        table_length(self.aft)?;
+        Some(self.call.initial_state.map_or(0, |state| state::position(state, sequence.batch)))
+    }
+
+    /// Whether biases are so many that tiles are worth their while.
+    pub fn tiled(&self) -> bool {
+        let (back, ahead) = reach(self.aft, self.causal);
+        matches!(self.bias, Bias::Table { .. } | Bias::LowRank(_)) || back + ahead >= TILED
+    }
+
+    /// The position of key 0, where there is a table by position.
+    pub fn origin(&self, sequence: &Sequence<'_>) -> isize {
+        self.past(sequence).unwrap_or(0) as isize
     }
 
     /// The table's row for one query, where there is a table.
     pub fn bias_row(&self, sequence: &Sequence<'_>, query: usize) -> usize {
         match self.bias {
-            Bias::Rows { by_position: true, .. } => {
-                let past = self.call.initial_state.map_or(0, |state| state::position(state, sequence.batch));
-                (query as isize + self.call.mask.offset) as usize + past
-            }
-            _ => query,
+            Bias::Rows { by_position: false, .. } => query,
+            _ => (query as isize + self.call.mask.offset + self.origin(sequence)) as usize,
         }
     }
 
     /// The bias of one pair in a window.
     pub fn pair(&self, sequence: &Sequence<'_>, head: usize, query: usize, key: isize) -> T {
-        let (back, _) = reach(self.aft, self.causal);
-        let column = key - (query as isize + self.call.mask.offset) + back as isize;
-        self.bias(sequence, head, query).get(column as usize).copied().unwrap_or(T::ZERO)
+        let mut bias = [T::ZERO];
+        self.biases_of(sequence, head, query, key, &mut bias);
+        bias[0]
+    }
+
+    /// The biases of one query and the keys from `key` on; 0 outside its window, and for a query before the first key.
+    fn biases_of(&self, sequence: &Sequence<'_>, head: usize, query: usize, key: isize, to: &mut [T]) {
+        to.fill(T::ZERO);
+        let place = query as isize + self.call.mask.offset;
+        let position = place + self.origin(sequence);
+        let (from, row) = match &self.bias {
+            Bias::Zero => return,
+            Bias::Table { .. } | Bias::LowRank(_) | Bias::Rows { by_position: true, .. } if position < 0 => return,
+            Bias::Table { table, length } => {
+                (-self.origin(sequence), &table[self.bias_row(sequence, query) * length..][..*length])
+            }
+            Bias::LowRank(factors) => {
+                let u = &factors.u[self.bias_row(sequence, query) * factors.row..][..factors.row];
+                for (position, to) in ((key + self.origin(sequence)) as usize..).zip(to) {
+                    *to = self.ops.dot(u, &factors.z[position * factors.row..][..factors.row]);
+                }
+                return;
+            }
+            Bias::Rows { table, columns, .. } => {
+                let (back, _) = reach(self.aft, self.causal);
+                (place - back as isize, &table[self.bias_row(sequence, query) * columns..][..*columns])
+            }
+            Bias::Kernel { kernels, taps } => {
+                let (back, _) = reach(self.aft, self.causal);
+                (place - back as isize, &kernels[head * taps..][..*taps])
+            }
+        };
+        let skipped = (from - key).clamp(0, to.len() as isize);
+        let start = (key - from).clamp(0, row.len() as isize) as usize;
+        let to = &mut to[skipped as usize..];
+        let count = to.len().min(row.len() - start);
+        to[..count].copy_from_slice(&row[start..start + count]);
+    }
+
+    /// The biases of `count` keys from `key` on for some queries, rows of [`CHUNK`].
+    pub fn tile(
+        &self,
+        sequence: &Sequence<'_>,
+        head: usize,
+        queries: std::ops::Range<usize>,
+        key: isize,
+        count: usize,
+        to: &mut [T],
+    ) {
+        let Bias::LowRank(factors) = &self.bias else {
+            for (query, to) in queries.zip(to.chunks_exact_mut(CHUNK)) {
+                self.biases_of(sequence, head, query, key, &mut to[..count]);
+            }
+            return;
+        };
+        let first = queries.start as isize + self.call.mask.offset + self.origin(sequence);
+        // Rows before the first key see nothing.
+        let skipped = (-first).clamp(0, queries.len() as isize) as usize;
+        let (unseen, to) = to.split_at_mut(skipped * CHUNK);
+        unseen.fill(T::ZERO);
+        if skipped == queries.len() {
+            return;
+        }
+        self.ops.product(&mut Product {
+            a: &factors.u[(first + skipped as isize) as usize * factors.row..],
+            a_row: factors.row,
+            a_column: 1,
+            b: &factors.turned[(key + self.origin(sequence)) as usize..],
+            b_row: factors.across,
+            c: to,
+            c_row: CHUNK,
+            rows: queries.len() - skipped,
+            columns: count,
+            depth: factors.rank,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+    }
+}
+
+/// How many positions the table of biases has, if they are positions.
+pub(super) fn table_length(aft: &Aft) -> Option<usize> {
+    match aft.variant {
+        Variant::Full { length, .. } | Variant::Local { length: Some(length), .. } => Some(length),
+        _ => None,
     }
 }
 
@@ -220,6 +362,39 @@ fn check_positions(
         || format!("positions in 0..{length}, the length of the table of biases (a longer table, or a shorter call)"),
         || format!("positions {first}..{end}"),
     )
+}
+
+/// Some of a call's work: the key heads `heads` of some sequences, with the query heads that read them.
+#[derive(Debug, Clone)]
+pub(super) struct Block {
+    pub sequences: std::ops::Range<usize>,
+    pub heads: std::ops::Range<usize>,
+}
+
+impl Block {
+    /// Cuts a call into blocks whose rows are no more than `most` numbers, or else one key head's.
+    pub fn all<T: Real>(problem: &Problem<'_, T>, most: usize) -> Vec<Self> {
+        let heads = problem.dims.kv_heads;
+        let row = problem.dims.group() * problem.mean();
+        let mut blocks: Vec<Self> = Vec::new();
+        let mut taken = usize::MAX;
+        for (index, sequence) in problem.sequences.iter().enumerate() {
+            let len = sequence.queries * row;
+            if len * heads > most {
+                let step = (most / len).max(1);
+                let cut = |start| Self { sequences: index..index + 1, heads: start..(start + step).min(heads) };
+                blocks.extend((0..heads).step_by(step).map(cut));
+                taken = usize::MAX;
+            } else if let (Some(last), true) = (blocks.last_mut(), taken.saturating_add(len * heads) <= most) {
+                last.sequences.end += 1;
+                taken += len * heads;
+            } else {
+                blocks.push(Self { sequences: index..index + 1, heads: 0..heads });
+                taken = len * heads;
+            }
+        }
+        blocks
+    }
 }
 
 /// Which items an output sees, and how: output `n` stands at item `n + shift`; the items from `back` before to `ahead`
@@ -254,6 +429,12 @@ impl Window {
     pub fn span(&self, from: usize, to: usize) -> (isize, isize) {
         let start = self.clamp(from as isize + self.shift - self.back);
         (start, self.clamp(to as isize + self.shift + self.ahead).max(start))
+    }
+
+    /// The items that output `n` sees.
+    pub fn seen(&self, n: usize) -> (isize, isize) {
+        let (near, behind) = self.near(n);
+        (if self.before { self.first } else { near }, if self.after { self.end.max(self.first) } else { behind })
     }
 
     pub fn chunks(&self) -> usize {

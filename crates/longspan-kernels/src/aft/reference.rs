@@ -87,6 +87,11 @@ fn bias(aft: &Aft, call: &Call<'_, f64>, head: usize, i: usize, j: usize) -> f64
     let row = |length: Option<usize>| if length.is_some() { position as usize } else { i };
     match aft.variant {
         Variant::Simple => 0.0,
+        Variant::Full { length, rank: None } => call.parameters[0][position as usize * length + j],
+        Variant::Full { rank: Some(rank), .. } => {
+            let (u, z) = (&call.parameters[0][position as usize * rank..], &call.parameters[1][j * rank..]);
+            (0..rank).map(|n| u[n] * z[n]).sum()
+        }
         Variant::Local { window, length } => {
             let columns = 2 * window - 1;
             let column = distance + window as isize - 1;

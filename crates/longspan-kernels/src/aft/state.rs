@@ -1,7 +1,7 @@
 //! The state of an attention-free transformer: what each part of a [`State`] means here.
 
 use super::keys::{KeyItems, write_item};
-use super::problem::{CHUNK, Problem, check_options, reach};
+use super::problem::{CHUNK, Problem, check_options, reach, table_length};
 use super::walk::{Items, clear, join_all};
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
@@ -32,7 +32,7 @@ pub(super) struct Head<S> {
 
 /// Places of [`Head::marks`].
 pub(super) const OLDEST: usize = 0;
-const FILLED: usize = 1;
+pub(super) const FILLED: usize = 1;
 pub(super) const POSITION: usize = 2;
 const MARKS: usize = 3;
 
@@ -161,10 +161,7 @@ pub(super) fn position<T: Real>(state: &State<T>, batch: usize) -> usize {
 pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MARKS] {
     let ring = reach(aft, true).0;
     let [oldest, filled, position] = [OLDEST, FILLED, POSITION].map(|n| marks[n].to_f64() as usize);
-    let position = match aft.variant {
-        Variant::Local { length: Some(length), .. } => (position + tokens).min(length),
-        _ => 0,
-    };
+    let position = table_length(aft).map_or(0, |length| (position + tokens).min(length));
     [(oldest + tokens) % ring.max(1), (filled + tokens).min(ring), position].map(|n| T::from_f64(n as f64))
 }
 
@@ -203,7 +200,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
         let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
         let mut marks = advance(aft, head.marks, later.marks[OLDEST].to_f64() as usize);
         marks[FILLED] = T::from_f64((head.marks[FILLED].to_f64() as usize + tokens).min(ring) as f64);
-        if let Variant::Local { length: Some(length), .. } = aft.variant {
+        if let Some(length) = table_length(aft) {
             marks[POSITION] = T::from_f64((own + added).min(length) as f64);
         }
         head.marks.copy_from_slice(&marks);

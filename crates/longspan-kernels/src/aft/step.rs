@@ -1,8 +1,8 @@
 //! One token at a time: what the forward pass would give for the last row.
 
 use super::keys::write_item;
-use super::problem::reach;
-use super::state::{self, Head, OLDEST, POSITION};
+use super::problem::{reach, table_length};
+use super::state::{self, FILLED, Head, OLDEST, POSITION};
 use super::walk::clear;
 use super::{Aft, Variant, kernel};
 use crate::error::{Error, expect};
@@ -49,7 +49,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         || format!("{parameters:?}"),
         || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
     )?;
-    if let Variant::Local { length: Some(length), .. } = aft.variant {
+    if let Some(length) = table_length(aft) {
         for batch in 0..batch {
             let position = state::position(state, batch);
             expect(
@@ -88,16 +88,24 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         head.as_ref().read(far);
         let oldest = head.marks[OLDEST].to_f64() as usize;
         let position = head.marks[POSITION].to_f64() as usize;
+        // A state may claim more tokens than positions, but no bias stands before the first position.
+        let filled = head.marks[FILLED].to_f64() as usize;
+        let filled = if matches!(aft.variant, Variant::Full { .. }) { filled.min(position) } else { filled };
         for n in 0..group {
             let query_head = index % kv_heads * group + n;
-            // From `ring` tokens ago to the token itself.
-            let biases = match aft.variant {
-                Variant::Simple => &[],
-                Variant::Local { window, .. } => &kernels[position * (2 * window - 1)..][..window],
-                Variant::Conv { taps, .. } => &kernels[query_head * taps..][..taps],
+            // From `ring` tokens ago to the token itself; `place` counts from there.
+            let bias = |place: usize| match aft.variant {
+                Variant::Simple => T::ZERO,
+                Variant::Local { window, .. } => kernels[position * (2 * window - 1) + place],
+                Variant::Conv { taps, .. } => kernels[query_head * taps + place],
+                Variant::Full { length, rank: None } => kernels[position * length + position + place - ring],
+                Variant::Full { rank: Some(rank), .. } => {
+                    let z = &token.parameters[1][(position + place - ring) * rank..][..rank];
+                    ops.dot(&kernels[position * rank..][..rank], z)
+                }
             };
             sum.copy_from_slice(far);
-            for place in 0..=ring {
+            for place in ring - filled..=ring {
                 let token = if place == ring {
                     (k, v)
                 } else {
@@ -105,7 +113,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     (&head.ring_keys[row * key_dim..][..key_dim], &head.ring_values[row * width..][..width])
                 };
                 write_item(Some(token), padded, item);
-                ops.join(sum, item, biases.get(place).copied().unwrap_or(T::ZERO));
+                ops.join(sum, item, bias(place));
             }
             let row = index * group + n;
             let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };

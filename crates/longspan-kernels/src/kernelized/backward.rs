@@ -12,7 +12,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::features::{Lift, PositionSink};
-use super::forward::{Scales, Scene, Segment, Visitor, Walk, cut, first_row, visit_len, visit_rows};
+use super::forward::{Memory, Place, Scales, Scene, Visitor, Walk, cut, cut_count, first_row, visit_rows};
 use super::problem::{Problem, Table, Unit, padded};
 use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
@@ -39,9 +39,6 @@ pub(super) struct GradientSink<'a, T> {
     /// For given positions.
     pub positions: Option<PositionSink<'a, T>>,
 }
-
-/// One head's place for the gradient of its initial state. One task at a time writes to it.
-type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
 /// What the rows' gradients start from.
 #[derive(Clone, Copy)]
@@ -204,16 +201,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     d_relative[row * table.width + 1..][..near]
                         .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
                 }
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: value_width,
-                    count: piece.rows,
-                    reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-                    decay: unit.decay(1),
-                    weights: &[],
-                    weight_step: 0,
-                };
+                let run = piece.entering(problem, unit, buffers.v);
                 run_sum.copy_from_slice(scene.far.0);
                 let dots = &mut buffers.dots[..piece.rows];
                 dots.fill(T::ZERO);
@@ -225,7 +213,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     count *= run.decay;
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = Run { rows: &buffers.v[2 * radius * value_width..], reverse: true, ..run };
+                    let run = piece.leaving(problem, unit, buffers.v);
                     run_sum.copy_from_slice(sums);
                     dots.fill(T::ZERO);
                     ops.running_dots(run_sum, run, buffers.o, value_width, dots);
@@ -511,7 +499,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 c_row: table.width,
                 rows: last + 1 - row,
                 columns: to - from,
-                depth: problem.dims.head_dim,
+                depth: problem.depth,
                 accumulate: false,
                 a_band: Band::ALL,
                 c_band: Band::ALL,
@@ -1446,7 +1434,7 @@ pub(super) fn backward<T: Real>(
     let workers = rayon::current_num_threads();
     let exp = problem.map == FeatureMap::Exp;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
-    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)).len() };
+    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
     // A unit whose rows all see nothing is visited too.
     let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
 
@@ -1455,7 +1443,8 @@ pub(super) fn backward<T: Real>(
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
     let keys = KeyMemory::new(problem);
 
-    let walks_len = visit_len(problem).max(keys.len(problem, workers));
+    let memory = Memory::new(problem);
+    let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let most_stages = KeyMemory::most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();
     let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums);
@@ -1482,6 +1471,7 @@ pub(super) fn backward<T: Real>(
         let shifts = shifts.shared();
         visit_rows(
             problem,
+            memory,
             table,
             &|unit, segment| {
                 // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
@@ -1492,6 +1482,7 @@ pub(super) fn backward<T: Real>(
                 table.fill(T::ZERO);
                 QueryGradients { source, sink, table, shifts }
             },
+            None,
             scratch,
         );
     }
@@ -1534,9 +1525,9 @@ pub(super) fn backward<T: Real>(
     problem.write_position_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
 }
 
-/// The segments in which a unit's rows are visited.
-fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Segment> {
-    cut(problem, first_row(problem, unit).min(unit.sequence.queries), unit.sequence.queries, problem.offset, true)
+/// In how many segments a unit's rows are visited.
+fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    cut_count(problem, unit.sequence.queries - first_row(problem, unit))
 }
 
 /// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
@@ -1603,7 +1594,7 @@ impl KeyMemory {
 
     /// Most stages that a unit can have: segments of rows and of keys, and two states.
     fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
-        let count = |tokens: usize| cut(problem, 0, tokens, 0, false).len();
+        let count = |tokens: usize| cut_count(problem, tokens);
         problem.sequences.iter().map(|s| 2 * count(s.queries) + 3 + count(s.keys)).max().unwrap_or(0)
     }
 

@@ -70,18 +70,39 @@ pub(super) fn segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) ->
     if !problem.causal {
         return cut(problem, 0, keys, 0, false);
     }
-    let first = first_row(problem, unit);
-    if first >= unit.sequence.queries {
-        return Vec::new();
-    }
-    let stands = (first as isize + problem.offset) as usize;
-    // Beyond the last key plus the radius nothing enters any more.
-    let before = stands.min(keys + problem.radius.unwrap_or(0));
+    let Some((first, before, idle)) = lead(problem, unit) else { return Vec::new() };
     let mut list = cut(problem, 0, before, 0, false);
     let reads = list.len();
     list.extend(cut(problem, first, unit.sequence.queries, problem.offset, true));
-    list[reads].idle = stands - before;
+    list[reads].idle = idle;
     list
+}
+
+/// Under a causal mask the first row that stands at a key, the keys that are summed up before it, and how many tokens
+/// pass in between; none without such a row.
+fn lead<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Option<(usize, usize, usize)> {
+    let first = first_row(problem, unit);
+    if first >= unit.sequence.queries {
+        return None;
+    }
+    let stands = (first as isize + problem.offset) as usize;
+    // Beyond the last key plus the radius nothing enters any more.
+    let before = stands.min(unit.sequence.keys + problem.radius.unwrap_or(0));
+    Some((first, before, stands - before))
+}
+
+/// How many [`segments`] a unit has.
+fn segment_count<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    if !problem.causal {
+        return cut_count(problem, unit.sequence.keys);
+    }
+    lead(problem, unit)
+        .map_or(0, |(first, before, _)| cut_count(problem, before) + cut_count(problem, unit.sequence.queries - first))
+}
+
+/// How many segments [`cut`] makes of so many rows.
+pub(super) fn cut_count<T: Real>(problem: &Problem<'_, T>, rows: usize) -> usize {
+    rows.div_ceil(problem.segment(rows))
 }
 
 /// Rows `from..to` in segments.
@@ -168,17 +189,7 @@ impl<T: Real> Walk<'_, '_, T> {
         far_count: &mut T,
         buffers: &Buffers<'_, T>,
     ) {
-        let radius = self.problem.radius.unwrap_or(0);
-        let run = Run {
-            rows: buffers.v,
-            row_length: self.problem.value_width,
-            count: piece.rows,
-            reverse: false,
-            gain: self.unit.decay(radius),
-            decay: self.unit.decay(1),
-            weights: &[],
-            weight_step: 0,
-        };
+        let run = piece.entering(self.problem, &self.unit, buffers.v);
         self.problem.ops.add_running(far, run, &mut [], 0);
         self.problem.ops.add_running(local.far(), run, &mut [], 0);
         for row in 0..piece.rows {
@@ -337,16 +348,7 @@ impl<T: Real> Walk<'_, '_, T> {
             };
             visitor.attend(self, &piece, &scene, buffers);
             if radius > 0 {
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: width,
-                    count: piece.rows,
-                    reverse: false,
-                    gain: T::ONE,
-                    decay: T::ONE,
-                    weights: &[],
-                    weight_step: 0,
-                };
+                let run = piece.entering(problem, &self.unit, buffers.v);
                 problem.ops.add_running(sums, run, &mut [], 0);
                 count[0] += buffers.present[..piece.rows].iter().copied().sum();
             }
@@ -444,17 +446,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             }
 
             if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
-                let run = Run {
-                    rows: buffers.v,
-                    row_length: value_width,
-                    // With R = 0 and a bidirectional mask the far sum already holds every key.
-                    count: piece.rows,
-                    reverse: false,
-                    gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-                    decay: unit.decay(1),
-                    weights: buffers.relative,
-                    weight_step: table.width,
-                };
+                let (weights, weight_step) = (&*buffers.relative, table.width);
+                let run = Run { weights, weight_step, ..piece.entering(problem, unit, buffers.v) };
                 run_sum.copy_from_slice(scene.far.0);
                 problem.ops.add_running(run_sum, run, buffers.o, value_width);
                 let mut count = scene.far.1;
@@ -464,12 +457,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     count *= run.decay;
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = Run {
-                        rows: &buffers.v[2 * radius * value_width..],
-                        reverse: true,
-                        weights: &buffers.relative[2 * radius..],
-                        ..run
-                    };
+                    let weights = &buffers.relative[2 * radius..];
+                    let run = Run { weights, weight_step, ..piece.leaving(problem, unit, buffers.v) };
                     run_sum.copy_from_slice(sums);
                     problem.ops.add_running(run_sum, run, buffers.o, value_width);
                     for row in (0..piece.rows).rev() {
@@ -633,7 +622,7 @@ struct FarMemory<'s, T> {
 
 /// The sizes of all working memory of a forward call.
 #[derive(Debug, Clone, Copy)]
-struct Memory {
+pub(super) struct Memory {
     sizes: Sizes,
     layout: Layout,
     summary: usize,
@@ -647,11 +636,11 @@ struct Memory {
 }
 
 impl Memory {
-    fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         let layout = Layout::new(problem);
         let sizes = Sizes::new(problem);
         let units = 0..problem.units();
-        let segments = units.map(|index| segments(problem, &problem.unit(index)).len()).max().unwrap_or(0);
+        let segments = units.map(|index| segment_count(problem, &problem.unit(index))).max().unwrap_or(0);
         let rows = problem.sequences.iter().map(|s| s.queries.min(problem.segment(s.queries))).max().unwrap_or(0);
         let keeps_far = !problem.causal && problem.radius.is_some();
         let entry = problem.value_width + padded::<T>(1);
@@ -689,6 +678,12 @@ impl Memory {
         Buffers::len(problem, self.sizes) + self.entry + 3 * self.summary + self.far_len() + self.checkpoints
     }
 
+    /// Numbers of scratch that [`visit_rows`] takes beside the table's.
+    pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let workers = rayon::current_num_threads();
+        problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
+    }
+
     fn far<'s, T: Real>(&self, arena: &mut Arena<'s, T>) -> FarMemory<'s, T> {
         let entry = self.entry;
         let n = if self.far_len() == 0 { 0 } else { self.far_segments + 1 };
@@ -719,34 +714,45 @@ impl Memory {
     }
 }
 
-/// Numbers of scratch that [`visit_rows`] takes beside the table's.
-pub(super) fn visit_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+/// One head's place for its state. One task at a time writes to it.
+pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
+
+/// Runs the chunked forward pass; the final state is left on the way where the rows end with the keys.
+pub(super) fn forward<T: Real>(
+    problem: &Problem<'_, T>,
+    sink: Sink<'_, T>,
+    state: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let ends_with_keys = problem.offset == 0 && problem.sequences.iter().all(|s| s.queries == s.keys);
+    let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
+    let places: Option<Vec<Place<'_, T>>> =
+        on_the_way.map(|state| state.heads_mut().map(|head| Mutex::new(head.into())).collect());
     let memory = Memory::new(problem);
-    let workers = rayon::current_num_threads();
-    problem.units() * memory.unit_len(memory.split(problem)) + workers * memory.worker_len(problem)
-}
-
-/// Runs the chunked forward pass.
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let mut arena = Arena::new(scratch.take(problem.table_len() + visit_len(problem)));
+    let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
     let table = problem.table(&mut arena);
-    visit_rows(problem, table, &|_, _| sink, arena.rest());
+    visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), arena.rest());
+    if let Some(state) = afterwards {
+        final_state(problem, state, scratch);
+    }
 }
 
-/// Shows every row of a call to the visitor that `make` gives for its unit and segment.
+/// Shows every row of a call to the visitor that `make` gives for its unit and segment, and leaves the state after the
+/// last row in `last`, one place a unit.
 pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
+    memory: Memory,
     table: Option<Table<'_, T>>,
     make: &(impl Fn(usize, usize) -> V + Sync),
+    last: Option<&[Place<'_, T>]>,
     scratch: &mut [T],
 ) {
-    let memory = Memory::new(problem);
     let units = problem.units();
     let split = memory.split(problem);
     let states_len = memory.states_len();
     let (per_unit, per_worker) = (memory.unit_len(split), memory.worker_len(problem));
     let (shared, scratch) = scratch.split_at_mut(units * per_unit);
-    let call = Forward { problem, memory, table, make };
+    let call = Forward { problem, memory, table, make, last };
 
     if !split {
         parallel(units, scratch, per_worker, |index, scratch| {
@@ -815,14 +821,15 @@ fn segment_step(segments: &[Segment]) -> usize {
 }
 
 /// A visit under way.
-struct Forward<'w, 'a, T: 'static, F> {
+struct Forward<'w, 'p, 'a, T: 'static, F> {
     problem: &'w Problem<'a, T>,
     memory: Memory,
     table: Option<Table<'w, T>>,
     make: &'w F,
+    last: Option<&'w [Place<'p, T>]>,
 }
 
-impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T, F> {
+impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, '_, 'a, T, F> {
     fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
         let unit = self.problem.unit(index);
         let ring = self.problem.call.initial_state.map(|state| unit.head(state));
@@ -833,7 +840,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
     fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
-            carry.high.load(unit.head(state), self.problem.dims.value_dim);
+            carry.load(unit.head(state), self.problem.dims.value_dim);
         }
         carry
     }
@@ -869,6 +876,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
             carry.add(self.problem, &unit, segment.to - segment.from, local);
         }
         states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
+        self.leave(index, &carry.high);
         self.accumulate_far(plan.len(), &mut far);
     }
 
@@ -908,13 +916,14 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
                 walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
                 self.keep_far(n, local.view(), far);
             }
-            // Nothing reads what would be carried beyond the last rows; for short sequences that is worth its time.
-            if problem.causal && n + 1 == plan.len() {
+            // If nothing reads what would be carried beyond the last rows, that is worth its time for short sequences.
+            if problem.causal && n + 1 == plan.len() && self.last.is_none() {
                 return;
             }
             carry.add(problem, unit, segment.to - segment.from, local.view());
         }
         if problem.causal {
+            self.leave(index, &carry.high);
             return;
         }
         self.accumulate_far(plan.len(), far);
@@ -929,6 +938,14 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Forward<'w, 'a, T
             let total = carry.high.view();
             let mut visitor = (self.make)(index, rows.number);
             walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
+        }
+    }
+
+    /// Leaves the state after a unit's last row, if it is wanted.
+    fn leave(&self, index: usize, sums: &Summary<'_, T>) {
+        if let Some(places) = self.last {
+            let walk = self.walk(index);
+            store_state(self.problem, &walk.unit, walk.ring, sums, &places[index]);
         }
     }
 
@@ -953,7 +970,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     // The table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);
-    let heads: Vec<Mutex<Head<&mut [T]>>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
+    let heads: Vec<Place<'_, T>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
     parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
         let unit = problem.unit(index);
         let ring = problem.call.initial_state.map(|state| unit.head(state));
@@ -963,7 +980,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         buffers.start(problem, &unit);
         let mut carry = Carry::new(memory.layout, high, low);
         if let Some(before) = ring {
-            carry.high.load(before, problem.dims.value_dim);
+            carry.load(before, problem.dims.value_dim);
         }
         let mut local = Summary::new(memory.layout, local);
         let keys = unit.sequence.keys;
@@ -971,24 +988,37 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
             walk.causal(segment, carry.high.view(), &mut local, running, None, &mut buffers);
             carry.add(problem, &unit, segment.to - segment.from, local.view());
         }
-        // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
-        let mut head = heads[index].lock().unwrap_or_else(PoisonError::into_inner);
-        carry.high.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
-        let entry = problem.dims.value_dim + 1;
-        let radius = head.ring.len() / entry;
-        head.marks[OLDEST] = T::ZERO;
-        head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
-        for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
-            to.fill(T::ZERO);
-            let key = (keys + slot) as isize - radius as isize;
-            if key >= 0 && !unit.ignores(key as usize) {
-                to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
-                to[entry - 1] = T::ONE;
-            } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
-                && key < 0
-            {
-                to.copy_from_slice(row);
-            }
-        }
+        store_state(problem, &unit, ring, &carry.high, &heads[index]);
     });
+}
+
+/// Writes the state after the last key of a unit: its sums, and the ring of its last values, or of those of the initial
+/// state.
+fn store_state<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    ring: Option<Head<&[T]>>,
+    sums: &Summary<'_, T>,
+    place: &Place<'_, T>,
+) {
+    // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
+    let mut head = place.lock().unwrap_or_else(PoisonError::into_inner);
+    sums.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
+    let keys = unit.sequence.keys;
+    let entry = problem.dims.value_dim + 1;
+    let radius = head.ring.len() / entry;
+    head.marks[OLDEST] = T::ZERO;
+    head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
+    for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
+        to.fill(T::ZERO);
+        let key = (keys + slot) as isize - radius as isize;
+        if key >= 0 && !unit.ignores(key as usize) {
+            to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
+            to[entry - 1] = T::ONE;
+        } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
+            && key < 0
+        {
+            to.copy_from_slice(row);
+        }
+    }
 }

@@ -224,11 +224,14 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
         match self.chosen(call) {
-            // Only the chunked algorithm can start from a state. A final state is formed on its own below and leaves
+            // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves
             // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
             Algorithm::Naive => naive::forward(&problem, sink, scratch),
             Algorithm::Cumsum => cumsum::forward(&problem, sink, scratch)?,
-            _ => forward::forward(&problem, sink, scratch),
+            _ => {
+                forward::forward(&problem, sink, final_state, scratch);
+                return Ok(());
+            }
         }
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);

@@ -190,6 +190,8 @@ impl<'s, T: Real> Summary<'s, T> {
 pub(super) struct Carry<'s, T> {
     pub high: Summary<'s, T>,
     low: &'s mut [T],
+    /// Whether nothing has come in yet.
+    empty: bool,
 }
 
 impl<'s, T: Real> Carry<'s, T> {
@@ -197,7 +199,13 @@ impl<'s, T: Real> Carry<'s, T> {
         low.fill(T::ZERO);
         let mut high = Summary::new(layout, high);
         high.clear();
-        Self { high, low }
+        Self { high, low, empty: true }
+    }
+
+    /// Takes the state of earlier calls.
+    pub fn load(&mut self, state: Head<&[T]>, value_dim: usize) {
+        self.high.load(state, value_dim);
+        self.empty = false;
     }
 
     /// Lets tokens pass.
@@ -214,6 +222,10 @@ impl<'s, T: Real> Carry<'s, T> {
 
     /// Lets `rows` tokens pass and adds the summary of their keys.
     pub fn add(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: usize, local: SummaryRef<'_, T>) {
+        if std::mem::take(&mut self.empty) {
+            self.high.numbers.copy_from_slice(local.numbers);
+            return;
+        }
         self.pass(problem, unit, rows);
         let layout = self.high.layout;
         let mut factor = T::ONE;

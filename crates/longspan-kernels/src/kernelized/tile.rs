@@ -8,7 +8,7 @@ use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::Arena;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{Band, Product, Run};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -37,6 +37,28 @@ impl Piece {
     /// Columns of the tile.
     pub fn columns(&self) -> usize {
         self.window_len - self.skip
+    }
+
+    /// The window's values `v` as they enter the far sum before a row, `R` keys back.
+    pub fn entering<'v, T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, v: &'v [T]) -> Run<'v, T> {
+        let radius = problem.radius.unwrap_or(0);
+        Run {
+            rows: v,
+            row_length: problem.value_width,
+            count: self.rows,
+            reverse: false,
+            // With R = 0 and a bidirectional mask the far sum already holds every key.
+            gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
+            decay: unit.decay(1),
+            weights: &[],
+            weight_step: 0,
+        }
+    }
+
+    /// The same for the far sum after a row, `R` keys ahead, under a bidirectional mask.
+    pub fn leaving<'v, T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, v: &'v [T]) -> Run<'v, T> {
+        let beyond = 2 * problem.radius.unwrap_or(0) * problem.value_width;
+        Run { rows: &v[beyond..], reverse: true, ..self.entering(problem, unit, v) }
     }
 }
 

@@ -4,7 +4,10 @@
 //! lines; what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns
 //! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
 
-pub(crate) use super::log_sum::{bias_gradient, gated_mean, join, key_gradient, row_cotangent};
+pub(crate) use super::log_sum::{
+    bias_gradient, exponentials, factor, gated_mean, join, join_factored, key_gradient, project, row_cotangent,
+    scale_by_exponents,
+};
 pub(crate) use super::toeplitz::weigh;
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;

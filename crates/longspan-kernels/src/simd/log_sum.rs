@@ -16,6 +16,30 @@ pub(crate) fn floor<T: Real>() -> T {
 /// Rows of a mean.
 pub(crate) const PARTS: usize = 4;
 
+/// Joins `e^{x+b}·(n, d)` to one register of a mean whose rows start at `to` and are `width` apart.
+#[inline(always)]
+unsafe fn join_register<V: Vector>(to: *mut V::Element, width: usize, [x, b, n, d]: [V; PARTS])
+where
+    V::Element: Constants,
+{
+    // SAFETY: the caller gives a mean that has a register at `to` in each of its rows.
+    unsafe {
+        let (own_x, own_b) = (V::load(to), V::load(to.add(width)));
+        let rise = x.sub(own_x).add(b.sub(own_b));
+        let zero = V::splat(V::Element::ZERO);
+        let one = V::splat(V::Element::ONE);
+        let small = exp_nonpositive(zero.sub(rise.abs()));
+        // Where `rise` is NaN so is `small`, which the item's factor then carries on.
+        let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
+        rise.if_positive(x, own_x).store(to);
+        rise.if_positive(b, own_b).store(to.add(width));
+        for (row, item) in [(2, n), (3, d)] {
+            let place = to.add(row * width);
+            V::load(place).mul(own).add(item.mul(other)).store(place);
+        }
+    }
+}
+
 /// Joins `e^bias · item` to `to`.
 #[inline(always)]
 pub(crate) unsafe fn join<V: Vector>(to: &mut [V::Element], item: &[V::Element], bias: V::Element)
@@ -24,25 +48,216 @@ where
 {
     let width = to.len() / PARTS;
     assert!(width.is_multiple_of(V::LANES) && to.len() == PARTS * width && item.len() >= to.len());
-    let (to, item) = (to.as_mut_ptr(), item.as_ptr());
     let mut column = 0;
     while column < width {
         // SAFETY: every row of both means has a register at `column` by the assertion above.
         unsafe {
-            let row = |n: usize| n * width + column;
-            let (x, b) = (V::load(item.add(row(0))), V::load(item.add(row(1))).add(V::splat(bias)));
-            let (own_x, own_b) = (V::load(to.add(row(0))), V::load(to.add(row(1))));
-            let rise = x.sub(own_x).add(b.sub(own_b));
-            let zero = V::splat(V::Element::ZERO);
-            let one = V::splat(V::Element::ONE);
-            let small = exp_nonpositive(zero.sub(rise.abs()));
-            // Where `rise` is NaN so is `small`, which the item's factor then carries on.
-            let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
-            rise.if_positive(x, own_x).store(to.add(row(0)));
-            rise.if_positive(b, own_b).store(to.add(row(1)));
-            for n in [row(2), row(3)] {
-                V::load(to.add(n)).mul(own).add(V::load(item.add(n)).mul(other)).store(to.add(n));
+            let row = |n: usize| V::load(item.as_ptr().add(n * width + column));
+            let parts = [row(0), row(1).add(V::splat(bias)), row(2), row(3)];
+            join_register::<V>(to.as_mut_ptr().add(column), width, parts);
+        }
+        column += V::LANES;
+    }
+}
+
+/// Means whose exponents are `e^{reference}` of their channel: `Σ_j a_ij·num_j` and `Σ_j a_ij·den_j` before they are
+/// joined to row `i`, or the `num_j` and `den_j` themselves.
+#[derive(Clone, Copy)]
+pub(crate) struct Factored<'a, T> {
+    /// The exponent's two parts, `2·width`.
+    pub reference: &'a [T],
+    /// Rows of `width`.
+    pub numerators: &'a [T],
+    /// As many.
+    pub denominators: &'a [T],
+}
+
+/// Joins row `i` of `from` to mean `i` of `to`, times `e^{biases[i]}`.
+#[inline(always)]
+pub(crate) unsafe fn join_factored<V: Vector>(
+    to: &mut [V::Element],
+    from: Factored<'_, V::Element>,
+    biases: &[V::Element],
+) where
+    V::Element: Constants,
+{
+    let width = from.reference.len() / 2;
+    assert!(width.is_multiple_of(V::LANES) && to.len() >= biases.len() * PARTS * width);
+    assert!(from.numerators.len().min(from.denominators.len()) >= biases.len() * width);
+    for (row, &bias) in biases.iter().enumerate() {
+        let mut column = 0;
+        while column < width {
+            // SAFETY: every row has a register at `column` by the assertions above.
+            unsafe {
+                let at = |from: &[V::Element], n: usize| V::load(from.as_ptr().add(n * width + column));
+                let parts = [
+                    at(from.reference, 0),
+                    at(from.reference, 1).add(V::splat(bias)),
+                    at(from.numerators, row),
+                    at(from.denominators, row),
+                ];
+                join_register::<V>(to.as_mut_ptr().add(row * PARTS * width + column), width, parts);
             }
+            column += V::LANES;
+        }
+    }
+}
+
+/// Brings means to one exponent a channel, the largest: `e^{x+b−X−B}·n` and `e^{x+b−X−B}·d`, and `(X, B)`. Returns the
+/// largest range of exponents of any channel, without those at the floor or below, which stand for nothing.
+#[inline(always)]
+pub(crate) unsafe fn factor<V: Vector>(
+    items: &[V::Element],
+    reference: &mut [V::Element],
+    numerators: &mut [V::Element],
+    denominators: &mut [V::Element],
+) -> V::Element
+where
+    V::Element: Constants,
+{
+    let width = reference.len() / 2;
+    let count = items.len() / (PARTS * width).max(1);
+    assert!(width.is_multiple_of(V::LANES) && numerators.len().min(denominators.len()) >= count * width);
+    let mut widest = V::Element::ZERO;
+    let mut column = 0;
+    while column < width {
+        // SAFETY: every row has a register at `column` by the assertion above.
+        unsafe {
+            let at = |item: usize, row: usize| V::load(items.as_ptr().add((item * PARTS + row) * width + column));
+            let zero = V::splat(V::Element::ZERO);
+            let bottom = V::splat(floor());
+            let (mut x, mut b) = (bottom, zero);
+            for item in 0..count {
+                let (own_x, own_b) = (at(item, 0), at(item, 1));
+                let rise = own_x.sub(x).add(own_b.sub(b));
+                (x, b) = (rise.if_positive(own_x, x), rise.if_positive(own_b, b));
+            }
+            x.store(reference.as_mut_ptr().add(column));
+            b.store(reference.as_mut_ptr().add(width + column));
+            let mut range = zero;
+            for item in 0..count {
+                let own = at(item, 0);
+                let depth = x.sub(own).add(b.sub(at(item, 1)));
+                range = own.sub(bottom).if_positive(depth, zero).max(range);
+                let weight = exp_nonpositive(zero.sub(depth));
+                at(item, 2).mul(weight).store(numerators.as_mut_ptr().add(item * width + column));
+                at(item, 3).mul(weight).store(denominators.as_mut_ptr().add(item * width + column));
+            }
+            let mut lanes = [V::Element::ZERO; 16];
+            range.store(lanes.as_mut_ptr());
+            widest = lanes.into_iter().fold(widest, V::Element::max);
+        }
+        column += V::LANES;
+    }
+    widest
+}
+
+/// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
+/// any row.
+#[inline(always)]
+pub(crate) unsafe fn exponentials<V: Vector>(
+    block: &mut [V::Element],
+    row_length: usize,
+    columns: usize,
+    tops: &mut [V::Element],
+) -> V::Element
+where
+    V::Element: Constants,
+{
+    let whole = columns.next_multiple_of(V::LANES);
+    assert!(columns > 0 && whole <= row_length && block.len() >= tops.len() * row_length);
+    let mut widest = V::Element::ZERO;
+    for (row, top) in tops.iter_mut().enumerate() {
+        let row = &mut block[row * row_length..][..whole];
+        let first = row[0];
+        row[columns..].fill(first);
+        // SAFETY: the row is a whole number of registers.
+        unsafe {
+            let (mut most, mut least) = (V::splat(floor()), V::load(row.as_ptr()));
+            let mut column = 0;
+            while column < whole {
+                let w = V::load(row.as_ptr().add(column));
+                (most, least) = (w.max(most), w.min(least));
+                column += V::LANES;
+            }
+            let mut lanes = [first; 16];
+            most.store(lanes.as_mut_ptr());
+            // Not below the floor: −∞ − −∞ is no number.
+            *top = lanes.into_iter().fold(floor(), V::Element::max);
+            lanes = [first; 16];
+            least.store(lanes.as_mut_ptr());
+            let bottom = lanes.into_iter().fold(first, |a, b| if b < a { b } else { a });
+            widest = widest.max(*top - bottom);
+            let top = V::splat(*top);
+            column = 0;
+            while column < whole {
+                let at = row.as_mut_ptr().add(column);
+                exp_nonpositive(V::load(at).sub(top)).store(at);
+                column += V::LANES;
+            }
+        }
+    }
+    widest
+}
+
+/// Brings rows as their keys see them to one exponent a row, for keys whose exponents are relative to `(X, B)` of their
+/// channel: `e^{x+b+X+B−t}·n` and `−e^{x+b+X+B−t}·d` side by side, and the `t` into `tops`.
+#[inline(always)]
+pub(crate) unsafe fn project<V: Vector>(
+    rows: &[V::Element],
+    reference: &[V::Element],
+    to: &mut [V::Element],
+    tops: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let width = reference.len() / 2;
+    assert!(width.is_multiple_of(V::LANES) && rows.len() >= tops.len() * PARTS * width);
+    assert!(to.len() >= tops.len() * 2 * width);
+    for (row, top) in tops.iter_mut().enumerate() {
+        // SAFETY: every row has a register at each column by the assertions above.
+        unsafe {
+            let at = |n: usize, column: usize| V::load(rows.as_ptr().add((row * PARTS + n) * width + column));
+            let zero = V::splat(V::Element::ZERO);
+            let exponent = |column: usize| {
+                let x = at(0, column).add(V::load(reference.as_ptr().add(column)));
+                x.add(at(1, column).add(V::load(reference.as_ptr().add(width + column))))
+            };
+            let mut most = V::splat(floor());
+            let mut column = 0;
+            while column < width {
+                most = exponent(column).max(most);
+                column += V::LANES;
+            }
+            let mut lanes = [floor(); 16];
+            most.store(lanes.as_mut_ptr());
+            *top = lanes.into_iter().fold(floor(), V::Element::max);
+            column = 0;
+            while column < width {
+                let weight = exp_nonpositive(exponent(column).sub(V::splat(*top)));
+                let to = to.as_mut_ptr().add(row * 2 * width + column);
+                at(2, column).mul(weight).store(to);
+                zero.sub(at(3, column).mul(weight)).store(to.add(width));
+                column += V::LANES;
+            }
+        }
+    }
+}
+
+/// `to ← e^{to + shift}·factors` for whole registers, as long as no exponent overflows.
+#[inline(always)]
+pub(crate) unsafe fn scale_by_exponents<V: Vector>(to: &mut [V::Element], shift: V::Element, factors: &[V::Element])
+where
+    V::Element: Constants,
+{
+    assert!(to.len().is_multiple_of(V::LANES) && factors.len() >= to.len());
+    let mut column = 0;
+    while column < to.len() {
+        // SAFETY: both slices have a register at `column` by the assertion above.
+        unsafe {
+            let at = to.as_mut_ptr().add(column);
+            let weight = exp_nonpositive(V::load(at).add(V::splat(shift)));
+            weight.mul(V::load(factors.as_ptr().add(column))).store(at);
         }
         column += V::LANES;
     }

@@ -8,6 +8,7 @@ pub(crate) mod block;
 pub(crate) mod log_sum;
 mod portable;
 pub(crate) mod rotation;
+pub(crate) mod softmax;
 pub(crate) mod toeplitz;
 mod vector;
 #[cfg(target_arch = "x86_64")]
@@ -19,7 +20,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
-use log_sum::OutputRow;
+use log_sum::{Factored, OutputRow};
 use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 
@@ -152,6 +153,7 @@ macro_rules! operations {
 mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
 }
 
 operations! {
@@ -179,7 +181,15 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
+    softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);
+    exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
+    softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
     join(to: &mut [T], item: &[T], bias: T);
+    join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
+    factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
+    exponentials(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T;
+    project(rows: &[T], reference: &[T], to: &mut [T], tops: &mut [T]);
+    scale_by_exponents(to: &mut [T], shift: T, factors: &[T]);
     gated_mean(mean: &[T], q: &[T], out: &mut [T]);
     row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
     key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);

@@ -8,16 +8,17 @@ use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
 use crate::shape::Dims;
 
-/// Flops a second of weighed tiles on one thread, measured with AVX-512 at 64 features.
-const TILE_RATE: f64 = 80e9;
+/// Flops a second of weighed tiles on one thread. This and the other rates were measured by `benches/toeplitz.rs` on a
+/// Zen 5 core with AVX-512 at 64 features in `f32`; only their ratios decide.
+const TILE_RATE: f64 = 180e9;
 
 /// Flops a second of transforms in doubles and the products around them on one thread, counted as 2.5 N log₂N a
 /// transform.
-const FFT_RATE: f64 = 4e9;
+const FFT_RATE: f64 = 6e9;
 
 /// Flops a second of tiles and sums of short strips on one thread, and numbers of sums carried a second.
-const PIECEWISE_RATE: f64 = 50e9;
-const MOVE_RATE: f64 = 2e9;
+const PIECEWISE_RATE: f64 = 150e9;
+const MOVE_RATE: f64 = 4e9;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -124,6 +125,18 @@ fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clips_are_taken_in_linear_time_and_full_tables_by_tiles_until_transforms_win() {
+        let chosen = |bias, length, algorithm| {
+            let toeplitz = Toeplitz { algorithm, ..Toeplitz::new(bias) };
+            plan(&toeplitz, &Dims::square(1, 1, length, 64), &Mask::bidirectional()).algorithm
+        };
+        assert_eq!(chosen(Bias::clipped(16), 8192, Algorithm::Auto), Algorithm::Piecewise);
+        assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Auto), Algorithm::Tiled);
+        assert_eq!(chosen(Bias::symmetric(1 << 20), 1 << 20, Algorithm::Auto), Algorithm::Fft);
+        assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Fft), Algorithm::Fft);
+    }
 
     #[test]
     fn pairs_are_counted_as_they_are_seen() {

@@ -3,6 +3,8 @@
 //! With `x_fg = k̄_f ∘ v⁺_g` (keys in order) and `c_δ = e^{b_δ − max b}`, `N⁺_ig = Σ_f q̄_if (c ⋆ x_fg)_i`. One column of
 //! values at a time goes through, so that memory is O(L) for each thread beside the transposes of one head.
 //!
+//! Doubles stand in vectors of the call's own, because a scratch is of the number type.
+//!
 //! The error of a transform is relative to the largest numbers that go into it, so a row whose weights are all small
 //! may lose every digit. Each row therefore carries a certificate, `ε log₂N ‖c‖ ‖B‖ ‖q̄_i‖ ≤ tol·D_i` with
 //! `‖B‖² = Σ_j ‖k̄_j‖² ‖v⁺_j‖²`; blocks of rows in which one fails are computed by tiles. Transforms would also spread a
@@ -104,7 +106,8 @@ impl Line {
 
     /// Transforms the signal that has `a[n] · b[n]` (or `a[n]`) at the place of token `n`.
     fn transform(&self, places: &Option<Vec<usize>>, a: &[f64], b: Option<&[f64]>, work: &mut Work) {
-        work.signal.fill(0.0);
+        let filled = if places.is_none() { a.len() } else { 0 };
+        work.signal[filled..].fill(0.0);
         match (places, b) {
             (None, Some(b)) => work.signal.iter_mut().zip(a).zip(b).for_each(|((to, a), b)| *to = a * b),
             (None, None) => work.signal[..a.len()].copy_from_slice(a),

@@ -1,0 +1,265 @@
+//! Means over windows with many biases, as matrix products.
+//!
+//! In a tile of outputs `i` and items `j` where every output sees every item, `Σ_j e^{x_j+w_ij}·(n_j, d_j)` of all channels
+//! is one matrix product: `e^{w_ij − r_i}`, relative to its largest in the row, times `e^{x_j − m}·(n_j, d_j)`, relative to
+//! the channel's largest. What it gives is joined to the outputs' running means under the exponent `r_i + m`.
+//!
+//! That exponent may be larger than any that occurs, since `r_i` and `m` may stem from different items, by no more than
+//! the smaller of the two ranges. A tile whose ranges are both beyond [`widest`] is cut into smaller ones, and at last taken
+//! pair by pair.
+
+use std::ops::Range;
+
+use super::problem::{CHUNK, Window};
+use super::walk::{Items, clear};
+use crate::real::Real;
+use crate::scratch::Arena;
+use crate::simd::Ops;
+use crate::simd::block::{Band, Product};
+use crate::simd::log_sum::Factored;
+
+/// Rows and columns of the largest tile, and the length of a row of biases.
+pub(super) const SIDE: usize = CHUNK;
+
+/// A tile of so many rows and columns, or fewer, is not cut.
+const LEAF: usize = 16;
+
+/// Tiles with fewer rows or columns are taken pair by pair.
+const LEAST: usize = 4;
+
+/// How large the smaller range of a tile's exponents may be.
+///
+/// Exponentials below the least normal number are lost. Sums are relative to an exponent that is at most this much too
+/// large, and so is the sum of the means that the backward divides by: what is lost is then below `e^{2·widest}` times the
+/// least normal number, 10⁻¹⁷ of the largest term (`f32`).
+fn widest<T: Real>() -> T {
+    T::from_f64(-0.275 * T::MIN_POSITIVE.to_f64().ln())
+}
+
+/// Working memory of one task.
+struct Work<'w, T> {
+    /// The means of a chunk, or rows relative to a tile's keys.
+    rows: &'w mut [T],
+    items: &'w mut [T],
+    /// A tile of biases, and one to turn it round in.
+    biases: &'w mut [T],
+    turned: &'w mut [T],
+    tops: &'w mut [T],
+    reference: &'w mut [T],
+    numerators: &'w mut [T],
+    denominators: &'w mut [T],
+    /// Products, and factors turned round: two blocks of a tile's rows.
+    products: &'w mut [T],
+}
+
+impl<'w, T: Real> Work<'w, T> {
+    fn new(memory: &'w mut [T], mean: usize, width: usize) -> Self {
+        let mut arena = Arena::new(memory);
+        Self {
+            rows: arena.take(SIDE * mean),
+            items: arena.take(SIDE * mean),
+            biases: arena.take(SIDE * SIDE),
+            turned: arena.take(SIDE * SIDE),
+            tops: arena.take(SIDE),
+            reference: arena.take(2 * width),
+            numerators: arena.take(SIDE * width),
+            denominators: arena.take(SIDE * width),
+            products: arena.take(2 * SIDE * width),
+        }
+    }
+}
+
+/// Numbers of working memory that [`means`] and [`bias_gradients`] take.
+pub(super) fn work_len(mean: usize) -> usize {
+    let width = mean / crate::simd::log_sum::PARTS;
+    // Every part of a `Work` but the tops is a whole number of cache lines.
+    2 * SIDE * mean + 2 * SIDE * SIDE + SIDE + 2 * width + 4 * SIDE * width
+}
+
+/// Cuts outputs × items into tiles where every output sees every item, and single pairs. `tile(outputs, from, to, whole)`
+/// takes a tile whose pairs are all seen (`whole`) or a small one of which some may not be, and says whether it did.
+fn cover(
+    window: &Window,
+    outputs: Range<usize>,
+    from: isize,
+    to: isize,
+    tile: &mut impl FnMut(Range<usize>, isize, isize, bool) -> bool,
+) {
+    let (first, last) = (window.seen(outputs.start), window.seen(outputs.end - 1));
+    let (from, to) = (from.max(first.0), to.min(last.1));
+    if from >= to {
+        return;
+    }
+    let (rows, columns) = (outputs.len(), (to - from) as usize);
+    let whole = last.0 <= from && to <= first.1;
+    if whole && rows.min(columns) >= LEAST && tile(outputs.clone(), from, to, true) {
+        return;
+    }
+    if rows.max(columns) <= LEAF {
+        tile(outputs, from, to, false);
+    } else if rows >= columns {
+        let middle = outputs.start + rows / 2;
+        cover(window, outputs.start..middle, from, to, tile);
+        cover(window, middle..outputs.end, from, to, tile);
+    } else {
+        let middle = from + (columns / 2) as isize;
+        cover(window, outputs.clone(), from, middle, tile);
+        cover(window, outputs, middle, to, tile);
+    }
+}
+
+/// Calls `body` for the items `start..end`, a tile's columns at a time.
+fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
+    let mut at = start;
+    while at < end {
+        let to = (at + SIDE as isize).min(end);
+        body(at, to);
+        at = to;
+    }
+}
+
+/// Forms the mean of every output of a chunk and hands it to `visit`, as [`walk`](super::walk::walk) does.
+///
+/// `bias(outputs, from, to, tile, spare)` writes those of a tile, rows of [`SIDE`]; `spare` is as large.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn means<T: Real>(
+    ops: &Ops<T>,
+    items: &impl Items<T>,
+    window: &Window,
+    chunk: usize,
+    edges: (&[T], &[T]),
+    bias: impl Fn(Range<usize>, isize, isize, &mut [T], &mut [T]),
+    work: &mut [T],
+    mut visit: impl FnMut(usize, &[T]),
+) {
+    let mean = edges.0.len();
+    let width = mean / crate::simd::log_sum::PARTS;
+    let work = Work::new(work, mean, width);
+    let (own, to) = window.chunk(chunk);
+    let (start, end) = window.span(own, to);
+    let rows = &mut work.rows[..(to - own) * mean];
+    for row in rows.chunks_exact_mut(mean) {
+        if window.before { row.copy_from_slice(edges.0) } else { clear(row) }
+    }
+    let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
+        let (count, columns) = (outputs.len(), (to - from) as usize);
+        bias(outputs.clone(), from, to, work.biases, work.turned);
+        let block = items.load(from, columns, work.items);
+        let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
+        if !whole {
+            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SIDE)) {
+                let (low, high) = window.seen(n);
+                for item in low.max(from)..high.min(to) {
+                    let column = (item - from) as usize;
+                    ops.join(row, &block[column * mean..][..mean], biases[column]);
+                }
+            }
+            return true;
+        }
+        let tops = &mut work.tops[..count];
+        let range = ops.exponentials(work.biases, SIDE, columns, tops);
+        let depth = ops.factor(block, work.reference, work.numerators, work.denominators);
+        if range > widest() && depth > widest() {
+            return false;
+        }
+        let (numerators, denominators) = work.products.split_at_mut(SIDE * width);
+        for (b, c) in [(&*work.numerators, &mut *numerators), (&*work.denominators, &mut *denominators)] {
+            ops.product(&mut Product {
+                a: work.biases,
+                a_row: SIDE,
+                a_column: 1,
+                b,
+                b_row: width,
+                c,
+                c_row: width,
+                rows: count,
+                columns: width,
+                depth: columns,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
+        }
+        ops.join_factored(rows, Factored { reference: work.reference, numerators, denominators }, tops);
+        true
+    };
+    by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
+    for (n, row) in (own..to).zip(rows.chunks_exact_mut(mean)) {
+        if window.after {
+            ops.join(row, edges.1, T::ZERO);
+        }
+        visit(n, row);
+    }
+}
+
+/// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
+/// `visit(outputs, from, to, tile)`, rows of [`SIDE`]; 0 where an output does not see an item. `rows` are those of the
+/// chunk as their keys see them.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn bias_gradients<T: Real>(
+    ops: &Ops<T>,
+    items: &impl Items<T>,
+    window: &Window,
+    chunk: usize,
+    rows: &[T],
+    mean: usize,
+    bias: impl Fn(Range<usize>, isize, isize, &mut [T]),
+    work: &mut [T],
+    mut visit: impl FnMut(Range<usize>, isize, isize, &[T]),
+) {
+    let width = mean / crate::simd::log_sum::PARTS;
+    let work = Work::new(work, mean, width);
+    let (own, to) = window.chunk(chunk);
+    let (start, end) = window.span(own, to);
+    let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
+        let (count, columns) = (outputs.len(), (to - from) as usize);
+        bias(outputs.clone(), from, to, work.biases);
+        let block = items.load(from, columns, work.items);
+        let rows = &rows[(outputs.start - own) * mean..][..count * mean];
+        if !whole {
+            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(SIDE));
+            for ((row, n), biases) in pairs {
+                let (low, high) = window.seen(n);
+                for (item, (to, key)) in (from..).zip(biases.iter_mut().zip(block.chunks_exact(mean))) {
+                    let seen = (low..high).contains(&item);
+                    *to = if seen { ops.bias_gradient(row, key, *to) } else { T::ZERO };
+                }
+            }
+            visit(outputs, from, to, work.biases);
+            return true;
+        }
+        let depth = ops.factor(block, work.reference, work.numerators, work.denominators);
+        if depth > widest() {
+            work.turned.copy_from_slice(work.biases);
+            if ops.exponentials(work.turned, SIDE, columns, &mut work.tops[..count]) > widest() {
+                return false;
+            }
+        }
+        let (values, weights) = work.products.split_at_mut(SIDE * width);
+        ops.transpose(work.numerators, width, columns, width, values, SIDE);
+        ops.transpose(work.denominators, width, columns, width, weights, SIDE);
+        ops.project(rows, work.reference, work.rows, &mut work.tops[..count]);
+        ops.product(&mut Product {
+            a: work.rows,
+            a_row: 2 * width,
+            a_column: 1,
+            b: work.products,
+            b_row: SIDE,
+            c: work.turned,
+            c_row: SIDE,
+            rows: count,
+            columns,
+            depth: 2 * width,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        let lines = work.biases.chunks_exact_mut(SIDE).zip(work.turned.chunks_exact(SIDE));
+        for ((biases, terms), &top) in lines.zip(&work.tops[..count]) {
+            ops.scale_by_exponents(&mut biases[..columns.next_multiple_of(64 / size_of::<T>())], top, terms);
+        }
+        visit(outputs, from, to, work.biases);
+        true
+    };
+    by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
+}

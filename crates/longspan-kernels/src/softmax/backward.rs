@@ -1,0 +1,215 @@
+//! The gradient: weights formed anew from the logarithms of the denominators, tile by tile.
+//!
+//! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
+//! have one writer and sums run in one order, whatever the number of threads.
+
+use super::problem::{Block, KEYS, Problem, ROWS, against, padded, right_side};
+use super::state;
+use crate::mechanism::Cotangent;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, parallel};
+use crate::shape::{SharedRows, ViewMut};
+use crate::simd::block::{Band, Product};
+use crate::state::State;
+
+/// Where gradients go.
+#[derive(Clone, Copy)]
+pub(super) struct Sink<'a, T> {
+    pub dq: SharedRows<'a, T>,
+    pub dk: SharedRows<'a, T>,
+    pub dv: SharedRows<'a, T>,
+}
+
+/// Computes every gradient of a call: with `p_ij = e^{s·q_i·k_j − l_i}`, `dv_j = Σ_i p_ij G_i`,
+/// `dS_ij = p_ij (G_i·v_j − G_i·A_i)`, `dq_i = s Σ_j dS_ij k_j` and `dk_j = s Σ_i dS_ij q_i`.
+pub(super) fn backward<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: Sink<'_, T>,
+    mut d_initial: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let (ops, dims) = (problem.ops, &problem.dims);
+    let (head_width, value_width) = (problem.head_width, problem.value_width);
+    let most_keys = problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0);
+    let past = problem.call.initial_state.map_or(0, |_| problem.attention.capacity);
+    let per_worker = Block::len(problem)
+        + (past + most_keys) * (head_width + value_width)
+        + ROWS * (KEYS + value_width + head_width)
+        + KEYS * head_width
+        + ROWS;
+    let units = problem.sequences.len() * dims.kv_heads;
+    let workers = rayon::current_num_threads().min(units);
+    let entry = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
+    if let Some(state) = &mut d_initial {
+        state::clear(state);
+    }
+    // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
+    let mut d_initial = d_initial.map(|state| ViewMut::strided(state.numbers_mut(), [entry, 0, 0]));
+    let d_initial = d_initial.as_mut().map(ViewMut::shared);
+    parallel(units, scratch.take(workers * per_worker), per_worker, |unit, scratch| {
+        let mut arena = Arena::new(scratch);
+        let block = Block::new(problem, &mut arena);
+        let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
+        let stretches = problem.stretches(sequence, kv_head);
+        let (past, own) = (stretches[0].keys, stretches[1].keys);
+        let (dk, dv) = (arena.take((past + own) * head_width), arena.take((past + own) * value_width));
+        let (d_tile, o_columns) = (arena.take(ROWS * KEYS), arena.take(ROWS * value_width));
+        let (dq, k_block, dots) = (arena.take(ROWS * head_width), arena.take(KEYS * head_width), arena.take(ROWS));
+        dk.fill(T::ZERO);
+        dv.fill(T::ZERO);
+        // Own keys from here on are seen by no row.
+        let mut seen = 0;
+        for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+            let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
+            let [out, d_out] =
+                [cotangent.out, cotangent.d_out].map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));
+            let mut row = 0;
+            while row < sequence.queries {
+                let rows = (sequence.queries - row).min(ROWS);
+                let finite = |row: usize, rows: usize| {
+                    ops.all_finite(queries.skip(row), rows, dims.head_dim)
+                        && ops.all_finite(d_out.skip(row), rows, dims.value_dim)
+                };
+                let parted = problem.end(&stretches[1], row) < problem.end(&stretches[1], row + rows - 1);
+                let whole = !parted || (!problem.carries(&stretches[1], row, rows) && finite(row, rows));
+                let rows = if whole { rows } else { 1 };
+                let columns = padded::<T>(rows);
+
+                let transposed = (&mut *block.q_columns, columns);
+                problem.load_block(queries.skip(row), (rows, dims.head_dim), problem.scale, block.q, transposed);
+                let transposed = (&mut *o_columns, columns);
+                problem.load_block(d_out.skip(row), (rows, dims.value_dim), T::ONE, block.o, transposed);
+                // A row that sees nothing has a denominator of e^{−∞}: nothing is left of any weight before e^{∞}.
+                block.sums.fill(T::ONE / T::MIN_POSITIVE);
+                dots.fill(T::ZERO);
+                for (at, dot) in dots.iter_mut().enumerate().take(rows) {
+                    let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start + row + at;
+                    let logarithm = cotangent.denominators[place];
+                    if logarithm != T::NEG_INFINITY {
+                        block.sums[at] = logarithm;
+                        seen = seen.max(problem.end(&stretches[1], row + at));
+                        *dot = ops.dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
+                    }
+                }
+                dq[..rows * head_width].fill(T::ZERO);
+
+                for stretch in &stretches {
+                    let end = problem.end(stretch, row + rows - 1);
+                    let first = if stretch.past { 0 } else { past };
+                    for key in (0..end).step_by(KEYS) {
+                        let keys = (end - key).min(KEYS);
+                        let ahead = if stretch.past || !problem.causal {
+                            isize::MAX / 2
+                        } else {
+                            row as isize + problem.offset - key as isize
+                        };
+                        let band = Band::starting_at(-ahead);
+                        let k = (stretch.k.skip(key), dims.head_dim);
+                        let v = (stretch.v.skip(key), dims.value_dim);
+                        let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
+                        against(ops, k, keys, (block.q_columns, columns), block.tile, band);
+                        against(ops, v, keys, (o_columns, columns), d_tile, band);
+                        ops.exp_columns(block.tile, columns, keys, &block.sums[..columns]);
+                        ops.softmax_pull_back(block.tile, d_tile, columns, keys, &dots[..columns]);
+                        for line in 0..keys {
+                            let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
+                            let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
+                            block.tile[line * columns..][..unseen].fill(T::ZERO);
+                            d_tile[line * columns..][..unseen].fill(T::ZERO);
+                        }
+                        let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
+                            ops.product(&mut Product {
+                                a,
+                                a_row: columns,
+                                a_column: 1,
+                                b,
+                                b_row: width,
+                                c: &mut to[(first + key) * width..],
+                                c_row: width,
+                                rows: keys,
+                                columns: width,
+                                depth: rows,
+                                accumulate: true,
+                                a_band: band,
+                                c_band: Band::ALL,
+                            });
+                        };
+                        into(block.tile, (block.o, value_width), dv);
+                        into(d_tile, (block.q, head_width), dk);
+                        let (k, k_row) = right_side(ops, k, keys, ignored, k_block);
+                        ops.product(&mut Product {
+                            a: d_tile,
+                            a_row: 1,
+                            a_column: columns,
+                            b: k,
+                            b_row: k_row,
+                            c: dq,
+                            c_row: head_width,
+                            rows,
+                            columns: dims.head_dim,
+                            depth: keys,
+                            accumulate: true,
+                            a_band: Band::up_to(ahead),
+                            c_band: Band::ALL,
+                        });
+                    }
+                }
+                for at in 0..rows {
+                    let token = sequence.query_start + row + at;
+                    // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
+                    let to = unsafe { sink.dq.row(sequence.batch, head, token, dims.head_dim) };
+                    if block.sums[at] == T::ONE / T::MIN_POSITIVE {
+                        to.fill(T::ZERO);
+                    } else {
+                        ops.store(&dq[at * head_width..], problem.scale, to);
+                    }
+                }
+                row += rows;
+            }
+        }
+
+        // What later calls want of the cache: its keys stand in the order of this call, without the ignored ones.
+        let d_final = cotangent.final_state.map(|state| state.head(sequence.batch, kv_head));
+        let mut place = past;
+        for key in 0..own + sequence.absent {
+            let token = sequence.key_start + key;
+            // SAFETY: all of a unit's keys belong to its task.
+            let (to_k, to_v) = unsafe {
+                (
+                    sink.dk.row(sequence.batch, kv_head, token, dims.head_dim),
+                    sink.dv.row(sequence.batch, kv_head, token, dims.value_dim),
+                )
+            };
+            to_k.fill(T::ZERO);
+            to_v.fill(T::ZERO);
+            if key >= own || sequence.padding.is_some_and(|ignored| ignored[key]) {
+                continue;
+            }
+            if key < seen {
+                ops.store(&dk[(past + key) * head_width..], T::ONE, to_k);
+                ops.store(&dv[(past + key) * value_width..], T::ONE, to_v);
+            }
+            if let Some([d_keys, d_values, ..]) = d_final {
+                ops.add_scaled(to_k, T::ONE, &d_keys[place * dims.head_dim..]);
+                ops.add_scaled(to_v, T::ONE, &d_values[place * dims.value_dim..]);
+            }
+            place += 1;
+        }
+        if let Some(d_initial) = &d_initial {
+            // SAFETY: each unit's part of the state is one task's own.
+            let to = unsafe { d_initial.row(unit, 0, 0, entry) };
+            let (to_k, to_v) = to.split_at_mut(problem.attention.capacity * dims.head_dim);
+            for key in 0..past {
+                let to_k = &mut to_k[key * dims.head_dim..][..dims.head_dim];
+                let to_v = &mut to_v[key * dims.value_dim..][..dims.value_dim];
+                ops.store(&dk[key * head_width..], T::ONE, to_k);
+                ops.store(&dv[key * value_width..], T::ONE, to_v);
+                if let Some([d_keys, d_values, ..]) = d_final {
+                    ops.add_scaled(to_k, T::ONE, &d_keys[key * dims.head_dim..]);
+                    ops.add_scaled(to_v, T::ONE, &d_values[key * dims.value_dim..]);
+                }
+            }
+        }
+    });
+}

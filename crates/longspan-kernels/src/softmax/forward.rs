@@ -1,0 +1,134 @@
+//! The forward pass: blocks of queries against tiles of keys, with running maxima, so that no score is kept.
+
+use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, padded, right_side};
+use crate::mask::Sequence;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, parallel};
+use crate::shape::SharedRows;
+use crate::simd::block::{Band, Product};
+
+/// Where outputs go.
+#[derive(Clone, Copy)]
+pub(super) struct Sink<'a, T> {
+    pub out: SharedRows<'a, T>,
+    /// `[batch, heads, queries]` as rows of one number.
+    pub denominators: Option<SharedRows<'a, T>>,
+}
+
+/// Rows of one head.
+#[derive(Clone, Copy)]
+struct Span {
+    head: usize,
+    row: usize,
+    rows: usize,
+}
+
+/// Computes every output of a call.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+    let blocks = Blocks::new(problem);
+    let per_worker = Block::len(problem);
+    let workers = rayon::current_num_threads().min(blocks.len());
+    parallel(blocks.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
+        let mut memory = Block::new(problem, &mut Arena::new(scratch));
+        let (sequence, head, block) = blocks.task(task);
+        let sequence = &problem.sequences[sequence];
+        let stretches = problem.stretches(sequence, head / problem.dims.group());
+        let (mut row, end) = (block * ROWS, (block * ROWS + ROWS).min(sequence.queries));
+        while row < end {
+            let whole = !stretches.iter().any(|stretch| problem.carries(stretch, row, end - row));
+            let span = Span { head, row, rows: if whole { end - row } else { 1 } };
+            attend(problem, sequence, &stretches, span, &mut memory);
+            write(problem, sequence, span, &mut memory, sink);
+            row += span.rows;
+        }
+    });
+}
+
+/// Fills `memory` with the sums of a few rows.
+fn attend<T: Real>(
+    problem: &Problem<'_, T>,
+    sequence: &Sequence<'_>,
+    stretches: &[Stretch<'_, T>],
+    span: Span,
+    memory: &mut Block<'_, T>,
+) {
+    let (ops, dims) = (problem.ops, &problem.dims);
+    let Span { head, row, rows } = span;
+    let (columns, value_width) = (padded::<T>(rows), problem.value_width);
+    let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + row);
+    let transposed = (&mut *memory.q_columns, columns);
+    problem.load_block(queries, (rows, dims.head_dim), problem.scale, memory.q, transposed);
+    memory.o[..rows * value_width].fill(T::ZERO);
+    memory.sums.fill(T::ZERO);
+    // The lowest finite number would do: what is subtracted from it stays a number.
+    memory.highest.fill(-(T::ONE / T::MIN_POSITIVE));
+    for stretch in stretches {
+        let end = problem.end(stretch, row + rows - 1);
+        for key in (0..end).step_by(KEYS) {
+            let keys = (end - key).min(KEYS);
+            // Column `i` sees the lines up to `i + ahead`.
+            let ahead = if stretch.past || !problem.causal {
+                isize::MAX / 2
+            } else {
+                row as isize + problem.offset - key as isize
+            };
+            let k = (stretch.k.skip(key), dims.head_dim);
+            against(ops, k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
+            let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
+            for (line, scores) in memory.tile.chunks_exact_mut(columns).take(keys).enumerate() {
+                let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
+                let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
+                scores[..unseen].fill(T::NEG_INFINITY);
+            }
+            let (highest, factors) = (&mut memory.highest[..columns], &mut memory.factors[..columns]);
+            ops.softmax_tile(memory.tile, columns, keys, highest, memory.sums, factors);
+            for (sum, &factor) in memory.o.chunks_exact_mut(value_width.max(1)).zip(&*factors).take(rows) {
+                if factor != T::ONE {
+                    ops.scale(sum, factor);
+                }
+            }
+            let (v, v_row) = right_side(ops, (stretch.v.skip(key), dims.value_dim), keys, ignored, memory.v);
+            ops.product(&mut Product {
+                a: memory.tile,
+                a_row: 1,
+                a_column: columns,
+                b: v,
+                b_row: v_row,
+                c: memory.o,
+                c_row: value_width,
+                rows,
+                columns: dims.value_dim,
+                depth: keys,
+                accumulate: true,
+                a_band: Band::up_to(ahead),
+                c_band: Band::ALL,
+            });
+        }
+    }
+}
+
+fn write<T: Real>(
+    problem: &Problem<'_, T>,
+    sequence: &Sequence<'_>,
+    span: Span,
+    memory: &mut Block<'_, T>,
+    sink: Sink<'_, T>,
+) {
+    for at in 0..span.rows {
+        let token = sequence.query_start + span.row + at;
+        let (sum, highest) = (memory.sums[at], memory.highest[at]);
+        // SAFETY: each (batch, head, token) belongs to one block of rows, so to one task.
+        let out = unsafe { sink.out.row(sequence.batch, span.head, token, problem.dims.value_dim) };
+        if sum == T::ZERO {
+            out.fill(T::ZERO);
+        } else {
+            problem.ops.store(&memory.o[at * problem.value_width..], T::ONE / sum, out);
+        }
+        if let Some(denominators) = sink.denominators {
+            // SAFETY: as above.
+            let place = unsafe { denominators.row(sequence.batch, span.head, token, 1) };
+            // The largest weight is 1, so the sum is 1 or more.
+            place[0] = if sum == T::ZERO { T::NEG_INFINITY } else { highest + (sum - T::ONE).ln_1p() };
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The definition in doubles, O(queries · keys): what the fast path is tested against. Never optimised.
+
+use super::SoftmaxAttention;
+use crate::error::{Error, expect};
+use crate::mask::{Keys, Mask, Order};
+use crate::mechanism::{Call, Mechanism, Reference};
+use crate::shape::Dims;
+
+/// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees.
+pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
+    Mechanism::<f64>::check(attention, call)?;
+    expect(
+        call.initial_state.is_none(),
+        "softmax reference",
+        "initial_state",
+        || "none: prepend the earlier tokens instead".into(),
+        || "a state".into(),
+    )?;
+    let dims = &call.dims;
+    let scale = attention.scale.unwrap_or(1.0 / (dims.head_dim as f64).sqrt());
+    let (mut out, mut denominators) = (Vec::new(), Vec::new());
+    for batch in 0..dims.batch {
+        for head in 0..dims.heads {
+            let kv_head = head / dims.group();
+            for i in 0..dims.queries {
+                let q = call.q.rows(batch, head).row(i, dims.head_dim);
+                let k = |j| call.k.rows(batch, kv_head).row(j, dims.head_dim);
+                let v = |j| call.v.rows(batch, kv_head).row(j, dims.value_dim);
+                let score = |j| scale * q.iter().zip(k(j)).map(|(q, k)| q * k).sum::<f64>();
+                let scores: Vec<(usize, f64)> =
+                    (0..dims.keys).filter(|&j| sees(&call.mask, dims, batch, i, j)).map(|j| (j, score(j))).collect();
+
+                // e^s overflows where the quotient does not.
+                let highest = scores.iter().map(|&(_, s)| s).fold(f64::NEG_INFINITY, f64::max);
+                let mut numerator = vec![0.0; dims.value_dim];
+                let mut denominator = 0.0;
+                for &(j, s) in &scores {
+                    let weight = (s - highest).exp();
+                    numerator.iter_mut().zip(v(j)).for_each(|(n, v)| *n += weight * v);
+                    denominator += weight;
+                }
+                out.extend(numerator.iter().map(|n| if scores.is_empty() { 0.0 } else { n / denominator }));
+                denominators.push(if scores.is_empty() { 0.0 } else { denominator * highest.exp() });
+            }
+        }
+    }
+    Ok(Reference { out, denominators })
+}
+
+/// Whether row `i` sees key `j`; within its own sequence if several are packed.
+fn sees(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> bool {
+    let (i, j, present) = match mask.keys {
+        Keys::All => (i, j, true),
+        Keys::Lengths(lengths) => (i, j, j < lengths[batch]),
+        Keys::Padding(ignored) => (i, j, !ignored[batch * dims.keys + j]),
+        Keys::Packed { queries, keys } => {
+            let Some(next) = (1..queries.len()).find(|&s| i < queries[s]) else { return false };
+            let own = keys[next - 1]..keys[next];
+            (i - queries[next - 1], j.saturating_sub(own.start), own.contains(&j))
+        }
+    };
+    present && (mask.order == Order::Bidirectional || j as isize <= i as isize + mask.offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::View;
+
+    #[test]
+    fn weights_are_exponentials_of_scaled_products() {
+        let dims = Dims { queries: 2, keys: 2, ..Dims::square(1, 1, 0, 1) };
+        let call = |mask| Call {
+            dims,
+            q: View::contiguous(&[1.0, 2.0], dims.q()),
+            k: View::contiguous(&[0.0, 3.0], dims.k()),
+            v: View::contiguous(&[10.0, 20.0], dims.v()),
+            parameters: &[],
+            mask,
+            initial_state: None,
+        };
+        let attention = SoftmaxAttention { scale: Some(0.5), ..Default::default() };
+        let (a, b) = (1.5f64.exp(), 3.0f64.exp());
+        let all = reference(&attention, &call(Mask::bidirectional())).expect("a call that makes sense");
+        let expected = [(10.0 + 20.0 * a) / (1.0 + a), (10.0 + 20.0 * b) / (1.0 + b)];
+        assert!(all.out.iter().zip(expected).all(|(a, e)| (a - e).abs() < 1e-14), "{all:?}");
+        assert!((all.denominators[1] - (1.0 + b)).abs() < 1e-13, "{all:?}");
+        let causal = reference(&attention, &call(Mask::causal().with_offset(-1))).expect("a call that makes sense");
+        assert_eq!((causal.out, causal.denominators), (vec![0.0, 10.0], vec![0.0, 1.0]));
+    }
+}

@@ -1,0 +1,112 @@
+//! One token at a time: the cache takes in its key and value, its queries read the cache.
+
+use rayon::prelude::*;
+
+use super::problem::KEYS;
+use super::{SoftmaxAttention, state};
+use crate::error::{Error, expect};
+use crate::feature_map::FeatureMap;
+use crate::mechanism::Token;
+use crate::real::Real;
+use crate::shape::{Dims, Rows};
+use crate::simd::{InstructionSet, Ops};
+use crate::state::State;
+
+/// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
+/// microseconds, in which one thread reads about this many.
+const PARALLEL_NUMBERS: usize = 1 << 17;
+
+/// Takes one token into `state` and writes its output.
+pub(super) fn step<T: Real>(
+    attention: &SoftmaxAttention,
+    token: &Token<'_, T>,
+    state: &mut State<T>,
+    out: &mut [T],
+) -> Result<(), Error> {
+    let operation = "softmax";
+    InstructionSet::selected()?;
+    let shape = state.shape();
+    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
+    // Only the token's own length tells its widths.
+    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
+    let (head_dim, value_dim) = (width(token.k), width(token.v));
+    let heads = token.q.len() / (batch * head_dim).max(1);
+    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+    dims.check(operation)?;
+    state::check(attention, &dims, state, "state")?;
+    for (name, len, shape) in [
+        ("q", token.q.len(), [batch, heads, head_dim]),
+        ("k", token.k.len(), [batch, kv_heads, head_dim]),
+        ("v", token.v.len(), [batch, kv_heads, value_dim]),
+        ("out", out.len(), [batch, heads, value_dim]),
+    ] {
+        let wanted: usize = shape.iter().product();
+        let expected = || format!("{wanted} numbers, shape {shape:?}");
+        expect(len == wanted, operation, name, expected, || format!("{len} numbers"))?;
+    }
+    let given = token.parameters.len();
+    expect(given == 0, operation, "parameters", || "none".into(), || given.to_string())?;
+    let mut longest = 0;
+    for unit in 0..batch * kv_heads {
+        longest = longest.max(state::count(state, unit / kv_heads, unit % kv_heads) + 1);
+    }
+    state::check_room(attention, "state", longest)?;
+    let group = dims.group();
+    let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
+    let ops = T::ops();
+    let mut rest = out;
+    let tasks = state.heads_mut().enumerate().map(|(unit, head)| {
+        let (own, later) = std::mem::take(&mut rest).split_at_mut(group * value_dim);
+        rest = later;
+        (unit, head, own)
+    });
+    let run = |(unit, [keys, values, held, ..], out): (usize, [&mut [T]; 6], &mut [T])| {
+        let place = held[0].to_f64() as usize;
+        keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
+        values[place * value_dim..][..value_dim].copy_from_slice(&token.v[unit * value_dim..][..value_dim]);
+        held[0] = T::from_f64((place + 1) as f64);
+        for n in 0..group {
+            let q = &token.q[(unit * group + n) * head_dim..][..head_dim];
+            let out = &mut out[n * value_dim..][..value_dim];
+            attend(ops, q, scale, (keys, values, place + 1), out);
+        }
+    };
+    if batch * kv_heads * longest * (head_dim + value_dim) < PARALLEL_NUMBERS {
+        tasks.for_each(run);
+    } else {
+        let tasks: Vec<_> = tasks.collect();
+        tasks.into_par_iter().for_each(run);
+    }
+    Ok(())
+}
+
+/// One row of queries against a cache.
+fn attend<T: Real>(ops: &Ops<T>, q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize), out: &mut [T]) {
+    let (head_dim, value_dim) = (q.len(), out.len());
+    let mut scores = [T::ZERO; KEYS];
+    let mut weights = [T::ZERO; KEYS];
+    let mut highest = -(T::ONE / T::MIN_POSITIVE);
+    let mut sum = T::ZERO;
+    out.fill(T::ZERO);
+    for key in (0..held).step_by(KEYS) {
+        let count = (held - key).min(KEYS);
+        let scores = &mut scores[..count];
+        scores.fill(T::ZERO);
+        ops.add_row_dots(&keys[key * head_dim..], head_dim, q, scores);
+        ops.scale(scores, scale);
+        let top = scores.iter().copied().fold(highest, T::max);
+        if top > highest {
+            let factor = (highest - top).exp();
+            sum *= factor;
+            ops.scale(out, factor);
+            highest = top;
+        }
+        let scores = Rows { data: &*scores, stride: count };
+        ops.load(FeatureMap::Exp, highest, scores, 1, count, None, &mut weights, KEYS);
+        for (&weight, value) in weights[..count].iter().zip(values[key * value_dim..].chunks_exact(value_dim.max(1))) {
+            ops.add_scaled(out, weight, value);
+        }
+        sum += weights[..count].iter().copied().sum();
+    }
+    ops.scale(out, T::ONE / sum);
+}

@@ -1,0 +1,228 @@
+//! The conformance suite over softmax attention, and what is peculiar to it: scores of any size, and a cache that ends.
+
+use longspan_kernels::{Mechanism, SoftmaxAttention, Token};
+use longspan_testing::state_gradients;
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection,
+    streaming, threads,
+};
+
+/// Room for every sequence of the grid.
+const CAPACITY: usize = 210;
+
+fn subject(scale: Option<f64>) -> Subject {
+    let assumptions = Assumptions { content: true, positive_weights: true, ..Default::default() };
+    Subject::new(SoftmaxAttention { scale, capacity: CAPACITY }, assumptions)
+}
+
+/// Runs a check over cases, with the usual scale and with others by turns.
+fn over(cases: &[Case], check: Check) {
+    let subjects = [None, Some(1.0), Some(-0.3), Some(0.0)].map(subject);
+    assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
+}
+
+/// Calls over signed numbers.
+fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+    grid::kernelized(seed, count, lengths).into_iter().map(|(_, case)| Case { positive: false, ..case }).collect()
+}
+
+/// Calls over positive queries and keys: the gradients of those are then sums whose terms keep one sign when those of the
+/// values do, and the suite can tell the scale of their rounding errors.
+fn positive(cases: Vec<Case>) -> Vec<Case> {
+    cases.into_iter().map(|case| Case { positive: true, ..case }).collect()
+}
+
+fn streams(seed: u64, count: usize) -> Vec<Case> {
+    grid::streaming(seed, count).into_iter().map(|(_, case)| Case { positive: true, ..case }).collect()
+}
+
+#[test]
+fn forward_is_the_definition() {
+    over(&cases(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
+    over(&cases(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&cases(13, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_singles_are_those_in_doubles() {
+    over(&positive(cases(14, 300, &grid::LENGTHS)), accuracy::gradient_in_singles);
+    over(&cases(15, 300, &grid::LENGTHS), |subject, case| {
+        let inputs = execute::random(subject, case);
+        let forward = execute::forward::<f64>(subject, case, &inputs)?;
+        let expected = execute::backward(subject, case, &inputs, &forward)?;
+        let single = inputs.cast::<f32>();
+        let forward = execute::forward(subject, case, &single)?;
+        let got = execute::backward(subject, case, &single, &forward)?;
+        for (name, (got, expected)) in ["dq", "dk", "dv"].iter().zip(got.gradients.iter().zip(&expected.gradients)) {
+            let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
+            let error = got.iter().zip(expected).fold(0.0, |m: f64, (g, e)| m.max((f64::from(*g) - e).abs()));
+            if error.is_nan() || error > 2e-5 * largest {
+                return Err(Failure(format!("{name}: off by {error:e}, the largest is {largest:e}")));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn unseen_keys_do_not_matter() {
+    over(&positive(cases(17, 150, &grid::LENGTHS)), isolation::unseen_keys_do_not_matter::<f32>);
+    over(&positive(cases(18, 100, &grid::LENGTHS)), isolation::unseen_keys_do_not_matter::<f64>);
+}
+
+#[test]
+fn rows_are_independent() {
+    over(&positive(cases(19, 150, &grid::LENGTHS)), isolation::rows_are_independent::<f32>);
+    over(&positive(cases(20, 100, &grid::LENGTHS)), isolation::rows_are_independent::<f64>);
+}
+
+#[test]
+fn padding_does_not_matter() {
+    over(&cases(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
+    over(&cases(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
+}
+
+#[test]
+fn packed_is_looped() {
+    over(&positive(cases(23, 300, &grid::LENGTHS)), isolation::packed_is_looped::<f32>);
+    over(&positive(cases(24, 200, &grid::LENGTHS)), isolation::packed_is_looped::<f64>);
+}
+
+#[test]
+fn order_does_not_matter() {
+    let cases: Vec<_> = positive(cases(25, 60, &grid::LENGTHS));
+    let cases: Vec<_> = cases.into_iter().map(|case| Case { causal: false, keys: KeyMask::All, ..case }).collect();
+    over(&cases, isolation::order_does_not_matter_without_positions::<f32>);
+    over(&cases, isolation::order_does_not_matter_without_positions::<f64>);
+}
+
+#[test]
+fn poison_does_not_matter() {
+    over(&cases(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
+    over(&cases(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
+}
+
+#[test]
+fn strides_do_not_matter() {
+    over(&cases(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
+    over(&cases(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
+}
+
+#[test]
+fn threads_do_not_matter() {
+    over(&cases(31, 60, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
+    over(&cases(32, 30, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
+}
+
+#[test]
+fn pieces_make_the_whole() {
+    over(&streams(33, 150), streaming::pieces_make_the_whole::<f32>);
+    over(&streams(34, 150), streaming::pieces_make_the_whole::<f64>);
+}
+
+#[test]
+fn states_add_up() {
+    over(&streams(35, 100), streaming::states_add_up::<f32>);
+    over(&streams(36, 100), streaming::states_add_up::<f64>);
+}
+
+#[test]
+fn states_are_values() {
+    over(&streams(37, 100), streaming::states_are_values::<f32>);
+    over(&streams(38, 100), streaming::states_are_values::<f64>);
+}
+
+#[test]
+fn lengths_end_the_sequence() {
+    over(&streams(39, 100), streaming::lengths_end_the_sequence::<f32>);
+    over(&streams(40, 100), streaming::lengths_end_the_sequence::<f64>);
+}
+
+#[test]
+fn keys_stay_ignored_across_pieces() {
+    over(&streams(41, 100), streaming::ignored_keys_keep_their_place::<f32>);
+    over(&streams(42, 100), streaming::ignored_keys_keep_their_place::<f64>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    over(&streams(43, 60), state_gradients::gradients_pass_through_states::<f32>);
+    over(&streams(44, 60), state_gradients::gradients_pass_through_states::<f64>);
+    over(&streams(45, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims =
+        longspan_kernels::Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
+    let case = Case::new(dims, true);
+    for check in [rejection::wrong_calls::<f32>, rejection::wrong_calls::<f64>] {
+        check(&subject(None), &case).unwrap_or_else(|failure| panic!("{failure}"));
+    }
+    for scale in [f64::NAN, f64::INFINITY] {
+        let refused = rejection::refuses::<f32>(&subject(Some(scale)), &case, "scale");
+        refused.unwrap_or_else(|failure| panic!("{failure}"));
+    }
+}
+
+/// Scores far beyond what a float can hold the exponential of.
+#[test]
+fn large_scores_do_not_overflow() {
+    let dims = longspan_kernels::Dims::square(1, 2, 150, 4);
+    type Level = fn(usize) -> f64;
+    let levels: [(&str, Level); 4] = [
+        ("all at 1,000", |_| 1e3),
+        ("rising", |j| j as f64 * 3.0),
+        ("falling", |j| -(j as f64) * 3.0),
+        ("at 500 for key 70", |j| if j == 70 { 500.0 } else { 0.0 }),
+    ];
+    for (name, level) in levels {
+        for causal in [true, false] {
+            let case = Case { seed: 7, positive: true, ..Case::new(dims, causal) };
+            let subject = subject(Some(1.0));
+            let mut inputs: Inputs<f64> = execute::random(&subject, &case);
+            // Powers of two make the scores exact in both types: what is left are the roundings of the softmax.
+            inputs.q.iter_mut().for_each(|q| *q = if *q > 0.7 { 1.0 } else { 0.5 });
+            for (n, k) in inputs.k.iter_mut().enumerate() {
+                *k = (*k * 8.0).round() / 8.0 + level(n / dims.head_dim % dims.keys);
+            }
+            accuracy::forward_of::<f32>(&subject, &case, &inputs)
+                .unwrap_or_else(|failure| panic!("keys {name}, causal {causal}: {failure}"));
+            let forward = execute::forward::<f32>(&subject, &case, &inputs.cast()).expect("a call that makes sense");
+            let back = execute::backward(&subject, &case, &inputs.cast(), &forward).expect("a call that makes sense");
+            assert!(back.gradients.iter().flatten().all(|x| x.is_finite()), "keys {name}, causal {causal}");
+        }
+    }
+}
+
+/// A full cache is an error that says the mend, and nothing is written.
+#[test]
+fn a_full_cache_is_refused() {
+    let attention = SoftmaxAttention { scale: None, capacity: 3 };
+    let dims = longspan_kernels::Dims::square(1, 1, 1, 2);
+    let mut state = Mechanism::<f32>::empty_state(&attention, &dims).expect("a small state");
+    let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &[] };
+    let mut out = [0.0; 2];
+    for _ in 0..3 {
+        attention.step(&token, &mut state, &mut out).expect("there is room");
+        assert_eq!(out, [2.0, 3.0]);
+    }
+    let (before, mut after) = (state.clone(), [7.0; 2]);
+    let error = attention.step(&token, &mut state, &mut after).expect_err("a fourth token in a cache of three");
+    assert!(error.to_string().contains("at most 3") && error.to_string().contains("larger capacity"), "{error}");
+    assert_eq!((state, after), (before.clone(), [7.0; 2]));
+    let error = attention.combine(&before, &before).expect_err("six tokens in a cache of three");
+    assert!(error.to_string().contains("larger capacity"), "{error}");
+
+    let case = Case::new(longspan_kernels::Dims::square(1, 1, 4, 2), true);
+    let subject = Subject::new(attention, Assumptions::default());
+    let inputs = execute::random(&subject, &case);
+    let error = execute::forward_state(&subject, &case, &inputs, None).expect_err("four tokens in a cache of three");
+    assert!(error.to_string().contains("final_state") && error.to_string().contains("larger capacity"), "{error}");
+    execute::forward(&subject, &case, &inputs).expect("without a state there is no cache");
+}

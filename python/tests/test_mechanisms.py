@@ -1,0 +1,145 @@
+"""Fourier and Toeplitz positions and AFT against their definitions, with gradients, step by step, and on other devices."""
+
+import definition
+import numpy as np
+import pytest
+from test_ops import close, inputs
+
+from longspan import ops
+
+RNG = np.random.default_rng(11)
+MASKS = [dict(is_causal=False), dict(is_causal=True), dict(is_causal=True, offset=2), dict(is_causal=True, offset=-3)]
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape)
+
+
+def fourier_case(normalizer, wave="each", positions=False):
+    axes = 2 if positions else 1
+    a = draw(2, 2 if wave == "pairs" else 4, axes)
+    each = {"b": draw(4, 4)} if wave == "each" else {}
+    if wave == "each":
+        each |= {name: 0.3 * draw(4, 4) + 1 for name in {"one_plus": [], "dominant": ["c", "beta"], "unrotated": ["c"],
+                                                         "none": ["c", "beta"]}[normalizer]}  # fmt: skip
+    return a, each, {"normalizer": normalizer, "wave": wave}
+
+
+FOURIER = [("one_plus", "each"), ("dominant", "each"), ("unrotated", "each"), ("none", "each"),
+           ("unrotated", "pairs"), ("none", "pairs")]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (0, 4)])
+@pytest.mark.parametrize("normalizer, wave", FOURIER)
+def test_fourier_is_the_definition(normalizer, wave, lengths):
+    q, k, v = inputs(queries=lengths[0], keys=lengths[1], head_dim=4)
+    padding = np.random.default_rng(1).random((2, lengths[1])) < 0.3
+    for options in MASKS:
+        for given in (False, True):
+            a, each, how = fourier_case(normalizer, wave, given)
+            how |= options
+            if given:
+                how |= {"q_positions": draw(2, lengths[0], 2), "k_positions": draw(2, lengths[1], 2)}
+            for mask in (None, padding):
+                got = ops.fourier_attention(q, k, v, a, **each, **how, key_padding_mask=mask)
+                close(got, definition.fourier(q, k, v, a, **each, **how, key_padding_mask=mask), terms=1e6)
+
+
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (130, 70)])
+def test_toeplitz_is_the_definition(lengths, options):
+    q, k, v = inputs(queries=lengths[0], keys=lengths[1])
+    bias = draw(4, sum(lengths) - 1)
+    for how in ({}, {"normalize": False}, {"feature_map": "exp"}):
+        close(ops.toeplitz_attention(q, k, v, bias, **how, **options), definition.toeplitz(q, k, v, bias, **how, **options), terms=1e4)
+
+
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (130, 70)])
+def test_aft_is_the_definition(lengths, options):
+    q, k, v = inputs(queries=lengths[0], keys=lengths[1], kv_heads=4, value_dim=5)
+    padding = np.random.default_rng(1).random((2, lengths[1])) < 0.3
+    for mask in (None, padding):
+        how = dict(options, key_padding_mask=mask)
+        close(ops.aft_simple(q, k, v, **how), definition.aft(q, k, v, **how))
+        for window in (1, 2, 7):
+            w = draw(lengths[0], 2 * window - 1)
+            close(ops.aft_local(q, k, v, w, **how), definition.aft(q, k, v, w, **how))
+        for taps in (1, 4, 5):
+            w = draw(4, taps)
+            biases = definition.conv_biases(w, *lengths, options["is_causal"], options.get("offset", 0))
+            key = k[..., :1]
+            close(ops.aft_conv(q, key[..., 0], v, w, **how), definition.aft(q, key, v, biases, **how))
+
+
+def test_aft_conv_as_published():
+    q, k, v = inputs(kv_heads=4, value_dim=5)
+    w, gamma, beta = draw(4, 5), draw(4), draw(4) + 1
+    taps = gamma[:, None] * (w - w.mean(1, keepdims=True)) / w.std(1, keepdims=True) + beta[:, None]
+    close(ops.aft_conv(q, k[..., 0], v, w, gamma=gamma, beta=beta), ops.aft_conv(q, k[..., 0], v, taps))
+
+
+STREAMS = {
+    "fourier": (
+        lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 4, 1), draw(4, 4), is_causal=True, **o),
+        lambda q, k, v, s: ops.fourier_attention_step(q, k, v, draw(4, 4, 1), draw(4, 4), state=s),
+    ),
+    "toeplitz": (
+        lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 59), is_causal=True, **o),
+        lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, draw(4, 59), s),
+    ),
+    "aft_simple": (
+        lambda q, k, v, **o: ops.aft_simple(q, k, v, is_causal=True, **o),
+        lambda q, k, v, s: ops.aft_simple_step(q, k, v, s),
+    ),
+    "aft_local": (
+        lambda q, k, v, **o: ops.aft_local(q, k, v, draw(30, 7), is_causal=True, **o),
+        lambda q, k, v, s: ops.aft_local_step(q, k, v, draw(30, 7), s),
+    ),
+    "aft_conv": (
+        lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), is_causal=True, **o),
+        lambda q, k, v, s: ops.aft_conv_step(q, k[..., 0], v, draw(4, 5), s),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_token_by_token_and_chunk_after_chunk(name):
+    whole, step = STREAMS[name]
+    q, k, v = inputs(queries=30, keys=30, kv_heads=4, head_dim=4, value_dim=4)
+    expected, end = whole(q, k, v, output_final_state=True)
+    state = None
+    for t in range(30):
+        with_axis = slice(t, t + 1) if t % 2 else t
+        out, state = step(q[:, :, with_axis], k[:, :, with_axis], v[:, :, with_axis], state)
+        close(out, expected[:, :, with_axis], terms=1e4)
+    assert state.mechanism == end.mechanism and state.parts == end.parts
+    first, state = whole(*(x[:, :, :13] for x in (q, k, v)), output_final_state=True)
+    second, _ = whole(*(x[:, :, 13:] for x in (q, k, v)), initial_state=state, output_final_state=True)
+    close(np.concatenate([first, second], 2), expected, terms=1e4)
+
+
+Q, K, V = inputs(kv_heads=4, head_dim=4, value_dim=4)
+WRONG = [
+    ("c: expected None", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1), draw(4, 4), draw(4, 4))),
+    ("b: expected an array", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1))),
+    ("normalizer: expected one of", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1), normalizer="x")),
+    ("wave: expected", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1), wave="x")),
+    ("k_positions: expected both", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1), draw(4, 4), q_positions=Q)),
+    (r"a: expected shape \(4, 4, 1\)", lambda: ops.fourier_attention(Q, K, V, draw(4, 3, 1), draw(4, 4))),
+    ("normaliser", lambda: ops.fourier_attention(Q, K, V, draw(4, 4, 1), draw(4, 4), 9 * draw(4, 4), normalizer="literal")),
+    ("bias: expected shape .* Lq", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 24))),
+    ("bias: expected shape", lambda: ops.toeplitz_attention(Q, K, V, draw(24))),
+    ("bias: expected shape", lambda: ops.toeplitz_attention_step(Q[:, :, 0], K[:, :, 0], V[:, :, 0], draw(4, 24))),
+    ("w: expected shape", lambda: ops.aft_local(Q, K, V, draw(13, 4))),
+    (r"w: expected shape \(13, 5\)", lambda: ops.aft_local(Q, K, V, draw(12, 5))),
+    ("k: expected shape", lambda: ops.aft_conv(Q, K, V, draw(4, 5))),
+    ("beta: expected both", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 5), gamma=draw(4))),
+    ("value_dim: expected", lambda: ops.aft_simple(Q, K, V[..., 1:])),
+]
+
+
+@pytest.mark.parametrize("message, call", WRONG, ids=[message for message, _ in WRONG])
+def test_wrong_calls(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()

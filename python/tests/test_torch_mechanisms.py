@@ -1,0 +1,118 @@
+"""Gradients, compilation and other devices of Fourier and Toeplitz positions and AFT."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from longspan import ops  # noqa: E402
+from longspan.torch import MultiheadAttention, _dispatch, chunked_attention  # noqa: E402
+
+LENGTH = 9
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def inputs(batch=2, queries=LENGTH, keys=LENGTH):
+    return draw(batch, 4, queries, 4, seed=1), draw(batch, 4, keys, 4, seed=2), draw(batch, 4, keys, 4, seed=3)
+
+
+ANGLES, EACH = draw(4, 4, 1), [draw(4, 4, seed=s) for s in (5, 6, 7)]
+CASES = {
+    "fourier": (lambda q, k, v, a, b, **o: ops.fourier_attention(q, k, v, a, b, **o), [ANGLES, EACH[0]]),
+    "fourier dominant": (
+        lambda q, k, v, a, b, c, beta, **o: ops.fourier_attention(q, k, v, a, b, c, beta, normalizer="dominant", **o),
+        [ANGLES, *EACH],
+    ),
+    "fourier unrotated": (
+        lambda q, k, v, a, b, c, **o: ops.fourier_attention(q, k, v, a, b, c, normalizer="unrotated", **o),
+        [ANGLES, *EACH[:2]],
+    ),
+    "rotary": (
+        lambda q, k, v, a, **o: ops.fourier_attention(q, k, v, a, wave="pairs", normalizer="unrotated", **o),
+        [draw(4, 2, 1)],
+    ),
+    "fourier in the plane": (
+        lambda q, k, v, a, b, p, r, **o: ops.fourier_attention(q, k, v, a, b, q_positions=p, k_positions=r, **o),
+        [draw(4, 4, 2), EACH[0], draw(2, LENGTH, 2), draw(2, LENGTH, 2, seed=4)],
+    ),
+    "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(4, 2 * LENGTH - 1)]),
+    "aft simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
+    "aft local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
+    "aft conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(4, 5)]),
+    "aft conv as published": (
+        lambda q, k, v, w, g, b, **o: ops.aft_conv(q, k[..., 0], v, w, gamma=g, beta=b, **o),
+        [draw(4, 5), draw(4), draw(4, seed=1)],
+    ),
+}
+PADDING = torch.zeros(2, LENGTH, dtype=torch.bool)
+PADDING[0, 5:] = True
+PADDING[1] = True
+OPTIONS = [{}, {"is_causal": True}, {"is_causal": True, "offset": -2}, {"key_padding_mask": PADDING}]
+EVERY = pytest.mark.parametrize("name", CASES)
+
+
+@EVERY
+@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "late", "padded"])
+def test_gradients(name, options):
+    function, parameters = CASES[name]
+    arguments = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    assert torch.autograd.gradcheck(lambda *t: function(*t, **options), arguments)
+
+
+@EVERY
+@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "late", "padded"])
+def test_chunked_formulation_is_the_operator(name, options, monkeypatch):
+    function, parameters = CASES[name]
+    arguments = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    expected = function(*arguments, **options)
+    taken = []
+
+    def elsewhere(operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state):
+        taken.append(mechanism)
+        q, k, v, *rest = tensors
+        return chunked_attention(q, k, v, rest, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+                                 key_padding_mask=key_padding_mask)  # fmt: skip
+
+    monkeypatch.setattr(_dispatch, "_attend_watched", elsewhere)
+    got = function(*arguments, **options)
+    assert taken
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    weights = draw(*got.shape)
+    ours = torch.autograd.grad((got * weights).sum(), arguments, allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), arguments, allow_unused=True)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@EVERY
+def test_compile_without_a_break(name):
+    function, parameters = CASES[name]
+    arguments = [*inputs(), *parameters]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: function(*t, is_causal=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), function(*arguments, is_causal=True))
+
+
+@EVERY
+def test_another_device(name):
+    function, parameters = CASES[name]
+    out = function(*(t.to("meta") for t in (*inputs(), *parameters)), is_causal=True)
+    assert out.device.type == "meta" and out.shape == (2, 4, LENGTH, 4)
+
+
+@pytest.mark.parametrize("options", [{"attention": "fourier"}, {"attention": "fourier", "normalizer": "dominant"},
+                                     {"attention": "fourier", "wave": "pairs", "normalizer": "unrotated"},
+                                     {"attention": "aft-simple"}], ids=str)  # fmt: skip
+def test_modules(options):
+    module = MultiheadAttention(8, 2, batch_first=True, **options)
+    x = torch.randn(2, 7, 8)
+    out, _ = module(x, x, x, is_causal=True)
+    (out**2).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    state = None
+    for t in range(7):
+        one, state = module.step(x[:, t], state)
+        torch.testing.assert_close(one, out[:, t], rtol=1e-4, atol=1e-5)
