@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Algorithm, Bias, KernelizedAttention, Mechanism, Score, Shaw, Toeplitz};
+use longspan_kernels::{Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, Toeplitz};
 
 use crate::error::Error;
 
@@ -19,6 +19,7 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
         Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
         Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
+        Entry::new("fourier", "Fourier positions", |_, _| Fourier::default()),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
