@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
-use log_sum::{Factored, OutputRow};
+use log_sum::{Factored, OutputRow, Tokens};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,6 +170,8 @@ operations! {
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
     join(to: &mut [T], item: &[T], bias: T);
+    sum_tokens(tokens: Tokens<'_, T>, to: &mut [T]);
+    scan_tokens(tokens: Tokens<'_, T>, before: &[T], to: &mut [T]);
     join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
     factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     exponentials(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T;
