@@ -149,7 +149,7 @@ fn table_rows(attention: &KernelizedAttention, mask: &Mask<'_>) -> f64 {
     if mask.order == Order::Causal { radius + 1.0 } else { 2.0 * radius + 1.0 }
 }
 
-/// Blocks of `head_dim` features that keys take part with; 0 if they do not.
+/// Multiples of the map's features that keys take part with, 0 if they do not.
 fn content(attention: &KernelizedAttention) -> f64 {
     match attention.score {
         Score::Relative(_) => 0.0,
