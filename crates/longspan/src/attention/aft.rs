@@ -101,7 +101,7 @@ impl Options for AftLocalOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
@@ -113,7 +113,7 @@ impl Options for AftSimpleOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
@@ -135,7 +135,7 @@ impl Options for AftConvOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
