@@ -19,7 +19,9 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
         Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
         Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
-        Entry::new("fourier", "Fourier positions", |_, _| Fourier::default()),
+        Entry::new("fourier", "Fourier positions", |algorithm, _| {
+            kernelized(Score::Fourier(Fourier::default()), algorithm)
+        }),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
