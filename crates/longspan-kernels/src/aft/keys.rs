@@ -2,10 +2,12 @@
 
 use super::problem::Problem;
 use super::state::Head;
-use super::walk::{Items, clear};
+use super::walk::{Items, clear, join_items};
 use crate::mask::Sequence;
 use crate::real::Real;
 use crate::shape::Rows;
+use crate::simd::Ops;
+use crate::simd::log_sum::Tokens;
 
 /// The keys of one head of a sequence; those before 0 stand in the initial state's ring.
 pub(super) struct KeyItems<'a, T> {
@@ -35,6 +37,19 @@ impl<'a, T: Real> KeyItems<'a, T> {
     /// Whether key `j` takes part in nothing.
     pub fn ignores(&self, key: isize) -> bool {
         self.ignored.is_some_and(|ignored| key >= 0 && ignored[key as usize])
+    }
+
+    /// Some keys and values as they stand in the caller's tensors, if all are there and none is ignored.
+    pub fn tokens(&self, from: isize, count: usize) -> Option<Tokens<'a, T>> {
+        let plain = from >= 0 && self.ignored.is_none();
+        plain.then(|| Tokens {
+            keys: self.keys.skip(from as usize),
+            key_dim: self.key_dim,
+            values: self.values.skip(from as usize),
+            queries: None,
+            count,
+            head_dim: self.head_dim,
+        })
     }
 
     /// Key `j` and its value, unless it is ignored.
@@ -81,6 +96,13 @@ impl<T: Real> Items<T> for KeyItems<'_, T> {
             write_item(self.token(key), self.width, item);
         }
         block
+    }
+
+    fn sum(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
+        match self.tokens(from, count) {
+            Some(tokens) => ops.sum_tokens(tokens, mean),
+            None => join_items(ops, self.load(from, count, block), mean),
+        }
     }
 
     fn start(&self, mean: &mut [T]) {

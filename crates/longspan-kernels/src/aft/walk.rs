@@ -13,6 +13,14 @@ pub(super) trait Items<T> {
     /// The items from `from` on, `count` of them, one after the other; `block` has room for as many.
     fn load<'a>(&'a self, from: isize, count: usize, block: &'a mut [T]) -> &'a [T];
 
+    /// The mean of `count` items from `from` on; `block` has room for as many.
+    fn sum(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T])
+    where
+        T: Real,
+    {
+        join_items(ops, self.load(from, count, block), mean);
+    }
+
     /// The mean of what came before the first item.
     fn start(&self, mean: &mut [T]);
 }
@@ -30,6 +38,14 @@ pub(super) fn clear<T: Real>(mean: &mut [T]) {
     mean[..width].fill(floor());
 }
 
+/// Makes `mean` that of some items without biases.
+pub(super) fn join_items<T: Real>(ops: &Ops<T>, items: &[T], mean: &mut [T]) {
+    clear(mean);
+    for item in items.chunks_exact(mean.len()) {
+        ops.join(mean, item, T::ZERO);
+    }
+}
+
 /// Joins the items `from..to` to `sum`, a chunk at a time: rounding errors then grow with the number of chunks and not of
 /// items, and what is joined to a long sum is of its size. `block` has room for a chunk of items and one more.
 pub(super) fn join_all<T: Real>(
@@ -44,10 +60,7 @@ pub(super) fn join_all<T: Real>(
     let mut at = from;
     while at < to {
         let count = (to - at).min(CHUNK as isize) as usize;
-        clear(part);
-        for item in items.load(at, count, block).chunks_exact(part.len()) {
-            ops.join(part, item, T::ZERO);
-        }
+        items.sum(ops, at, count, part, block);
         ops.join(sum, part, T::ZERO);
         at += count as isize;
     }

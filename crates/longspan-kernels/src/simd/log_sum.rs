@@ -7,6 +7,7 @@
 
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
+use crate::shape::Rows;
 
 /// The exponent of the unit: finite, so that differences with −∞ have a meaning, and below all that keys can be.
 pub(crate) fn floor<T: Real>() -> T {
@@ -55,6 +56,106 @@ where
             let row = |n: usize| V::load(item.as_ptr().add(n * width + column));
             let parts = [row(0), row(1).add(V::splat(bias)), row(2), row(3)];
             join_register::<V>(to.as_mut_ptr().add(column), width, parts);
+        }
+        column += V::LANES;
+    }
+}
+
+/// The tokens of one head, as a caller's tensors hold them.
+#[derive(Clone, Copy)]
+pub(crate) struct Tokens<'a, T> {
+    pub keys: Rows<'a, T>,
+    /// Numbers in a key: those of a value, or 1.
+    pub key_dim: usize,
+    pub values: Rows<'a, T>,
+    /// For a gate.
+    pub queries: Option<Rows<'a, T>>,
+    pub count: usize,
+    /// Numbers in a value.
+    pub head_dim: usize,
+}
+
+impl<T: Copy> Tokens<'_, T> {
+    /// A register of a token's key.
+    #[inline(always)]
+    unsafe fn key<V: Vector<Element = T>>(&self, token: usize, column: usize) -> V {
+        let row = self.keys.row(token, self.key_dim);
+        // SAFETY: forwarded to the caller.
+        unsafe { if self.key_dim == self.head_dim { load_part(row, column) } else { V::splat(row[0]) } }
+    }
+}
+
+/// The mean of tokens that are all there, relative to the largest key of each channel.
+#[inline(always)]
+pub(crate) unsafe fn sum_tokens<V: Vector>(tokens: Tokens<'_, V::Element>, to: &mut [V::Element])
+where
+    V::Element: Constants,
+{
+    let width = to.len() / PARTS;
+    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width);
+    to.fill(V::Element::ZERO);
+    to[..width].fill(floor());
+    let mut column = 0;
+    while column < tokens.head_dim {
+        // SAFETY: every row of the mean has a register at `column` by the assertion above.
+        unsafe {
+            let mut most = V::splat(floor());
+            for token in 0..tokens.count {
+                most = tokens.key::<V>(token, column).max(most);
+            }
+            let zero = V::splat(V::Element::ZERO);
+            let (mut numerator, mut denominator) = (zero, zero);
+            for token in 0..tokens.count {
+                let weight = exp_nonpositive(tokens.key::<V>(token, column).sub(most));
+                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
+                numerator = weight.mul_add(value, numerator);
+                denominator = denominator.add(weight);
+            }
+            most.store(to.as_mut_ptr().add(column));
+            numerator.store(to.as_mut_ptr().add(2 * width + column));
+            denominator.store(to.as_mut_ptr().add(3 * width + column));
+        }
+        column += V::LANES;
+    }
+}
+
+/// Joins the tokens to a mean without biases one by one; row `n` of `to` is the output after token `n`.
+#[inline(always)]
+pub(crate) unsafe fn scan_tokens<V: Vector>(
+    tokens: Tokens<'_, V::Element>,
+    before: &[V::Element],
+    to: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let width = before.len() / PARTS;
+    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && to.len() >= tokens.count * width);
+    let mut column = 0;
+    while column < tokens.head_dim {
+        // SAFETY: every row of the mean and of `to` has a register at `column` by the assertion above.
+        unsafe {
+            let at = |n: usize| V::load(before.as_ptr().add(n * width + column));
+            let (mut x, mut numerator, mut denominator) = (at(0), at(2), at(3));
+            let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
+            for token in 0..tokens.count {
+                let key = tokens.key::<V>(token, column);
+                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
+                let rise = key.sub(x);
+                let small = exp_nonpositive(zero.sub(rise.abs()));
+                // Where `rise` is NaN so is `small`, which the token's factor then carries on.
+                let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
+                x = rise.if_positive(key, x);
+                numerator = numerator.mul_add(own, value.mul(other));
+                denominator = denominator.mul_add(own, other);
+                let mut result = numerator.div(denominator);
+                if let Some(queries) = tokens.queries {
+                    let q = load_part::<V>(queries.row(token, tokens.head_dim), column);
+                    result = result.mul(sigmoid(q).0);
+                }
+                // Not a plain 0: a denominator that is NaN shows.
+                let result = denominator.if_positive(result, denominator);
+                result.store(to.as_mut_ptr().add(token * width + column));
+            }
         }
         column += V::LANES;
     }

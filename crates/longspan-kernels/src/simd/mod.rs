@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
-use log_sum::{Factored, OutputRow};
+use log_sum::{Factored, OutputRow, Tokens};
 use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 
@@ -185,6 +185,8 @@ operations! {
     exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
     softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
     join(to: &mut [T], item: &[T], bias: T);
+    sum_tokens(tokens: Tokens<'_, T>, to: &mut [T]);
+    scan_tokens(tokens: Tokens<'_, T>, before: &[T], to: &mut [T]);
     join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
     factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     exponentials(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T;
