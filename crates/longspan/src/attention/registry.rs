@@ -9,9 +9,9 @@ use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState, FourierAttention,
-    FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions, SoftmaxAttention,
-    SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
+    AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState,
+    FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
+    SoftmaxAttention, SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, Kernel, Layer, Total};
 use crate::error::{Error, Result, argument};
@@ -173,6 +173,8 @@ mechanisms! {
     Fourier = fourier "fourier" (FourierOptions) -> FourierAttention;
     /// Kernelized attention with a learned bias for every distance (Luo et al. 2021).
     Toeplitz = toeplitz "toeplitz" (ToeplitzOptions) -> ToeplitzAttention;
+    /// AFT with a learned bias for each query and key, of quadratic cost.
+    AftFull = aft_full "aft-full" (AftFullOptions) -> AftAttention;
     /// AFT with a learned bias for each query and the keys near it (Zhai et al. 2021).
     AftLocal = aft_local "aft-local" (AftLocalOptions) -> AftAttention;
     /// AFT without biases, blind to positions.

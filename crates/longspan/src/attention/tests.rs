@@ -36,6 +36,7 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "toeplitz", "normalize": false}"#,
         r#"{"mechanism": "aft-conv", "taps": 4, "normalized": false}"#,
         r#"{"mechanism": "aft-local", "window": 1}"#,
+        r#"{"mechanism": "aft-full", "length": 200, "rank": null}"#,
     ] {
         configs.push(serde_json::from_str(options).unwrap());
     }
