@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, Toeplitz};
+use longspan_kernels::{
+    Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, SoftmaxAttention, Toeplitz,
+};
 
 use crate::error::Error;
 
@@ -19,11 +21,14 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
         Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
         Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
-        Entry::new("fourier", "Fourier positions", |_, _| Fourier::default()),
+        Entry::new("fourier", "Fourier positions", |algorithm, _| {
+            kernelized(Score::Fourier(Fourier::default()), algorithm)
+        }),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
+        Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
     ]
