@@ -22,7 +22,7 @@ use crate::simd::log_sum::Factored;
 pub(super) const SIDE: usize = CHUNK;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
-const LEAF: usize = 16;
+const LEAF: usize = 8;
 
 /// Tiles with fewer rows or columns are taken pair by pair.
 const LEAST: usize = 4;
