@@ -151,8 +151,8 @@ impl<T: Real> Mechanism<T> for Aft {
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
         let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
         // Processor time of one core with AVX-512, 8 heads of 4096 tokens and 64 channels: aft-simple 4 ms, 5 taps of
-        // aft-conv 8 ms, aft-local with a window of 64 24 ms, aft-full 400 ms.
-        let pair = if tiled { 47e-12 } else { 0.4e-9 };
+        // aft-conv 8 ms, aft-local with a window of 64 20 ms, aft-full 316 ms.
+        let pair = if tiled { 37e-12 } else { 0.4e-9 };
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,
