@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, Toeplitz};
+use longspan_kernels::{
+    Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, SoftmaxAttention, Toeplitz,
+};
 
 use crate::error::Error;
 
@@ -26,6 +28,7 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
+        Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
     ]

@@ -23,6 +23,22 @@ use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{Kernel, Layer};
 use crate::error::{Result, config};
 
+/// AFT-full: a learned bias for each query and each key. Quadratic in time, and in memory too on devices without kernels.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AftFullOptions {
+    /// The longest sequence: the table has a row and a column for each position. 1024 by default.
+    pub length: usize,
+    /// `r` of the factors `u·zᵀ` of the table, `[length, r]` each; `None` for a table of `length²` numbers. 64 by default.
+    pub rank: Option<usize>,
+}
+
+impl Default for AftFullOptions {
+    fn default() -> Self {
+        Self { length: 1024, rank: Some(64) }
+    }
+}
+
 /// AFT-local: a learned bias for each query and each key near it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -64,9 +80,11 @@ impl Default for AftConvOptions {
 /// Attention without attention over heads, with its learned biases.
 #[derive(Module, Debug)]
 pub struct AftAttention {
-    /// AFT-local: `[length, 2·window − 1]`, the bias of the key at distance `column − window + 1` for the query at position
+    /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, the bias of the key at distance `column − window + 1` for the query at position
     /// `row`, the same for all heads. AFT-conv: `[heads, taps]`. AFT-simple has none.
     pub w: Option<Param<Tensor<2>>>,
+    /// The other factor of an AFT-full table, `[length, rank]`.
+    pub z: Option<Param<Tensor<2>>>,
     /// The scale of a normalised AFT-conv kernel, `[heads]`; starts at 0.
     pub gamma: Option<Param<Tensor<1>>>,
     /// The level of a normalised AFT-conv kernel, `[heads]`; starts at 0.
@@ -80,8 +98,42 @@ pub struct AftAttention {
 /// As published: close to no bias.
 const BIASES: Initializer = Initializer::Normal { mean: 0.0, std: 0.01 };
 
+/// Of the factors of a table: their product is then as close to no bias.
+const FACTOR: f64 = 0.1;
+
 fn module(variant: Variant, w: Option<Param<Tensor<2>>>, heads: Heads) -> AftAttention {
-    AftAttention { w, gamma: None, beta: None, aft: Arc::new(Aft::new(variant)), heads }
+    AftAttention { w, z: None, gamma: None, beta: None, aft: Arc::new(Aft::new(variant)), heads }
+}
+
+impl Options for AftFullOptions {
+    type Module = AftAttention;
+
+    fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
+        let Self { length, rank } = *self;
+        let range = 1..1 << 24;
+        config(range.contains(&length), "AftFullOptions", "length", "1 or more, less than 2²⁴", length)?;
+        config(
+            range.contains(&rank.unwrap_or(1)),
+            "AftFullOptions",
+            "rank",
+            "1 or more, less than 2²⁴",
+            rank.unwrap_or(0),
+        )?;
+        let table = |std| Initializer::Normal { mean: 0.0, std }.init([length, rank.unwrap_or(length)], device);
+        let variant = Variant::Full { length, rank };
+        Ok(match rank {
+            None => module(variant, Some(BIASES.init([length, length], device)), heads),
+            Some(_) => AftAttention { z: Some(table(FACTOR)), ..module(variant, Some(table(FACTOR)), heads) },
+        })
+    }
+
+    fn sees_order(&self) -> bool {
+        true
+    }
+
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::shaw())
+    }
 }
 
 impl Options for AftLocalOptions {
@@ -101,7 +153,7 @@ impl Options for AftLocalOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
@@ -113,7 +165,7 @@ impl Options for AftSimpleOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
@@ -135,7 +187,7 @@ impl Options for AftConvOptions {
     }
 
     fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
+        Some(AttentionConfig::shaw())
     }
 }
 
@@ -173,8 +225,8 @@ impl Layer for AftAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let w = self.w.iter().map(|w| w.val().reshape([-1]));
-        w.chain(self.gamma.iter().chain(&self.beta).map(|x| x.val())).collect()
+        let tables = self.w.iter().chain(&self.z).map(|table| table.val().reshape([-1]));
+        tables.chain(self.gamma.iter().chain(&self.beta).map(|x| x.val())).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
@@ -191,6 +243,21 @@ impl Layer for AftAttention {
                     .map(|i| if causal { place(i).min(keys as isize - 1) } else { keys as isize - 1 })
                     .collect();
                 return narrow_float(items.prefixes().take(&ends).gated(q, self.aft.gate), dtype);
+            }
+            Variant::Full { length, .. } => {
+                let rows: Vec<i64> = (0..queries).map(|i| place(i).clamp(0, length as isize - 1) as i64).collect();
+                let table = self.w.as_ref().map(|w| match &self.z {
+                    None => widen(w.val()),
+                    Some(z) => widen(w.val()).matmul(widen(z.val()).transpose()),
+                });
+                let biases = table.map(|table| {
+                    let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [queries]), &table.device());
+                    table.select(0, rows).narrow(1, 0, keys).reshape([1, 1, queries, keys, 1])
+                });
+                let seen = |i: usize, key: isize| if !causal || key <= place(i) { key } else { -1 };
+                let all: Vec<isize> =
+                    (0..queries).flat_map(|i| (0..keys as isize).map(move |key| seen(i, key))).collect();
+                return narrow_float(items.take(&all).biased(biases, queries).gated(q, self.aft.gate), dtype);
             }
             Variant::Local { window, length } => {
                 let table = self.w.as_ref().map(|w| widen(w.val()));

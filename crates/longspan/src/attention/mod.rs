@@ -9,6 +9,7 @@
 
 mod aft;
 mod by_name;
+mod fourier;
 mod heads;
 mod kernelized;
 mod mask;
@@ -21,7 +22,8 @@ mod toeplitz;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-pub use aft::{AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions};
+pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions};
+pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
 pub use heads::Heads;
 pub use kernelized::{
     KernelConfig, KernelizedAttention, KernelizedAttentionConfig, KernelizedOptions, RelativeConfig, ShawOptions,

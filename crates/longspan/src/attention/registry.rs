@@ -9,9 +9,9 @@ use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AftAttention, AftConvOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState, Heads,
-    KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions, SoftmaxAttention, SoftmaxOptions, StoredState,
-    ToeplitzAttention, ToeplitzOptions, index_tensor,
+    AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState,
+    FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
+    SoftmaxAttention, SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, Kernel, Layer, Total};
 use crate::error::{Error, Result, argument};
@@ -131,8 +131,9 @@ macro_rules! mechanisms {
                 }
             }
 
-            /// What a decoder whose self-attention this is attends to its memory with: the mechanism itself, unless its
-            /// positions mean nothing between two sequences.
+            /// What a decoder whose self-attention this is attends to its memory with: the mechanism itself, but for AFT,
+            /// whose queries only gate a mean that is the same for all of them and cannot look anything up; there it is
+            /// kernelized attention with Shaw's relative positions.
             pub fn cross_attention(&self) -> Self {
                 let other = match self {
                     $(Self::$variant(options) => options.cross_attention(),)*
@@ -168,8 +169,12 @@ mechanisms! {
     Kernelized = kernelized "kernelized" (KernelizedOptions) -> KernelizedAttention;
     /// Kernelized attention with Shaw's relative positions (the Linear Scalable Transformer).
     Shaw = shaw "shaw" (ShawOptions) -> KernelizedAttention;
+    /// Kernelized attention whose weights swing with the distance, at learned frequencies.
+    Fourier = fourier "fourier" (FourierOptions) -> FourierAttention;
     /// Kernelized attention with a learned bias for every distance (Luo et al. 2021).
     Toeplitz = toeplitz "toeplitz" (ToeplitzOptions) -> ToeplitzAttention;
+    /// AFT with a learned bias for each query and key, of quadratic cost.
+    AftFull = aft_full "aft-full" (AftFullOptions) -> AftAttention;
     /// AFT with a learned bias for each query and the keys near it (Zhai et al. 2021).
     AftLocal = aft_local "aft-local" (AftLocalOptions) -> AftAttention;
     /// AFT without biases, blind to positions.

@@ -23,11 +23,26 @@ fn modules() -> Vec<(&'static str, Attention)> {
         }
     }
     let device = Device::flex().autodiff();
-    let make = |name: &&'static str| {
-        let config = AttentionConfig::by_name(name).unwrap();
-        (*name, config.init(HEADS, KV_HEADS, DIM, &device).unwrap().map(&mut Widen))
-    };
-    AttentionConfig::NAMES.iter().map(make).collect()
+    let mut configs: Vec<AttentionConfig> =
+        AttentionConfig::NAMES.iter().map(|name| AttentionConfig::by_name(name).unwrap()).collect();
+    for options in [
+        r#"{"mechanism": "fourier", "normalizer": "dominant"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "none"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true}"#,
+        r#"{"mechanism": "fourier", "kernel": {"feature_map": "exp"}}"#,
+        r#"{"mechanism": "toeplitz", "feature_map": "exp", "bias": {"kind": "table", "reach": 200}}"#,
+        r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 20, "bidirectional": true}}"#,
+        r#"{"mechanism": "toeplitz", "normalize": false}"#,
+        r#"{"mechanism": "aft-conv", "taps": 4, "normalized": false}"#,
+        r#"{"mechanism": "aft-local", "window": 1}"#,
+        r#"{"mechanism": "aft-full", "length": 200, "rank": null}"#,
+    ] {
+        configs.push(serde_json::from_str(options).unwrap());
+    }
+    let make =
+        |config: AttentionConfig| (config.name(), config.init(HEADS, KV_HEADS, DIM, &device).unwrap().map(&mut Widen));
+    configs.into_iter().map(make).collect()
 }
 
 fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
@@ -87,7 +102,7 @@ fn outcome(
 fn tensor_operations_are_the_kernels() {
     for (name, attention) in modules() {
         let layer = attention.layer();
-        for (queries, keys) in [(1, 1), (5, 9), (9, 5), (70, 70), (140, 67)] {
+        for (queries, keys) in [(1, 1), (5, 9), (9, 5), (70, 70)] {
             let batch = 2;
             let mut masks = masks(queries, keys, batch);
             let mut sizes = vec![batch; masks.len()];

@@ -10,7 +10,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
 use serde::{Deserialize, Serialize};
 
-use super::registry::{AttentionConfig, Options, attention_module};
+use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{divide, features, largest, narrow_float, repeat_heads, widen, with_ones};
@@ -129,10 +129,6 @@ impl Options for ToeplitzOptions {
 
     fn sees_order(&self) -> bool {
         true
-    }
-
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::kernelized())
     }
 }
 

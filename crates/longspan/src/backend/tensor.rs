@@ -38,15 +38,31 @@ pub(crate) fn attend(
     if batch * heads * queries * keys * value_dim == 0 {
         return Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), dtype));
     }
-    let inputs = Inputs::new(options, q, k, v, table, mask);
-    let sums = match (mask.order, options.score) {
-        (Order::Bidirectional, Score::Content | Score::Fourier(_)) => inputs.content_total(),
-        (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(&inputs, mask.offset, chunk).sums(),
-        (Order::Bidirectional, Score::Combined(_)) => {
-            inputs.content_total() + Grid::bidirectional(&inputs, mask.offset, chunk).sums()
-        }
-        (Order::Causal, _) => Grid::causal(&inputs, mask.offset, chunk).sums(),
-    };
+    let sums = Inputs::new(options, q, k, v, table, mask).sums(mask, chunk);
+    narrow_float(divide(sums, value_dim, options.normalize), dtype)
+}
+
+/// [`attend`] with content alone, whose features `turn` changes before they meet: `(φ(q), φ(k))` to what numerators are
+/// made of, and, where `apart`, denominators stay those of the features themselves.
+pub(crate) fn attend_turned(
+    options: &KernelizedAttention,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    mask: &AttentionMask,
+    apart: bool,
+    turn: impl FnOnce(Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
+) -> Tensor<4> {
+    let dtype = q.dtype();
+    let value_dim = v.dims()[3];
+    let plain = Inputs::new(options, q, k, v, None, mask);
+    let (q, k) = turn(plain.q.clone(), plain.k.clone());
+    let mut sums = Inputs { options, q, k, values: plain.values.clone(), weights: None }.sums(mask, CHUNK);
+    if apart && options.normalize {
+        let ones = plain.values.clone().narrow(3, value_dim, 1);
+        let denominators = Inputs { values: ones, ..plain }.sums(mask, CHUNK);
+        sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
+    }
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
 
@@ -198,6 +214,18 @@ impl<'a> Inputs<'a> {
             q.clone().matmul(rows.swap_dims(2, 3))
         });
         Self { options, q, k, values, weights }
+    }
+
+    /// Sums of the weighted `v⁺` over the keys that each query sees.
+    fn sums(&self, mask: &AttentionMask, chunk: usize) -> Tensor<4> {
+        match (mask.order, self.options.score) {
+            (Order::Bidirectional, Score::Content | Score::Fourier(_)) => self.content_total(),
+            (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(self, mask.offset, chunk).sums(),
+            (Order::Bidirectional, Score::Combined(_)) => {
+                self.content_total() + Grid::bidirectional(self, mask.offset, chunk).sums()
+            }
+            (Order::Causal, _) => Grid::causal(self, mask.offset, chunk).sums(),
+        }
     }
 
     /// The content term where every query sees every key: `φ(q)·(φ(k)ᵀ v⁺)`.
