@@ -2,7 +2,7 @@
 
 use super::problem::Problem;
 use super::state::Head;
-use super::walk::{Items, clear, join_items};
+use super::walk::{Factors, Items, clear, join_items};
 use crate::mask::Sequence;
 use crate::real::Real;
 use crate::shape::Rows;
@@ -102,6 +102,14 @@ impl<T: Real> Items<T> for KeyItems<'_, T> {
         match self.tokens(from, count) {
             Some(tokens) => ops.sum_tokens(tokens, mean),
             None => join_items(ops, self.load(from, count, block), mean),
+        }
+    }
+
+    fn factor(&self, ops: &Ops<T>, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T {
+        let Factors { reference, numerators, denominators } = to;
+        match self.tokens(from, count) {
+            Some(tokens) => ops.factor_tokens(tokens, reference, numerators, denominators),
+            None => ops.factor(self.load(from, count, block), reference, numerators, denominators),
         }
     }
 

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::problem::{CHUNK, Window};
-use super::walk::{Items, clear};
+use super::walk::{Factors, Items, clear};
 use crate::real::Real;
 use crate::scratch::Arena;
 use crate::simd::Ops;
@@ -22,7 +22,7 @@ use crate::simd::log_sum::Factored;
 pub(super) const SIDE: usize = CHUNK;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
-const LEAF: usize = 16;
+const LEAF: usize = 8;
 
 /// Tiles with fewer rows or columns are taken pair by pair.
 const LEAST: usize = 4;
@@ -144,9 +144,9 @@ pub(super) fn means<T: Real>(
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (count, columns) = (outputs.len(), (to - from) as usize);
         bias(outputs.clone(), from, to, work.biases, work.turned);
-        let block = items.load(from, columns, work.items);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
+            let block = items.load(from, columns, work.items);
             for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SIDE)) {
                 let (low, high) = window.seen(n);
                 for item in low.max(from)..high.min(to) {
@@ -158,7 +158,9 @@ pub(super) fn means<T: Real>(
         }
         let tops = &mut work.tops[..count];
         let range = ops.exponentials(work.biases, SIDE, columns, tops);
-        let depth = ops.factor(block, work.reference, work.numerators, work.denominators);
+        let factors =
+            Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
+        let depth = items.factor(ops, from, columns, factors, work.items);
         if range > widest() && depth > widest() {
             return false;
         }
@@ -214,9 +216,9 @@ pub(super) fn bias_gradients<T: Real>(
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (count, columns) = (outputs.len(), (to - from) as usize);
         bias(outputs.clone(), from, to, work.biases);
-        let block = items.load(from, columns, work.items);
         let rows = &rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
+            let block = items.load(from, columns, work.items);
             let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(SIDE));
             for ((row, n), biases) in pairs {
                 let (low, high) = window.seen(n);
@@ -228,7 +230,9 @@ pub(super) fn bias_gradients<T: Real>(
             visit(outputs, from, to, work.biases);
             return true;
         }
-        let depth = ops.factor(block, work.reference, work.numerators, work.denominators);
+        let factors =
+            Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
+        let depth = items.factor(ops, from, columns, factors, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
             if ops.exponentials(work.turned, SIDE, columns, &mut work.tops[..count]) > widest() {

@@ -8,6 +8,13 @@ use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::log_sum::{PARTS, floor};
 
+/// Where items go that are brought to one exponent a channel.
+pub(super) struct Factors<'a, T> {
+    pub reference: &'a mut [T],
+    pub numerators: &'a mut [T],
+    pub denominators: &'a mut [T],
+}
+
 /// What is summed: items in order, each a mean.
 pub(super) trait Items<T> {
     /// The items from `from` on, `count` of them, one after the other; `block` has room for as many.
@@ -19,6 +26,15 @@ pub(super) trait Items<T> {
         T: Real,
     {
         join_items(ops, self.load(from, count, block), mean);
+    }
+
+    /// The items from `from` on relative to the largest exponent of each channel, and the range of exponents; see
+    /// [`factor`](crate::simd::log_sum::factor). `block` has room for as many as `count` items.
+    fn factor(&self, ops: &Ops<T>, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T
+    where
+        T: Real,
+    {
+        ops.factor(self.load(from, count, block), to.reference, to.numerators, to.denominators)
     }
 
     /// The mean of what came before the first item.

@@ -119,6 +119,55 @@ where
     }
 }
 
+/// Brings tokens to one exponent a channel, as [`factor`] does with their means.
+#[inline(always)]
+pub(crate) unsafe fn factor_tokens<V: Vector>(
+    tokens: Tokens<'_, V::Element>,
+    reference: &mut [V::Element],
+    numerators: &mut [V::Element],
+    denominators: &mut [V::Element],
+) -> V::Element
+where
+    V::Element: Constants,
+{
+    let width = reference.len() / 2;
+    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width);
+    assert!(numerators.len().min(denominators.len()) >= tokens.count * width);
+    reference.fill(V::Element::ZERO);
+    if tokens.head_dim < width {
+        numerators[..tokens.count * width].fill(V::Element::ZERO);
+        denominators[..tokens.count * width].fill(V::Element::ZERO);
+    }
+    let mut widest = V::Element::ZERO;
+    let mut column = 0;
+    while column < tokens.head_dim {
+        // SAFETY: every row has a register at `column` by the assertions above.
+        unsafe {
+            let (zero, bottom) = (V::splat(V::Element::ZERO), V::splat(floor()));
+            let mut most = bottom;
+            for token in 0..tokens.count {
+                most = tokens.key::<V>(token, column).max(most);
+            }
+            most.store(reference.as_mut_ptr().add(column));
+            let mut range = zero;
+            for token in 0..tokens.count {
+                let key = tokens.key::<V>(token, column);
+                let depth = most.sub(key);
+                range = key.sub(bottom).if_positive(depth, zero).max(range);
+                let weight = exp_nonpositive(zero.sub(depth));
+                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
+                value.mul(weight).store(numerators.as_mut_ptr().add(token * width + column));
+                weight.store(denominators.as_mut_ptr().add(token * width + column));
+            }
+            let mut lanes = [V::Element::ZERO; 16];
+            range.store(lanes.as_mut_ptr());
+            widest = lanes.into_iter().fold(widest, V::Element::max);
+        }
+        column += V::LANES;
+    }
+    widest
+}
+
 /// Joins the tokens to a mean without biases one by one; row `n` of `to` is the output after token `n`.
 #[inline(always)]
 pub(crate) unsafe fn scan_tokens<V: Vector>(

@@ -186,6 +186,7 @@ operations! {
     softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
     join(to: &mut [T], item: &[T], bias: T);
     sum_tokens(tokens: Tokens<'_, T>, to: &mut [T]);
+    factor_tokens(tokens: Tokens<'_, T>, reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     scan_tokens(tokens: Tokens<'_, T>, before: &[T], to: &mut [T]);
     join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
     factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
