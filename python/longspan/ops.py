@@ -52,6 +52,7 @@ __all__ = [
     "State",
     "aft_conv",
     "aft_conv_step",
+    "aft_full",
     "aft_local",
     "aft_local_step",
     "aft_simple",
@@ -64,6 +65,8 @@ __all__ = [
     "mechanisms",
     "shaw_attention",
     "shaw_attention_step",
+    "softmax_attention",
+    "softmax_attention_step",
     "toeplitz_attention",
     "toeplitz_attention_step",
 ]
@@ -268,6 +271,46 @@ def toeplitz_attention_step(q, k, v, bias, state=None, *, feature_map="elu+1", n
     return _step(operation, "toeplitz", options, q, k, v, (bias,), state)
 
 
+def aft_full(q, k, v, w=None, u=None, z=None, *, is_causal=False, offset=0, key_padding_mask=None):
+    """AFT-full: `aft_local` with a bias for every pair, ``w`` ``[Lq, Lk]``, or ``w = u @ z.T`` with ``u`` ``[Lq, r]`` and
+    ``z`` ``[Lk, r]``. Computed as a window over the whole sequence, with a table of up to ``2 Lq Lk`` biases."""
+    operation = "aft_full"
+    if (w is None) == (u is None) or (u is None) != (z is None):
+        raise ValueError(f"{operation}: w: expected w, or both u and z, got another choice of them")
+    if w is None:
+        _expect_axes(operation, "u", u, 2, "(queries, rank)")
+        _expect_axes(operation, "z", z, 2, "(keys, rank)")
+        if u.shape[1] != z.shape[1]:
+            raise ValueError(f"{operation}: z: expected shape (keys, {u.shape[1]}), got shape {tuple(z.shape)}")
+        w = u @ z.swapaxes(0, 1)
+    _expect_axes(operation, "w", w, 2, "(queries, keys)")
+    queries, keys = w.shape
+    for name, array, tokens in (("q", q, queries), ("k", k, keys)):
+        _expect_axes(operation, name, array, 4, "(batch, heads, tokens, features)")
+        if array.shape[2] != tokens:
+            raise ValueError(f"{operation}: w: expected shape ({q.shape[2]}, {k.shape[2]}), got shape {tuple(w.shape)}")
+    if not isinstance(offset, int):
+        raise TypeError(f"{operation}: offset: expected an integer that fits 64 bits, got {offset!r}")
+    reach = max(queries + offset, keys - offset, 1)
+    if reach > 1 << 23:
+        raise ValueError(f"{operation}: offset: expected one within the sequence, got {offset}")
+    if keys == 0:
+        w = w.new_zeros((queries, 1)) if _is_tensor(w) else np.zeros((queries, 1), w.dtype)
+    if _is_tensor(w):
+        import torch
+
+        key = torch.arange(queries, device=w.device)[:, None] + torch.arange(1 - reach, reach, device=w.device) + offset
+        table = torch.where((key >= 0) & (key < keys), w.gather(1, key.clamp(0, w.shape[1] - 1)), 0)
+    else:
+        key = np.arange(queries)[:, None] + np.arange(1 - reach, reach) + offset
+        table = np.where((key >= 0) & (key < keys), np.take_along_axis(w, key.clip(0, w.shape[1] - 1), 1), 0)
+        table = table.astype(w.dtype, copy=False)
+    options = _local_options(operation, table, False)
+    return _attend(
+        operation, "aft-local", options, q, k, v, (table,), is_causal, offset, key_padding_mask, None, None, False
+    )  # fmt: skip
+
+
 def aft_local(
     q, k, v, w, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
     output_final_state=False,
@@ -332,6 +375,27 @@ def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
     operation = "aft_conv_step"
     k, parameters, options = _conv(operation, k, w, gamma, beta, 2 if getattr(q, "ndim", 0) == 3 else 3)
     return _step(operation, "aft-conv", options, q, k, v, parameters, state)
+
+
+def softmax_attention(
+    q, k, v, *, scale=None, capacity=4096, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
+    initial_state=None, output_final_state=False,
+):  # fmt: skip
+    """Softmax attention, the baseline: ``softmax(scale q k^T) v``, with ``scale = 1 / sqrt(d)`` by default.
+
+    A state is a cache of ``capacity`` keys and values. The other arguments are described at the top of this module.
+    """
+    operation = "softmax_attention"
+    return _attend(
+        operation, "softmax", _softmax_options(operation, scale, capacity), q, k, v, (),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096):
+    """One token of `softmax_attention` with ``is_causal=True``."""
+    operation = "softmax_attention_step"
+    return _step(operation, "softmax", _softmax_options(operation, scale, capacity), q, k, v, (), state)
 
 
 # Options are JSON text: what a torch operator can take, and what names a compiled mechanism in a cache.
@@ -418,6 +482,18 @@ def _shaw_options(
     return _kernel_options(
         operation, k, feature_map, decay, normalize, algorithm, kernelized=kernelized, rel_feature_map=rel_feature_map
     )  # fmt: skip
+
+
+def _softmax_options(operation: str, scale: float | None, capacity: int) -> str:
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"{operation}: scale: expected a number or None, got {type(scale).__name__}")
+    if scale is not None and not abs(scale) < float("inf"):
+        raise ValueError(f"{operation}: scale: expected a finite number, got {scale}")
+    if not isinstance(capacity, int):
+        raise TypeError(f"{operation}: capacity: expected an integer, got {type(capacity).__name__}")
+    if not 0 <= capacity <= 1 << 32:
+        raise ValueError(f"{operation}: capacity: expected between 0 and 2**32 tokens, got {capacity}")
+    return _object(scale=None if scale is None else float(scale), capacity=capacity)
 
 
 _FREE = {"one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",)}
@@ -651,6 +727,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aft-local": aft_local,
     "aft-simple": aft_simple,
     "aft-conv": aft_conv,
+    "softmax": softmax_attention,
 }
 
 #: Options without which a mechanism cannot be explained, and what stands for them.

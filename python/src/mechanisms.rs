@@ -9,7 +9,7 @@ use std::sync::Arc;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
     Aft, Algorithm, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Positions,
-    RelativeMap, Score, Shaw, Toeplitz, Wave,
+    RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
@@ -84,6 +84,13 @@ pub const TABLE: &[Entry] = &[
         states: &["aft-conv"],
         example: r#"{"taps": 1}"#,
         build: aft_conv,
+    },
+    Entry {
+        name: "softmax",
+        summary: "softmax attention, the baseline: quadratic in the number of tokens",
+        states: &["softmax"],
+        example: "{}",
+        build: softmax,
     },
 ];
 
@@ -323,4 +330,19 @@ struct AftConvOptions {
 fn aft_conv(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
     let AftConvOptions { taps, normalized } = read(options)?;
     Ok(Arc::new(Aft::new(Variant::Conv { taps, normalized })))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SoftmaxOptions {
+    #[serde(default)]
+    scale: Option<f64>,
+    #[serde(default)]
+    capacity: Option<usize>,
+}
+
+fn softmax(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let SoftmaxOptions { scale, capacity } = read(options)?;
+    let default = SoftmaxAttention::default();
+    Ok(Arc::new(SoftmaxAttention { scale, capacity: capacity.unwrap_or(default.capacity) }))
 }

@@ -72,6 +72,21 @@ def test_aft_is_the_definition(lengths, options):
             close(ops.aft_conv(q, key[..., 0], v, w, **how), definition.aft(q, key, v, biases, **how))
 
 
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 21), (21, 9), (3, 0)])
+def test_full_biases_and_softmax(lengths, options):
+    q, k, v = inputs(queries=lengths[0], keys=lengths[1], kv_heads=4, value_dim=5)
+    w = draw(*lengths)
+    close(ops.aft_full(q, k, v, w, **options), definition.aft(q, k, v, w[None], **options))
+    u, z = draw(lengths[0], 2), draw(lengths[1], 2)
+    close(ops.aft_full(q, k, v, u=u, z=z, **options), definition.aft(q, k, v, (u @ z.T)[None], **options))
+    for scale in (None, 0.3):
+        scores = np.exp((5**-0.5 if scale is None else scale) * q @ k.swapaxes(-1, -2))
+        seen = definition.visible(*lengths, options["is_causal"], options.get("offset", 0), None, 2)
+        expected = definition.weighted(np.where(seen, scores, 0), v)
+        close(ops.softmax_attention(q, k, v, scale=scale, **options), expected)
+
+
 def test_aft_conv_as_published():
     q, k, v = inputs(kv_heads=4, value_dim=5)
     w, gamma, beta = draw(4, 5), draw(4), draw(4) + 1
@@ -95,6 +110,10 @@ STREAMS = {
     "aft_local": (
         lambda q, k, v, **o: ops.aft_local(q, k, v, draw(30, 7), is_causal=True, **o),
         lambda q, k, v, s: ops.aft_local_step(q, k, v, draw(30, 7), s),
+    ),
+    "softmax": (
+        lambda q, k, v, **o: ops.softmax_attention(q, k, v, is_causal=True, capacity=64, **o),
+        lambda q, k, v, s: ops.softmax_attention_step(q, k, v, s, capacity=64),
     ),
     "aft_conv": (
         lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), is_causal=True, **o),
@@ -134,6 +153,9 @@ WRONG = [
     ("w: expected shape", lambda: ops.aft_local(Q, K, V, draw(13, 4))),
     (r"w: expected shape \(13, 5\)", lambda: ops.aft_local(Q, K, V, draw(12, 5))),
     ("k: expected shape", lambda: ops.aft_conv(Q, K, V, draw(4, 5))),
+    ("w: expected w, or both u and z", lambda: ops.aft_full(Q, K, V, draw(13, 13), u=draw(13, 2))),
+    (r"w: expected shape \(13, 13\)", lambda: ops.aft_full(Q, K, V, draw(13, 12))),
+    ("scale: expected a finite", lambda: ops.softmax_attention(Q, K, V, scale=float("nan"))),
     ("beta: expected both", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 5), gamma=draw(4))),
     ("value_dim: expected", lambda: ops.aft_simple(Q, K, V[..., 1:])),
 ]

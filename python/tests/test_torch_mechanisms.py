@@ -41,6 +41,8 @@ CASES = {
     "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(4, 2 * LENGTH - 1)]),
     "aft simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
     "aft local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
+    "aft full": (lambda q, k, v, w, **o: ops.aft_full(q, k, v, w, **o), [draw(LENGTH, LENGTH)]),
+    "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, **o), []),
     "aft conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(4, 5)]),
     "aft conv as published": (
         lambda q, k, v, w, g, b, **o: ops.aft_conv(q, k[..., 0], v, w, gamma=g, beta=b, **o),

@@ -486,7 +486,29 @@ def _conv_biases(parameters, is_causal: bool, distance: Tensor, _rows: slice) ->
     return torch.where(inside, w[:, column.clamp(0, taps - 1)], 0)
 
 
+def _softmax(q, k, v, _parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+    """`longspan.ops.softmax_attention`, a few rows of all pairs at a time."""
+    k, v, there = _without_padding(k, v, key_padding_mask)
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = settings.get("scale")
+    scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+    pieces = []
+    step = _rows(q, k.shape[2])
+    for start in range(0, max(q.shape[2], 1), step):
+        stop = min(start + step, q.shape[2])
+        seen = there.transpose(-1, -2) > 0
+        if is_causal:
+            seen = seen & (_distances(start, stop, k.shape[2], offset, q.device) <= 0)
+        scores = (scale * q[:, :, start:stop] @ k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
+        highest = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(())
+        weights = (scores - highest.nan_to_num(neginf=0.0)).exp()
+        pieces.append(_divide(torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1), True))
+    return torch.cat(pieces, 2)
+
+
 _FORMULATIONS = {
+    "softmax": _softmax,
     "kernelized": _kernelized,
     "shaw": _kernelized,
     "fourier": _fourier,
