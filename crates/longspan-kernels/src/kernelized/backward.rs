@@ -1232,10 +1232,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let far = std::mem::take(&mut buffers.running);
         far.fill(T::ZERO);
         let lag = |key: usize| key as isize - radius as isize;
-        // Rows that stand more than R before key 0.
-        let mut position = self.positions().start;
-        while position < lag(0) {
-            let count = ((lag(0) - position) as usize).min(buffers.chunk);
+        // Rows that stand more than R before key 0; under a far offset they end long before it.
+        let std::ops::Range { start: mut position, end } = self.positions();
+        let end = lag(0).min(end);
+        while position < end {
+            let count = ((end - position) as usize).min(buffers.chunk);
             self.run_before(position, count, radius, far, false, buffers);
             position += count as isize;
         }

@@ -223,16 +223,22 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        match self.chosen(call) {
-            // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves
-            // the choice free: backward, which does not know of it, must find the denominators of its own algorithm.
-            Algorithm::Naive => naive::forward(&problem, sink, scratch),
-            Algorithm::Cumsum => cumsum::forward(&problem, sink, scratch)?,
+        // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice
+        // free: backward, which does not know of it, must find the denominators of its own algorithm.
+        let final_state = match self.chosen(call) {
+            Algorithm::Naive => {
+                naive::forward(&problem, sink, scratch);
+                final_state
+            }
+            Algorithm::Cumsum => {
+                cumsum::forward(&problem, sink, scratch)?;
+                final_state
+            }
             _ => {
                 forward::forward(&problem, sink, final_state, scratch);
-                return Ok(());
+                None
             }
-        }
+        };
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
