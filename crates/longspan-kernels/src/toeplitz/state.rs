@@ -93,8 +93,13 @@ pub(super) fn check<T: Real>(
     argument: &'static str,
 ) -> Result<(), Error> {
     state.check(OPERATION, argument, shape(toeplitz, dims))?;
+    check_marks(toeplitz, state, argument)
+}
+
+/// Checks the marks of a state of the right sizes, whose numbers may come from anywhere.
+fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let near = toeplitz.bias.near();
-    for index in 0..dims.batch * dims.kv_heads {
+    for index in 0..state.shape().batch * state.shape().kv_heads {
         let marks = Head::from(state.head(0, index)).marks;
         let whole = |place: usize, below: usize| {
             let mark = marks[place].to_f64();
@@ -135,6 +140,8 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
         || format!("{shape:?}"),
     )?;
     later.check(OPERATION, "later state", shape)?;
+    check_marks(toeplitz, earlier, "earlier state")?;
+    check_marks(toeplitz, later, "later state")?;
     for index in 0..shape.batch * shape.kv_heads {
         let [earlier, later] = [earlier, later].map(|state| Head::from(state.head(0, index)).mark(TOKENS));
         check_reach(toeplitz, "later state", earlier + later)?;
