@@ -1,9 +1,9 @@
 //! How one operation, attention over whole sequences or token by token, reaches the machine.
 //!
-//! [`attend`] checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
+//! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
 //! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
 //! same mathematics runs in plain tensor operations, which Burn differentiates. Neither knows a mechanism: the first takes
-//! any [`Kernel`], the second what the mechanism's module brings along as a [`Layer`].
+//! any [`Kernel`], the second what the mechanism's module brings along as a `Layer`.
 
 #[cfg(feature = "flex")]
 mod autodiff;

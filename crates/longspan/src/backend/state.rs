@@ -13,7 +13,7 @@ use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
 
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
-/// [`AttentionState::to_stored`]. The default is the state before the first token.
+/// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
 /// On the CPU without autodiff its size does not grow (but for mechanisms that have no state of constant size). Elsewhere
 /// kernelized attention keeps sums of constant size as well, and every other mechanism its keys and values.
@@ -38,7 +38,7 @@ pub(crate) enum TensorState {
     Past(Box<[Tensor<4>; 2]>),
 }
 
-/// A state as numbers, for any format that serde writes. Made by [`AttentionState::to_stored`].
+/// A state as numbers, for any format that serde writes. Made by [`Attention::store`](crate::attention::Attention::store).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoredState {
