@@ -52,7 +52,8 @@ pub struct Assumptions {
     pub positions: bool,
     /// Every weight that a query may give is positive, so that what it sees always shows.
     pub positive_weights: bool,
-    /// Features are turned by positions: what features add up to may cancel, whatever the signs of the inputs.
+    /// Features are turned by positions, or mixed by the map: what they, or their gradients, add up to may cancel, whatever
+    /// the signs of the inputs.
     pub turned: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
@@ -109,9 +110,10 @@ impl Subject {
             positive_weights: !identity
                 && !raw_table
                 && attention.feature_map != FeatureMap::Relu
+                && !matches!(attention.feature_map, FeatureMap::Dpfp { .. })
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
-            turned: attention.score.fourier().is_some(),
-            true_denominators: attention.feature_map != FeatureMap::Exp,
+            turned: attention.score.fourier().is_some() || !attention.feature_map.is_elementwise(),
+            true_denominators: !attention.feature_map.is_exponential(),
             parameter_scale: None,
         }
     }

@@ -2,12 +2,13 @@
 
 use rayon::prelude::*;
 
-use super::features::FeatureLayout;
+use super::features::{FeatureLayout, largest};
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Parameter, Token};
 use crate::real::Real;
@@ -66,8 +67,12 @@ pub(super) fn step<T: Real>(
         || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
     )?;
     attention.check_decay(operation, kv_heads)?;
+    attention.check_map(operation, &dims)?;
 
-    let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
+    let map = attention.feature_map;
+    let own = token.parameters.len() - map.parameters(&dims).len();
+    let row_map = RowMap::new(map, &dims, &token.parameters[own..]);
+    let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
     let rotations = match attention.score {
         Score::Fourier(fourier) => {
             fourier.check(operation, layout.mapped)?;
@@ -85,6 +90,7 @@ pub(super) fn step<T: Real>(
         let token = HeadToken {
             attention,
             layout,
+            row_map: row_map.as_ref(),
             rotations: rotations.as_ref(),
             negative: &negative,
             batch: index / kv_heads,
@@ -116,6 +122,7 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
+    row_map: Option<&'a RowMap<'a, T>>,
     rotations: Option<&'a Rotations<'a, T>>,
     negative: &'a NegativeRows,
     batch: usize,
@@ -146,7 +153,10 @@ impl<T: Real> HeadToken<'_, T> {
         let (q, work) = work.split_at_mut(width);
         let (k, relative) = work.split_at_mut(width);
         let map = self.attention.feature_map;
-        let exp = map == FeatureMap::Exp;
+        let exp = map.is_exponential();
+        let mut work = vec![T::ZERO; self.row_map.map_or(0, |map| map.work_len(1))];
+        let work = &mut *work;
+        let kv_head = self.first_head / (self.q.len() / self.k.len().max(1)).max(1);
         let content = self.attention.score.content();
         let shaw = self.attention.score.shaw();
 
@@ -155,7 +165,7 @@ impl<T: Real> HeadToken<'_, T> {
         let mut table_shift = T::ZERO;
         if exp {
             if content {
-                let top = largest(self.k);
+                let top = self.top(MapSide::Key(kv_head), self.k, work);
                 let old = state.marks[SHIFT];
                 if top > old {
                     if old.is_finite() {
@@ -170,12 +180,11 @@ impl<T: Real> HeadToken<'_, T> {
             if let Some(table) = self.table
                 && shaw.is_some_and(|shaw| shaw.map == RelativeMap::Same)
             {
-                let top = largest(table);
-                table_shift = if top.is_finite() { top } else { T::ZERO };
+                table_shift = self.table_top(table, kv_head, head_dim, work);
             }
         }
         if content {
-            self.features(Side::Key, shift, self.k, state.tokens() as f64, k);
+            self.features(Side::Key, MapSide::Key(kv_head), shift, self.k, state.tokens() as f64, k, work);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
@@ -190,9 +199,11 @@ impl<T: Real> HeadToken<'_, T> {
 
         let value_dim = self.v.len();
         for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
-            let q_shift = if exp { largest(raw) } else { T::ZERO };
+            let head = self.first_head + n;
+            let q_shift = if exp { self.top(MapSide::Query(head), raw, work) } else { T::ZERO };
             let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
-            self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens() as f64, q);
+            let (side, tokens) = (MapSide::Query(head), state.tokens() as f64);
+            self.features(Side::Query(head), side, q_shift, raw, tokens, q, work);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             if content {
@@ -209,8 +220,7 @@ impl<T: Real> HeadToken<'_, T> {
                 }
             }
             if let Some(shaw) = shaw {
-                sum +=
-                    self.add_relative(shaw, self.first_head + n, table_shift, relative_scale, q, relative, &state, out);
+                sum += self.add_relative(shaw, head, table_shift, relative_scale, q, relative, &state, out, work);
             }
             if !self.attention.normalizes() {
                 if exp {
@@ -234,13 +244,29 @@ impl<T: Real> HeadToken<'_, T> {
         }
     }
 
+    /// The largest exponent of a row under an exponential map.
+    fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
+        let Some(map) = self.row_map else { return largest(x) };
+        let mut top = [T::ZERO];
+        map.tops(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
+        top[0]
+    }
+
+    /// The largest exponent of a table, or 0 if none is finite.
+    fn table_top(&self, table: &[T], kv_head: usize, head_dim: usize, work: &mut [T]) -> T {
+        let tops = table.chunks_exact(head_dim.max(1)).map(|row| self.top(MapSide::Key(kv_head), row, work));
+        let top = tops.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
+        if top.is_finite() { top } else { T::ZERO }
+    }
+
     /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
-    fn features(&self, side: Side, shift: T, x: &[T], tokens: f64, to: &mut [T]) {
+    #[allow(clippy::too_many_arguments)]
+    fn features(&self, side: Side, of: MapSide, shift: T, x: &[T], tokens: f64, to: &mut [T], work: &mut [T]) {
         let Some(rotations) = self.rotations else {
-            return self.map(self.attention.feature_map, shift, x, to);
+            return self.map(self.attention.feature_map, of, shift, x, to, work);
         };
-        let mut mapped = vec![T::ZERO; padded(x.len())];
-        self.map(self.attention.feature_map, shift, x, &mut mapped);
+        let mut mapped = vec![T::ZERO; padded(self.layout.mapped)];
+        self.map(self.attention.feature_map, of, shift, x, &mut mapped, work);
         let mut memory = vec![T::ZERO; rotations.buffers_len(1)];
         let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
         let kv_head = self.first_head / (self.q.len() / x.len().max(1)).max(1);
@@ -250,10 +276,13 @@ impl<T: Real> HeadToken<'_, T> {
         rotations.rotate(&span, &mapped, mapped.len(), to, row, self.layout.mapped, &mut buffers);
     }
 
-    /// `φ(x − shift)` into a block row.
-    fn map(&self, map: FeatureMap, shift: T, x: &[T], to: &mut [T]) {
-        let row = to.len();
-        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
+    /// `φ(x)` into a block row, relative to the exponent `shift` where there is one.
+    fn map(&self, map: FeatureMap, side: MapSide, shift: T, x: &[T], to: &mut [T], work: &mut [T]) {
+        let (row, from) = (to.len(), Rows { data: x, stride: x.len() });
+        match self.row_map {
+            Some(rows) if !map.is_elementwise() => rows.write(side, from, 1, None, Shift::One(shift), to, row, work),
+            _ => self.ops.load(map, shift, from, 1, x.len(), None, to, row),
+        }
     }
 
     /// The oldest row of the ring becomes far, the token's value takes its place. Without a ring the value is far.
@@ -287,17 +316,20 @@ impl<T: Real> HeadToken<'_, T> {
         entry: &mut [T],
         state: &Head<&mut [T]>,
         out: &mut [T],
+        work: &mut [T],
     ) -> T {
-        let (head_dim, value_dim) = (self.k.len(), self.v.len());
+        let value_dim = self.v.len();
+        let len = shaw.row_len(self.attention.feature_map, self.k.len());
         let Some(table) = self.table else { return T::ZERO };
-        let table = &table[if shaw.shared { 0 } else { head * shaw.rows() * head_dim }..];
+        let table = &table[if shaw.shared { 0 } else { head * shaw.rows() * len }..];
+        let side = MapSide::Key(head / (self.q.len() / self.k.len().max(1)).max(1));
         let map = match shaw.map {
             RelativeMap::Same => self.attention.feature_map,
             RelativeMap::Identity => FeatureMap::Identity,
         };
         let mut sum = T::ZERO;
         let mut add = |row: usize, decay: T, values: &[T]| {
-            self.map(map, table_shift, &table[row * head_dim..][..head_dim], entry);
+            self.map(map, side, table_shift, &table[row * len..][..len], entry, work);
             let weight = self.ops.dot(entry, q) * scale * decay;
             self.ops.add_scaled(out, weight, &values[..value_dim]);
             sum += weight * values[value_dim];
@@ -312,10 +344,6 @@ impl<T: Real> HeadToken<'_, T> {
         }
         sum
     }
-}
-
-fn largest<T: Real>(x: &[T]) -> T {
-    x.iter().copied().fold(T::NEG_INFINITY, T::max)
 }
 
 /// Whole registers of the widest instruction set.
