@@ -86,7 +86,9 @@ fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<S
         return Ok(state);
     }
     let mut numbers = state.numbers().to_vec();
-    numbers.chunks_mut(state.shape().head_len().max(1)).for_each(level);
+    // Sums over features; what stands after them is no sum of features.
+    let [sum, keys, ..] = state.shape().parts;
+    numbers.chunks_mut(state.shape().head_len().max(1)).for_each(|head| level(&mut head[..sum + keys]));
     Ok(State::from_numbers(state.shape(), numbers)?)
 }
 

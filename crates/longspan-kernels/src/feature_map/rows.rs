@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::real::Real;
-use crate::scratch::{Scratch, parallel};
+use crate::scratch::{Scratch, padded, parallel};
 use crate::shape::{Dims, Rows, View, ViewMut};
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
@@ -65,11 +65,6 @@ pub(crate) struct RowMap<'a, T: 'static> {
     weights: Weights<'a, T>,
     /// Ones, as many as features.
     ones: Vec<T>,
-}
-
-/// Whole cache lines of numbers.
-fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
 }
 
 impl<'a, T: Real> RowMap<'a, T> {

@@ -7,12 +7,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use super::state::{Head, OLDEST};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product, Run};
 use crate::state::State;

@@ -17,12 +17,12 @@ use std::ops::Range;
 use super::backward::{GradientSink, reduce_table};
 use super::features::{Lift, PositionSink};
 use super::forward::Sink;
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::Shift;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
 
@@ -761,7 +761,7 @@ pub(super) fn backward<T: Real>(
                 ops.store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
                 if !problem.content {
-                    ops.store(d, T::ONE, to_k);
+                    to_k.fill(T::ZERO);
                     continue;
                 }
                 // With positions, what stands between raw keys and features has been overwritten by later ones.

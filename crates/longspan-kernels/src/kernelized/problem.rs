@@ -11,9 +11,9 @@ use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::Rotations;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, Mechanism, check_call};
+use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::Ops;
@@ -100,11 +100,6 @@ impl<'a, T: Real> Table<'a, T> {
     }
 }
 
-/// Whole cache lines of numbers.
-pub(super) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
-}
-
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a KernelizedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
@@ -123,13 +118,7 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
-            if !causal || call.mask.offset < 0 {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an initial state with a bidirectional mask or a negative offset",
-                    mend: "use a causal mask with offset 0",
-                });
-            }
+            check_initial_mask(operation, &call.mask)?;
         }
         attention.check_map(operation, &dims)?;
         let map = attention.feature_map;
