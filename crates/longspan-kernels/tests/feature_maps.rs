@@ -1,8 +1,6 @@
 //! Feature maps of whole rows: the conformance suite, and what is peculiar to them.
 
-use longspan_kernels::{
-    Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures, RelativeMap, Score, Shaw,
-};
+use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, state_gradients, streaming, threads};
 

@@ -173,7 +173,10 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
             };
             // Fewer numbers leave rows without a feature under DPFP.
             let dims = Dims { head_dim: case.dims.head_dim.clamp(4, 16), ..case.dims };
-            let signed = score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+            // Turned features have signs if the map's have, and weights near 0 if most of them are 0.
+            let few = matches!(feature_map, FeatureMap::Taylor2 | FeatureMap::Dpfp { .. });
+            let signed = score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity)
+                || (few && score.fourier().is_some());
             let case = Case { dims, positive: signed && attention.normalize, ..case };
             (KernelizedAttention { feature_map, score, algorithm, ..attention }, case)
         })

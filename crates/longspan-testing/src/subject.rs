@@ -44,8 +44,8 @@ pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
 pub struct Assumptions {
     /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
     pub signed_features: bool,
-    /// Weights are linear in the parameters.
-    pub signed_parameters: bool,
+    /// Weights are linear in so many of the parameters, the first ones.
+    pub signed_parameters: usize,
     /// Keys have a part in the weights.
     pub content: bool,
     /// Weights depend on positions.
@@ -104,7 +104,13 @@ impl Subject {
         let raw_table = attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
         Assumptions {
             signed_features: identity,
-            signed_parameters: identity || raw_table,
+            signed_parameters: if raw_table {
+                1
+            } else if identity {
+                usize::MAX
+            } else {
+                0
+            },
             content: attention.score.content(),
             positions: attention.score != Score::Content || attention.decay.is_some(),
             positive_weights: !identity

@@ -92,14 +92,17 @@ mod tests {
     #[test]
     fn the_draw_is_the_same_on_every_machine() {
         let rows = orthogonal(3, 2, 7);
-        assert_eq!(rows.iter().map(|x| x.to_bits()).collect::<Vec<u64>>(), [
+        assert_eq!(
+            rows.iter().map(|x| x.to_bits()).collect::<Vec<u64>>(),
+            [
                 4609163465059306327,
                 13819219870366494304,
                 13818467225904160571,
                 13831804847829127794,
                 4612661392208638093,
                 4603061276507037461
-            ]);
+            ]
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! keeps exponentials in range stand in this folder's `README.md`.
 
 mod draw;
+pub(crate) mod mapping;
 pub(crate) mod reference;
 pub(crate) mod rows;
 

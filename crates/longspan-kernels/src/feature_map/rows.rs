@@ -177,7 +177,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                 self.exponents(side, from, count, to, row);
                 let mut one = [T::ZERO];
                 let tops = match shift {
-                    Shift::Own(tops) => tops,
+                    Shift::Own(tops) if self.map.is_exponential() => tops,
                     _ => &mut one,
                 };
                 for n in 0..count {

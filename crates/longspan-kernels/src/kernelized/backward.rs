@@ -738,7 +738,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let (out, d_out) = self.source.rows(&self.unit, head);
                 let q = problem.queries(&self.unit, head);
                 let dv = problem.dims.value_dim;
-                let finite = problem.all_finite(q.skip(row), count)
+                let finite = problem.mapping.all_finite(q.skip(row), count)
                     && problem.ops.all_finite(d_out.skip(row), count, dv)
                     && problem.ops.all_finite(out.skip(row), count, dv);
                 if !finite {
@@ -1549,7 +1549,7 @@ pub(super) fn reduce_table<T: Real>(
     let group = problem.dims.group();
     d_table.fill(T::ZERO);
     if shaw.map == RelativeMap::Same
-        && let Some(map) = &problem.row_map
+        && let Some(map) = &problem.mapping.rows
     {
         reduce_mapped_table(problem, map, table, gradients, per_unit, segments, d_table);
         return;

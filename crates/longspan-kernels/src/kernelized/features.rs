@@ -5,6 +5,7 @@
 
 use super::Score;
 use super::problem::{Problem, Unit};
+use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
 use crate::real::Real;
@@ -73,9 +74,7 @@ pub(super) struct Lift<'s, T> {
     mapped: [&'s mut [T]; 2],
     /// Gradients of mapped features.
     gradient: &'s mut [T],
-    /// For maps of whole rows: gradients of raw rows, and what the map works with.
-    raw: &'s mut [T],
-    work: &'s mut [T],
+    map: MapBuffers<'s, T>,
 }
 
 /// Where the gradients of given positions go: `[kv_heads, batch, tokens, axes]` of queries and of keys.
@@ -94,8 +93,7 @@ impl<'a, T> PositionSink<'a, T> {
 impl<'s, T: Real> Lift<'s, T> {
     pub fn len(problem: &Problem<'_, T>, rows: usize) -> usize {
         let turned = |rotations: &Rotations<'_, T>| rotations.buffers_len(rows) + 3 * rows * problem.layout.stride;
-        let mapped = |map: &RowMap<'_, T>| rows * map.raw_width() + padded::<T>(map.work_len(rows));
-        problem.rotations.as_ref().map_or(0, turned) + problem.row_map.as_ref().map_or(0, mapped)
+        problem.rotations.as_ref().map_or(0, turned) + MapBuffers::len(&problem.mapping, rows)
     }
 
     pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
@@ -104,8 +102,7 @@ impl<'s, T: Real> Lift<'s, T> {
             rotation: problem.rotations.as_ref().map(|rotations| rotations.buffers(rows, arena)),
             mapped: [arena.take(block), arena.take(block)],
             gradient: arena.take(block),
-            raw: arena.take(problem.row_map.as_ref().map_or(0, |map| rows * map.raw_width())),
-            work: arena.take(problem.row_map.as_ref().map_or(0, |map| map.work_len(rows))),
+            map: MapBuffers::new(&problem.mapping, rows, arena),
         }
     }
 
@@ -159,50 +156,10 @@ impl<'a, T: Real> Problem<'a, T> {
         let stride = self.layout.stride;
         let [mapped, _] = &mut lift.mapped;
         let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
-        shifts[..count].fill(T::ZERO);
-        // Any number cancels in the division; the row's largest exponent keeps the features in (0, 1].
-        let shift = if self.exponential { Shift::Own(&mut shifts[..count]) } else { Shift::One(T::ZERO) };
-        self.write(MapSide::Query(head), queries, count, None, shift, block, lift.work);
+        self.mapping.write_queries(head, queries, count, shifts, block, stride, lift.map.work);
         if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
             let span = self.query_span(unit, head, first, count);
             rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
-        }
-    }
-
-    /// Writes the map's features of `count` rows into a block; 0 for those ignored.
-    #[allow(clippy::too_many_arguments)]
-    pub fn write(
-        &self,
-        side: MapSide,
-        from: Rows<'_, T>,
-        count: usize,
-        ignored: Option<&[bool]>,
-        shift: Shift<'_, T>,
-        to: &mut [T],
-        work: &mut [T],
-    ) {
-        let (stride, head_dim) = (self.layout.stride, self.dims.head_dim);
-        if let Some(map) = &self.row_map {
-            map.write(side, from, count, ignored, shift, to, stride, work);
-            return;
-        }
-        if let Shift::One(shift) = shift {
-            self.ops.load(self.map, shift, from, count, head_dim, ignored, to, stride);
-            return;
-        }
-        let mut shift = shift;
-        for row in 0..count {
-            let shift = match &mut shift {
-                Shift::One(shift) => *shift,
-                Shift::Each(shifts) => shifts[row],
-                Shift::Own(tops) => {
-                    let top = largest(from.row(row, head_dim));
-                    tops[row] = if top.is_finite() { top } else { T::ZERO };
-                    tops[row]
-                }
-            };
-            let ignored = ignored.map(|ignored| &ignored[row..]);
-            self.ops.load(self.map, shift, from.skip(row), 1, head_dim, ignored, &mut to[row * stride..], stride);
         }
     }
 
@@ -220,7 +177,8 @@ impl<'a, T: Real> Problem<'a, T> {
         let [_, mapped] = &mut lift.mapped;
         let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
         let padding = unit.padding(first, first + count);
-        self.write(MapSide::Key(unit.kv_head), unit.k.skip(first), count, padding, shift, block, lift.work);
+        let (side, from) = (MapSide::Key(unit.kv_head), unit.k.skip(first));
+        self.mapping.write(side, from, count, padding, shift, block, stride, lift.map.work);
         if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
             let span = self.key_span(unit, first, count);
             rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
@@ -286,9 +244,9 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Option<SharedRows<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let (stride, head_dim, count) = (self.layout.stride, self.dims.head_dim, span.count);
+        let (stride, count) = (self.layout.stride, span.count);
         let (turning, sums) = sums.split_at_mut(self.turning_sums_len());
-        let Lift { rotation, mapped, gradient, raw: d_raw, work } = lift;
+        let Lift { rotation, mapped, gradient, map } = lift;
         let (features, d): (&[T], &'x mut [T]) = match (&self.rotations, rotation) {
             (Some(rotations), Some(buffers)) => {
                 let mapped = &*mapped[usize::from(span.side == Side::Key)];
@@ -306,12 +264,7 @@ impl<'a, T: Real> Problem<'a, T> {
             }
             _ => (features, d),
         };
-        let Some(map) = &self.row_map else {
-            self.ops.pull_back(self.map, raw, features, d, count, head_dim, stride);
-            return (d, stride);
-        };
-        map.pull_back(side, raw, count, ignored, features, d, stride, d_raw, sums, work);
-        (d_raw, map.raw_width())
+        self.mapping.pull_back(side, raw, count, ignored, features, d, stride, sums, map)
     }
 
     /// Numbers in one position, if positions are given.
@@ -329,7 +282,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// The same, and for those of the map after it.
     pub fn sums_len(&self) -> usize {
-        self.turning_sums_len() + self.row_map.as_ref().map_or(0, RowMap::sums_len)
+        self.turning_sums_len() + self.mapping.rows.as_ref().map_or(0, RowMap::sums_len)
     }
 
     /// Numbers in the gradients of given positions before they are summed over heads, of queries and of keys.
@@ -370,8 +323,8 @@ impl<'a, T: Real> Problem<'a, T> {
         };
         let of_key = |kv_head: usize| -> Vec<&'x [T]> { units(kv_head).flat_map(key_sums).collect() };
         let turning = self.turning_sums_len();
-        let (gradients, of_map) = gradients.split_at_mut(self.call.parameters.len() - self.map_parameters);
-        if let Some(map) = &self.row_map
+        let (gradients, of_map) = gradients.split_at_mut(self.call.parameters.len() - self.mapping.parameters);
+        if let Some(map) = &self.mapping.rows
             && let [queries, keys] = of_map
         {
             for head in 0..self.dims.heads {
@@ -396,9 +349,4 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
     }
-}
-
-/// The largest entry.
-pub(super) fn largest<T: Real>(row: &[T]) -> T {
-    row.iter().copied().fold(T::NEG_INFINITY, T::max)
 }

@@ -554,7 +554,7 @@ pub(super) fn backward<T: Real>(
                 let mut row = 0;
                 while row < sequence.queries {
                     let span = keys.span(head, row, |row, rows| {
-                        !problem.all_finite(queries.skip(row), rows)
+                        !problem.mapping.all_finite(queries.skip(row), rows)
                             || !ops.all_finite(d_out.skip(row), rows, value_dim)
                     });
                     keys.load_rows(span, &mut block, &mut lift);

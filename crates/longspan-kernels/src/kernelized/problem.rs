@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::features::{FeatureLayout, largest};
+use super::features::FeatureLayout;
 use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
+use crate::feature_map::mapping::{Mapping, largest};
+use crate::feature_map::rows::{Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::Rotations;
 use crate::mask::{Order, Sequence};
@@ -43,14 +44,9 @@ pub(super) struct Problem<'a, T: 'static> {
     pub dims: Dims,
     pub ops: &'static Ops<T>,
     pub map: FeatureMap,
-    /// The map, if it takes whole rows.
-    pub row_map: Option<RowMap<'a, T>>,
+    pub mapping: Mapping<'a, T>,
     /// Whether features are relative to an exponent.
     pub exponential: bool,
-    /// Of an exponential map of whole rows the largest exponent of each key, `[batch, kv_heads, keys]`.
-    tops: Vec<T>,
-    /// How many of the call's parameters, the last ones, are the map's own.
-    pub map_parameters: usize,
     pub content: bool,
     pub causal: bool,
     pub offset: isize,
@@ -123,7 +119,6 @@ impl<'a, T: Real> Problem<'a, T> {
         attention.check_map(operation, &dims)?;
         let map = attention.feature_map;
         let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
-        let map_parameters = map.parameters(&dims).len();
         let sequences = call.mask.sequences(&dims);
         let rotations = match attention.score {
             Score::Fourier(fourier) => {
@@ -145,10 +140,8 @@ impl<'a, T: Real> Problem<'a, T> {
             dims,
             ops: T::ops(),
             map,
-            row_map: RowMap::new(map, &dims, &call.parameters[call.parameters.len() - map_parameters..]),
+            mapping: Mapping::new(map, &dims, call.parameters),
             exponential: map.is_exponential(),
-            tops: Vec::new(),
-            map_parameters,
             content: attention.score.content(),
             causal,
             offset: call.mask.offset,
@@ -163,34 +156,15 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    /// Does what a map of whole rows needs before any key is looked at.
+    /// Does what the map needs before any row is looked at.
     pub fn prepare(&mut self, scratch: &mut Scratch<T>) {
-        if let Some(map) = &mut self.row_map {
-            map.prepare();
-            if self.content {
-                self.tops = map.all_tops(&self.call.k, &self.dims, scratch);
-            }
-        }
+        self.mapping.prepare(Some(&self.call.k).filter(|_| self.content), &self.dims, scratch);
     }
 
     /// The largest exponent of a key of an exponential map; not finite where none is.
     pub fn key_top(&self, unit: &Unit<'_, T>, key: usize) -> T {
-        if self.row_map.is_none() {
-            return largest(unit.k.row(key, self.dims.head_dim));
-        }
-        let head = unit.sequence.batch * self.dims.kv_heads + unit.kv_head;
-        self.tops[head * self.dims.keys + unit.sequence.key_start + key]
-    }
-
-    /// Whether rows, and what becomes of them, are finite.
-    pub fn all_finite(&self, rows: Rows<'_, T>, count: usize) -> bool {
-        let width = self.dims.head_dim;
-        if self.row_map.is_none() {
-            return self.ops.all_finite(rows, count, width);
-        }
-        // Products of a row's numbers are part of its features.
-        let square = |row: usize| rows.row(row, width);
-        (0..count).map(square).all(|row| self.ops.dot(row, row).is_finite())
+        let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
+        self.mapping.key_top(place, unit.k.row(key, self.dims.head_dim))
     }
 
     /// Independent (sequence, key/value head) pairs.
@@ -245,7 +219,7 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn table_len(&self) -> usize {
         let Some(shaw) = self.attention.score.shaw() else { return 0 };
         let tables = if shaw.shared { 1 } else { self.dims.heads };
-        let work = self.row_map.as_ref().map_or(0, |map| map.work_len(self.table_count()));
+        let work = self.mapping.rows.as_ref().map_or(0, |map| map.work_len(self.table_count()));
         2 * tables * self.table_width() * self.head_width + padded::<T>(work)
     }
 
@@ -269,7 +243,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let source = self.call.parameters[0];
         let same = shaw.map == RelativeMap::Same;
         let map = if same { self.map } else { FeatureMap::Identity };
-        let row_map = self.row_map.as_ref().filter(|_| same);
+        let row_map = self.mapping.rows.as_ref().filter(|_| same);
         let mut shift = T::ZERO;
         if map == FeatureMap::Exp {
             shift = largest(source);
@@ -396,7 +370,7 @@ impl<T: Real> Unit<'_, T> {
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
         let finite = |from: usize, count: usize| {
             problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
-                && (!problem.content || problem.all_finite(self.k.skip(from), count))
+                && (!problem.content || problem.mapping.all_finite(self.k.skip(from), count))
         };
         match self.sequence.padding {
             None => finite(from, to - from),

@@ -2,12 +2,13 @@
 
 use rayon::prelude::*;
 
-use super::features::{FeatureLayout, largest};
+use super::features::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::largest;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};

@@ -16,9 +16,11 @@ use rayon::prelude::*;
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
-use super::problem::{Problem, Shared, TILE, Unit, top};
+use super::problem::{Problem, Shared, TILE, Unit};
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
@@ -260,21 +262,22 @@ struct Keys {
 
 impl Keys {
     fn new<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Self {
-        let (keys, head_dim, value_dim) = (unit.sequence.keys, problem.dims.head_dim, problem.dims.value_dim);
+        let (keys, features, value_dim) = (unit.sequence.keys, problem.mapping.features, problem.dims.value_dim);
         let mut exponent = T::ZERO;
-        if problem.map == FeatureMap::Exp {
-            let tops = (0..keys).filter(|&key| !unit.ignores(key)).filter_map(|key| top(unit.k.row(key, head_dim)));
+        if problem.mapping.exponential {
+            let tops = (0..keys).filter_map(|key| problem.key_top(unit, key as isize));
             let highest = tops.fold(T::NEG_INFINITY, |a, b| a.max(b));
             exponent = if highest.is_finite() { highest } else { T::ZERO };
         }
-        let (mut k, mut v) = (Columns::new(head_dim, keys), Columns::new(value_dim + 1, keys));
+        let (mut k, mut v) = (Columns::new(features, keys), Columns::new(value_dim + 1, keys));
         let mut block = vec![T::ZERO; TILE * problem.head_width.max(problem.value_width)];
+        let mut memory = vec![T::ZERO; MapBuffers::len(&problem.mapping, TILE)];
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut Arena::new(&mut memory));
         for first in (0..keys).step_by(TILE) {
             let rows = (keys - first).min(TILE);
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
-            let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, padding, &mut block, problem.head_width);
-            k.put(first, rows, &block, problem.head_width, head_dim);
+            problem.load_keys(unit, first, rows, padding, exponent, &mut block, &mut map);
+            k.put(first, rows, &block, problem.head_width, features);
             let (from, identity) = (unit.v.skip(first), FeatureMap::Identity);
             problem.ops.load(identity, T::ZERO, from, rows, value_dim, padding, &mut block, problem.value_width);
             v.put(first, rows, &block, problem.value_width, value_dim);
@@ -289,14 +292,16 @@ impl Keys {
 
 /// Mapped queries by columns, and the exponents subtracted from them.
 fn query_columns<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize) -> (Columns, Vec<T>) {
-    let (queries, head_dim) = (unit.sequence.queries, problem.dims.head_dim);
-    let mut columns = Columns::new(head_dim, queries);
+    let (queries, features) = (unit.sequence.queries, problem.mapping.features);
+    let mut columns = Columns::new(features, queries);
+    let mut memory = vec![T::ZERO; MapBuffers::len(&problem.mapping, TILE)];
+    let mut map = MapBuffers::new(&problem.mapping, TILE, &mut Arena::new(&mut memory));
     let mut shifts = vec![T::ZERO; queries];
     let mut block = vec![T::ZERO; TILE * problem.head_width];
     for first in (0..queries).step_by(TILE) {
         let rows = (queries - first).min(TILE);
-        problem.load_queries(problem.queries(unit, head), first, rows, &mut block, &mut shifts[first..]);
-        columns.put(first, rows, &block, problem.head_width, head_dim);
+        problem.load_queries(unit, head, first, rows, &mut block, &mut shifts[first..], &mut map);
+        columns.put(first, rows, &block, problem.head_width, features);
     }
     (columns, shifts)
 }
@@ -364,14 +369,14 @@ fn forward_head<T: Real>(
     sink: Sink<'_, T>,
     tasks: &mut Vec<Task>,
 ) {
-    let (head_dim, value_dim, queries) = (problem.dims.head_dim, problem.dims.value_dim, unit.sequence.queries);
+    let (features, value_dim, queries) = (problem.mapping.features, problem.dims.value_dim, unit.sequence.queries);
     let kernel = Kernel::new(problem, line, shared.line(head), &mut line.work());
     let (q, q_shifts) = query_columns(problem, unit, head);
     let mut sums = Columns::new(value_dim + 1, queries);
     sums.numbers.par_chunks_exact_mut(queries).enumerate().for_each_init(
         || line.work(),
         |work, (value, to)| {
-            for feature in 0..head_dim {
+            for feature in 0..features {
                 line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), work);
                 work.spectrum.iter_mut().zip(&kernel.spectrum).for_each(|(x, c)| *x *= c);
                 line.inverse(work);
@@ -504,7 +509,7 @@ impl<T: Real> Whole<'_, '_, T> {
             })
             .collect();
         let certified = heads.iter().all(|columns| self.certified(&keys, columns, &mut work));
-        let mut dk = Columns::new(problem.dims.head_dim, unit.sequence.keys);
+        let mut dk = Columns::new(problem.mapping.features, unit.sequence.keys);
         for (n, (head, columns)) in problem.heads(unit).zip(&heads).enumerate() {
             let (dq, spectrum) = self.features(&keys, columns, certified.then_some(&mut dk));
             self.write_queries(head, &keys, columns, dq, tasks, &mut work);
@@ -561,15 +566,15 @@ impl<T: Real> Whole<'_, '_, T> {
         let line = &self.line;
         let HeadColumns { kernel, q, d, .. } = columns;
         let (key_count, query_count) = (line.key_count, line.query_count);
-        let (head_dim, value_dim) = (self.problem.dims.head_dim, self.problem.dims.value_dim);
-        let width = head_dim.div_ceil(GROUPS).max(1);
-        let mut dq = Columns::new(head_dim, query_count);
+        let (feature_count, value_dim) = (self.problem.mapping.features, self.problem.dims.value_dim);
+        let width = feature_count.div_ceil(GROUPS).max(1);
+        let mut dq = Columns::new(feature_count, query_count);
         let with_keys = dk.is_some();
         let mut unwanted = Vec::new();
         let dk = match dk {
             Some(dk) => &mut dk.numbers,
             None => {
-                unwanted.resize(head_dim * key_count, 0.0);
+                unwanted.resize(feature_count * key_count, 0.0);
                 &mut unwanted
             }
         };
@@ -645,7 +650,7 @@ impl<T: Real> Whole<'_, '_, T> {
             || line.work(),
             |work, (value, to)| {
                 for columns in heads {
-                    for feature in 0..self.problem.dims.head_dim {
+                    for feature in 0..self.problem.mapping.features {
                         let (q, d) = (columns.q.column(feature), columns.d.column(value));
                         line.transform(&line.queries, q, Some(d), work);
                         work.spectrum.iter_mut().zip(&columns.kernel.spectrum).for_each(|(x, c)| *x *= c.conj());
@@ -713,6 +718,8 @@ impl<T: Real> Whole<'_, '_, T> {
 
         let (mut phi, mut block) = (vec![T::ZERO; TILE * width], vec![T::ZERO; TILE * width]);
         let mut shifts = [T::ZERO; TILE];
+        let mut memory = vec![T::ZERO; MapBuffers::len(&problem.mapping, TILE)];
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut Arena::new(&mut memory));
         let queries = problem.queries(unit, head);
         for first in (0..dq.count).step_by(TILE) {
             let rows = (dq.count - first).min(TILE);
@@ -720,15 +727,17 @@ impl<T: Real> Whole<'_, '_, T> {
                 tiled::push_strips(tasks, unit.index, head, first..first + rows);
                 continue;
             }
-            problem.load_queries(queries, first, rows, &mut phi, &mut shifts);
+            problem.load_queries(unit, head, first, rows, &mut phi, &mut shifts, &mut map);
             dq.take(first, rows, &mut block, width);
-            problem.ops.pull_back(problem.map, queries.skip(first), &phi, &mut block, rows, head_dim, width);
+            let (side, from) = (Side::Query(head), queries.skip(first));
+            let (raw, raw_row) =
+                problem.mapping.pull_back(side, from, rows, None, &phi, &mut block, width, &mut [], &mut map);
             for row in 0..rows {
                 let token = unit.sequence.query_start + first + row;
                 // SAFETY: each (batch, head, token) belongs to one unit.
                 let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, head_dim) };
                 if sees(first + row) {
-                    problem.ops.store(&block[row * width..], T::ONE, to);
+                    problem.ops.store(&raw[row * raw_row..], T::ONE, to);
                 } else {
                     to.fill(T::ZERO);
                 }
@@ -740,7 +749,6 @@ impl<T: Real> Whole<'_, '_, T> {
     fn write_keys(&self, keys: &Keys, heads: &[HeadColumns], mut dk: Columns, mut dv: Columns) {
         let Self { problem, unit, line, .. } = self;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let head_dim = problem.dims.head_dim;
         let (k_norms, v_norms) = (keys.k.norms(), keys.v.norms());
         for (feature, dk) in dk.numbers.chunks_exact_mut(line.key_count).enumerate() {
             let bound = |columns: &HeadColumns| {
@@ -759,18 +767,21 @@ impl<T: Real> Whole<'_, '_, T> {
         let exponent = T::from_f64(keys.exponent);
         let (mut phi, mut d_k) = (vec![T::ZERO; TILE * head_width], vec![T::ZERO; TILE * head_width]);
         let mut d_v = vec![T::ZERO; TILE * value_width];
+        let mut memory = vec![T::ZERO; MapBuffers::len(&problem.mapping, TILE)];
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut Arena::new(&mut memory));
         let seen = problem.end(unit, unit.sequence.queries - 1);
         for first in (0..dk.count).step_by(TILE) {
             let rows = (dk.count - first).min(TILE);
-            let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, None, &mut phi, head_width);
+            problem.load_keys(unit, first, rows, None, exponent, &mut phi, &mut map);
             dk.take(first, rows, &mut d_k, head_width);
             dv.take(first, rows, &mut d_v, value_width);
-            problem.ops.pull_back(problem.map, from, &phi, &mut d_k, rows, head_dim, head_width);
+            let (side, from) = (Side::Key(unit.kv_head), unit.k.skip(first));
+            let (raw, raw_row) =
+                problem.mapping.pull_back(side, from, rows, None, &phi, &mut d_k, head_width, &mut [], &mut map);
             for row in 0..rows {
                 let key = first + row;
                 let there = (key as isize) < seen && !unit.ignores(key);
-                let rows = (&d_k[row * head_width..], &d_v[row * value_width..]);
+                let rows = (&raw[row * raw_row..], &d_v[row * value_width..]);
                 super::gradient::write(problem, unit, key, self.sink, there.then_some(rows));
             }
         }

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::tiled::{GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
+use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, padded, parallel};
@@ -119,7 +120,7 @@ fn key_blocks<T: Real>(
     buffers: &mut Buffers<'_, T>,
 ) -> isize {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let head_dim = problem.dims.head_dim;
+    let features = problem.mapping.features;
     let (ops, rows) = (problem.ops, unit.sequence.queries);
     let mut loaded = 0;
     let mut next = from;
@@ -135,11 +136,10 @@ fn key_blocks<T: Real>(
     for (n, head) in problem.heads(unit).enumerate() {
         let line = shared.line(head);
         let d_line = &mut lines[n * problem.line_width()..][..problem.line_width()];
-        let queries = problem.queries(unit, head);
         for row in (first..rows).step_by(TILE) {
             let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights } = &mut *buffers;
             let span = row..(row + TILE).min(rows);
-            problem.load_queries(queries, row, span.len(), q, q_shifts);
+            problem.load_queries(unit, head, row, span.len(), q, q_shifts, &mut keys[0].map);
             load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
             let finite = ops.all_finite(crate::shape::Rows { data: q, stride: head_width }, span.len(), head_width)
                 && ops.all_finite(crate::shape::Rows { data: d, stride: value_width }, span.len(), value_width)
@@ -164,7 +164,7 @@ fn key_blocks<T: Real>(
                     c_row: TILE,
                     rows: block.rows,
                     columns: visible,
-                    depth: head_dim,
+                    depth: features,
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: band,
@@ -231,14 +231,15 @@ fn key_blocks<T: Real>(
     }
     let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
     for which in 0..loaded {
-        let block = &buffers.keys[which];
+        let block = &mut buffers.keys[which];
         let (start, count) = (block.from as usize, block.count);
         let dk = &mut *buffers.dk[which];
-        ops.pull_back(problem.map, unit.k.skip(start), block.k, dk, count, head_dim, head_width);
+        let (side, from, map) = (Side::Key(unit.kv_head), unit.k.skip(start), &mut block.map);
+        let (raw, raw_row) = problem.mapping.pull_back(side, from, count, None, block.k, dk, head_width, &mut [], map);
         for row in 0..count {
             let key = start + row;
             let there = (key as isize) < seen && !unit.ignores(key);
-            let rows = (&dk[row * head_width..], &buffers.dv[which][row * value_width..]);
+            let rows = (&raw[row * raw_row..], &buffers.dv[which][row * value_width..]);
             write(problem, unit, key, sink, there.then_some(rows));
         }
     }

@@ -11,7 +11,7 @@
 //! One head's [`State`] keeps the tokens whose weights still change: a ring of φ(k) and v, and for tables that
 //! [extend](Beyond::Extend) or end in a last bucket the sum of all earlier ones. Parts: `Σ φ(k) vᵀ` and `Σ φ(k)` of the
 //! earlier ones, three marks (where the next token goes in the ring, the tokens in it, the exponent of the sums), then
-//! the ring's φ(k), their exponents (under [`FeatureMap::Exp`] only) and `[v, 1]`.
+//! the ring's φ(k), their exponents (under an exponential map only) and `[v, 1]`.
 //!
 //! The derivations stand in this folder's `README.md`.
 
@@ -66,6 +66,19 @@ impl Toeplitz {
         Self { feature_map: FeatureMap::default(), bias, normalize: true, algorithm: Algorithm::Auto }
     }
 
+    /// Checks the feature map for rows of `head_dim`.
+    fn check_map(&self, head_dim: usize) -> Result<(), Error> {
+        self.feature_map.check(OPERATION, head_dim)?;
+        if let FeatureMap::Hedgehog { .. } = self.feature_map {
+            return Err(Error::Unsupported {
+                operation: OPERATION,
+                combination: "the feature map hedgehog with Toeplitz positions",
+                mend: "choose a map without parameters, such as nprf, or the positions of kernelized, shaw or fourier",
+            });
+        }
+        Ok(())
+    }
+
     /// The algorithms that can be forced; the first always can.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Tiled, Algorithm::Fft, Algorithm::Piecewise];
 
@@ -100,8 +113,8 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
-        let dims = &problem.dims;
+        let mut problem = Problem::new(self, call)?;
+        let dims = &call.dims;
         check_output(self, dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
@@ -112,6 +125,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
                 state::check_reach(self, "final_state", tokens)?;
             }
         }
+        problem.prepare(scratch);
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
@@ -133,7 +147,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let mut problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         if call.initial_state.is_some() || cotangent.final_state.is_some() || initial_state.is_some() {
@@ -143,6 +157,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
                 mend: "run forward and backward over the whole sequence",
             });
         }
+        problem.prepare(scratch);
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         match self.chosen(call) {
             Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters[0], scratch),
@@ -153,6 +168,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(OPERATION)?;
+        self.check_map(dims.head_dim)?;
         state::empty(self, dims)
     }
 

@@ -3,11 +3,12 @@
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::{MapBuffers, Mapping};
+use crate::feature_map::rows::{Shift, Side};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, check_call, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 
@@ -29,7 +30,7 @@ pub(super) struct Problem<'a, T: 'static> {
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
     pub ops: &'static Ops<T>,
-    pub map: FeatureMap,
+    pub mapping: Mapping<'a, T>,
     pub causal: bool,
     pub offset: isize,
     pub sequences: Vec<Sequence<'a>>,
@@ -105,6 +106,7 @@ impl<'a, T: Real> Problem<'a, T> {
         toeplitz.bias.check()?;
         toeplitz.algorithm.check(OPERATION, &Toeplitz::ALGORITHMS)?;
         check_call(toeplitz, call)?;
+        toeplitz.check_map(call.dims.head_dim)?;
         let (dims, mask) = (call.dims, &call.mask);
         let causal = mask.order == Order::Causal;
         let wrong = call.parameters[0].iter().find(|b| !b.is_finite());
@@ -137,15 +139,20 @@ impl<'a, T: Real> Problem<'a, T> {
             call,
             dims,
             ops: T::ops(),
-            map: toeplitz.feature_map,
+            mapping: Mapping::new(toeplitz.feature_map, &dims, call.parameters),
             causal,
             offset: mask.offset,
             sequences,
-            head_width: padded::<T>(dims.head_dim),
+            head_width: padded::<T>(toeplitz.feature_map.features(dims.head_dim)),
             value_width: padded::<T>(dims.value_dim),
             low,
             high,
         })
+    }
+
+    /// Does what the map needs before any row is looked at.
+    pub fn prepare(&mut self, scratch: &mut Scratch<T>) {
+        self.mapping.prepare(Some(&self.call.k), &self.dims, scratch);
     }
 
     /// Independent (sequence, key/value head) pairs.
@@ -297,7 +304,7 @@ impl<'a, T: Real> Problem<'a, T> {
         };
         let far = self.far_exponent(unit, head, T::ZERO);
         let mut level = far;
-        if self.map == FeatureMap::Exp {
+        if self.mapping.exponential {
             let mut key = begin;
             while key < end {
                 let (count, exponent) = self.key_block(unit, key, end);
@@ -309,7 +316,7 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         let own = |row: usize| {
             let end = self.end(unit, row);
-            if self.map == FeatureMap::Exp {
+            if self.mapping.exponential {
                 (begin..end).fold(far, |level, key| match self.key_top(unit, key) {
                     Some(top) => level.max(top + line[self.bias_index(unit, key, row)]),
                     None => level,
@@ -374,11 +381,15 @@ impl<'a, T: Real> Problem<'a, T> {
         self.line_index(place(key) - place(self.stands(row))) as usize
     }
 
-    /// The largest entry of a key that counts, under [`FeatureMap::Exp`].
-    fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
+    /// The largest entry of a key that counts, under an exponential map.
+    pub fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
         match usize::try_from(key) {
             Ok(key) if unit.ignores(key) => None,
-            Ok(key) => top(unit.k.row(key, self.dims.head_dim)),
+            Ok(key) => {
+                let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
+                let top = self.mapping.key_top(place, unit.k.row(key, self.dims.head_dim));
+                top.is_finite().then_some(top)
+            }
             Err(_) => unit.past.and_then(|past| past.exponent(key)),
         }
     }
@@ -387,7 +398,7 @@ impl<'a, T: Real> Problem<'a, T> {
     /// before a key that rises too far above its first.
     pub fn key_block(&self, unit: &Unit<'_, T>, from: isize, end: isize) -> (usize, T) {
         let most = ((end - from) as usize).min(TILE);
-        if self.map != FeatureMap::Exp {
+        if !self.mapping.exponential {
             return (most, T::ZERO);
         }
         let mut found: Option<(T, T)> = None;
@@ -402,21 +413,40 @@ impl<'a, T: Real> Problem<'a, T> {
         (most, found.map_or(T::ZERO, |(_, highest)| highest))
     }
 
-    /// Loads the mapped queries of `rows` rows and the exponents subtracted from them.
-    pub fn load_queries(&self, queries: Rows<'_, T>, row: usize, rows: usize, to: &mut [T], shifts: &mut [T]) {
-        let (width, head_dim) = (self.head_width, self.dims.head_dim);
-        let queries = queries.skip(row);
-        if self.map == FeatureMap::Exp {
-            for row in 0..rows {
-                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-                shifts[row] = top(queries.row(row, head_dim)).unwrap_or(T::ZERO);
-                let to = &mut to[row * width..];
-                self.ops.load(self.map, shifts[row], queries.skip(row), 1, head_dim, None, to, width);
-            }
-        } else {
-            shifts[..rows].fill(T::ZERO);
-            self.ops.load(self.map, T::ZERO, queries, rows, head_dim, None, to, width);
+    /// Loads the mapped queries of `rows` rows of a head and the exponents subtracted from them.
+    #[allow(clippy::too_many_arguments)]
+    pub fn load_queries(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        row: usize,
+        rows: usize,
+        to: &mut [T],
+        shifts: &mut [T],
+        buffers: &mut MapBuffers<'_, T>,
+    ) {
+        let (width, queries) = (self.head_width, self.queries(unit, head).skip(row));
+        for first in (0..rows).step_by(TILE) {
+            let (count, from) = (TILE.min(rows - first), queries.skip(first));
+            let (to, shifts) = (&mut to[first * width..], &mut shifts[first..]);
+            self.mapping.write_queries(head, from, count, shifts, to, width, buffers.work);
         }
+    }
+
+    /// Loads the mapped keys of `rows` rows from key `first` of the sequence on, relative to an exponent.
+    #[allow(clippy::too_many_arguments)]
+    pub fn load_keys(
+        &self,
+        unit: &Unit<'_, T>,
+        first: usize,
+        rows: usize,
+        ignored: Option<&[bool]>,
+        exponent: T,
+        to: &mut [T],
+        buffers: &mut MapBuffers<'_, T>,
+    ) {
+        let (side, from) = (Side::Key(unit.kv_head), unit.k.skip(first));
+        self.mapping.write(side, from, rows, ignored, Shift::One(exponent), to, self.head_width, buffers.work);
     }
 }
 
@@ -439,7 +469,7 @@ impl<'a, T: Real> Unit<'a, T> {
     /// Whether the keys `from..to` that are not ignored, and their values, are finite.
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: isize, to: isize) -> bool {
         let finite = |from: usize, count: usize| {
-            problem.ops.all_finite(self.k.skip(from), count, problem.dims.head_dim)
+            problem.mapping.all_finite(self.k.skip(from), count)
                 && problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
         };
         let (from, to) = (from.max(0) as usize, to.max(0) as usize);

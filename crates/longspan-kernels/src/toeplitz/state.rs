@@ -2,7 +2,6 @@
 
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::shape::Dims;
 use crate::simd::Ops;
@@ -20,7 +19,7 @@ pub(super) struct Head<S> {
     pub marks: S,
     /// `φ(k)` of the last tokens, token `t` of the sequence in row `t mod near`.
     pub ring_keys: S,
-    /// The exponent subtracted from each of them, under [`FeatureMap::Exp`] only; −∞ for ignored keys.
+    /// The exponent subtracted from each of them, under an exponential map only; −∞ for ignored keys.
     pub ring_exponents: S,
     /// Their `v⁺ = [v, 1]`; rows of ignored keys are 0.
     pub ring_values: S,
@@ -48,7 +47,7 @@ impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
 pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
     let near = toeplitz.bias.near();
     let far = usize::from(toeplitz.bias.far().is_some());
-    let features = dims.head_dim;
+    let features = toeplitz.feature_map.features(dims.head_dim);
     StateShape {
         mechanism: OPERATION,
         batch: dims.batch,
@@ -58,7 +57,7 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
             far * features,
             3,
             near * features,
-            if toeplitz.feature_map == FeatureMap::Exp { near } else { 0 },
+            if toeplitz.feature_map.is_exponential() { near } else { 0 },
             near * (dims.value_dim + 1),
         ],
     }

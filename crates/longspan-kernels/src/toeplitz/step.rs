@@ -7,6 +7,7 @@ use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::{RowMap, Shift, Side};
 use crate::mechanism::{Token, check_token, token_dims};
 use crate::real::Real;
 use crate::scratch::padded;
@@ -27,6 +28,7 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     toeplitz.bias.check()?;
     let dims = token_dims(toeplitz, token, token.k, state)?;
+    toeplitz.check_map(dims.head_dim)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
     check_token(toeplitz, &dims, token, out)?;
@@ -43,11 +45,13 @@ pub(super) fn step<T: Real>(
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
+    let row_map = RowMap::new(toeplitz.feature_map, &dims, &[]);
     let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let entries = toeplitz.bias.entries();
         let token = HeadToken {
             toeplitz,
             ops,
+            row_map: row_map.as_ref(),
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
@@ -69,6 +73,7 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     toeplitz: &'a Toeplitz,
     ops: &'static Ops<T>,
+    row_map: Option<&'a RowMap<'a, T>>,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
@@ -80,18 +85,20 @@ impl<T: Real> HeadToken<'_, T> {
     fn step(&self, state: Head<&mut [T]>, out: &mut [T]) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
         let near = self.toeplitz.bias.near();
-        let mut features = vec![T::ZERO; padded::<T>(head_dim)];
-        let exponent = self.map(self.k, &mut features);
+        let count = self.toeplitz.feature_map.features(head_dim);
+        let mut features = vec![T::ZERO; padded::<T>(count)];
+        let mut work = vec![T::ZERO; self.row_map.map_or(0, |map| map.work_len(1))];
+        let exponent = self.map(Side::Key(0), self.k, &mut features, &mut work);
         let mut writer = Writer::new(near, state);
-        writer.push(&features[..head_dim], exponent, self.v, T::ONE);
+        writer.push(&features[..count], exponent, self.v, T::ONE);
         let state = writer.head;
         let (slot, tokens) = (state.mark(SLOT), state.mark(TOKENS));
         let mut weights = vec![T::ZERO; tokens];
         let mut far_sum = vec![T::ZERO; value_dim];
         let entries = self.toeplitz.bias.entries();
         for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
-            let q_shift = self.map(q, &mut features);
-            let q = &features[..head_dim];
+            let q_shift = self.map(Side::Query(0), q, &mut features, &mut work);
+            let q = &features[..count];
             let bias = &self.bias[n * entries..][..entries];
             // The exponents first, because weights count from the largest.
             let mut level = T::NEG_INFINITY;
@@ -117,7 +124,7 @@ impl<T: Real> HeadToken<'_, T> {
                 if row[value_dim] != T::ONE || weight == T::ZERO {
                     continue;
                 }
-                let weight = weight * self.ops.dot(q, &state.ring_keys[from * head_dim..][..head_dim]);
+                let weight = weight * self.ops.dot(q, &state.ring_keys[from * count..][..count]);
                 self.ops.add_scaled(out, weight, &row[..value_dim]);
                 sum += weight;
             }
@@ -147,11 +154,16 @@ impl<T: Real> HeadToken<'_, T> {
     }
 
     /// `φ(x)` relative to the exponent that it returns.
-    fn map(&self, x: &[T], to: &mut [T]) -> T {
+    fn map(&self, side: Side, x: &[T], to: &mut [T], work: &mut [T]) -> T {
         let map = self.toeplitz.feature_map;
+        let (row, from) = (to.len(), Rows { data: x, stride: x.len() });
+        if let Some(rows) = self.row_map {
+            let mut shift = [T::ZERO];
+            rows.write(side, from, 1, None, Shift::Own(&mut shift), to, row, work);
+            return shift[0];
+        }
         let shift = if map == FeatureMap::Exp { top(x).unwrap_or(T::ZERO) } else { T::ZERO };
-        let row = to.len();
-        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
+        self.ops.load(map, shift, from, 1, x.len(), None, to, row);
         shift
     }
 }

@@ -4,6 +4,8 @@
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, Writer};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -31,11 +33,14 @@ pub(super) struct KeyBlock<'s, T> {
     /// Values, `TILE × value_width`, and, for gradients, their transpose.
     pub v: &'s mut [T],
     pub v_columns: &'s mut [T],
+    /// What forms features.
+    pub map: MapBuffers<'s, T>,
 }
 
 impl<'s, T: Real> KeyBlock<'s, T> {
     pub fn len(problem: &Problem<'_, T>, gradients: bool) -> usize {
         TILE * (2 * problem.head_width + if gradients { 2 } else { 1 } * problem.value_width)
+            + MapBuffers::len(&problem.mapping, TILE)
     }
 
     pub fn new(problem: &Problem<'_, T>, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
@@ -47,6 +52,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
             k_columns: arena.take(TILE * problem.head_width),
             v: arena.take(TILE * problem.value_width),
             v_columns: arena.take(if gradients { TILE * problem.value_width } else { 0 }),
+            map: MapBuffers::new(&problem.mapping, TILE, arena),
         }
     }
 
@@ -55,14 +61,14 @@ impl<'s, T: Real> KeyBlock<'s, T> {
         let (count, exponent) = problem.key_block(unit, from, end);
         (self.from, self.count, self.exponent) = (from, count, exponent);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+        let (features, value_dim) = (problem.mapping.features, problem.dims.value_dim);
         let kept = ((-from).max(0) as usize).min(count);
         if let Some(past) = &unit.past {
             for row in 0..kept {
                 let slot = past.ring_slot(from + row as isize);
                 let k = &mut self.k[row * head_width..][..head_width];
-                k[..head_dim].copy_from_slice(&past.head.ring_keys[slot * head_dim..][..head_dim]);
-                k[head_dim..].fill(T::ZERO);
+                k[..features].copy_from_slice(&past.head.ring_keys[slot * features..][..features]);
+                k[features..].fill(T::ZERO);
                 if let Some(&own) = past.head.ring_exponents.get(slot) {
                     problem.ops.scale(k, (own - exponent).exp());
                 }
@@ -75,7 +81,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
             let (first, rows) = ((from + kept as isize) as usize, count - kept);
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
             let k = &mut self.k[kept * head_width..];
-            problem.ops.load(problem.map, exponent, unit.k.skip(first), rows, head_dim, padding, k, head_width);
+            problem.load_keys(unit, first, rows, padding, exponent, k, &mut self.map);
             let v = &mut self.v[kept * value_width..];
             let identity = FeatureMap::Identity;
             problem.ops.load(identity, T::ZERO, unit.v.skip(first), rows, value_dim, padding, v, value_width);
@@ -303,9 +309,9 @@ fn strip<T: Real>(
 ) {
     let Buffers { q, q_shifts, o, sums, tile, keys, weights } = buffers;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+    let (features, value_dim) = (problem.mapping.features, problem.dims.value_dim);
     let (line, ops) = (shared.line(head), problem.ops);
-    problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
+    problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, &mut keys.map);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
     while from < end {
@@ -327,7 +333,7 @@ fn strip<T: Real>(
                 c_row: TILE,
                 rows: block.rows,
                 columns: visible,
-                depth: head_dim,
+                depth: features,
                 accumulate: false,
                 a_band: Band::ALL,
                 c_band: band,
@@ -367,7 +373,7 @@ fn strip<T: Real>(
                 c_row: value_width,
                 rows: block.rows,
                 columns: value_width,
-                depth: head_dim,
+                depth: features,
                 accumulate: false,
                 a_band: Band::ALL,
                 c_band: Band::ALL,
@@ -384,7 +390,7 @@ fn strip<T: Real>(
             let weight = problem.far_exponent(unit, head, block.level).exp();
             let Some(past) = unit.past.filter(|_| weight > T::ZERO) else { return };
             for row in block.row - rows.start..block.row - rows.start + block.rows {
-                let q = &q[row * head_width..][..head_dim];
+                let q = &q[row * head_width..][..features];
                 let sum = &mut tile[..value_dim];
                 sum.fill(T::ZERO);
                 ops.read_token(past.head.sum, q, sum);
@@ -433,21 +439,23 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let unit = problem.unit(index);
         let mut writer = Writer::new(near, head);
         let mut row = vec![T::ZERO; problem.head_width];
+        let mut memory = vec![T::ZERO; MapBuffers::len(&problem.mapping, 1)];
+        let mut map = MapBuffers::new(&problem.mapping, 1, &mut Arena::new(&mut memory));
         for key in 0..unit.sequence.keys {
             let present = !unit.ignores(key);
-            let exponent = if problem.map == FeatureMap::Exp {
+            let exponent = if problem.mapping.exponential {
                 problem.key_block(&unit, key as isize, key as isize + 1).1
             } else {
                 T::ZERO
             };
             let ignored = [!present];
-            let (k, head_dim) = (unit.k.skip(key), problem.dims.head_dim);
-            problem.ops.load(problem.map, exponent, k, 1, head_dim, Some(&ignored), &mut row, problem.head_width);
+            let features = problem.mapping.features;
+            problem.load_keys(&unit, key, 1, Some(&ignored), exponent, &mut row, &mut map);
             let v = unit.v.row(key, problem.dims.value_dim);
             if present {
-                writer.push(&row[..head_dim], exponent, v, T::ONE);
+                writer.push(&row[..features], exponent, v, T::ONE);
             } else {
-                writer.push(&row[..head_dim], exponent, &vec![T::ZERO; v.len()], T::ZERO);
+                writer.push(&row[..features], exponent, &vec![T::ZERO; v.len()], T::ZERO);
             }
         }
     });
@@ -619,7 +627,7 @@ fn query_strip<T: Real>(
     let (head_width, value_width, head_dim) = (problem.head_width, problem.value_width, problem.dims.head_dim);
     let (line, ops) = (shared.line(head), problem.ops);
     let queries = problem.queries(unit, head);
-    problem.load_queries(queries, rows.start, rows.len(), q, q_shifts);
+    problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, &mut keys.map);
     load_cotangent(problem, shared, cotangent, unit, head, rows.clone(), q_shifts, d, c);
     dq[..rows.len() * head_width].fill(T::ZERO);
     let end = problem.end(unit, rows.end - 1);
@@ -655,15 +663,29 @@ fn query_strip<T: Real>(
         });
         from += keys.count as isize;
     }
-    ops.pull_back(problem.map, queries.skip(rows.start), q, dq, rows.len(), head_dim, head_width);
-    for row in rows.clone() {
-        let token = unit.sequence.query_start + row;
-        // SAFETY: each (batch, head, token) belongs to one task.
-        let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
-        if problem.end(unit, row) <= unit.begin() {
-            to.fill(T::ZERO);
-        } else {
-            ops.store(&dq[(row - rows.start) * head_width..], T::ONE, to);
+    for first in rows.clone().step_by(TILE) {
+        let (count, at) = (TILE.min(rows.end - first), (first - rows.start) * head_width);
+        let (phi, d, side) = (&q[at..], &mut dq[at..], Side::Query(head));
+        let (raw, raw_row) = problem.mapping.pull_back(
+            side,
+            queries.skip(first),
+            count,
+            None,
+            phi,
+            d,
+            head_width,
+            &mut [],
+            &mut keys.map,
+        );
+        for row in first..first + count {
+            let token = unit.sequence.query_start + row;
+            // SAFETY: each (batch, head, token) belongs to one task.
+            let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
+            if problem.end(unit, row) <= unit.begin() {
+                to.fill(T::ZERO);
+            } else {
+                ops.store(&raw[(row - first) * raw_row..], T::ONE, to);
+            }
         }
     }
 }
