@@ -20,7 +20,12 @@ use crate::train::{Workers, optimizer};
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
     let feature_map: FeatureMap = config.feature_map.parse()?;
     // The settings that have keys of their own, for the mechanisms that have such an option.
-    let everywhere = [("/kernel/feature_map", json!(feature_map.name())), ("/relative/radius", json!(config.radius))];
+    let feature_map = json!(feature_map.to_string());
+    let everywhere = [
+        ("/kernel/feature_map", feature_map.clone()),
+        ("/feature_map", feature_map),
+        ("/relative/radius", json!(config.radius)),
+    ];
     let attention = attention::named(&config.attention, &everywhere, &config.attention_options)?;
     let norm = match config.norm.as_str() {
         "pre" => Norm::Pre,

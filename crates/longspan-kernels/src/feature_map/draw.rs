@@ -45,15 +45,14 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
 const KEPT: usize = 16;
 
 /// Something made of drawn rows, by what it is made from.
-pub(super) type Entry<K> = (K, Arc<dyn Any + Send + Sync>);
+type Entry<K> = (K, Arc<dyn Any + Send + Sync>);
+
+/// Where they are kept.
+pub(super) type Store<K> = Mutex<Vec<Entry<K>>>;
 
 /// What `make` gives for `key`, made once a process as long as few others are asked for in between: a layer makes a
 /// mechanism for each of its calls, and to draw the rows would take longer than the call.
-pub(super) fn kept<K: PartialEq, V: Any + Send + Sync>(
-    store: &Mutex<Vec<Entry<K>>>,
-    key: K,
-    make: impl FnOnce() -> V,
-) -> Arc<V> {
+pub(super) fn kept<K: PartialEq, V: Any + Send + Sync>(store: &Store<K>, key: K, make: impl FnOnce() -> V) -> Arc<V> {
     // A panic elsewhere leaves the list as whole as it was.
     let mut list = store.lock().unwrap_or_else(PoisonError::into_inner);
     let found = list.iter().find(|(known, value)| *known == key && value.is::<V>()).map(|(_, value)| value.clone());

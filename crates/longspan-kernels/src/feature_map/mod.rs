@@ -12,6 +12,7 @@ pub(crate) mod rows;
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use crate::error::{Error, expect};
 use crate::mechanism::Parameter;
@@ -152,15 +153,18 @@ impl FeatureMap {
 
     /// The rows `w` of random features for rows of `head_dim` numbers, `[features, head_dim]`, as they multiply `x` in
     /// [`Prf`](Self::Prf) (so `d^{-¼}` of those drawn) and `x̂` in [`Nprf`](Self::Nprf); none for other maps.
-    pub fn projection(self, head_dim: usize) -> Option<Vec<f64>> {
+    pub fn projection(self, head_dim: usize) -> Option<Arc<Vec<f64>>> {
         let (random, scale) = match self {
             Self::Prf(random) => (random, scale(head_dim)),
             Self::Nprf(random) => (random, 1.0),
             _ => return None,
         };
-        let mut rows = draw::orthogonal(self.features(head_dim), head_dim, random.seed);
-        rows.iter_mut().for_each(|w| *w *= scale);
-        Some(rows)
+        static DRAWN: draw::Store<(FeatureMap, usize)> = draw::Store::new(Vec::new());
+        Some(draw::kept(&DRAWN, (self, head_dim), || {
+            let mut rows = draw::orthogonal(self.features(head_dim), head_dim, random.seed);
+            rows.iter_mut().for_each(|w| *w *= scale);
+            rows
+        }))
     }
 
     /// Checks the options, and that rows of `head_dim` numbers have no more features than the kernels take.

@@ -1,5 +1,7 @@
 //! The definition of a row's features in doubles, each as `factor · e^exponent`. Never optimised.
 
+use std::sync::Arc;
+
 use super::rows::Side;
 use super::{FeatureMap, HedgehogNorm, scale};
 use crate::shape::Dims;
@@ -16,7 +18,7 @@ pub(crate) struct Map<'a> {
     map: FeatureMap,
     dims: &'a Dims,
     /// The random rows.
-    projection: Vec<f64>,
+    projection: Arc<Vec<f64>>,
     /// The map's own parameters.
     parameters: &'a [&'a [f64]],
 }

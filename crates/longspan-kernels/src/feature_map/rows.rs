@@ -1,6 +1,6 @@
 //! Maps of whole rows on blocks: features of a chunk of raw rows, and gradients back.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::real::Real;
@@ -536,9 +536,9 @@ impl<T: Real> Matrix<T> {
 
 /// The random matrix of a map for rows of one width, in a number type.
 fn drawn<T: Real>(map: FeatureMap, head_dim: usize) -> Arc<Matrix<T>> {
-    static DRAWN: Mutex<Vec<draw::Entry<(FeatureMap, usize)>>> = Mutex::new(Vec::new());
+    static DRAWN: draw::Store<(FeatureMap, usize)> = draw::Store::new(Vec::new());
     draw::kept(&DRAWN, (map, head_dim), || {
-        let rows: Vec<T> = map.projection(head_dim).unwrap_or_default().into_iter().map(T::from_f64).collect();
+        let rows: Vec<T> = map.projection(head_dim).unwrap_or_default().iter().map(|&w| T::from_f64(w)).collect();
         Matrix::new(T::ops(), &rows, map.features(head_dim), head_dim)
     })
 }

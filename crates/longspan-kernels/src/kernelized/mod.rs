@@ -131,8 +131,13 @@ impl KernelizedAttention {
     /// The algorithms that can be forced; the first always can, the last not with Fourier positions.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
 
-    /// Checks the feature map for rows of `head_dim`, and against the score.
-    fn check_map(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
+    /// Whether the feature map's options make sense for rows of `dims.head_dim`, and together with the score; calls check
+    /// the same.
+    ///
+    /// # Errors
+    /// No features or absurdly many; a learned map of keys with a table that should go through it.
+    pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
+        let operation = Mechanism::<f32>::name(self);
         self.feature_map.check(operation, dims.head_dim)?;
         let same = self.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Same);
         if same && matches!(self.feature_map, FeatureMap::Hedgehog { .. }) {
@@ -294,6 +299,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(Mechanism::<T>::name(self))?;
+        self.check_feature_map(dims)?;
         Ok(state::empty(self, dims))
     }
 

@@ -116,7 +116,7 @@ impl<'a, T: Real> Problem<'a, T> {
             state::check(attention, &dims, initial, "initial_state")?;
             check_initial_mask(operation, &call.mask)?;
         }
-        attention.check_map(operation, &dims)?;
+        attention.check_feature_map(&dims)?;
         let map = attention.feature_map;
         let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
         let sequences = call.mask.sequences(&dims);

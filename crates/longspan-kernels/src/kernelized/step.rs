@@ -39,7 +39,7 @@ pub(super) fn step<T: Real>(
     state::check(attention, &dims, state, "state")?;
     check_token(attention, &dims, token, out)?;
     attention.check_decay(operation, kv_heads)?;
-    attention.check_map(operation, &dims)?;
+    attention.check_feature_map(&dims)?;
 
     let map = attention.feature_map;
     let own = token.parameters.len() - map.parameters(&dims).len();

@@ -22,6 +22,8 @@ const MOVE_RATE: f64 = 4e9;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    // What a map of whole rows itself costs is the same for all.
+    let dims = &Dims { head_dim: toeplitz.feature_map.features(dims.head_dim), ..*dims };
     let estimates = vec![tiled(dims, mask), fft(toeplitz, dims), piecewise(toeplitz, dims, mask)];
     let cheapest = estimates.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let (algorithm, reason) = match (toeplitz.algorithm, cheapest) {

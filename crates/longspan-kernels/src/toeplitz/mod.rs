@@ -66,9 +66,13 @@ impl Toeplitz {
         Self { feature_map: FeatureMap::default(), bias, normalize: true, algorithm: Algorithm::Auto }
     }
 
-    /// Checks the feature map for rows of `head_dim`.
-    fn check_map(&self, head_dim: usize) -> Result<(), Error> {
-        self.feature_map.check(OPERATION, head_dim)?;
+    /// Whether the feature map is one that this mechanism takes, with options that make sense for rows of
+    /// `dims.head_dim`; calls check the same.
+    ///
+    /// # Errors
+    /// A map with parameters; no features or absurdly many.
+    pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
+        self.feature_map.check(OPERATION, dims.head_dim)?;
         if let FeatureMap::Hedgehog { .. } = self.feature_map {
             return Err(Error::Unsupported {
                 operation: OPERATION,
@@ -168,7 +172,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(OPERATION)?;
-        self.check_map(dims.head_dim)?;
+        self.check_feature_map(dims)?;
         state::empty(self, dims)
     }
 

@@ -28,7 +28,7 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     toeplitz.bias.check()?;
     let dims = token_dims(toeplitz, token, token.k, state)?;
-    toeplitz.check_map(dims.head_dim)?;
+    toeplitz.check_feature_map(&dims)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
     check_token(toeplitz, &dims, token, out)?;
