@@ -8,6 +8,7 @@ precision. The kernels' tests hold it to the same definition.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,9 @@ def chunked_attention(
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parameters = [parameter.to(wide) for parameter in parameters]
         _check_parameters(mechanism, q, k, parameters, settings)
+        if mechanism == "toeplitz":
+            # Counted from the whole call, of which packed sequences are pieces.
+            settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
             return formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask).to(dtype)
         if q.shape[0] != 1:
@@ -104,9 +108,13 @@ def _check_parameters(
         rows = parameters[0].shape[-2]
         wanted = [(heads, rows, head_dim) if parameters[0].ndim == 3 else (rows, head_dim)]
     elif mechanism == "toeplitz":
-        wanted = [(heads, queries + keys - 1)]
+        table = settings.get("kind", "table") == "table" and not settings.get("centred")
+        wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
+    elif mechanism == "aft-full":
+        length = parameters[0].shape[0]
+        wanted = [(length, length)] if len(parameters) == 1 else [(length, parameters[0].shape[1])] * 2
     elif mechanism == "aft-local":
-        wanted = [(queries, parameters[0].shape[1])]
+        wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1])]
     elif mechanism == "aft-conv":
         wanted = [(heads, parameters[0].shape[1]), (heads,), (heads,)]
     elif mechanism == "fourier":
@@ -122,15 +130,15 @@ def _check_parameters(
             raise ValueError(f"{mechanism}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
 
 
-def _slices(mechanism, parameters, settings, a: int, b: int, c: int, d: int) -> Sequence[Tensor]:
+def _slices(
+    mechanism: str, parameters: Sequence[Tensor], settings: dict[str, Any], a: int, b: int, c: int, d: int
+) -> Sequence[Tensor]:
     """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
     if mechanism == "fourier" and settings.get("axes"):
         *others, queries, keys = parameters
         return [*others, queries[:, a:b], keys[:, c:d]]
-    if mechanism == "aft-local":
+    if mechanism == "aft-local" and not settings.get("by_position"):
         return [parameters[0][: b - a]]
-    if mechanism == "toeplitz":
-        raise NotImplementedError("toeplitz: packed sequences: expected tensors on the cpu; call each sequence on its own")
     return parameters
 
 
@@ -418,6 +426,7 @@ def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask
     right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     ones = there.expand(-1, q.shape[1], -1, -1)
     values = torch.cat([values, ones], -1)
+    bias = bias.flatten(1)
     if normalize and bias.numel():
         bias = bias - bias.amax(1, keepdim=True).detach()
     pieces = []
@@ -425,15 +434,49 @@ def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask
     for start in range(0, max(q.shape[2], 1), step):
         stop = min(start + step, q.shape[2])
         distance = _distances(start, stop, k.shape[2], offset, q.device)
-        weights = bias[:, distance + offset + q.shape[2] - 1].exp() * (left[:, :, start:stop] @ right.transpose(-1, -2))
+        entry, reached = _entries(parameters[0], settings, start + offset, distance)
+        hidden = ~reached
         if is_causal:
-            weights = weights.masked_fill(distance > 0, 0)
-        pieces.append(weights @ values)
+            hidden = hidden | (distance > 0)
+        elif distance.device.type != "meta" and bool(hidden.any()):
+            raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape "
+                             f"{tuple(parameters[0].shape)}")  # fmt: skip
+        weights = bias[:, entry].exp() * (left[:, :, start:stop] @ right.transpose(-1, -2))
+        pieces.append(weights.masked_fill(hidden, 0) @ values)
     return _divide(torch.cat(pieces, 2), normalize)
 
 
+def _entries(bias: Tensor, settings: dict[str, Any], first: int, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entry of a head's table belongs to each pair, and whether there is one; the rows stand at keys ``first ..``."""
+    kind = settings.get("kind", "table")
+    if kind == "grid":
+        height, width = bias.shape[1] // 2 + 1, bias.shape[2] // 2 + 1
+        token = torch.arange(first, first + distance.shape[0], device=distance.device)[:, None]
+        key = distance + token
+        down, right = key // width - token // width, key % width - token % width
+        reached = (down.abs() < height) & (key < height * width) & (token < height * width) & (token >= 0)
+        entry = (down.clamp(1 - height, height - 1) + height - 1) * bias.shape[2] + right + width - 1
+        return entry, reached
+    entries = bias.shape[1]
+    if kind == "buckets":
+        two_sided = settings.get("bidirectional", True)
+        side = entries // 2 if two_sided else entries
+        start = torch.where(distance > 0, side, 0) if two_sided else 0
+        back = distance.abs() if two_sided else (-distance).clamp(min=0)
+        exact = side // 2
+        octaves = (back.clamp(min=max(exact, 1)).double() / max(exact, 1)).log()
+        octaves = octaves / math.log(settings.get("max_distance", 128) / max(exact, 1))
+        far = (exact + (octaves * (side - exact)).long()).clamp(max=side - 1)
+        return start + torch.where(back < exact, back, far), torch.ones_like(distance, dtype=torch.bool)
+    first_distance = -(entries // 2) if kind == "clipped" or settings.get("centred") else settings["first"]
+    index = distance - first_distance
+    reached = torch.ones_like(index, dtype=torch.bool) if kind == "clipped" else (index >= 0) & (index < entries)
+    return index.clamp(0, entries - 1), reached
+
+
 def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
-    """AFT with ``biases(parameters, is_causal, distance, rows)``, ``[heads or 1, queries, keys]``, a few rows at a time."""
+    """AFT with ``biases(parameters, settings, is_causal, distance, rows, offset)``, ``[heads or 1, queries, keys]``, a few
+    rows at a time."""
 
     def formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
         k, v, there = _without_padding(k, v, key_padding_mask)
@@ -448,7 +491,7 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
             if is_causal:
                 seen = seen & (distance <= 0)
             scores = k[:, :, None].expand(-1, -1, stop - start, -1, -1)
-            bias = biases(parameters, is_causal, distance, slice(start, stop))
+            bias = biases(parameters, settings, is_causal, distance, slice(start, stop), offset)
             if bias is not None:
                 scores = scores + bias[None, ..., None]
             scores = scores.masked_fill(~seen[..., None], -torch.inf)
@@ -463,15 +506,42 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
     return formulation
 
 
-def _local_biases(parameters, _is_causal, distance: Tensor, rows: slice) -> Tensor:
+def _positions(table: Tensor, rows: slice, offset: int) -> Tensor:
+    """Rows of a table by position for the queries ``rows``; beyond its end none is seen, or the caller is told."""
+    position = torch.arange(rows.start, rows.stop, device=table.device) + offset
+    outside = (position < 0) | (position >= table.shape[0])
+    if table.device.type != "meta" and bool(outside.any()):
+        raise ValueError(f"aft: position: expected positions of queries from 0 to {table.shape[0] - 1}, got others")
+    return table[position]
+
+
+def _full_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
+    keys = distance.shape[1]
+    *_, z = parameters
+    columns = z[:, :keys] if len(parameters) == 1 else z[:keys]
+    if columns.shape[1 if len(parameters) == 1 else 0] != keys:
+        raise ValueError(f"aft-full: keys: expected at most {z.shape[0]} positions, got {keys}")
+    if len(parameters) == 1:
+        return _positions(columns, rows, offset)[None]
+    return (_positions(parameters[0], rows, offset) @ columns.T)[None]
+
+
+def _local_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
     (w,) = parameters
     column = distance + w.shape[1] // 2
     inside = (column >= 0) & (column < w.shape[1])
-    near = w[rows].gather(1, column.clamp(0, w.shape[1] - 1))
+    own = _positions(w, rows, offset) if settings.get("by_position") else w[rows]
+    near = own.gather(1, column.clamp(0, w.shape[1] - 1))
     return torch.where(inside, near, 0)[None]
 
 
-def _conv_biases(parameters, is_causal: bool, distance: Tensor, _rows: slice) -> Tensor:
+def _conv_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
     w, *scale = parameters
     if scale:
         gamma, beta = scale
@@ -513,6 +583,7 @@ _FORMULATIONS = {
     "shaw": _kernelized,
     "fourier": _fourier,
     "toeplitz": _toeplitz,
+    "aft-full": _aft(_full_biases),
     "aft-local": _aft(_local_biases),
     "aft-simple": _aft(lambda *_: None),
     "aft-conv": _aft(_conv_biases),

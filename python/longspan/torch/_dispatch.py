@@ -9,55 +9,114 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _calls
 from . import _operators
 from ._chunked import chunked_attention
+from ._states import TensorState
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float64, *_HALF)
 
 
 def attend(
-    operation, mechanism, options, q, k, v, parameters,
-    is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None, output_final_state=False,
-    token_major=False,
-):  # fmt: skip
+    operation: str,
+    mechanism: str,
+    options: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    parameters: tuple[Any, ...],
+    is_causal: bool = False,
+    offset: int = 0,
+    key_padding_mask: Any = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    token_major: bool = False,
+) -> Any:
     """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some.
 
     With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
     """
     tensors = (q, k, v, *parameters)
+    with_state = initial_state is not None or output_final_state
     if not _simple(tensors):
-        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
-        if not q.is_cpu or (initial_state is None and not output_final_state and _watched(tensors)):
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+        if not q.is_cpu or (not with_state and _watched(tensors)):
             return _attend_watched(
-                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens,
-                initial_state is not None or output_final_state,
+                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
             )  # fmt: skip
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(f"{operation}: initial_state and output_final_state: expected tensors without gradients, "
-                             "because none flows through a state; use torch.no_grad()")  # fmt: skip
     elif key_padding_mask is not None:
-        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
-    ops._check_state(operation, "initial_state", initial_state)
-    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
-    arrays, back = as_arrays(operation, tensors, ops._names(mechanism, parameters))
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+    if with_state and _learning(tensors, initial_state):
+        return _attend_with_states(
+            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
+            output_final_state,
+        )  # fmt: skip
+    if with_state:
+        initial_state = _calls.plain_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
+    arrays, back = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = ops._mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    out, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
-    out = back(out)
-    return (out, state) if output_final_state else out
+    return (back(out), state) if output_final_state else back(out)
+
+
+def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
+    """Whether a gradient is to flow through this call."""
+    if not torch.is_grad_enabled():
+        return False
+    state = isinstance(initial_state, TensorState) and initial_state.numbers.requires_grad
+    return state or any(tensor.requires_grad for tensor in tensors)
+
+
+def _attend_with_states(
+    operation: str,
+    mechanism: str,
+    options: str,
+    tensors: Sequence[Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Any,
+    cu_seqlens: Any,
+    initial_state: Any,
+    output_final_state: bool,
+) -> Any:
+    if cu_seqlens is not None:
+        raise ValueError(f"{operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
+                         "each its own batch entry")  # fmt: skip
+    if initial_state is not None and not isinstance(initial_state, TensorState):
+        plain = _calls.plain_state(operation, "initial_state", initial_state)
+        initial_state = None if plain is None else TensorState.of(plain)
+    shape = None if initial_state is None else (initial_state.mechanism, initial_state.parts)
+    initial = None if initial_state is None else initial_state.numbers
+    found: list[Any] = []
+    rest = (mechanism, options, operation, is_causal, offset)
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        # Under autocast, as the operator does.
+        tensors = [tensor.float() for tensor in tensors]
+    out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
+    return (out, TensorState(found[0], found[1], numbers)) if output_final_state else out
 
 
 def _attend_watched(
-    operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
-):  # fmt: skip
+    operation: str,
+    mechanism: str,
+    options: str,
+    tensors: Sequence[Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Any,
+    cu_seqlens: Any,
+    with_state: bool,
+) -> Any:
     """What is to be differentiated, compiled, or computed elsewhere."""
     q, k, v, *parameters = tensors
-    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if q.device.type == "cpu":
         queries, keys = (None, None) if packed is None else packed
         call = _operators.attention if _traced(tensors) else _operators.Eager.apply
@@ -144,7 +203,7 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
 
 def as_arrays(
     operation: str, tensors: Sequence[Any], names: Sequence[str]
-) -> tuple[list[np.ndarray], Callable[[np.ndarray], Tensor]]:
+) -> tuple[list[np.ndarray[Any, Any]], Callable[[np.ndarray[Any, Any]], Tensor]]:
     """CPU tensors as arrays on the same memory (half precision as float32), and the way back for a result."""
     q = tensors[0]
     dtype = q.dtype
