@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from . import _calls, _native, _options, ops
 from ._native import State
 
-__all__ = ["MechanismInfo", "Plan", "combine", "explain", "mechanisms"]
+__all__ = ["Estimate", "MechanismInfo", "Plan", "combine", "explain", "mechanisms"]
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,27 @@ def mechanisms() -> dict[str, MechanismInfo]:
     return found
 
 
+class Estimate(TypedDict):
+    """What one algorithm would cost."""
+
+    algorithm: str
+    flops: float
+    #: Numbers that the published form of it keeps for each head.
+    published_elements: float
+    #: Working memory for one head.
+    scratch_bytes: float
+    #: On one thread.
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which algorithm a call runs, and why."""
 
     algorithm: str
     reason: str
-    #: For each algorithm its ``flops``, ``published_elements``, ``scratch_bytes`` for one head, and predicted
-    #: ``seconds`` on one thread.
-    estimates: tuple[_native.Estimate, ...]
+    #: One for each algorithm.
+    estimates: tuple[Estimate, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.algorithm}: {self.reason}"]
@@ -109,7 +121,7 @@ def explain(
     if mechanism == "aft-full":
         options = {"length": max(sizes["queries"], sizes["keys"], 1), **options}
     native = _named("explain", mechanism, sizes["kv_heads"], options)
-    algorithm, reason, estimates = native.plan(*sizes.values(), is_causal, offset)
+    algorithm, reason, estimates = native.plan(**sizes, is_causal=is_causal, offset=offset)
     return Plan(algorithm, reason, tuple(estimates))
 
 

@@ -104,6 +104,7 @@ def _check_parameters(
     """Shapes that broadcasting would let pass."""
     _, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
+    wanted: list[tuple[int, ...]]
     if mechanism == "shaw":
         rows = parameters[0].shape[-2]
         wanted = [(heads, rows, head_dim) if parameters[0].ndim == 3 else (rows, head_dim)]
@@ -214,6 +215,10 @@ def _kernelized(
     return _divide(torch.cat(pieces, dim=2), normalize)
 
 
+def _power(gamma: Tensor, exponent: Any) -> Tensor:
+    return torch.pow(gamma, exponent)
+
+
 def _clip(token: int, keys: int) -> int:
     return min(max(token, 0), keys)
 
@@ -221,7 +226,14 @@ def _clip(token: int, keys: int) -> int:
 class _Bidirectional:
     """All keys through one state; relative positions through a band and running sums from both ends."""
 
-    def __init__(self, features, values, rows, radius, _gamma):
+    def __init__(
+        self,
+        features: Tensor | None,
+        values: Tensor,
+        rows: Tensor | None,
+        radius: int,
+        gamma: Tensor | None,
+    ) -> None:
         self.values, self.rows, self.radius = values, rows, radius
         self.state = None if features is None else features.transpose(-1, -2) @ values
         if rows is not None:
@@ -233,7 +245,7 @@ class _Bidirectional:
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
         """Sums for the queries ``q`` that stand at keys ``first`` to ``last - 1``."""
         keys = self.values.shape[2]
-        out = 0 if self.state is None else q @ self.state
+        out = q.new_zeros(()) if self.state is None else q @ self.state
         if self.rows is None:
             return out
         weights = q @ self.rows.transpose(-1, -2)
@@ -257,13 +269,20 @@ def _band(weights: Tensor, first: int, last: int, near: int, far: int, radius: i
 class _Causal:
     """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see."""
 
-    def __init__(self, features, values, rows, radius, gamma):
+    def __init__(
+        self,
+        features: Tensor | None,
+        values: Tensor,
+        rows: Tensor | None,
+        radius: int,
+        gamma: Tensor | None,
+    ) -> None:
         self.features, self.values, self.rows, self.radius, self.gamma = features, values, rows, radius, gamma
         # Keys below these are in the state; for relative positions only those at least `radius` before.
         self.taken = 0
         self.far_taken = 0
-        self.state = None
-        self.far = None
+        self.state: Tensor | None = None
+        self.far: Tensor | None = None
         # The token that decays are counted from.
         self.base = 0
 
@@ -275,8 +294,11 @@ class _Causal:
         start = _clip(first + 1, keys)
         stop = max(_clip(last, keys), start)
         out = q.new_zeros((*q.shape[:3], values.shape[-1]))
-        since = None if self.gamma is None else self.gamma ** (token - first)[:, None]
-        visible = lambda key: (key[None, :] <= token[:, None])  # noqa: E731
+        since = None if self.gamma is None else _power(self.gamma, (token - first)[:, None])
+
+        def visible(key: Tensor) -> Tensor:
+            return key[None, :] <= token[:, None]
+
         if self.features is not None:
             self.state = self._enter(self.state, self.features, self.taken, start, first)
             self.taken = max(self.taken, start)
@@ -302,19 +324,21 @@ class _Causal:
     def _age(self, token: int) -> None:
         """Lets the states grow older until ``token``."""
         if self.gamma is not None:
-            passed = self.gamma ** (token - self.base)
+            passed = _power(self.gamma, token - self.base)
             self.state = None if self.state is None else self.state * passed
             self.far = None if self.far is None else self.far * passed
         self.base = token
 
-    def _enter(self, state, features, taken: int, until: int, token: int):
+    def _enter(
+        self, state: Tensor | None, features: Tensor | None, taken: int, until: int, token: int
+    ) -> Tensor | None:
         """Takes the keys ``taken .. until`` into a state as seen from ``token``."""
         if until <= taken:
             return state
         values = self.values[:, :, taken:until]
         if self.gamma is not None:
             key = torch.arange(taken, until, device=values.device)
-            values = values * self.gamma ** (token - key)[:, None]
+            values = values * _power(self.gamma, (token - key)[:, None])
         if features is None:
             added = values.sum(2, keepdim=True)
         else:
@@ -322,13 +346,13 @@ class _Causal:
         return added if state is None else state + added
 
     @staticmethod
-    def _aged(sums: Tensor, since) -> Tensor:
+    def _aged(sums: Tensor, since: Tensor | None) -> Tensor:
         return sums if since is None else sums * since
 
     def _decayed(self, scores: Tensor, token: Tensor, key: Tensor) -> Tensor:
         if self.gamma is None:
             return scores
-        return scores * self.gamma ** (token[:, None] - key[None, :]).clamp(min=0)
+        return scores * _power(self.gamma, (token[:, None] - key[None, :]).clamp(min=0))
 
 
 def _without_padding(k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,7 +374,16 @@ def _features(settings: dict[str, Any], q: Tensor, k: Tensor, normalize: bool) -
     return _FEATURE_MAPS[name](q), _FEATURE_MAPS[name](k)
 
 
-def _fourier(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _fourier(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
     k, v, there = _without_padding(k, v, key_padding_mask)
     normalizer = settings.get("normalizer", "one_plus")
@@ -376,17 +409,17 @@ def _fourier(q, k, v, parameters, settings, is_causal, offset, key_padding_mask)
 
         left, right = turned(queries, turn_query), turned(keys, turn_key)
     else:
-        b, c, beta = (*rest, *[None] * (3 - len(rest)))
-        turn_query = turn_query + b[None, :, None]
-        scaled = queries if c is None else queries * c[None, :, None]
-        left = [scaled * turn_query.cos(), scaled * turn_query.sin()]
-        right = [keys * turn_key.cos(), keys * turn_key.sin()]
-        if normalizer == "dominant":
-            beta = c.abs() + F.softplus(beta)
-        if normalizer == "one_plus" or beta is not None:
-            left.append(queries if beta is None else queries * beta[None, :, None])
-            right.append(keys)
-        left, right = torch.cat(left, -1), torch.cat(right, -1)
+        turn_query = turn_query + rest[0][None, :, None]
+        scaled = queries if len(rest) < 2 else queries * rest[1][None, :, None]
+        lefts = [scaled * turn_query.cos(), scaled * turn_query.sin()]
+        rights = [keys * turn_key.cos(), keys * turn_key.sin()]
+        if normalizer == "one_plus" or len(rest) > 2:
+            beta = rest[2] if len(rest) > 2 else queries.new_ones(())
+            if normalizer == "dominant":
+                beta = rest[1].abs() + F.softplus(beta)
+            lefts.append(queries * (beta[None, :, None] if beta.ndim else beta))
+            rights.append(keys)
+        left, right = torch.cat(lefts, -1), torch.cat(rights, -1)
     settings = {"feature_map": "identity", "normalize": False, "decay": settings.get("decay")}
     ones = there.expand(-1, k.shape[1], -1, -1)
     if normalizer == "none":
@@ -416,7 +449,16 @@ def _distances(first: int, last: int, keys: int, offset: int, device: torch.devi
     return torch.arange(keys, device=device)[None, :] - token[:, None]
 
 
-def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _toeplitz(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.toeplitz_attention`, a few rows of all pairs at a time."""
     (bias,) = parameters
     normalize = settings.get("normalize", True)
@@ -478,7 +520,16 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
     """AFT with ``biases(parameters, settings, is_causal, distance, rows, offset)``, ``[heads or 1, queries, keys]``, a few
     rows at a time."""
 
-    def formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+    def formulation(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parameters: Sequence[Tensor],
+        settings: dict[str, Any],
+        is_causal: bool,
+        offset: int,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor:
         k, v, there = _without_padding(k, v, key_padding_mask)
         group = q.shape[1] // max(k.shape[1], 1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -556,7 +607,16 @@ def _conv_biases(
     return torch.where(inside, w[:, column.clamp(0, taps - 1)], 0)
 
 
-def _softmax(q, k, v, _parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.softmax_attention`, a few rows of all pairs at a time."""
     k, v, there = _without_padding(k, v, key_padding_mask)
     group = q.shape[1] // max(k.shape[1], 1)

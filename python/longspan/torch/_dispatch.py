@@ -40,7 +40,8 @@ def attend(
     """
     tensors = (q, k, v, *parameters)
     with_state = initial_state is not None or output_final_state
-    if not _simple(tensors):
+    simple = _simple(tensors)
+    if not simple:
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
         if not q.is_cpu or (not with_state and _watched(tensors)):
             return _attend_watched(
@@ -56,7 +57,11 @@ def attend(
     if with_state:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
-    arrays, back = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
+    back: Callable[[np.ndarray[Any, Any]], Tensor]
+    if simple:
+        arrays, back = [_as_array(tensor) for tensor in tensors], torch.from_numpy
+    else:
+        arrays, back = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
     out, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
@@ -64,6 +69,10 @@ def attend(
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
     return (back(out), state) if output_final_state else back(out)
+
+
+def _as_array(tensor: Tensor) -> Any:
+    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
@@ -142,11 +151,13 @@ _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mo
 
 def _traced(tensors: Sequence[Tensor]) -> bool:
     """Whether a compiler, a transform, autocast or another kind of tensor wants to see an operator."""
+    return _looking() or any(type(t) not in _PLAIN_TYPES for t in tensors)
+
+
+def _looking() -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
         return True
-    if _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None:
-        return True
-    return any(type(t) not in _PLAIN_TYPES for t in tensors)
+    return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
@@ -156,21 +167,18 @@ def _watched(tensors: Sequence[Tensor]) -> bool:
 
 def _simple(tensors: Sequence[Any]) -> bool:
     """Whether these are plain float32 or float64 tensors on the CPU that nobody watches: the quick way for most calls."""
-    if torch.compiler.is_compiling() or _unusual(tensors):
+    if _looking():
         return False
-    return not _watched(tensors)
-
-
-def _unusual(tensors: Sequence[Any]) -> bool:
+    grad = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
     if dtype is not torch.float32 and dtype is not torch.float64:
-        return True
+        return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or tensor.dtype is not dtype or not tensor.is_cpu:
-            return True
-        if tensor.layout is not torch.strided:
-            return True
-    return False
+            return False
+        if tensor.layout is not torch.strided or (grad and tensor.requires_grad):
+            return False
+    return True
 
 
 def _autocast(device: torch.device) -> bool:
@@ -212,9 +220,13 @@ def as_arrays(
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
-    if dtype in _HALF:
+    if dtype in _HALF or _autocast(q.device):
+        if any(tensor.dtype != dtype for tensor in tensors) and _autocast(q.device):
+            # As the operator does.
+            return [tensor.detach().float().numpy() for tensor in tensors], torch.from_numpy
         for name, tensor in zip(names, tensors):
             if tensor.dtype != dtype:
                 raise TypeError(f"{operation}: {name}: expected {dtype} like q, got {tensor.dtype}")
-        return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
-    return [(tensor.detach() if tensor.requires_grad else tensor).numpy() for tensor in tensors], torch.from_numpy
+        if dtype in _HALF:
+            return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
+    return [_as_array(tensor) for tensor in tensors], torch.from_numpy

@@ -131,7 +131,20 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, mechanism, options, operation, is_causal, offset):
+def _attention_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    cu_queries: Optional[list[int]],
+    cu_keys: Optional[list[int]],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
     out = _token_major(q, batch, heads, queries, v.shape[3])
     return out, q.new_empty((batch, heads, queries), dtype=_dtype_of_denominators(q))
@@ -164,15 +177,14 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
-    mechanism, options, operation, is_causal, offset,
-):  # fmt: skip
+def _gradient_shapes(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
+) -> list[Tensor]:
     gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, parameters, key_padding_mask, *rest = inputs
     out, denominators = output
     ctx.mark_non_differentiable(denominators)
@@ -180,7 +192,7 @@ def _save(ctx, inputs, output):
     ctx.rest = rest
 
 
-def _gradient(ctx, d_out, _d_denominators):
+def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
     q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
     cu_queries, cu_keys, mechanism, options, operation, is_causal, offset = ctx.rest
     dq, dk, dv, *d_parameters = attention_backward(
@@ -200,7 +212,20 @@ class Eager(torch.autograd.Function):
     transform looks at."""
 
     @staticmethod
-    def forward(ctx, key_padding_mask, packed, mechanism, options, operation, is_causal, offset, q, k, v, *parameters):
+    def forward(
+        ctx: Any,
+        key_padding_mask: Tensor | None,
+        packed: Packed,
+        mechanism: str,
+        options: str,
+        operation: str,
+        is_causal: bool,
+        offset: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         rest = (mechanism, options, operation, is_causal, offset)
         out, denominators, _ = _forward(q, k, v, parameters, key_padding_mask, packed, *rest)
         ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
@@ -209,7 +234,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         gradients, _ = _backward(
             d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, *ctx.rest
@@ -225,9 +250,21 @@ class EagerWithStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, key_padding_mask, rest, shape, found, initial, q, k, v, *parameters):
-        before = None if initial is None else TensorState(*shape, initial).detach()
+    def forward(
+        ctx: Any,
+        key_padding_mask: Tensor | None,
+        rest: tuple[str, str, str, bool, int],
+        shape: tuple[str, tuple[int, ...]] | None,
+        found: list[Any],
+        initial: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        before = None if shape is None or initial is None else TensorState(shape[0], shape[1], initial).detach()
         out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
+        assert state is not None
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
         ctx.rest = rest
         ctx.set_materialize_grads(False)
@@ -238,10 +275,11 @@ class EagerWithStates(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, d_final):
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        states = [None if numbers is None else TensorState(*ctx.shape, numbers).detach() for numbers in (initial, d_final)]
+        name, parts = ctx.shape
+        states = [None if x is None else TensorState(name, parts, x).detach() for x in (initial, d_final)]
         gradients, d_initial = _backward(
             d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
         )  # fmt: skip

@@ -70,8 +70,9 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None
     ) -> tuple[Tensor, State]:
         """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in."""
-        out, state = _calls.step(type(self).__name__, self.mechanism, self._options, q, k, v, self._learned(), state)
-        return out, state
+        name = type(self).__name__
+        out: tuple[Tensor, State] = _calls.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
+        return out
 
     def combine(self, earlier: State, later: State) -> State:
         """The state after two stretches of tokens from the state of each; see `longspan.combine`."""

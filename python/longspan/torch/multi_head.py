@@ -139,15 +139,17 @@ class MultiheadAttention(nn.Module):
         and memory that do not depend on how many came before."""
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self._project(token, token, token))
         dtype = self.out_proj.weight.dtype
-        out, state = self.attention.step(q, k, v, state)
-        return self.out_proj(out.flatten(1).to(dtype)), state
+        step: Any = self.attention.step
+        out, after = step(q, k, v, state)
+        return self.out_proj(out.flatten(1).to(dtype)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)
         if self.in_proj_weight is None:
             weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif query is key and key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, dim=-1)
+            all_three = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return tuple(all_three.split(self._widths, dim=-1))
         else:
             weights = self.in_proj_weight.split(self._widths)
         if self.in_proj_bias is not None:

@@ -130,7 +130,8 @@ class _FeedForward(nn.Module):
         self.outer = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(F.relu(self.inner(x)))
+        out: Tensor = self.outer(F.relu(self.inner(x)))
+        return out
 
 
 class _Block(nn.Module):
@@ -152,8 +153,10 @@ class _Block(nn.Module):
 
     def _residual(self, x: Tensor, norm: nn.Module, branch: Any) -> Tensor:
         if self.norm_first:
-            return x + self.dropout(branch(norm(x)))
-        return norm(x + self.dropout(branch(x)))
+            out: Tensor = x + self.dropout(branch(norm(x)))
+        else:
+            out = norm(x + self.dropout(branch(x)))
+        return out
 
     def forward(self, x: Tensor, ignored: Tensor | None, memory: Tensor | None = None) -> Tensor:
         if memory is None:
@@ -249,13 +252,14 @@ class Seq2Seq(nn.Module):
         self.sinusoidal = config["attention"] in ("kernelized", "aft-simple", "softmax")
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-        x = embedding(tokens)
+        x: Tensor = embedding(tokens)
         if self.sinusoidal:
             column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
             position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
             angle = position[:, None] / 1e4 ** (column // 2 * 2 / x.shape[2])
             x = x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
-        return self.dropout(x)
+        dropped: Tensor = self.dropout(x)
+        return dropped
 
     def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
         """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
@@ -272,7 +276,8 @@ class Seq2Seq(nn.Module):
         for block in self.decoder:
             x = block(x, ignored, memory)
         x = self.decoder_norm(x) if hasattr(self, "decoder_norm") else x
-        return self.output(x)
+        logits: Tensor = self.output(x)
+        return logits
 
 
 @dataclass
@@ -315,7 +320,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     return Run(model.eval(), config, source, target)
 
 
-_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
 
 
 def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tensor]:
