@@ -12,6 +12,7 @@ mod portable;
 pub(crate) mod rotation;
 pub(crate) mod softmax;
 pub(crate) mod toeplitz;
+mod token;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -160,6 +161,7 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
+    pub(crate) use super::token::{add_weighed_values, feature_dots};
 }
 
 operations! {
@@ -175,6 +177,7 @@ operations! {
     transpose(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize);
     add_column_sums(block: &[T], row_length: usize, rows: usize, to: &mut [T]);
     dot(x: &[T], y: &[T]) -> T;
+    largest(x: &[T]) -> T;
     add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
     mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
@@ -185,6 +188,8 @@ operations! {
     running_dots(sum: &mut [T], run: Run<'_, T>, with: &[T], with_row: usize, dots: &mut [T]);
     absorb_token(sum: &mut [T], k: &[T], v: &[T], q: &[T], out: &mut [T]);
     read_token(sum: &[T], q: &[T], out: &mut [T]);
+    feature_dots(map: FeatureMap, shift: T, rows: &[T], width: usize, q: &[T], to: &mut [T]);
+    add_weighed_values(rows: &[T], weights: &[T], to: &mut [T]) -> T;
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
     softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);
