@@ -608,7 +608,7 @@ impl Mechanism {
         value_dim: usize,
     ) -> Vec<(&'static str, Vec<usize>)> {
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape)).collect()
+        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
     }
 
     /// Which algorithm a call of these sizes runs, and why.

@@ -8,7 +8,7 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameter, View};
+use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameters, View};
 use serde_json::{Value, json};
 
 use crate::Outcome;
@@ -28,7 +28,7 @@ struct Facts {
     cross: bool,
     packed: bool,
     grouped: bool,
-    learned: Vec<Parameter>,
+    learned: Parameters,
     /// Numbers in the state of one head after a token and after two.
     state: Option<[usize; 2]>,
     causal_growth: String,
@@ -133,7 +133,7 @@ impl Facts {
     }
 
     fn to_json(&self) -> Value {
-        let learned: Vec<Value> = self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape })).collect();
+        let learned: Vec<Value> = self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
         json!({
             "name": self.name,
             "causal": self.causal,
