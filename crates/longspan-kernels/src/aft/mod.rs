@@ -23,12 +23,14 @@ mod step;
 mod tiles;
 mod walk;
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
 use crate::mask::{Mask, Order};
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -113,21 +115,21 @@ impl<T: Real> Mechanism<T> for Aft {
         }
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         match self.variant {
-            Variant::Simple => Vec::new(),
-            Variant::Full { length, rank: None } => vec![Parameter { name: "w", shape: vec![length, length] }],
+            Variant::Simple => Parameters::new(),
+            Variant::Full { length, rank: None } => smallvec![Parameter::new("w", [length, length])],
             Variant::Full { length, rank: Some(rank) } => {
-                ["u", "z"].map(|name| Parameter { name, shape: vec![length, rank] }).into()
+                smallvec![Parameter::new("u", [length, rank]), Parameter::new("z", [length, rank])]
             }
             Variant::Local { window, length } => {
                 let columns = window.saturating_mul(2).saturating_sub(1);
-                vec![Parameter { name: "w", shape: vec![length.unwrap_or(dims.queries), columns] }]
+                smallvec![Parameter::new("w", [length.unwrap_or(dims.queries), columns])]
             }
             Variant::Conv { taps, normalized } => {
-                let mut parameters = vec![Parameter { name: "w", shape: vec![dims.heads, taps] }];
+                let mut parameters = smallvec![Parameter::new("w", [dims.heads, taps])];
                 if normalized {
-                    parameters.extend(["gamma", "beta"].map(|name| Parameter { name, shape: vec![dims.heads] }));
+                    parameters.extend(["gamma", "beta"].map(|name| Parameter::new(name, [dims.heads])));
                 }
                 parameters
             }

@@ -14,8 +14,10 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use smallvec::smallvec;
+
 use crate::error::{Error, expect};
-use crate::mechanism::Parameter;
+use crate::mechanism::{Parameter, Parameters};
 use crate::real::Real;
 use crate::shape::Dims;
 
@@ -142,13 +144,10 @@ impl FeatureMap {
     }
 
     /// The learned tensors of the map itself.
-    pub fn parameters(self, dims: &Dims) -> Vec<Parameter> {
-        let Self::Hedgehog { width, .. } = self else { return Vec::new() };
-        let shape = |heads: usize| vec![heads, width.unwrap_or(dims.head_dim), dims.head_dim];
-        vec![
-            Parameter { name: "map_queries", shape: shape(dims.heads) },
-            Parameter { name: "map_keys", shape: shape(dims.kv_heads) },
-        ]
+    pub fn parameters(self, dims: &Dims) -> Parameters {
+        let Self::Hedgehog { width, .. } = self else { return Parameters::new() };
+        let shape = |heads: usize| [heads, width.unwrap_or(dims.head_dim), dims.head_dim];
+        smallvec![Parameter::new("map_queries", shape(dims.heads)), Parameter::new("map_keys", shape(dims.kv_heads)),]
     }
 
     /// The rows `w` of random features for rows of `head_dim` numbers, `[features, head_dim]`, as they multiply `x` in

@@ -63,8 +63,6 @@ pub(crate) struct RowMap<'a, T: 'static> {
     width: usize,
     raw_width: usize,
     weights: Weights<'a, T>,
-    /// Ones, as many as features.
-    ones: Vec<T>,
 }
 
 impl<'a, T: Real> RowMap<'a, T> {
@@ -92,7 +90,6 @@ impl<'a, T: Real> RowMap<'a, T> {
             width: padded::<T>(exponents),
             raw_width: padded::<T>(head_dim),
             weights,
-            ones: vec![T::ONE; if exponents > 0 { features } else { 0 }],
         })
     }
 
@@ -194,9 +191,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                         FeatureMap::Nprf(_) => {
                             (top - T::from_f64(0.5)).exp() * T::from_f64((features as f64).sqrt().recip())
                         }
-                        FeatureMap::Hedgehog { norm: HedgehogNorm::Softmax, .. } => {
-                            T::ONE / self.ops.dot(&self.ones, line)
-                        }
+                        FeatureMap::Hedgehog { norm: HedgehogNorm::Softmax, .. } => T::ONE / sum(&line[..features]),
                         _ => continue,
                     };
                     self.ops.scale(line, factor);
@@ -305,16 +300,20 @@ impl<'a, T: Real> RowMap<'a, T> {
                 });
             }
             _ => {
+                // What all exponents of a row share.
+                let mut shared = [T::ZERO; CHUNK];
+                let shared: &mut [T] = if count <= CHUNK { &mut shared } else { &mut work[..count] };
                 for n in 0..count {
-                    ops.multiply(&mut d[n * row..][..features], &phi[n * row..]);
+                    let d = &mut d[n * row..][..features];
+                    shared[n] = ops.dot(d, &phi[n * row..]);
+                    ops.multiply(d, &phi[n * row..]);
                 }
                 self.times_rows(side, count, d, row, dx);
                 for n in 0..count {
                     let (x, dx) = (raw(n), &mut dx[n * raw_width..][..head_dim]);
                     if let FeatureMap::Prf(_) = self.map {
                         // From −|x′|²/2, which all exponents share.
-                        let sum = ops.dot(&self.ones, &d[n * row..]);
-                        ops.add_scaled(dx, -sum * T::from_f64(scale(head_dim).powi(2)), x);
+                        ops.add_scaled(dx, -shared[n] * T::from_f64(scale(head_dim).powi(2)), x);
                     } else {
                         // With x̂ = x/|x|: dx = (g − x̂ (x̂·g)) / |x|.
                         let inverse = inverse_length(x);
@@ -548,6 +547,16 @@ fn inverse_length<T: Real>(x: &[T]) -> T {
     // In doubles the squares of f32 neither overflow nor vanish.
     let square: f64 = x.iter().map(|x| x.to_f64() * x.to_f64()).sum();
     if square == 0.0 { T::ZERO } else { T::from_f64(square.sqrt().recip()) }
+}
+
+/// The sum of a row, in as many parts as a register is sure to have room for.
+fn sum<T: Real>(row: &[T]) -> T {
+    let mut parts = [T::ZERO; 8];
+    let (eights, rest) = row.as_chunks::<8>();
+    for eight in eights {
+        parts.iter_mut().zip(eight).for_each(|(part, &x)| *part += x);
+    }
+    parts.into_iter().chain(rest.iter().copied()).sum()
 }
 
 /// `[max(x, 0), max(−x, 0)]`, and again from the beginning as far as there is room.

@@ -33,14 +33,16 @@ mod tile;
 
 mod reference;
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_initial_gradient, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -201,14 +203,13 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         &Self::ALGORITHMS[..count]
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         let mut list = match self.score {
-            Score::Content => Vec::new(),
+            Score::Content => Parameters::new(),
             Score::Fourier(fourier) => fourier.parameters(dims, self.feature_map.features(dims.head_dim)),
             Score::Relative(shaw) | Score::Combined(shaw) => {
-                let (rows, len) = (shaw.rows(), shaw.row_len(self.feature_map, dims.head_dim));
-                let shape = if shaw.shared { vec![rows, len] } else { vec![dims.heads, rows, len] };
-                vec![Parameter { name: "relative", shape }]
+                let shape = [dims.heads, shaw.rows(), shaw.row_len(self.feature_map, dims.head_dim)];
+                smallvec![Parameter::new("relative", shape.into_iter().skip(usize::from(shaw.shared)))]
             }
         };
         list.extend(self.feature_map.parameters(dims));

@@ -8,23 +8,19 @@ use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::mapping::largest;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
-use crate::fourier::rotation::{Rotations, Side, Span};
+use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
-use crate::scratch::{Arena, padded};
+use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
-use crate::shaw::RelativeMap;
+use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread updates about this many.
 const PARALLEL_NUMBERS: usize = 1 << 17;
-
-/// Features whose working memory fits the stack of a task.
-const STACK: usize = 512;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(
@@ -35,7 +31,7 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(attention);
     let dims = token_dims(attention, token, token.k, state)?;
-    let Dims { batch: _, heads, kv_heads, head_dim, value_dim, .. } = dims;
+    let Dims { kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;
     check_token(attention, &dims, token, out)?;
     attention.check_decay(operation, kv_heads)?;
@@ -45,47 +41,42 @@ pub(super) fn step<T: Real>(
     let own = token.parameters.len() - map.parameters(&dims).len();
     let row_map = RowMap::new(map, &dims, &token.parameters[own..]);
     let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
-    let rotations = match attention.score {
-        Score::Fourier(fourier) => {
-            fourier.check(operation, layout.mapped)?;
-            let rotations = Rotations::new(fourier, dims, layout.mapped, token.parameters);
-            rotations.check_positions(operation, |_, _| false)?;
-            Some(rotations)
-        }
-        _ => None,
-    };
+    if let Score::Fourier(fourier) = attention.score {
+        fourier.check(operation, layout.mapped)?;
+        rotation::check_positions(&fourier, operation, &dims, token.parameters, |_, _| false)?;
+    }
     let negative = NegativeRows::new(attention.wants_positive());
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let token = HeadToken {
             attention,
             layout,
             row_map: row_map.as_ref(),
-            rotations: rotations.as_ref(),
             negative: &negative,
+            dims: &dims,
             batch: index / kv_heads,
-            heads,
+            kv_head: index % kv_heads,
             ops,
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
-            table: token.parameters.first().copied(),
-            first_head: index % kv_heads * group,
+            parameters: token.parameters,
             gamma: attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
         };
-        token.step(head, out);
+        token.step(head, out, memory);
     };
     if value_dim == 0 {
         return Ok(());
     }
     let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
-        tasks.for_each(run);
+        let mut memory = StepMemory::new();
+        tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each(run);
+        tasks.into_par_iter().for_each_init(StepMemory::new, run);
     }
     negative.report(operation, &dims)
 }
@@ -95,49 +86,64 @@ struct HeadToken<'a, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
     row_map: Option<&'a RowMap<'a, T>>,
-    rotations: Option<&'a Rotations<'a, T>>,
     negative: &'a NegativeRows,
+    dims: &'a Dims,
     batch: usize,
-    heads: usize,
+    kv_head: usize,
     ops: &'static Ops<T>,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
-    table: Option<&'a [T]>,
-    first_head: usize,
+    parameters: &'a [&'a [T]],
     gamma: f64,
 }
 
+/// A table's features a row at a time, and what the map of whole rows works with.
+struct Work<'s, T> {
+    entry: &'s mut [T],
+    map: &'s mut [T],
+}
+
+/// The Fourier positions of one head's token, with their working memory.
+struct Turns<'s, 'a, T: 'static> {
+    rotations: &'s Rotations<'a, T>,
+    buffers: RotationBuffers<'s, T>,
+    mapped: &'s mut [T],
+}
+
 impl<T: Real> HeadToken<'_, T> {
-    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T]) {
+    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
         let (weighed, denominators) = self.layout.counts();
         let from = if self.layout.separate().is_some() { weighed } else { 0 };
         let (head_dim, features) = (self.k.len(), from + denominators);
-        let width = padded::<T>(features);
-        let mut stack = [T::ZERO; STACK];
-        let mut heap = Vec::new();
-        let work: &mut [T] = if 3 * width <= STACK {
-            &mut stack[..3 * width]
-        } else {
-            heap.resize(3 * width, T::ZERO);
-            &mut heap
-        };
-        let (q, work) = work.split_at_mut(width);
-        let (k, relative) = work.split_at_mut(width);
-        let map = self.attention.feature_map;
-        let exp = map.is_exponential();
-        let mut work = vec![T::ZERO; self.row_map.map_or(0, |map| map.work_len(1))];
-        let work = &mut *work;
-        let kv_head = self.first_head / (self.q.len() / self.k.len().max(1)).max(1);
-        let content = self.attention.score.content();
         let shaw = self.attention.score.shaw();
+        let rotations = self.rotations();
+        let width = padded::<T>(features);
+        let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
+        let mapped = padded::<T>(self.layout.mapped);
+        let turning = rotations.as_ref().map_or(0, |r| mapped + r.buffers_len(1));
+        let mapping = self.row_map.map_or(0, |map| mapped + padded::<T>(map.work_len(1)));
+        let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning + mapping));
+        let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));
+        let work = Work {
+            entry: arena.take(self.row_map.map_or(0, |_| mapped)),
+            map: arena.take(self.row_map.map_or(0, |map| map.work_len(1))),
+        };
+        let mut turns = rotations.as_ref().map(|rotations| {
+            let mapped = arena.take(mapped);
+            let mut buffers = rotations.buffers(1, &mut arena);
+            rotations.start(0, &mut buffers);
+            Turns { rotations, buffers, mapped }
+        });
+        let exp = self.attention.feature_map.is_exponential();
+        let key = MapSide::Key(self.kv_head);
+        let content = self.attention.score.content();
 
-        // The exponents of an exponential map: of keys seen so far, of the table, and of both.
+        // The exponent that an exponential map subtracts from the keys seen so far.
         let mut shift = T::ZERO;
-        let mut table_shift = T::ZERO;
-        if exp {
-            if content {
-                let top = self.top(MapSide::Key(kv_head), self.k, work);
+        if content {
+            if exp {
+                let top = self.top(key, self.k, work.map);
                 let old = state.marks[SHIFT];
                 if top > old {
                     if old.is_finite() {
@@ -149,35 +155,23 @@ impl<T: Real> HeadToken<'_, T> {
                 }
                 shift = state.marks[SHIFT];
             }
-            if let Some(table) = self.table
-                && shaw.is_some_and(|shaw| shaw.map == RelativeMap::Same)
-            {
-                table_shift = self.table_top(table, kv_head, head_dim, work);
-            }
-        }
-        if content {
-            self.features(Side::Key, MapSide::Key(kv_head), shift, self.k, state.tokens() as f64, k, work);
+            self.features((Side::Key, key), shift, self.k, state.tokens() as f64, k, &mut turns, work.map);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
         }
-        let scale = if exp && content && shaw.is_some() { shift.max(table_shift) } else { shift };
-        let (content_scale, relative_scale) = if exp && shaw.is_some() {
-            let scale = if content { scale } else { table_shift };
-            ((shift - scale).exp(), (table_shift - scale).exp())
-        } else {
-            (T::ONE, T::ONE)
-        };
 
         let value_dim = self.v.len();
         for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
-            let head = self.first_head + n;
-            let q_shift = if exp { self.top(MapSide::Query(head), raw, work) } else { T::ZERO };
-            let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
-            let (side, tokens) = (MapSide::Query(head), state.tokens() as f64);
-            self.features(Side::Query(head), side, q_shift, raw, tokens, q, work);
+            let head = self.kv_head * self.dims.group() + n;
+            let query = MapSide::Query(head);
+            let q_shift = if exp { finite(self.top(query, raw, work.map)) } else { T::ZERO };
+            let sides = (Side::Query(n), query);
+            self.features(sides, q_shift, raw, state.tokens() as f64, q, &mut turns, work.map);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
+            // The exponent that `out` and `sum` stand under.
+            let mut scale = shift;
             if content {
                 if n == 0 {
                     self.ops.absorb_token(state.sum, &k[..weighed], self.v, q, out);
@@ -186,22 +180,45 @@ impl<T: Real> HeadToken<'_, T> {
                     self.ops.read_token(state.sum, &q[..weighed], out);
                 }
                 sum = self.ops.dot(state.keys, &q[from..]);
-                if content_scale != T::ONE {
-                    self.ops.scale(out, content_scale);
-                    sum *= content_scale;
-                }
             }
             if let Some(shaw) = shaw {
-                sum += self.add_relative(shaw, head, table_shift, relative_scale, q, relative, &state, out, work);
+                let table = self.table(shaw, head);
+                let (map, table_shift) = match shaw.map {
+                    RelativeMap::Identity => (FeatureMap::Identity, T::ZERO),
+                    RelativeMap::Same if exp => {
+                        let tops = table.chunks_exact(head_dim.max(1)).map(|row| self.top(key, row, work.map));
+                        let top = tops.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
+                        (self.attention.feature_map, finite(top))
+                    }
+                    RelativeMap::Same => (self.attention.feature_map, T::ZERO),
+                };
+                if exp {
+                    scale = if content { shift.max(table_shift) } else { table_shift };
+                    if scale != shift {
+                        let factor = (shift - scale).exp();
+                        self.ops.scale(out, factor);
+                        sum *= factor;
+                    }
+                }
+                if let Some(rows) = self.row_map.filter(|_| shaw.map == RelativeMap::Same) {
+                    for (row, weight) in table.chunks_exact(head_dim.max(1)).zip(&mut *weights) {
+                        self.map_row(rows, key, table_shift, row, work.entry, work.map);
+                        *weight = self.ops.dot(&q[..self.layout.mapped], work.entry);
+                    }
+                } else {
+                    self.ops.feature_dots(map, table_shift, table, self.table_row(shaw), q, weights);
+                }
+                if scale != table_shift {
+                    self.ops.scale(weights, (table_shift - scale).exp());
+                }
+                sum += self.add_relative(shaw.radius, weights, &state, out);
             }
             if !self.attention.normalizes() {
                 if exp {
-                    let scale = if content { scale } else { table_shift };
                     self.ops.scale(out, (scale + q_shift).exp());
                 }
             } else if self.negative.gives_nothing(sum) {
-                let heads = self.heads;
-                self.negative.see(sum, self.batch * heads + self.first_head + n);
+                self.negative.see(sum, self.batch * self.dims.heads + head);
                 out.fill(T::ZERO);
             } else {
                 self.ops.scale(out, T::ONE / sum);
@@ -216,45 +233,73 @@ impl<T: Real> HeadToken<'_, T> {
         }
     }
 
+    /// The Fourier positions of this head and its queries alone.
+    fn rotations(&self) -> Option<Rotations<'_, T>> {
+        let fourier = self.attention.score.fourier()?;
+        let dims = Dims { heads: self.dims.group(), kv_heads: 1, ..*self.dims };
+        let own = fourier.of_head(self.parameters, self.dims.kv_heads, self.kv_head);
+        Some(Rotations::new(fourier, dims, self.layout.mapped, &own))
+    }
+
     /// The largest exponent of a row under an exponential map.
     fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
-        let Some(map) = self.row_map else { return largest(x) };
+        let Some(map) = self.row_map else { return self.ops.largest(x) };
         let mut top = [T::ZERO];
         map.tops(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
         top[0]
     }
 
-    /// The largest exponent of a table, or 0 if none is finite.
-    fn table_top(&self, table: &[T], kv_head: usize, head_dim: usize, work: &mut [T]) -> T {
-        let tops = table.chunks_exact(head_dim.max(1)).map(|row| self.top(MapSide::Key(kv_head), row, work));
-        let top = tops.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
-        if top.is_finite() { top } else { T::ZERO }
+    /// The features of one row under a map of whole rows.
+    fn map_row(&self, map: &RowMap<'_, T>, side: MapSide, shift: T, x: &[T], to: &mut [T], work: &mut [T]) {
+        let row = to.len();
+        map.write(side, Rows { data: x, stride: x.len() }, 1, None, Shift::One(shift), to, row, work);
     }
 
     /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
     #[allow(clippy::too_many_arguments)]
-    fn features(&self, side: Side, of: MapSide, shift: T, x: &[T], tokens: f64, to: &mut [T], work: &mut [T]) {
-        let Some(rotations) = self.rotations else {
-            return self.map(self.attention.feature_map, of, shift, x, to, work);
+    fn features(
+        &self,
+        (side, of): (Side, MapSide),
+        shift: T,
+        x: &[T],
+        tokens: f64,
+        to: &mut [T],
+        turns: &mut Option<Turns<'_, '_, T>>,
+        work: &mut [T],
+    ) {
+        let mut map = |to: &mut [T]| {
+            if let Some(map) = self.row_map {
+                return self.map_row(map, of, shift, x, to, work);
+            }
+            let row = to.len();
+            self.ops.load(
+                self.attention.feature_map,
+                shift,
+                Rows { data: x, stride: x.len() },
+                1,
+                x.len(),
+                None,
+                to,
+                row,
+            );
         };
-        let mut mapped = vec![T::ZERO; padded::<T>(self.layout.mapped)];
-        self.map(self.attention.feature_map, of, shift, x, &mut mapped, work);
-        let mut memory = vec![T::ZERO; rotations.buffers_len(1)];
-        let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
-        let kv_head = self.first_head / (self.q.len() / x.len().max(1)).max(1);
-        rotations.start(kv_head, &mut buffers);
-        let span = Span { side, batch: self.batch, kv_head, token: 0, count: 1, position: tokens, ignored: None };
+        let Some(Turns { rotations, buffers, mapped }) = turns else { return map(to) };
+        map(mapped);
+        let span = Span { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
         let row = to.len();
-        rotations.rotate(&span, &mapped, mapped.len(), to, row, self.layout.mapped, &mut buffers);
+        rotations.rotate(&span, mapped, mapped.len(), to, row, self.layout.mapped, buffers);
     }
 
-    /// `φ(x)` into a block row, relative to the exponent `shift` where there is one.
-    fn map(&self, map: FeatureMap, side: MapSide, shift: T, x: &[T], to: &mut [T], work: &mut [T]) {
-        let (row, from) = (to.len(), Rows { data: x, stride: x.len() });
-        match self.row_map {
-            Some(rows) if !map.is_elementwise() => rows.write(side, from, 1, None, Shift::One(shift), to, row, work),
-            _ => self.ops.load(map, shift, from, 1, x.len(), None, to, row),
-        }
+    /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".
+    fn table(&self, shaw: Shaw, head: usize) -> &[T] {
+        let len = self.table_row(shaw);
+        let start = if shaw.shared { 0 } else { head * shaw.rows() * len };
+        &self.parameters[0][start..][..(shaw.radius + 1) * len]
+    }
+
+    /// Numbers in one row of the table.
+    fn table_row(&self, shaw: Shaw) -> usize {
+        shaw.row_len(self.attention.feature_map, self.k.len())
     }
 
     /// The oldest row of the ring becomes far, the token's value takes its place. Without a ring the value is far.
@@ -276,44 +321,32 @@ impl<T: Real> HeadToken<'_, T> {
         state.marks[OLDEST] = T::from_f64(((oldest + 1) % radius) as f64);
     }
 
-    /// Adds the relative term of one query head to `out`; returns its share of the denominator.
-    #[allow(clippy::too_many_arguments)]
-    fn add_relative(
-        &self,
-        shaw: crate::Shaw,
-        head: usize,
-        table_shift: T,
-        scale: T,
-        q: &[T],
-        entry: &mut [T],
-        state: &Head<&mut [T]>,
-        out: &mut [T],
-        work: &mut [T],
-    ) -> T {
-        let value_dim = self.v.len();
-        let len = shaw.row_len(self.attention.feature_map, self.k.len());
-        let Some(table) = self.table else { return T::ZERO };
-        let table = &table[if shaw.shared { 0 } else { head * shaw.rows() * len }..];
-        let side = MapSide::Key(head / (self.q.len() / self.k.len().max(1)).max(1));
-        let map = match shaw.map {
-            RelativeMap::Same => self.attention.feature_map,
-            RelativeMap::Identity => FeatureMap::Identity,
-        };
-        let mut sum = T::ZERO;
-        let mut add = |row: usize, decay: T, values: &[T]| {
-            self.map(map, side, table_shift, &table[row * len..][..len], entry, work);
-            let weight = self.ops.dot(entry, q) * scale * decay;
-            self.ops.add_scaled(out, weight, &values[..value_dim]);
-            sum += weight * values[value_dim];
-        };
-        add(0, T::ONE, state.far);
-        let oldest = state.marks[OLDEST].to_f64() as usize;
-        for back in 0..shaw.radius {
-            // `back` tokens ago: distance −back, table row R − back.
-            let row = (oldest + 2 * shaw.radius - 1 - back) % shaw.radius;
-            let decay = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(back as f64)) };
-            add(shaw.radius - back, decay, &state.ring[row * (value_dim + 1)..][..value_dim + 1]);
+    /// Adds the relative term of one query head to `out`, given the products of its query with the table's rows; returns
+    /// its share of the denominator.
+    fn add_relative(&self, radius: usize, weights: &mut [T], state: &Head<&mut [T]>, out: &mut [T]) -> T {
+        let (far, near) = weights.split_at_mut(1);
+        if self.gamma != 1.0 {
+            // Table row R is the token itself, each row before it one token earlier.
+            let mut decay = 1.0;
+            for weight in near.iter_mut().rev() {
+                *weight *= T::from_f64(decay);
+                decay *= self.gamma;
+            }
+        }
+        let mut sum = self.ops.add_weighed_values(state.far, far, out);
+        if radius > 0 {
+            // The ring's oldest row is R − 1 tokens ago: table row 1.
+            let oldest = state.marks[OLDEST].to_f64() as usize % radius;
+            let (later, earlier) = state.ring.split_at(oldest * (self.v.len() + 1));
+            let (first, second) = near.split_at(radius - oldest);
+            sum += self.ops.add_weighed_values(earlier, first, out);
+            sum += self.ops.add_weighed_values(later, second, out);
         }
         sum
     }
+}
+
+/// `x`, or 0 where nothing finite was there to be subtracted.
+fn finite<T: Real>(x: T) -> T {
+    if x.is_finite() { x } else { T::ZERO }
 }
