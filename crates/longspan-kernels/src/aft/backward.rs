@@ -10,7 +10,6 @@ use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::tiles::{self, SIDE};
 use super::walk::{Edges, Items, by_mean, clear, edges, walk};
-use super::{Variant, kernel};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -27,13 +26,13 @@ pub(super) struct GradientSink<'a, T> {
 
 /// Heads are dealt into at most so many groups, each with a sum of its own for the gradients of biases: a number that
 /// does not depend on threads, so that neither do the bits.
-const GROUPS: usize = 16;
+pub(super) const GROUPS: usize = 16;
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
 
 /// Numbers that the rows of one block may take, if it has more than one head.
-const BLOCK_NUMBERS: usize = 1 << 20;
+pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
 
 /// Rows as keys see them, one after the other.
 struct RowItems<'a, T> {
@@ -63,12 +62,10 @@ struct Sums {
 impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
         let (rows, columns, spans) = match &problem.bias {
-            Bias::Zero => return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 },
+            Bias::Zero | Bias::Kernel { .. } => return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 },
             // Rows of a table belong to one chunk each.
             Bias::Rows { table, columns, .. } => (table.len() / columns, *columns, chunks),
             Bias::Table { table, length } => (table.len() / length, *length, chunks),
-            // All chunks share the kernels.
-            Bias::Kernel { kernels, .. } => (chunks, kernels.len(), chunks),
             // And all share the keys' factors: a span has a plane, of the queries' rows and then the keys'.
             Bias::LowRank(factors) => {
                 let rows = 2 * factors.u.len() / factors.row;
@@ -89,12 +86,12 @@ impl Sums {
 pub(super) fn backward<'a, T: Real>(
     problem: &Problem<'a, T>,
     cotangent: &Cotangent<'a, T>,
-    sink: GradientSink<'_, T>,
+    sink: &GradientSink<'_, T>,
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let dims = &problem.dims;
-    clear_absent(problem, &sink);
+    clear_absent(problem, sink);
     if dims.head_dim == 0 || dims.heads == 0 {
         parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
         return;
@@ -120,7 +117,7 @@ pub(super) fn backward<'a, T: Real>(
     let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
     d_bias.fill(T::ZERO);
     for sides in &blocks {
-        block(problem, cotangent, &sink, sides, (&sums, &mut *d_bias), memory, work, per_worker);
+        block(problem, cotangent, sink, sides, (&sums, &mut *d_bias), memory, work, per_worker);
     }
     if !direct {
         reduce(problem, &sums, planes, parameters);
@@ -235,7 +232,6 @@ fn block<'a, T: Real>(
         let (key, gradients) = own.split_at_mut(mean);
         let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
         for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            let head = block.heads.start * dims.group() + local;
             let first = local == kv_head * dims.group();
             let items = items(index, local);
             let edge = keys_by_query.index(index, local, chunk) * mean;
@@ -268,13 +264,13 @@ fn block<'a, T: Real>(
             if problem.tiled() {
                 let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], spare: &mut [T]| {
                     let queries = from as usize..to as usize;
-                    problem.tile(sequence, head, queries.clone(), keys.start as isize, keys.len(), spare);
+                    problem.tile(sequence, queries.clone(), keys.start as isize, keys.len(), spare);
                     problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
                 };
                 tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
             } else {
                 let mut visit = visit;
-                let bias = |key: usize, query: isize| problem.pair(sequence, head, query as usize, key as isize);
+                let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
             }
         }
@@ -337,33 +333,27 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
-            // The row of `d_bias` for a query, and the column of the first key of its window.
-            let place = |i: usize| match problem.bias {
-                Bias::Kernel { taps, .. } => (chunk, head * taps),
-                _ => (problem.bias_row(sequence, i), 0),
-            };
             if !problem.tiled() {
-                let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
+                let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
                     if sums.columns == 0 || keys.is_empty() {
                         return;
                     }
-                    let (row, column) = place(i);
                     // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
-                    // whatever the head, and a kernel's to one task.
-                    let to = unsafe { d_bias.row(0, plane, row, sums.columns) };
+                    // whatever the head.
+                    let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
                     let first = (near - (i as isize + window.shift - window.back)) as usize;
                     for (key, n) in keys.chunks_exact(mean).zip(first..) {
                         let bias =
-                            problem.pair(sequence, head, i, i as isize + window.shift - window.back + n as isize);
-                        to[column + n] += problem.ops.bias_gradient(item, key, bias);
+                            problem.pair(sequence, i, i as isize + window.shift - window.back + n as isize);
+                        to[n] += problem.ops.bias_gradient(item, key, bias);
                     }
                 });
                 continue;
             }
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
             tiles::means(problem.ops, &items, window, chunk, edges, bias, work, |i, row| {
                 visit(i, row);
@@ -372,7 +362,7 @@ fn query_side<'a, T: Real>(
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
-                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
             let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
                 if let Bias::LowRank(factors) = &problem.bias {
@@ -423,14 +413,13 @@ fn query_side<'a, T: Real>(
                     if near >= behind {
                         continue;
                     }
-                    let (row, column) = place(i);
                     let origin = match problem.bias {
                         Bias::Table { .. } => 0,
                         _ => i as isize + window.shift - window.back,
                     };
                     // SAFETY: as for the walk.
-                    let sums = unsafe { d_bias.row(0, plane, row, sums.columns) };
-                    let sums = &mut sums[column + (near - origin) as usize..];
+                    let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
+                    let sums = &mut sums[(near - origin) as usize..];
                     let tile = &tile[(near - from) as usize..(behind - from) as usize];
                     sums.iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
                 }
@@ -452,16 +441,6 @@ fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], paramete
     if parameters.is_empty() {
         return;
     }
-    let len = match &problem.bias {
-        Bias::Kernel { kernels, .. } => kernels.len(),
-        _ => sums.rows * sums.columns,
-    };
-    let add = |to: &mut [T]| {
-        to.fill(T::ZERO);
-        for part in d_bias.chunks_exact(len.max(1)) {
-            to.iter_mut().zip(part).for_each(|(to, &d)| *to += d);
-        }
-    };
     if let Bias::LowRank(factors) = &problem.bias {
         // Rows without what fills them up to a cache line.
         for (n, parameter) in parameters.iter_mut().enumerate() {
@@ -475,18 +454,14 @@ fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], paramete
         }
         return;
     }
-    match problem.aft.variant {
-        Variant::Conv { taps, normalized: true } => {
-            let mut d = vec![T::ZERO; len];
-            add(&mut d);
-            kernel::pull_back(problem.call.parameters, taps, &d, parameters);
-        }
-        _ => add(parameters[0]),
+    parameters[0].fill(T::ZERO);
+    for part in d_bias.chunks_exact((sums.rows * sums.columns).max(1)) {
+        parameters[0].iter_mut().zip(part).for_each(|(to, &d)| *to += d);
     }
 }
 
 /// Keys beyond the end of a sequence have gradient 0.
-fn clear_absent<T: Real>(problem: &Problem<'_, T>, sink: &GradientSink<'_, T>) {
+pub(super) fn clear_absent<T: Real>(problem: &Problem<'_, T>, sink: &GradientSink<'_, T>) {
     for sequence in &problem.sequences {
         for head in 0..problem.dims.kv_heads {
             for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {

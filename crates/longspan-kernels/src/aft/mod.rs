@@ -6,13 +6,14 @@
 //! one number a head.
 //!
 //! One head's [`State`] has six parts: numerator `Σ e^{k_j − x} v_j`, denominator `Σ e^{k_j − x}` and exponent `x`
-//! (`head_dim` each) of the keys that no window reaches any more; the ring of the keys that windows still reach
+//! (`head_dim` each; of [`Variant::Conv`] the latter two are one number) of the keys that no window reaches any more; the ring of the keys that windows still reach
 //! (`window − 1`, `taps − 1` or, for [`Variant::Full`], `length − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
 //! many of its rows hold a token, and the position of the next token in the table of biases.
 //!
 //! Time and memory are linear, but for the time of [`Variant::Full`]. The derivation, and that of the gradient, stands in this folder's `README.md`.
 
 mod backward;
+mod conv;
 mod forward;
 mod kernel;
 mod keys;
@@ -73,6 +74,18 @@ pub enum Variant {
         /// it is `w`, the one parameter.
         normalized: bool,
     },
+    /// AFT-conv over images, whose tokens are the rows of the image one after the other: a kernel for each head, centred on
+    /// the query, with the taps of keys beyond the image left out; 0 elsewhere, so that every key still counts. Keys are
+    /// `[batch, kv_heads, keys, 1]`. There are as many queries and keys as the image has places, and ignored keys must be
+    /// told by a padding mask. It looks both ways: causal masks, offsets, lengths, packed sequences and states are refused.
+    Conv2d {
+        /// Height and width in tokens, each at least 1.
+        image: [usize; 2],
+        /// Taps in height and width, each at least 1; the first `(taps − 1)/2` of either stand before the query.
+        taps: [usize; 2],
+        /// As for [`Variant::Conv`], over all taps of a head; `w` is `[heads, taps in height, taps in width]`.
+        normalized: bool,
+    },
 }
 
 /// The attention-free transformer.
@@ -98,6 +111,7 @@ impl<T: Real> Mechanism<T> for Aft {
             Variant::Local { .. } => "aft-local",
             Variant::Simple => "aft-simple",
             Variant::Conv { .. } => "aft-conv",
+            Variant::Conv2d { .. } => "aft-conv-2d",
         }
     }
 
@@ -107,7 +121,7 @@ impl<T: Real> Mechanism<T> for Aft {
 
     fn key_dim(&self, dims: &Dims) -> usize {
         match self.variant {
-            Variant::Conv { .. } => 1,
+            Variant::Conv { .. } | Variant::Conv2d { .. } => 1,
             _ => dims.head_dim,
         }
     }
@@ -123,8 +137,14 @@ impl<T: Real> Mechanism<T> for Aft {
                 let columns = window.saturating_mul(2).saturating_sub(1);
                 vec![Parameter { name: "w", shape: vec![length.unwrap_or(dims.queries), columns] }]
             }
-            Variant::Conv { taps, normalized } => {
-                let mut parameters = vec![Parameter { name: "w", shape: vec![dims.heads, taps] }];
+            Variant::Conv { normalized, .. } | Variant::Conv2d { normalized, .. } => {
+                let mut shape = vec![dims.heads];
+                match self.variant {
+                    Variant::Conv2d { taps, .. } => shape.extend(taps),
+                    Variant::Conv { taps, .. } => shape.push(taps),
+                    _ => (),
+                }
+                let mut parameters = vec![Parameter { name: "w", shape }];
                 if normalized {
                     parameters.extend(["gamma", "beta"].map(|name| Parameter { name, shape: vec![dims.heads] }));
                 }
@@ -186,7 +206,10 @@ impl<T: Real> Mechanism<T> for Aft {
             // One for each channel has no room here, and the backward forms them anew.
             denominators.fill(T::ONE);
         }
-        forward::forward(&problem, out.shared(), scratch);
+        match conv::Geometry::new(self, problem.causal) {
+            Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
+            None => forward::forward(&problem, out.shared(), scratch),
+        }
         if let Some(state) = final_state {
             state::final_state(&problem, state, scratch);
         }
@@ -211,7 +234,10 @@ impl<T: Real> Mechanism<T> for Aft {
         }
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state: _ } = gradients;
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        backward::backward(&problem, cotangent, sink, parameters, scratch);
+        match conv::Geometry::new(self, problem.causal) {
+            Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, parameters, scratch),
+            None => backward::backward(&problem, cotangent, &sink, parameters, scratch),
+        }
         Ok(())
     }
 
