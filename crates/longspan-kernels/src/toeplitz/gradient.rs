@@ -5,11 +5,11 @@
 
 use rayon::prelude::*;
 
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit, padded};
+use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::tiled::{GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::{Arena, padded, parallel};
 use crate::shape::ViewMut;
 use crate::simd::block::{Band, Product};
 

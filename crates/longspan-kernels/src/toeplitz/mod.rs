@@ -31,9 +31,10 @@ pub use bias::{Beyond, Bias};
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::mask::{Keys, Mask};
+use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
+    check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -105,13 +106,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             to.check(OPERATION, "final_state", state::shape(self, dims))?;
-            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
-                return Err(Error::Unsupported {
-                    operation: OPERATION,
-                    combination: "a final state with a bidirectional mask or packed sequences",
-                    mend: "use a causal mask and give each sequence its own batch entry",
-                });
-            }
+            check_final_mask(OPERATION, &call.mask)?;
             for unit in (0..problem.units()).map(|index| problem.unit(index)) {
                 let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
                 state::check_reach(self, "final_state", tokens)?;

@@ -3,10 +3,10 @@
 //!
 //! Sums run forward over the keys before and backward over the keys after; nothing is ever taken away from a sum.
 
-use super::problem::{Problem, Unit, padded};
+use super::problem::{Problem, Unit};
 use super::tiled::{self, Far, KeyBlock, Sink};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::ViewMut;
 use crate::simd::block::{Band, Product};
 

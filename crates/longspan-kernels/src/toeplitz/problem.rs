@@ -5,9 +5,9 @@ use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, check_call};
+use crate::mechanism::{Call, check_call, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::{Arena, padded, parallel};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 
@@ -93,11 +93,6 @@ pub(super) struct Shared<'s, T> {
     group: usize,
 }
 
-/// Whole cache lines of numbers.
-pub(super) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
-}
-
 /// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
 pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
     let top = row.iter().copied().fold(T::NEG_INFINITY, |a, b| if b > a && b.is_finite() { b } else { a });
@@ -117,13 +112,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let sequences = mask.sequences(&dims);
         if let Some(initial) = call.initial_state {
             state::check(toeplitz, &dims, initial, "initial_state")?;
-            if !causal || mask.offset < 0 {
-                return Err(Error::Unsupported {
-                    operation: OPERATION,
-                    combination: "an initial state with a bidirectional mask or a negative offset",
-                    mend: "use a causal mask with offset 0",
-                });
-            }
+            check_initial_mask(OPERATION, mask)?;
         }
         let (mut low, mut high) = (isize::MAX, isize::MIN);
         for sequence in &sequences {

@@ -7,10 +7,11 @@ use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::mechanism::{Token, check_token, token_dims};
 use crate::real::Real;
+use crate::scratch::padded;
 use crate::shape::{Dims, Rows};
-use crate::simd::{InstructionSet, Ops};
+use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -24,40 +25,11 @@ pub(super) fn step<T: Real>(
     state: &mut State<T>,
     out: &mut [T],
 ) -> Result<(), Error> {
-    InstructionSet::selected()?;
     toeplitz.bias.check()?;
-    let shape = state.shape();
-    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
-    // Only the token's own length tells its widths.
-    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
-    let (head_dim, value_dim) = (width(token.k), width(token.v));
-    let heads = token.q.len() / (batch * head_dim).max(1);
-    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-    dims.check(OPERATION)?;
+    let dims = token_dims(toeplitz, token, token.k, state)?;
+    let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
-    for (name, len, shape) in [
-        ("q", token.q.len(), [batch, heads, head_dim]),
-        ("k", token.k.len(), [batch, kv_heads, head_dim]),
-        ("v", token.v.len(), [batch, kv_heads, value_dim]),
-        ("out", out.len(), [batch, heads, value_dim]),
-    ] {
-        let wanted: usize = shape.iter().product();
-        expect(
-            len == wanted,
-            OPERATION,
-            name,
-            || format!("{wanted} numbers, shape {shape:?}"),
-            || format!("{len} numbers"),
-        )?;
-    }
-    let parameters = Mechanism::<T>::parameters(toeplitz, &dims);
-    expect(
-        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
-        OPERATION,
-        "parameters",
-        || format!("{parameters:?}"),
-        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )?;
+    check_token(toeplitz, &dims, token, out)?;
     let bias = token.parameters[0];
     let wrong = bias.iter().find(|b| !b.is_finite());
     expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
@@ -108,7 +80,7 @@ impl<T: Real> HeadToken<'_, T> {
     fn step(&self, state: Head<&mut [T]>, out: &mut [T]) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
         let near = self.toeplitz.bias.near();
-        let mut features = vec![T::ZERO; padded(head_dim)];
+        let mut features = vec![T::ZERO; padded::<T>(head_dim)];
         let exponent = self.map(self.k, &mut features);
         let mut writer = Writer::new(near, state);
         writer.push(&features[..head_dim], exponent, self.v, T::ONE);
@@ -187,9 +159,4 @@ impl<T: Real> HeadToken<'_, T> {
 /// The ring's row of `age` tokens before the last.
 fn ring_slot(slot: usize, near: usize, age: usize) -> usize {
     (slot + 2 * near - 1 - age) % near
-}
-
-/// Whole registers of the widest instruction set.
-fn padded(len: usize) -> usize {
-    len.next_multiple_of(16)
 }

@@ -1,12 +1,12 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit, padded};
+use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, Writer};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Rows, SharedRows};
 use crate::simd::block::{Band, Product};
 use crate::simd::toeplitz::Factors;
