@@ -9,9 +9,7 @@ use std::time::Instant;
 
 use longspan_bench::machine::Limits;
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{
-    Aft, Call, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Scratch, View, ViewMut,
-};
+use longspan_kernels::{Aft, Call, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Scratch, View, ViewMut};
 use longspan_testing::random::Random;
 
 const THREADS: usize = 2;
@@ -39,7 +37,8 @@ impl Subject {
         let dims = Dims::square(1, HEADS, length, HEAD_DIM);
         let aft = Aft::new(variant);
         let mut random = Random::new(1);
-        let mut draw = |len: usize, scale: f64| -> Vec<f32> { (0..len).map(|_| (scale * random.normal()) as f32).collect() };
+        let mut draw =
+            |len: usize, scale: f64| -> Vec<f32> { (0..len).map(|_| (scale * random.normal()) as f32).collect() };
         let len = HEADS * length * HEAD_DIM;
         let keys = HEADS * length * Mechanism::<f32>::key_dim(&aft, &dims);
         let shapes = Mechanism::<f32>::parameters(&aft, &dims);

@@ -20,6 +20,7 @@ mod keys;
 mod problem;
 mod reference;
 mod state;
+mod state_gradient;
 mod step;
 mod tiles;
 mod walk;
@@ -29,13 +30,14 @@ use crate::error::Error;
 use crate::mask::{Mask, Order};
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_output,
+    check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
-use crate::shape::Dims;
+use crate::shape::{Dims, ViewMut};
 use crate::state::State;
 use problem::Problem;
+use state_gradient::Links;
 
 /// Where the bias `w_ij` of a pair comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -217,20 +219,29 @@ impl<T: Real> Mechanism<T> for Aft {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let mut problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if call.initial_state.is_some() || cotangent.final_state.is_some() || gradients.initial_state.is_some() {
-            return Err(Error::Unsupported {
-                operation: Mechanism::<T>::name(self),
-                combination: "a gradient through an initial or final state",
-                mend: "run forward and backward over the whole sequence",
-            });
+        let operation = Mechanism::<T>::name(self);
+        if let Some(state) = cotangent.final_state {
+            check_final_mask(operation, &call.mask)?;
+            state::check_sizes(self, &problem.dims, state, "gradient of the final state")?;
         }
-        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state: _ } = gradients;
+        if let Some(to) = &gradients.initial_state {
+            check_initial_gradient(operation, call)?;
+            state::check_sizes(self, &problem.dims, to, "gradient of the initial state")?;
+        }
+        problem.lend = gradients.initial_state.is_some();
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        let mut first = initial_state.map(|state| {
+            let numbers = state.numbers_mut();
+            numbers.fill(T::ZERO);
+            ViewMut::strided(numbers, [0, 0, 1])
+        });
+        let links = Links::new(&problem, cotangent, first.as_mut());
         match conv::Geometry::new(self, problem.causal) {
-            Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, parameters, scratch),
-            None => backward::backward(&problem, cotangent, &sink, parameters, scratch),
+            Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, &links, parameters, scratch),
+            None => backward::backward(&problem, cotangent, &sink, &links, parameters, scratch),
         }
         Ok(())
     }

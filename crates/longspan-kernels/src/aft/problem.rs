@@ -28,6 +28,8 @@ pub(super) struct Problem<'a, T: 'static> {
     pub width: usize,
     /// Keys of the initial state that windows still reach.
     pub ring: usize,
+    /// Whether those have gradients.
+    pub lend: bool,
     pub bias: Bias<'a, T>,
 }
 
@@ -209,9 +211,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 Bias::Rows { table: call.parameters[0], columns: 2 * window - 1, by_position: length.is_some() }
             }
             Variant::Conv { taps, normalized } => Bias::kernel(call.parameters, taps, normalized),
-            Variant::Conv2d { taps, normalized, .. } => {
-                Bias::kernel(call.parameters, taps[0] * taps[1], normalized)
-            }
+            Variant::Conv2d { taps, normalized, .. } => Bias::kernel(call.parameters, taps[0] * taps[1], normalized),
         };
         Ok(Self {
             aft,
@@ -223,6 +223,7 @@ impl<'a, T: Real> Problem<'a, T> {
             sequences,
             width: padded::<T>(dims.head_dim),
             ring: if call.initial_state.is_some() { reach(aft, causal).0 } else { 0 },
+            lend: false,
             bias,
         })
     }
@@ -247,12 +248,17 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// How keys see queries: the same turned round.
+    /// Keys of the initial state that stand before key 0 when keys see queries.
+    pub fn lent(&self, sequence: &Sequence<'_>) -> usize {
+        if self.lend { self.keys_of_queries(sequence).first.unsigned_abs() } else { 0 }
+    }
+
+    /// How keys see queries: the same turned round, with those that the initial state lends.
     pub fn queries_of_keys(&self, sequence: &Sequence<'_>) -> Window {
         let (back, ahead) = reach(self.aft, self.causal);
         Window {
-            outputs: sequence.keys,
-            shift: -self.call.mask.offset,
+            outputs: sequence.keys + self.lent(sequence),
+            shift: -self.call.mask.offset - self.lent(sequence) as isize,
             back: ahead as isize,
             ahead: back as isize,
             before: !self.causal,

@@ -2,7 +2,8 @@
 
 use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, check_options, reach, table_length};
-use super::walk::{Items, clear, join_all};
+use super::state_gradient::far;
+use super::walk::clear;
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
 use crate::mechanism::Mechanism;
@@ -135,10 +136,21 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     Ok(state)
 }
 
+/// Checks the sizes of a state, or of the gradient of one, whose marks have no meaning.
+pub(super) fn check_sizes<T: Real>(
+    aft: &Aft,
+    dims: &Dims,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?;
+    state.check(Mechanism::<T>::name(aft), argument, shape)
+}
+
 /// Checks sizes and marks of a state that a caller gives.
 pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(aft);
-    state.check(operation, argument, empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?)?;
+    check_sizes(aft, dims, state, argument)?;
     let rows = reach(aft, true).0.max(1);
     for index in 0..dims.batch * dims.kv_heads {
         let marks = Head::from(state.head(0, index)).marks;
@@ -238,9 +250,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let items = KeyItems::new(problem, sequence, kv_head);
         let end = sequence.keys as isize;
         let (sum, block) = work.split_at_mut(mean);
-        items.start(sum);
-        let reached = (end - ring as isize).max(-(problem.ring as isize));
-        join_all(problem.ops, &items, -(problem.ring as isize), reached, sum, block);
+        far(problem, sequence, kv_head, sum, block);
         head.write(sum);
         let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
         let zeros = [T::ZERO; MARKS];

@@ -1,12 +1,14 @@
 //! Gradients of AFT-conv, in two walks as for the other variants. A pair's weight is one number, so that the first one needs
 //! no values: exponents and weights of all rows come from keys alone.
 
-use super::walk::{Work, add_tap_gradients, walk};
+use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
 use super::{Geometry, KeySource, RowSource, kernel};
 use crate::aft::Variant;
 use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink, clear_absent};
 use crate::aft::kernel as reparametrized;
 use crate::aft::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
+use crate::aft::state::Head;
+use crate::aft::state_gradient::Links;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -48,6 +50,7 @@ pub(in crate::aft) fn backward<'a, T: Real>(
     geometry: Geometry,
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
@@ -64,7 +67,8 @@ pub(in crate::aft) fn backward<'a, T: Real>(
         block,
     };
     let blocks: Vec<Sides> = Block::all(problem, BLOCK_NUMBERS).into_iter().map(side).collect();
-    let per_worker = (Work::<T>::len(geometry.most(), problem.width) + 2 * CHUNK).next_multiple_of(64);
+    let sums = 2 * (header::<T>() + problem.width);
+    let per_worker = (Work::<T>::len(geometry.most(), problem.width) + CHUNK.max(sums)).next_multiple_of(64);
     let workers = rayon::current_num_threads().max(1);
     let memory = blocks.iter().map(|sides| sides.memory(problem, &geometry)).max().unwrap_or(0);
     // Each head of each sequence has so many sums, whatever the number of threads.
@@ -75,7 +79,7 @@ pub(in crate::aft) fn backward<'a, T: Real>(
     d_taps.fill(T::ZERO);
     let memory = arena.rest();
     for sides in &blocks {
-        block(problem, &geometry, cotangent, sink, sides, &reversed, d_taps, memory, work, per_worker);
+        block(problem, &geometry, cotangent, sink, links, sides, &reversed, d_taps, memory, work, per_worker);
     }
     let add = |to: &mut [T]| {
         to.fill(T::ZERO);
@@ -101,6 +105,7 @@ fn block<'a, T: Real>(
     geometry: &Geometry,
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
     sides: &Sides,
     reversed: &[T],
     d_taps: &mut [T],
@@ -126,7 +131,19 @@ fn block<'a, T: Real>(
             Some(own)
         })
         .collect();
-    query_side(problem, geometry, cotangent, sink, sides, &starts, [&mut *x, b, d, rows], d_taps, edge_memory, work, per_worker);
+    query_side(
+        problem,
+        geometry,
+        cotangent,
+        sink,
+        sides,
+        &starts,
+        [&mut *x, b, d, rows],
+        d_taps,
+        edge_memory,
+        work,
+        per_worker,
+    );
 
     let (x, b, d, rows): (&[T], &[T], &[T], &[T]) = (x, b, d, rows);
     let turned = geometry.turned();
@@ -142,6 +159,42 @@ fn block<'a, T: Real>(
         }
     };
     let edges = turned.edges(problem, keys, heads, width, source, |_, _, _| (), key_memory, work, per_worker);
+
+    // The initial state's mean is a key without a value that every row sees.
+    let far = if links.lends() { block.sequences.len() * kv_heads } else { 0 };
+    let len = header::<T>() + width;
+    parallel(far, work, per_worker, |task, work| {
+        let (index, own_head) = (task / kv_heads, task % kv_heads);
+        let (sequence, kv_head) = (&problem.sequences[block.sequences.start + index], block.heads.start + own_head);
+        let (sums, work) = work.split_at_mut(2 * len);
+        let (all, own) = sums.split_at_mut(len);
+        clear(all);
+        for local in own_head * dims.group()..(own_head + 1) * dims.group() {
+            let field = turned.field(keys[index], 0, &[]);
+            let span = (0, sequence.queries as isize);
+            let mut work = Work::new(&mut *work, geometry.most(), width);
+            sum(problem.ops, &source(index, local), &field, span, &mut work, own);
+            join(problem.ops, all, own);
+        }
+        if let Some(last) = links.last_item(sequence, kv_head) {
+            // A mean with an exponent for each channel, all the same.
+            own[..header::<T>()].fill(T::ZERO);
+            (own[0], own[2]) = (last[0].max(floor()), last[3 * width]);
+            own[header::<T>()..].copy_from_slice(&last[2 * width..3 * width]);
+            join(problem.ops, all, own);
+        }
+        // SAFETY: every head of every sequence has one task.
+        let Some((head, numerator, denominator)) = (unsafe { links.far_gradient(problem, sequence.batch, kv_head) })
+        else {
+            return;
+        };
+        let factor = ((head.exponent[0] + all[0]) + all[1]).exp();
+        for (to, &d) in numerator.iter_mut().zip(&all[header::<T>()..]) {
+            *to = factor * d;
+        }
+        denominator[0] = -factor * all[2];
+    });
+
     let chunks = Chunks::new(keys.clone(), kv_heads);
     parallel(chunks.tasks(), work, per_worker, |task, work| {
         let (line, own_head, chunk) = chunks.task(task);
@@ -149,40 +202,53 @@ fn block<'a, T: Real>(
         let sequence = &problem.sequences[block.sequences.start + index];
         let kv_head = block.heads.start + own_head;
         let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
+        let lent = problem.lent(sequence) as isize;
         let (factors, work) = work.split_at_mut(CHUNK);
         let (from, to) = window.chunk(chunk);
+        let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
         for local in own_head * dims.group()..(own_head + 1) * dims.group() {
             let head = block.heads.start * dims.group() + local;
+            let first = local == own_head * dims.group();
             let kernel = &reversed[head * kernel(problem, head).len()..];
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let edges = edges.of(window, line, local, chunk);
             walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work);
-            let place = |n: usize| geometry.start(line) + from + n;
-            let token = |n: usize| items.token(place(n) as isize);
             for n in 0..to - from {
-                let k = token(n).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
+                let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
                 factors[n] = (k + work.x[n]) + work.b[n];
             }
             problem.ops.exp_all(factors);
             for n in 0..to - from {
-                let at = sequence.key_start + place(n);
+                let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
                 // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                let (dk, dv) = unsafe {
-                    (
-                        sink.dk.row(sequence.batch, kv_head, at, 1),
-                        sink.dv.row(sequence.batch, kv_head, at, dims.head_dim),
-                    )
+                let places = unsafe {
+                    if key < 0 {
+                        links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
+                    } else {
+                        let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
+                        Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
+                    }
                 };
-                if local == own_head * dims.group() {
+                let Some((dk, dv)) = places else { continue };
+                if first {
                     dk.fill(T::ZERO);
                     dv.fill(T::ZERO);
                 }
+                let Some((own_key, value)) = items.token(key) else { continue };
                 // A key that no row sees has gradient 0 whatever it is.
-                let seen = work.x[n] - floor() > T::ZERO;
-                if let Some((_, value)) = token(n).filter(|_| seen) {
+                if work.x[n] - floor() > T::ZERO {
                     let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factors[n], value, dv);
                     dk[0] += factors[n] * (dot - work.d[n]);
+                }
+                if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                    let factor = (own_key[0] + last[0]).exp();
+                    let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
+                    dk[0] += factor * (dot - last[3 * width]);
+                }
+                if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
+                    dk[0] += d_key[0];
+                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
                 }
             }
         }
@@ -207,15 +273,26 @@ fn query_side<'a, T: Real>(
     let (dims, width, ops) = (&problem.dims, problem.width, problem.ops);
     let Sides { block, queries, .. } = sides;
     let (heads, kv_heads) = (sides.heads(problem), block.heads.len());
-    let source =
-        |index: usize, head: usize| KeySource::new(problem, geometry, block.sequences.start + index, block.heads.start + head);
-    let edges = geometry.edges(problem, queries, kv_heads, 0, source, |index, head, sum: &mut [T]| {
-        if let Some(state) = problem.call.initial_state {
-            let batch = problem.sequences[block.sequences.start + index].batch;
-            let far = crate::aft::state::Head::from(state.head(batch, block.heads.start + head));
-            (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
-        }
-    }, memory, work, per_worker);
+    let source = |index: usize, head: usize| {
+        KeySource::new(problem, geometry, block.sequences.start + index, block.heads.start + head)
+    };
+    let edges = geometry.edges(
+        problem,
+        queries,
+        kv_heads,
+        0,
+        source,
+        |index, head, sum: &mut [T]| {
+            if let Some(state) = problem.call.initial_state {
+                let batch = problem.sequences[block.sequences.start + index].batch;
+                let far = Head::from(state.head(batch, block.heads.start + head));
+                (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
+            }
+        },
+        memory,
+        work,
+        per_worker,
+    );
     let taps = kernel(problem, 0).len();
     let [mut x, mut b, mut d] = [x, b, d].map(|line| ViewMut::strided(line, [0, 0, 1]));
     let mut rows = ViewMut::strided(rows, [0, 0, width]);

@@ -36,8 +36,7 @@ pub(in crate::aft) fn forward<T: Real>(
         }
     };
     let memory = arena.rest();
-    let edges =
-        geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, per_worker);
+    let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, per_worker);
     parallel(chunks.tasks(), work, per_worker, |task, work| {
         let (line, head, chunk) = chunks.task(task);
         let (index, kv_head) = (line / geometry.lines, head / dims.group());

@@ -150,8 +150,7 @@ impl Geometry {
             }
         }
         let (above, below): (&[T], &[T]) = (above, below);
-        let field =
-            |index: usize, head: usize| (of(index, head), self.field(windows[index], index % self.lines, &[]));
+        let field = |index: usize, head: usize| (of(index, head), self.field(windows[index], index % self.lines, &[]));
         let starts = |index: usize, head: usize, edge: usize, sum: &mut [T]| {
             let (image, y) = (index - index % self.lines, index % self.lines);
             let view = self.field::<T>(windows[index], y, &[]);
