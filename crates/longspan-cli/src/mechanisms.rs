@@ -133,7 +133,8 @@ impl Facts {
     }
 
     fn to_json(&self) -> Value {
-        let learned: Vec<Value> = self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
+        let learned: Vec<Value> =
+            self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
         json!({
             "name": self.name,
             "causal": self.causal,
