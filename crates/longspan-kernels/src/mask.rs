@@ -72,6 +72,23 @@ impl<'a> Mask<'a> {
         matches!(self.keys, Keys::Packed { .. })
     }
 
+    /// Pairs of query and key that see each other, one head, if no key is ignored.
+    pub(crate) fn visible_pairs(&self, dims: &Dims) -> f64 {
+        let (queries, keys) = (dims.queries as f64, dims.keys as f64);
+        match self.order {
+            Order::Bidirectional => queries * keys,
+            Order::Causal => {
+                // Row i sees clamp(i + offset + 1, 0, keys): a ramp between two flat parts.
+                let first = self.offset as f64 + 1.0;
+                let top = (first + queries - 1.0).min(keys);
+                let begin = first.max(1.0);
+                let ramp = (top - begin + 1.0).max(0.0);
+                let flat = (queries - (keys - first + 1.0).max(0.0)).clamp(0.0, queries);
+                ramp * (begin + top) / 2.0 + flat * keys
+            }
+        }
+    }
+
     pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
         let limit = isize::MAX / 4;
         expect(
@@ -192,4 +209,21 @@ pub(crate) struct Sequence<'a> {
     pub absent: usize,
     /// `true` means ignored; one entry a key. `None` where no key is ignored.
     pub padding: Option<&'a [bool]>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_counted_as_they_are_seen() {
+        for (queries, keys) in [(0, 0), (1, 1), (5, 3), (3, 8), (8, 3), (7, 7)] {
+            for offset in -4..6 {
+                let dims = Dims { queries, keys, ..Dims::square(1, 1, 1, 4) };
+                let mask = Mask::causal().with_offset(offset);
+                let counted: isize = (0..queries as isize).map(|i| (i + offset + 1).clamp(0, keys as isize)).sum();
+                assert_eq!(mask.visible_pairs(&dims), counted as f64, "{queries} {keys} {offset}");
+            }
+        }
+    }
 }

@@ -4,12 +4,12 @@ use std::fmt::Debug;
 
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
-use crate::mask::Mask;
+use crate::mask::{Mask, Order};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, View, ViewMut};
 use crate::simd::InstructionSet;
-use crate::state::State;
+use crate::state::{State, StateShape};
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -239,6 +239,100 @@ pub(crate) fn check_gradients<T: Real>(
         "gradients of parameters",
         || format!("tensors of {expected:?} elements"),
         || format!("{:?}", gradients.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
+    )
+}
+
+/// Refuses an initial state whose tokens would not stand right before key 0. The state itself is the mechanism's.
+pub(crate) fn check_initial_mask(operation: &'static str, mask: &Mask<'_>) -> Result<(), Error> {
+    if mask.order == Order::Causal && mask.offset >= 0 {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation,
+        combination: "an initial state with a bidirectional mask or a negative offset",
+        mend: "use a causal mask with offset 0",
+    })
+}
+
+/// Refuses a final state, or the gradient of one, where no single sequence has an end to go on from.
+pub(crate) fn check_final_mask(operation: &'static str, mask: &Mask<'_>) -> Result<(), Error> {
+    if mask.order == Order::Causal && !mask.is_packed() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation,
+        combination: "a final state with a bidirectional mask or packed sequences",
+        mend: "use a causal mask and give each sequence its own batch entry",
+    })
+}
+
+/// Refuses the gradient of an initial state that the call has not, or that several sequences share.
+pub(crate) fn check_initial_gradient<T>(operation: &'static str, call: &Call<'_, T>) -> Result<(), Error> {
+    if call.initial_state.is_some() && !call.mask.is_packed() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation,
+        combination: "the gradient of the initial state without such a state, or with packed sequences",
+        mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
+    })
+}
+
+/// The sizes of a step, which only the state and the token's own lengths tell; `wide` is the token's part whose rows are
+/// as wide as a query.
+pub(crate) fn token_dims<T: Real>(
+    mechanism: &(impl Mechanism<T> + ?Sized),
+    token: &Token<'_, T>,
+    wide: &[T],
+    state: &State<T>,
+) -> Result<Dims, Error> {
+    InstructionSet::selected()?;
+    let StateShape { batch, kv_heads, .. } = state.shape();
+    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
+    let (head_dim, value_dim) = (width(wide), width(token.v));
+    let heads = token.q.len() / (batch * head_dim).max(1);
+    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+    dims.check(mechanism.name())?;
+    Ok(dims)
+}
+
+/// Rows of `width` numbers, without end: where `width` is 0 there are as many as one asks for, which slices do not count.
+pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Item = &mut [T]> {
+    let mut rows = numbers.chunks_exact_mut(width.max(1));
+    std::iter::repeat_with(move || rows.next().unwrap_or_default())
+}
+
+/// Checks what every mechanism asks of a step of these sizes, but for the state.
+pub(crate) fn check_token<T: Real>(
+    mechanism: &(impl Mechanism<T> + ?Sized),
+    dims: &Dims,
+    token: &Token<'_, T>,
+    out: &[T],
+) -> Result<(), Error> {
+    let operation = mechanism.name();
+    let Dims { batch, heads, kv_heads, head_dim, value_dim, .. } = *dims;
+    for (name, len, shape) in [
+        ("q", token.q.len(), [batch, heads, head_dim]),
+        ("k", token.k.len(), [batch, kv_heads, mechanism.key_dim(dims)]),
+        ("v", token.v.len(), [batch, kv_heads, value_dim]),
+        ("out", out.len(), [batch, heads, value_dim]),
+    ] {
+        let wanted: usize = shape.iter().product();
+        expect(
+            len == wanted,
+            operation,
+            name,
+            || format!("{wanted} numbers, shape {shape:?}"),
+            || format!("{len} numbers"),
+        )?;
+    }
+    let parameters = mechanism.parameters(dims);
+    expect(
+        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
+        operation,
+        "parameters",
+        || format!("{parameters:?}"),
+        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
     )
 }
 

@@ -6,8 +6,18 @@ use rayon::prelude::*;
 
 use crate::real::Real;
 
-/// Numbers from one cache line to the next; scratch rows start on cache lines.
+/// Bytes from one cache line to the next; scratch rows start on cache lines.
 const LINE_BYTES: usize = 64;
+
+/// Numbers of a cache line.
+pub(crate) const fn line<T>() -> usize {
+    LINE_BYTES / size_of::<T>()
+}
+
+/// Whole cache lines for `len` numbers.
+pub(crate) fn padded<T>(len: usize) -> usize {
+    len.next_multiple_of(line::<T>())
+}
 
 /// Working memory. It grows to what the largest call so far needed and is reused by the next one; what stands in it
 /// between calls has no meaning.
@@ -35,7 +45,7 @@ impl<T: Real> Scratch<T> {
     /// Memory for `len` numbers, or none if the machine has not that much: for calls that ask for more than any machine
     /// is sure to have.
     pub(crate) fn reserve(&mut self, len: usize) -> Option<()> {
-        let wanted = len.checked_add(LINE_BYTES / size_of::<T>())?;
+        let wanted = len.checked_add(line::<T>())?;
         if self.buffer.len() < wanted {
             self.buffer = Vec::new();
             self.buffer.try_reserve_exact(wanted).ok()?;
@@ -46,7 +56,7 @@ impl<T: Real> Scratch<T> {
 
     /// `len` numbers that start on a cache line, with any contents.
     pub(crate) fn take(&mut self, len: usize) -> &mut [T] {
-        let line = LINE_BYTES / size_of::<T>();
+        let line = line::<T>();
         let wanted = len + line;
         if self.buffer.len() < wanted {
             // Not `resize`: nothing of the old contents is worth a copy.
@@ -71,7 +81,7 @@ impl<'s, T: Real> Arena<'s, T> {
     /// The next `len` numbers, with any contents.
     pub fn take(&mut self, len: usize) -> &'s mut [T] {
         let rest = std::mem::take(&mut self.rest);
-        let (part, rest) = rest.split_at_mut(len.next_multiple_of(LINE_BYTES / size_of::<T>()));
+        let (part, rest) = rest.split_at_mut(padded::<T>(len));
         self.rest = rest;
         &mut part[..len]
     }

@@ -6,7 +6,7 @@ use longspan_testing::execute::Backward;
 use longspan_testing::subject::{Assumptions, ParameterScale};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, streaming, threads,
+    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, streaming, threads,
 };
 
 /// `γ·(w − mean)/std + β`: what the gradient of the kernel becomes is at most this times the sum of its magnitudes, which
@@ -140,6 +140,8 @@ fn over(cases: &[(Subject, Case)], check: Check) {
     assert_all(check, cases.iter().map(|(subject, case)| (subject, case)));
 }
 
+longspan_testing::shared_tests!(over, drawn, streams);
+
 #[test]
 fn forward_is_the_definition() {
     over(&drawn(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
@@ -154,24 +156,6 @@ fn gradients_are_those_of_the_definition() {
 #[test]
 fn gradients_in_singles_are_those_in_doubles() {
     over(&drawn(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
-}
-
-#[test]
-fn unseen_keys_do_not_matter() {
-    over(&drawn(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
-    over(&drawn(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
-}
-
-#[test]
-fn rows_are_independent() {
-    over(&drawn(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
-    over(&drawn(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
-}
-
-#[test]
-fn padding_does_not_matter() {
-    over(&drawn(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
-    over(&drawn(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
 }
 
 #[test]
@@ -190,48 +174,6 @@ fn order_does_not_matter_without_positions() {
     };
     over(&cases(25), isolation::order_does_not_matter_without_positions::<f32>);
     over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
-}
-
-#[test]
-fn poison_does_not_matter() {
-    over(&drawn(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
-    over(&drawn(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
-}
-
-#[test]
-fn strides_do_not_matter() {
-    over(&drawn(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
-    over(&drawn(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
-}
-
-#[test]
-fn pieces_make_the_whole() {
-    over(&streams(31, 200), streaming::pieces_make_the_whole::<f32>);
-    over(&streams(32, 200), streaming::pieces_make_the_whole::<f64>);
-}
-
-#[test]
-fn states_add_up() {
-    over(&streams(41, 150), streaming::states_add_up::<f32>);
-    over(&streams(42, 150), streaming::states_add_up::<f64>);
-}
-
-#[test]
-fn states_are_values() {
-    over(&streams(33, 100), streaming::states_are_values::<f32>);
-    over(&streams(34, 100), streaming::states_are_values::<f64>);
-}
-
-#[test]
-fn lengths_end_the_sequence() {
-    over(&streams(35, 100), streaming::lengths_end_the_sequence::<f32>);
-    over(&streams(36, 100), streaming::lengths_end_the_sequence::<f64>);
-}
-
-#[test]
-fn ignored_keys_keep_their_place() {
-    over(&streams(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
-    over(&streams(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
 }
 
 #[test]

@@ -25,6 +25,8 @@ fn over_attentions(
     }
 }
 
+longspan_testing::shared_tests!(over, grid::kernelized, grid::streaming);
+
 #[test]
 fn forward_is_the_definition_in_singles() {
     over(&grid::kernelized(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
@@ -52,24 +54,6 @@ fn algorithms_agree() {
 }
 
 #[test]
-fn unseen_keys_do_not_matter() {
-    over(&grid::kernelized(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
-    over(&grid::kernelized(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
-}
-
-#[test]
-fn rows_are_independent() {
-    over(&grid::kernelized(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
-    over(&grid::kernelized(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
-}
-
-#[test]
-fn padding_does_not_matter() {
-    over(&grid::kernelized(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
-    over(&grid::kernelized(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
-}
-
-#[test]
 fn packed_is_looped() {
     over(&grid::kernelized(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
     over(&grid::kernelized(24, 300, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
@@ -89,28 +73,14 @@ fn order_does_not_matter_without_positions() {
     over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
 }
 
+/// Nothing comes out, but tokens are counted and their keys kept.
 #[test]
-fn poison_does_not_matter() {
-    over(&grid::kernelized(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
-    over(&grid::kernelized(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
-}
-
-#[test]
-fn strides_do_not_matter() {
-    over(&grid::kernelized(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
-    over(&grid::kernelized(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
-}
-
-#[test]
-fn pieces_make_the_whole() {
-    over(&grid::streaming(31, 200), streaming::pieces_make_the_whole::<f32>);
-    over(&grid::streaming(32, 200), streaming::pieces_make_the_whole::<f64>);
-}
-
-#[test]
-fn states_add_up() {
-    over(&grid::streaming(41, 200), streaming::states_add_up::<f32>);
-    over(&grid::streaming(42, 200), streaming::states_add_up::<f64>);
+fn tokens_without_values_enter_the_state() {
+    let cases: Vec<_> = grid::streaming(47, 60)
+        .into_iter()
+        .map(|(mechanism, case)| (mechanism, Case { dims: Dims { value_dim: 0, ..case.dims }, ..case }))
+        .collect();
+    over(&cases, streaming::pieces_make_the_whole::<f32>);
 }
 
 #[test]
@@ -122,24 +92,6 @@ fn gradients_pass_through_states() {
 #[test]
 fn state_gradients_are_difference_quotients() {
     over(&grid::kernelized(45, 250, &grid::LENGTHS), state_gradients::state_gradients_are_difference_quotients);
-}
-
-#[test]
-fn states_are_values() {
-    over(&grid::streaming(33, 100), streaming::states_are_values::<f32>);
-    over(&grid::streaming(34, 100), streaming::states_are_values::<f64>);
-}
-
-#[test]
-fn lengths_end_the_sequence() {
-    over(&grid::streaming(35, 100), streaming::lengths_end_the_sequence::<f32>);
-    over(&grid::streaming(36, 100), streaming::lengths_end_the_sequence::<f64>);
-}
-
-#[test]
-fn ignored_keys_keep_their_place() {
-    over(&grid::streaming(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
-    over(&grid::streaming(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
 }
 
 #[test]

@@ -4,8 +4,8 @@ use longspan_kernels::{Mechanism, SoftmaxAttention, Token};
 use longspan_testing::state_gradients;
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection,
-    streaming, threads,
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, streaming,
+    threads,
 };
 
 /// Room for every sequence of the grid.
@@ -29,13 +29,15 @@ fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
 
 /// Calls over positive queries and keys: the gradients of those are then sums whose terms keep one sign when those of the
 /// values do, and the suite can tell the scale of their rounding errors.
-fn positive(cases: Vec<Case>) -> Vec<Case> {
-    cases.into_iter().map(|case| Case { positive: true, ..case }).collect()
+fn positive(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+    cases(seed, count, lengths).into_iter().map(|case| Case { positive: true, ..case }).collect()
 }
 
 fn streams(seed: u64, count: usize) -> Vec<Case> {
     grid::streaming(seed, count).into_iter().map(|(_, case)| Case { positive: true, ..case }).collect()
 }
+
+longspan_testing::shared_tests!(over, positive, streams);
 
 #[test]
 fn forward_is_the_definition() {
@@ -50,7 +52,7 @@ fn gradients_are_those_of_the_definition() {
 
 #[test]
 fn gradients_in_singles_are_those_in_doubles() {
-    over(&positive(cases(14, 300, &grid::LENGTHS)), accuracy::gradient_in_singles);
+    over(&positive(14, 300, &grid::LENGTHS), accuracy::gradient_in_singles);
     over(&cases(15, 300, &grid::LENGTHS), |subject, case| {
         let inputs = execute::random(subject, case);
         let forward = execute::forward::<f64>(subject, case, &inputs)?;
@@ -70,77 +72,23 @@ fn gradients_in_singles_are_those_in_doubles() {
 }
 
 #[test]
-fn unseen_keys_do_not_matter() {
-    over(&positive(cases(17, 150, &grid::LENGTHS)), isolation::unseen_keys_do_not_matter::<f32>);
-    over(&positive(cases(18, 100, &grid::LENGTHS)), isolation::unseen_keys_do_not_matter::<f64>);
-}
-
-#[test]
-fn rows_are_independent() {
-    over(&positive(cases(19, 150, &grid::LENGTHS)), isolation::rows_are_independent::<f32>);
-    over(&positive(cases(20, 100, &grid::LENGTHS)), isolation::rows_are_independent::<f64>);
-}
-
-#[test]
-fn padding_does_not_matter() {
-    over(&cases(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
-    over(&cases(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
-}
-
-#[test]
 fn packed_is_looped() {
-    over(&positive(cases(23, 300, &grid::LENGTHS)), isolation::packed_is_looped::<f32>);
-    over(&positive(cases(24, 200, &grid::LENGTHS)), isolation::packed_is_looped::<f64>);
+    over(&positive(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
+    over(&positive(24, 200, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
 }
 
 #[test]
 fn order_does_not_matter() {
-    let cases: Vec<_> = positive(cases(25, 60, &grid::LENGTHS));
+    let cases: Vec<_> = positive(25, 60, &grid::LENGTHS);
     let cases: Vec<_> = cases.into_iter().map(|case| Case { causal: false, keys: KeyMask::All, ..case }).collect();
     over(&cases, isolation::order_does_not_matter_without_positions::<f32>);
     over(&cases, isolation::order_does_not_matter_without_positions::<f64>);
 }
 
 #[test]
-fn poison_does_not_matter() {
-    over(&cases(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
-    over(&cases(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
-}
-
-#[test]
-fn strides_do_not_matter() {
-    over(&cases(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
-    over(&cases(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
-}
-
-#[test]
 fn threads_do_not_matter() {
     over(&cases(31, 60, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
     over(&cases(32, 30, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
-}
-
-#[test]
-fn pieces_make_the_whole() {
-    over(&streams(33, 150), streaming::pieces_make_the_whole::<f32>);
-    over(&streams(34, 150), streaming::pieces_make_the_whole::<f64>);
-}
-
-#[test]
-fn states_add_up() {
-    over(&streams(35, 100), streaming::states_add_up::<f32>);
-    over(&streams(36, 100), streaming::states_add_up::<f64>);
-}
-
-#[test]
-fn states_are_values() {
-    over(&streams(37, 100), streaming::states_are_values::<f32>);
-    over(&streams(38, 100), streaming::states_are_values::<f64>);
-}
-
-#[test]
-fn lengths_end_the_sequence() {
-    over(&streams(39, 100), streaming::lengths_end_the_sequence::<f32>);
-    over(&streams(40, 100), streaming::lengths_end_the_sequence::<f64>);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Mask, Me
 use longspan_testing::random::Random;
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection,
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection,
     state_gradients, streaming, threads,
 };
 
@@ -118,6 +118,8 @@ fn over(cases: &[(Toeplitz, Case)], check: Check) {
     assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
 }
 
+longspan_testing::shared_tests!(over, cases, streams);
+
 #[test]
 fn forward_is_the_definition_in_singles() {
     over(&cases(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
@@ -144,24 +146,6 @@ fn gradients_in_singles_are_those_in_doubles() {
 }
 
 #[test]
-fn unseen_keys_do_not_matter() {
-    over(&cases(17, 150, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f32>);
-    over(&cases(18, 100, &grid::LENGTHS), isolation::unseen_keys_do_not_matter::<f64>);
-}
-
-#[test]
-fn rows_are_independent() {
-    over(&cases(19, 150, &grid::LENGTHS), isolation::rows_are_independent::<f32>);
-    over(&cases(20, 100, &grid::LENGTHS), isolation::rows_are_independent::<f64>);
-}
-
-#[test]
-fn padding_does_not_matter() {
-    over(&cases(21, 200, &grid::LENGTHS), isolation::padding_does_not_matter::<f32>);
-    over(&cases(22, 100, &grid::LENGTHS), isolation::padding_does_not_matter::<f64>);
-}
-
-#[test]
 fn packed_is_looped() {
     let separate = |seed| -> Vec<_> {
         // A table of exactly the distances of a call would be cut to those of its parts.
@@ -169,42 +153,6 @@ fn packed_is_looped() {
     };
     over(&separate(23), isolation::packed_is_looped::<f32>);
     over(&separate(24), isolation::packed_is_looped::<f64>);
-}
-
-#[test]
-fn poison_does_not_matter() {
-    over(&cases(27, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f32>);
-    over(&cases(28, 200, &grid::LENGTHS), memory::poison_does_not_matter::<f64>);
-}
-
-#[test]
-fn strides_do_not_matter() {
-    over(&cases(29, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f32>);
-    over(&cases(30, 200, &grid::LENGTHS), memory::strides_do_not_matter::<f64>);
-}
-
-#[test]
-fn pieces_make_the_whole() {
-    over(&streams(31, 200), streaming::pieces_make_the_whole::<f32>);
-    over(&streams(32, 200), streaming::pieces_make_the_whole::<f64>);
-}
-
-#[test]
-fn states_are_values() {
-    over(&streams(33, 100), streaming::states_are_values::<f32>);
-    over(&streams(34, 100), streaming::states_are_values::<f64>);
-}
-
-#[test]
-fn lengths_end_the_sequence() {
-    over(&streams(35, 100), streaming::lengths_end_the_sequence::<f32>);
-    over(&streams(36, 100), streaming::lengths_end_the_sequence::<f64>);
-}
-
-#[test]
-fn ignored_keys_keep_their_place() {
-    over(&streams(37, 100), streaming::ignored_keys_keep_their_place::<f32>);
-    over(&streams(38, 100), streaming::ignored_keys_keep_their_place::<f64>);
 }
 
 #[test]
@@ -363,12 +311,6 @@ fn exponential_features_do_not_overflow() {
     }
 }
 
-#[test]
-fn states_add_up() {
-    over(&streams(41, 200), streaming::states_add_up::<f32>);
-    over(&streams(42, 200), streaming::states_add_up::<f64>);
-}
-
 /// Cases whose bias reaches back over a state of earlier tokens.
 fn linked(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
     let mut random = Random::new(seed ^ 0x71E);
@@ -383,6 +325,16 @@ fn linked(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
     let leaps = |toeplitz: &Toeplitz| toeplitz.feature_map == FeatureMap::Relu && toeplitz.normalize;
     let cases = cases(seed, count, &grid::SHORT_LENGTHS).into_iter().filter(|(toeplitz, _)| !leaps(toeplitz));
     cases.map(|(toeplitz, case)| (Toeplitz { bias: reaching(&mut random), ..toeplitz }, case)).collect()
+}
+
+/// Nothing comes out, but tokens are counted and their keys kept.
+#[test]
+fn tokens_without_values_enter_the_state() {
+    let cases: Vec<_> = streams(47, 60)
+        .into_iter()
+        .map(|(mechanism, case)| (mechanism, Case { dims: Dims { value_dim: 0, ..case.dims }, ..case }))
+        .collect();
+    over(&cases, streaming::pieces_make_the_whole::<f32>);
 }
 
 #[test]

@@ -95,6 +95,34 @@ impl<T: Number> Marked<T> {
         }
     }
 
+    /// A backward call into the marks, right in all but what `call` and the marks themselves have wrong.
+    fn backward(
+        &mut self,
+        mechanism: &dyn Mechanism<T>,
+        call: &Call<'_, T>,
+        case: &Case,
+        inputs: &Inputs<T>,
+    ) -> Result<(), Error> {
+        let dims = &case.dims;
+        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+        let cotangent = Cotangent {
+            out: View::contiguous(&inputs.d_out, dims.out()),
+            denominators: &rows,
+            d_out: View::contiguous(&inputs.d_out, dims.out()),
+            final_state: None,
+        };
+        let [dq, dk, dv] = &mut self.gradients;
+        let mut slices: Vec<&mut [T]> = self.parameters.iter_mut().map(Vec::as_mut_slice).collect();
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(dq, dims.q()),
+            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
+            dv: ViewMut::contiguous(dv, dims.v()),
+            parameters: &mut slices,
+            initial_state: None,
+        };
+        mechanism.backward(call, &cotangent, gradients, &mut Scratch::new())
+    }
+
     fn untouched(&self, what: &str) -> Result<(), Failure> {
         let all = self.forward.iter().chain(&self.gradients).chain(&self.parameters);
         let touched = all.flatten().any(|x| x.to_f64() != MARK);
@@ -127,23 +155,7 @@ fn both_refuse<T: Number>(
     let result = mechanism.forward(call, output, &mut Scratch::new());
     refused(&format!("forward: {what}"), mechanism.name(), argument, result)?;
     marked.untouched(what)?;
-    let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
-    let cotangent = Cotangent {
-        out: View::contiguous(&inputs.d_out, dims.out()),
-        denominators: &rows,
-        d_out: View::contiguous(&inputs.d_out, dims.out()),
-        final_state: None,
-    };
-    let [dq, dk, dv] = &mut marked.gradients;
-    let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
-    let gradients = Gradients {
-        dq: ViewMut::contiguous(dq, dims.q()),
-        dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
-        dv: ViewMut::contiguous(dv, dims.v()),
-        parameters: &mut slices,
-        initial_state: None,
-    };
-    let result = mechanism.backward(call, &cotangent, gradients, &mut Scratch::new());
+    let result = marked.backward(mechanism, call, case, inputs);
     refused(&format!("backward: {what}"), mechanism.name(), argument, result)?;
     marked.untouched(what)
 }
@@ -254,24 +266,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
     if !inputs.parameters.is_empty() {
         let mut marked = Marked::new(case, inputs);
         marked.parameters[0].pop();
-        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
-        let cotangent = Cotangent {
-            out: View::contiguous(&inputs.d_out, dims.out()),
-            denominators: &rows,
-            d_out: View::contiguous(&inputs.d_out, dims.out()),
-            final_state: None,
-        };
-        let [dq, dk, dv] = &mut marked.gradients;
-        let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
-        let gradients = Gradients {
-            dq: ViewMut::contiguous(dq, dims.q()),
-            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
-            dv: ViewMut::contiguous(dv, dims.v()),
-            parameters: &mut slices,
-            initial_state: None,
-        };
-        let result =
-            inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
+        let result = inputs.call(case, None, |call| marked.backward(mechanism, call, case, inputs));
         refused("the gradient of a parameter one too short", mechanism.name(), "parameters", result)?;
         marked.untouched("the gradient of a parameter one too short")?;
     }

@@ -41,3 +41,36 @@ pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subjec
         failures.iter().take(SHOWN).cloned().collect::<Vec<_>>().join("\n\n")
     );
 }
+
+/// The tests that read the same for every mechanism, each in singles and in doubles: what must not influence what, the
+/// layouts of memory, and states. `$over` runs a check over what `$cases(seed, count, lengths)` and
+/// `$streams(seed, count)` draw.
+#[macro_export]
+macro_rules! shared_tests {
+    ($over:path, $cases:path, $streams:path) => {
+        $crate::shared_tests! { $over, |seed, count| $cases(seed, count, &$crate::grid::LENGTHS);
+            unseen_keys_do_not_matter: isolation, 17 150, 18 100;
+            rows_are_independent: isolation, 19 150, 20 100;
+            padding_does_not_matter: isolation, 21 200, 22 100;
+            poison_does_not_matter: memory, 27 200, 28 200;
+            strides_do_not_matter: memory, 29 200, 30 200;
+        }
+        $crate::shared_tests! { $over, $streams;
+            pieces_make_the_whole: streaming, 31 200, 32 200;
+            states_are_values: streaming, 33 100, 34 100;
+            lengths_end_the_sequence: streaming, 35 100, 36 100;
+            ignored_keys_keep_their_place: streaming, 37 100, 38 100;
+            states_add_up: streaming, 41 200, 42 200;
+        }
+    };
+    ($over:path, $drawn:expr;
+        $($name:ident: $module:ident, $seed:literal $count:literal, $seed64:literal $count64:literal;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                $over(&($drawn)($seed, $count), $crate::$module::$name::<f32>);
+                $over(&($drawn)($seed64, $count64), $crate::$module::$name::<f64>);
+            }
+        )*
+    };
+}

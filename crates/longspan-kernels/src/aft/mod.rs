@@ -25,9 +25,10 @@ mod walk;
 
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
-use crate::mask::{Keys, Mask, Order};
+use crate::mask::{Mask, Order};
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
+    check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -169,17 +170,10 @@ impl<T: Real> Mechanism<T> for Aft {
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        let operation = Mechanism::<T>::name(self);
         check_output(self, &problem.dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
-            if !problem.causal || matches!(call.mask.keys, Keys::Packed { .. }) {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "a final state with a bidirectional mask or packed sequences",
-                    mend: "use a causal mask and give each sequence its own batch entry",
-                });
-            }
+            check_final_mask(Mechanism::<T>::name(self), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
         }
         if let Some(denominators) = denominators {

@@ -5,6 +5,7 @@ use crate::error::{Error, expect};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call};
 use crate::real::Real;
+use crate::scratch::{line, padded};
 use crate::shape::Dims;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
@@ -59,7 +60,7 @@ pub(super) struct LowRank<T> {
 
 impl<T: Real> LowRank<T> {
     fn new(u: &[T], z: &[T], length: usize, rank: usize) -> Self {
-        let line = 64 / size_of::<T>();
+        let line = line::<T>();
         let (row, across) = (rank.next_multiple_of(line), length + CHUNK);
         let padded = |from: &[T]| {
             let mut to = vec![T::ZERO; length * row];
@@ -185,7 +186,7 @@ impl<'a, T: Real> Problem<'a, T> {
             ops: T::ops(),
             causal,
             sequences,
-            width: dims.head_dim.next_multiple_of(64 / size_of::<T>()),
+            width: padded::<T>(dims.head_dim),
             ring: if call.initial_state.is_some() { reach(aft, causal).0 } else { 0 },
             bias,
         })

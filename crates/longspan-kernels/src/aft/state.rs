@@ -7,7 +7,7 @@ use super::{Aft, Variant};
 use crate::error::{Error, expect};
 use crate::mechanism::Mechanism;
 use crate::real::Real;
-use crate::scratch::Scratch;
+use crate::scratch::{Scratch, padded};
 use crate::shape::Dims;
 use crate::simd::log_sum::{PARTS as MEAN_PARTS, floor};
 use crate::state::{PARTS, State, StateShape};
@@ -174,7 +174,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     check(aft, &dims, later, "later state")?;
     let key_dim = Mechanism::<T>::key_dim(aft, &dims);
     let ring = reach(aft, true).0;
-    let padded = width.next_multiple_of(64 / size_of::<T>());
+    let padded = padded::<T>(width);
     let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
     let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
     let ops = T::ops();

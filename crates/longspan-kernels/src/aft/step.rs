@@ -6,49 +6,21 @@ use super::state::{self, FILLED, Head, OLDEST, POSITION};
 use super::walk::clear;
 use super::{Aft, Variant, kernel};
 use crate::error::{Error, expect};
-use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
+use crate::scratch::padded;
 use crate::shape::Dims;
-use crate::simd::InstructionSet;
 use crate::simd::log_sum::PARTS;
 use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(aft);
-    InstructionSet::selected()?;
-    let shape = state.shape();
-    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
-    // Only the token's own length tells its widths.
-    let width = token.v.len() / (batch * kv_heads).max(1);
-    let heads = token.q.len() / (batch * width).max(1);
-    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim: width, value_dim: width };
-    dims.check(operation)?;
+    let dims = token_dims(aft, token, token.v, state)?;
+    let Dims { batch, heads, kv_heads, head_dim: width, .. } = dims;
     state::check(aft, &dims, state, "state")?;
+    check_token(aft, &dims, token, out)?;
     let key_dim = Mechanism::<T>::key_dim(aft, &dims);
-    for (name, len, shape) in [
-        ("q", token.q.len(), [batch, heads, width]),
-        ("k", token.k.len(), [batch, kv_heads, key_dim]),
-        ("v", token.v.len(), [batch, kv_heads, width]),
-        ("out", out.len(), [batch, heads, width]),
-    ] {
-        let wanted: usize = shape.iter().product();
-        expect(
-            len == wanted,
-            operation,
-            name,
-            || format!("{wanted} numbers, shape {shape:?}"),
-            || format!("{len} numbers"),
-        )?;
-    }
-    let parameters = Mechanism::<T>::parameters(aft, &dims);
-    expect(
-        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
-        operation,
-        "parameters",
-        || format!("{parameters:?}"),
-        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )?;
     if let Some(length) = table_length(aft) {
         for batch in 0..batch {
             let position = state::position(state, batch);
@@ -61,11 +33,11 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             )?;
         }
     }
-    if width == 0 || heads == 0 {
+    if heads == 0 {
         return Ok(());
     }
 
-    let padded = width.next_multiple_of(64 / size_of::<T>());
+    let padded = padded::<T>(width);
     let kernels: Vec<T>;
     let kernels = match aft.variant {
         Variant::Conv { taps, normalized: true } => {

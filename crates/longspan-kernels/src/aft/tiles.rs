@@ -14,6 +14,7 @@ use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
 use crate::real::Real;
 use crate::scratch::Arena;
+use crate::scratch::padded;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::Factored;
@@ -260,7 +261,7 @@ pub(super) fn bias_gradients<T: Real>(
         });
         let lines = work.biases.chunks_exact_mut(SIDE).zip(work.turned.chunks_exact(SIDE));
         for ((biases, terms), &top) in lines.zip(&work.tops[..count]) {
-            ops.scale_by_exponents(&mut biases[..columns.next_multiple_of(64 / size_of::<T>())], top, terms);
+            ops.scale_by_exponents(&mut biases[..padded::<T>(columns)], top, terms);
         }
         visit(outputs, from, to, work.biases);
         true

@@ -3,7 +3,7 @@
 use super::{Fourier, FourierNormalizer, Tensors, Wave};
 use crate::error::{Error, expect};
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, line};
 use crate::shape::Dims;
 use crate::simd::Ops;
 use crate::simd::rotation::{Angles, Rotation, Turn, Unrotated};
@@ -190,7 +190,7 @@ impl<'a, T: Real> Rotations<'a, T> {
 
     /// Numbers that [`RotationBuffers`] for blocks of `rows` take from an arena.
     pub fn buffers_len(&self, rows: usize) -> usize {
-        let line = 64 / size_of::<T>();
+        let line = line::<T>();
         (4 * rows * self.angles + 16 * self.angles) + 6 * line
     }
 

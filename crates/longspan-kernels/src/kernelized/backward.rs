@@ -13,14 +13,14 @@ use std::sync::{Mutex, PoisonError};
 
 use super::features::{Lift, PositionSink};
 use super::forward::{Memory, Place, Scales, Scene, Visitor, Walk, cut, cut_count, first_row, visit_rows};
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states, near_columns};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Rows, SharedRows, ViewMut};
 use crate::shaw::RelativeMap;
 use crate::simd::block::{Band, Product, Run};

@@ -122,26 +122,6 @@ pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>
     Plan { algorithm, estimates, reason }
 }
 
-/// Pairs of query and key that see each other, one head, if no key is ignored.
-fn visible_pairs(dims: &Dims, mask: &Mask<'_>) -> f64 {
-    let (queries, keys) = (dims.queries as f64, dims.keys as f64);
-    match mask.order {
-        Order::Bidirectional => queries * keys,
-        Order::Causal => {
-            // Row i sees clamp(i + offset + 1, 0, keys): a ramp between two flat parts.
-            let first = mask.offset as f64 + 1.0;
-            let area = |rows: f64| {
-                let top = (first + rows - 1.0).min(keys);
-                let begin = first.max(1.0);
-                let ramp = (top - begin + 1.0).max(0.0);
-                let flat = (rows - (keys - first + 1.0).max(0.0)).clamp(0.0, rows);
-                ramp * (begin + top) / 2.0 + flat * keys
-            };
-            area(queries)
-        }
-    }
-}
-
 /// Table rows that a row of queries meets.
 fn table_rows(attention: &KernelizedAttention, mask: &Mask<'_>) -> f64 {
     let Some(shaw) = attention.score.shaw() else { return 0.0 };
@@ -171,7 +151,7 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
     let (d, dv, queries) = (dims.head_dim as f64, dims.value_dim as f64, dims.queries as f64);
     let (content, relative) = (content(attention), relative(attention));
     let rows = table_rows(attention, mask);
-    let pairs = visible_pairs(dims, mask);
+    let pairs = mask.visible_pairs(dims);
     let flops = |pairs: f64| 2.0 * (pairs * (content * d + dv) + queries * rows * d);
     let computed = if mask.order == Order::Causal { pairs + ROUNDING * queries } else { pairs };
     let work = Work::new(attention, dims, mask);
@@ -250,18 +230,6 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pairs_are_counted_as_they_are_seen() {
-        for (queries, keys) in [(0, 0), (1, 1), (5, 3), (3, 8), (8, 3), (7, 7)] {
-            for offset in -4..6 {
-                let dims = Dims { queries, keys, ..Dims::square(1, 1, 1, 4) };
-                let mask = Mask::causal().with_offset(offset);
-                let counted: isize = (0..queries as isize).map(|i| (i + offset + 1).clamp(0, keys as isize)).sum();
-                assert_eq!(visible_pairs(&dims, &mask), counted as f64, "{queries} {keys} {offset}");
-            }
-        }
-    }
 
     #[test]
     fn short_calls_are_naive_and_long_ones_chunked() {

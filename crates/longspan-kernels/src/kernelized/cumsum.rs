@@ -19,13 +19,13 @@
 use super::backward::{GradientSink, reduce_table};
 use super::forward::Sink;
 use super::naive::{load_query, most_keys, top, write_row};
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use crate::algorithm::Algorithm;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mechanism::{Cotangent, Mechanism};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};

@@ -4,11 +4,11 @@
 //! first and are turned from there; that block stays until the gradients of the same rows have been taken back.
 
 use super::Score;
-use super::problem::{Problem, Unit, padded};
+use super::problem::{Problem, Unit};
 use crate::feature_map::FeatureMap;
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, padded};
 use crate::shape::{Rows, SharedRows, ViewMut};
 
 /// How one row of features lies in a block.

@@ -7,13 +7,13 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use super::state::{Head, OLDEST};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product, Run};
 use crate::state::State;

@@ -37,9 +37,10 @@ use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
-use crate::mask::{Keys, Mask};
+use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
+    check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -164,18 +165,6 @@ impl KernelizedAttention {
     }
 }
 
-/// Checks that a call may have a final state.
-fn check_final_state<T: Real>(operation: &'static str, problem: &Problem<'_, T>, packed: bool) -> Result<(), Error> {
-    if problem.causal && !packed {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation,
-        combination: "a final state with a bidirectional mask or packed sequences",
-        mend: "use a causal mask and give each sequence its own batch entry",
-    })
-}
-
 impl<T: Real> Mechanism<T> for KernelizedAttention {
     fn name(&self) -> &'static str {
         match self.score {
@@ -218,7 +207,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             to.check(operation, "final_state", state::shape::<T>(self, dims))?;
-            check_final_state(operation, &problem, matches!(call.mask.keys, Keys::Packed { .. }))?;
+            check_final_mask(operation, &call.mask)?;
         }
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
@@ -257,20 +246,13 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let shape = state::shape::<T>(self, &problem.dims);
-        let packed = matches!(call.mask.keys, Keys::Packed { .. });
         if let Some(state) = cotangent.final_state {
             state.check(operation, "gradient of the final state", shape)?;
-            check_final_state(operation, &problem, packed)?;
+            check_final_mask(operation, &call.mask)?;
         }
         if let Some(to) = &initial_state {
             to.check(operation, "gradient of the initial state", shape)?;
-            if call.initial_state.is_none() || packed {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "the gradient of the initial state without such a state, or with packed sequences",
-                    mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
-                });
-            }
+            check_initial_gradient(operation, call)?;
         }
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
         match self.chosen(call) {

@@ -17,11 +17,11 @@ use std::ops::Range;
 use super::backward::{GradientSink, reduce_table};
 use super::features::{Lift, PositionSink};
 use super::forward::Sink;
-use super::problem::{Problem, Table, Unit, padded};
+use super::problem::{Problem, Table, Unit};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
 

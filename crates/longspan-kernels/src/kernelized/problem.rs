@@ -10,9 +10,9 @@ use crate::feature_map::FeatureMap;
 use crate::fourier::Positions;
 use crate::fourier::rotation::Rotations;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, Mechanism, check_call};
+use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::Ops;
@@ -91,11 +91,6 @@ impl<'a, T: Real> Table<'a, T> {
     }
 }
 
-/// Whole cache lines of numbers.
-pub(super) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
-}
-
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a KernelizedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
@@ -114,13 +109,7 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
-            if !causal || call.mask.offset < 0 {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an initial state with a bidirectional mask or a negative offset",
-                    mend: "use a causal mask with offset 0",
-                });
-            }
+            check_initial_mask(operation, &call.mask)?;
         }
         let layout = FeatureLayout::new::<T>(dims.head_dim, &attention.score);
         let sequences = call.mask.sequences(&dims);

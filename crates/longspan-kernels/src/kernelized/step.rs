@@ -6,15 +6,15 @@ use super::features::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
-use crate::error::{Error, expect};
+use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::fourier::rotation::{Rotations, Side, Span};
-use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
-use crate::simd::{InstructionSet, Ops};
+use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -32,39 +32,10 @@ pub(super) fn step<T: Real>(
     out: &mut [T],
 ) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(attention);
-    InstructionSet::selected()?;
-    let shape = state.shape();
-    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
-    // Only the token's own length tells its widths.
-    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
-    let (head_dim, value_dim) = (width(token.k), width(token.v));
-    let heads = token.q.len() / (batch * head_dim).max(1);
-    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-    dims.check(operation)?;
+    let dims = token_dims(attention, token, token.k, state)?;
+    let Dims { batch: _, heads, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;
-    for (name, len, shape) in [
-        ("q", token.q.len(), [batch, heads, head_dim]),
-        ("k", token.k.len(), [batch, kv_heads, head_dim]),
-        ("v", token.v.len(), [batch, kv_heads, value_dim]),
-        ("out", out.len(), [batch, heads, value_dim]),
-    ] {
-        let wanted: usize = shape.iter().product();
-        expect(
-            len == wanted,
-            operation,
-            name,
-            || format!("{wanted} numbers, shape {shape:?}"),
-            || format!("{len} numbers"),
-        )?;
-    }
-    let parameters = Mechanism::<T>::parameters(attention, &dims);
-    expect(
-        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
-        operation,
-        "parameters",
-        || format!("{parameters:?}"),
-        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )?;
+    check_token(attention, &dims, token, out)?;
     attention.check_decay(operation, kv_heads)?;
 
     let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
@@ -99,10 +70,7 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out);
     };
-    if value_dim == 0 {
-        return Ok(());
-    }
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         tasks.for_each(run);
     } else {
@@ -134,7 +102,7 @@ impl<T: Real> HeadToken<'_, T> {
         let (weighed, denominators) = self.layout.counts();
         let from = if self.layout.separate().is_some() { weighed } else { 0 };
         let (head_dim, features) = (self.k.len(), from + denominators);
-        let width = padded(features);
+        let width = padded::<T>(features);
         let mut stack = [T::ZERO; STACK];
         let mut heap = Vec::new();
         let work: &mut [T] = if 3 * width <= STACK {
@@ -189,7 +157,7 @@ impl<T: Real> HeadToken<'_, T> {
         };
 
         let value_dim = self.v.len();
-        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
             let q_shift = if exp { largest(raw) } else { T::ZERO };
             let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
             self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens() as f64, q);
@@ -239,7 +207,7 @@ impl<T: Real> HeadToken<'_, T> {
         let Some(rotations) = self.rotations else {
             return self.map(self.attention.feature_map, shift, x, to);
         };
-        let mut mapped = vec![T::ZERO; padded(x.len())];
+        let mut mapped = vec![T::ZERO; padded::<T>(x.len())];
         self.map(self.attention.feature_map, shift, x, &mut mapped);
         let mut memory = vec![T::ZERO; rotations.buffers_len(1)];
         let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
@@ -316,9 +284,4 @@ impl<T: Real> HeadToken<'_, T> {
 
 fn largest<T: Real>(x: &[T]) -> T {
     x.iter().copied().fold(T::NEG_INFINITY, T::max)
-}
-
-/// Whole registers of the widest instruction set.
-fn padded(len: usize) -> usize {
-    len.next_multiple_of(16)
 }

@@ -1,10 +1,11 @@
 //! What a stretch of keys leaves behind for later queries, in the layout of the kernels.
 
 use super::features::FeatureLayout;
-use super::problem::{Problem, Unit, padded};
+use super::problem::{Problem, Unit};
 use super::state::{Head, SHIFT};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
+use crate::scratch::padded;
 
 /// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]

@@ -2,12 +2,12 @@
 //! backward share.
 
 use super::features::Lift;
-use super::problem::{CHUNK, Problem, Table, Unit, padded};
+use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, padded};
 use crate::simd::block::{Band, Product, Run};
 
 /// Rows of a chunk and the keys that it touches.

@@ -3,11 +3,11 @@
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
 //! have one writer and sums run in one order, whatever the number of threads.
 
-use super::problem::{Block, KEYS, Problem, ROWS, against, padded, right_side};
+use super::problem::{Block, KEYS, Problem, ROWS, against, right_side};
 use super::state;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product};
 use crate::state::State;

@@ -1,9 +1,9 @@
 //! The forward pass: blocks of queries against tiles of keys, with running maxima, so that no score is kept.
 
-use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, padded, right_side};
+use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, right_side};
 use crate::mask::Sequence;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::SharedRows;
 use crate::simd::block::{Band, Product};
 

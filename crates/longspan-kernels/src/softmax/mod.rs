@@ -20,7 +20,7 @@ mod reference;
 
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
-use crate::mask::{Mask, Order};
+use crate::mask::Mask;
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
 };
@@ -70,13 +70,12 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        let half = if mask.order == Order::Causal { 0.5 } else { 1.0 };
-        let (pairs, widths) = (dims.queries as f64 * dims.keys as f64, (dims.head_dim + dims.value_dim) as f64);
-        let flops = (dims.batch * dims.heads) as f64 * pairs * half * 2.0 * widths;
+        let widths = (dims.head_dim + dims.value_dim) as f64;
+        let flops = (dims.batch * dims.heads) as f64 * mask.visible_pairs(dims) * 2.0 * widths;
         let estimate = Estimate {
             algorithm: Algorithm::Tiled,
             flops,
-            published_elements: pairs,
+            published_elements: dims.queries as f64 * dims.keys as f64,
             scratch_bytes: 4.0 * problem::ROWS as f64 * (3.0 * widths + problem::KEYS as f64),
             seconds: flops / TILE_RATE,
         };

@@ -3,10 +3,10 @@
 use super::{SoftmaxAttention, state};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::mask::{Keys, Order, Sequence};
-use crate::mechanism::{Call, check_call};
+use crate::mask::{Order, Sequence};
+use crate::mechanism::{Call, check_call, check_final_mask, check_initial_gradient, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::Arena;
+use crate::scratch::{Arena, padded};
 use crate::shape::{Dims, Rows};
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
@@ -18,11 +18,6 @@ pub(super) const ROWS: usize = 64;
 /// Keys of a tile. 64 × 64 scores of `f32` are 16 KiB; with the block's queries and outputs of 64 features that is the
 /// first-level cache.
 pub(super) const KEYS: usize = 64;
-
-/// Whole cache lines of numbers.
-pub(super) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
-}
 
 /// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
@@ -64,13 +59,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let causal = call.mask.order == Order::Causal;
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
-            if !causal || call.mask.offset < 0 {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an initial state with a bidirectional mask or a negative offset",
-                    mend: "use a causal mask with offset 0",
-                });
-            }
+            check_initial_mask(operation, &call.mask)?;
         }
         let scale = attention.scale.unwrap_or(1.0 / (dims.head_dim.max(1) as f64).sqrt());
         Ok(Self {
@@ -87,21 +76,11 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    fn packed(&self) -> bool {
-        matches!(self.call.mask.keys, Keys::Packed { .. })
-    }
-
     /// Whether the call may have a final state, or the gradient of one, of this shape, and whether it fits.
     pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         let operation = "softmax";
         state.check(operation, argument, state::shape(self.attention, &self.dims)?)?;
-        if !self.causal || self.packed() {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "a final state with a bidirectional mask or packed sequences",
-                mend: "use a causal mask and give each sequence its own batch entry",
-            });
-        }
+        check_final_mask(operation, &self.call.mask)?;
         for (batch, sequence) in self.sequences.iter().enumerate() {
             let own = (0..sequence.keys).filter(|&key| !sequence.padding.is_some_and(|ignored| ignored[key])).count();
             for kv_head in 0..self.dims.kv_heads {
@@ -116,14 +95,7 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
         let operation = "softmax";
         to.check(operation, "gradient of the initial state", state::shape(self.attention, &self.dims)?)?;
-        if self.call.initial_state.is_none() || self.packed() {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "the gradient of the initial state without such a state, or with packed sequences",
-                mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
-            });
-        }
-        Ok(())
+        check_initial_gradient(operation, self.call)
     }
 
     /// The keys that rows of a head see: those of an initial state, then the call's own.

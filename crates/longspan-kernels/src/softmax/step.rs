@@ -4,12 +4,12 @@ use rayon::prelude::*;
 
 use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
-use crate::error::{Error, expect};
+use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::mechanism::Token;
+use crate::mechanism::{Token, check_token, token_dims};
 use crate::real::Real;
 use crate::shape::{Dims, Rows};
-use crate::simd::{InstructionSet, Ops};
+use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -23,29 +23,10 @@ pub(super) fn step<T: Real>(
     state: &mut State<T>,
     out: &mut [T],
 ) -> Result<(), Error> {
-    let operation = "softmax";
-    InstructionSet::selected()?;
-    let shape = state.shape();
-    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
-    // Only the token's own length tells its widths.
-    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
-    let (head_dim, value_dim) = (width(token.k), width(token.v));
-    let heads = token.q.len() / (batch * head_dim).max(1);
-    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-    dims.check(operation)?;
+    let dims = token_dims(attention, token, token.k, state)?;
+    let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;
-    for (name, len, shape) in [
-        ("q", token.q.len(), [batch, heads, head_dim]),
-        ("k", token.k.len(), [batch, kv_heads, head_dim]),
-        ("v", token.v.len(), [batch, kv_heads, value_dim]),
-        ("out", out.len(), [batch, heads, value_dim]),
-    ] {
-        let wanted: usize = shape.iter().product();
-        let expected = || format!("{wanted} numbers, shape {shape:?}");
-        expect(len == wanted, operation, name, expected, || format!("{len} numbers"))?;
-    }
-    let given = token.parameters.len();
-    expect(given == 0, operation, "parameters", || "none".into(), || given.to_string())?;
+    check_token(attention, &dims, token, out)?;
     let mut longest = 0;
     for unit in 0..batch * kv_heads {
         longest = longest.max(state::count(state, unit / kv_heads, unit % kv_heads) + 1);

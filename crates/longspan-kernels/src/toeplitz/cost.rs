@@ -41,7 +41,7 @@ pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
 fn piecewise(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let heads = (dims.batch * dims.heads) as f64;
-    let dense = visible_pairs(dims, mask);
+    let dense = mask.visible_pairs(dims);
     let (queries, keys) = (dims.queries as f64, dims.keys as f64);
     let causal = mask.order == Order::Causal;
     let sides = if causal { 1.0 } else { 2.0 };
@@ -90,25 +90,10 @@ fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
     }
 }
 
-/// Pairs of query and key that see each other, one head, if no key is ignored.
-fn visible_pairs(dims: &Dims, mask: &Mask<'_>) -> f64 {
-    let (queries, keys) = (dims.queries as f64, dims.keys as f64);
-    match mask.order {
-        Order::Bidirectional => queries * keys,
-        Order::Causal => {
-            // Row i sees clamp(i + offset + 1, 0, keys): the difference of two triangles.
-            let triangle = |n: f64| if n > 0.0 { n * (n + 1.0) / 2.0 } else { 0.0 };
-            let last = queries + mask.offset as f64;
-            let first = mask.offset as f64;
-            triangle(last) - triangle(first) - (triangle(last - keys) - triangle(first - keys))
-        }
-    }
-}
-
 fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let heads = (dims.batch * dims.heads) as f64;
-    let flops = heads * visible_pairs(dims, mask) * 2.0 * (d + dv);
+    let flops = heads * mask.visible_pairs(dims) * 2.0 * (d + dv);
     Estimate {
         algorithm: Algorithm::Tiled,
         flops,
@@ -136,17 +121,5 @@ mod tests {
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Auto), Algorithm::Tiled);
         assert_eq!(chosen(Bias::symmetric(1 << 20), 1 << 20, Algorithm::Auto), Algorithm::Fft);
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Fft), Algorithm::Fft);
-    }
-
-    #[test]
-    fn pairs_are_counted_as_they_are_seen() {
-        for (queries, keys) in [(0, 0), (1, 1), (5, 3), (3, 8), (8, 3), (7, 7)] {
-            for offset in -4..6 {
-                let dims = Dims { queries, keys, ..Dims::square(1, 1, 1, 4) };
-                let mask = Mask::causal().with_offset(offset);
-                let counted: isize = (0..queries as isize).map(|i| (i + offset + 1).clamp(0, keys as isize)).sum();
-                assert_eq!(visible_pairs(&dims, &mask), counted as f64, "{queries} {keys} {offset}");
-            }
-        }
     }
 }

@@ -6,12 +6,12 @@
 use rayon::prelude::*;
 
 use super::piecewise::{self, Sums};
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit, padded};
+use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{EXPONENT, Last, StateGradients};
 use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::{Arena, padded, parallel};
 use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
 

@@ -33,7 +33,8 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients,
+    check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -137,7 +138,8 @@ impl<T: Real> Mechanism<T> for Toeplitz {
             problem.check_final_state(state, "gradient of the final state")?;
         }
         if let Some(to) = &gradients.initial_state {
-            problem.check_initial_gradient(to)?;
+            to.check(OPERATION, "gradient of the initial state", state::shape(self, &problem.dims))?;
+            check_initial_gradient(OPERATION, call)?;
         }
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };

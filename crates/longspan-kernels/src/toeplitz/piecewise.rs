@@ -6,12 +6,12 @@
 use std::ops::Range;
 
 use super::gradient::{self, KeyPass};
-use super::problem::{Problem, Shared, TILE, Unit, padded};
+use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product};
 

@@ -7,9 +7,9 @@ use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, check_call};
+use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::{Arena, padded, parallel};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 use crate::state::State;
@@ -115,11 +115,6 @@ pub(super) struct Shared<'s, T> {
     group: usize,
 }
 
-/// Whole cache lines of numbers.
-pub(super) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(64 / size_of::<T>())
-}
-
 /// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
 pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
     let top = row.iter().copied().fold(T::NEG_INFINITY, |a, b| if b > a && b.is_finite() { b } else { a });
@@ -139,13 +134,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let sequences = mask.sequences(&dims);
         if let Some(initial) = call.initial_state {
             state::check(toeplitz, &dims, initial, "initial_state")?;
-            if !causal || mask.offset < 0 {
-                return Err(Error::Unsupported {
-                    operation: OPERATION,
-                    combination: "an initial state with a bidirectional mask or a negative offset",
-                    mend: "use a causal mask with offset 0",
-                });
-            }
+            check_initial_mask(OPERATION, mask)?;
         }
         let (mut low, mut high) = (isize::MAX, isize::MIN);
         for sequence in &sequences {
@@ -184,29 +173,10 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Whether the call may have a final state, or the gradient of one, of this shape, and whether its bias reaches it.
     pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state.check(OPERATION, argument, state::shape(self.toeplitz, &self.dims))?;
-        if !self.causal || self.call.mask.is_packed() {
-            return Err(Error::Unsupported {
-                operation: OPERATION,
-                combination: "a final state with a bidirectional mask or packed sequences",
-                mend: "use a causal mask and give each sequence its own batch entry",
-            });
-        }
+        check_final_mask(OPERATION, &self.call.mask)?;
         for unit in (0..self.units()).map(|index| self.unit(index)) {
             let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
             state::check_reach(self.toeplitz, argument, tokens)?;
-        }
-        Ok(())
-    }
-
-    /// Whether the gradient of the initial state can be had, and fits its place.
-    pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
-        to.check(OPERATION, "gradient of the initial state", state::shape(self.toeplitz, &self.dims))?;
-        if self.call.initial_state.is_none() || self.call.mask.is_packed() {
-            return Err(Error::Unsupported {
-                operation: OPERATION,
-                combination: "the gradient of the initial state without such a state, or with packed sequences",
-                mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
-            });
         }
         Ok(())
     }

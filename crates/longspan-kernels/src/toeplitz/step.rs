@@ -7,10 +7,11 @@ use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::mechanism::{Mechanism, Parameter, Token};
+use crate::mechanism::{Token, check_token, step_rows, token_dims};
 use crate::real::Real;
+use crate::scratch::padded;
 use crate::shape::{Dims, Rows};
-use crate::simd::{InstructionSet, Ops};
+use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -24,48 +25,16 @@ pub(super) fn step<T: Real>(
     state: &mut State<T>,
     out: &mut [T],
 ) -> Result<(), Error> {
-    InstructionSet::selected()?;
     toeplitz.bias.check()?;
-    let shape = state.shape();
-    let (batch, kv_heads) = (shape.batch, shape.kv_heads);
-    // Only the token's own length tells its widths.
-    let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
-    let (head_dim, value_dim) = (width(token.k), width(token.v));
-    let heads = token.q.len() / (batch * head_dim).max(1);
-    let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-    dims.check(OPERATION)?;
+    let dims = token_dims(toeplitz, token, token.k, state)?;
+    let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
-    for (name, len, shape) in [
-        ("q", token.q.len(), [batch, heads, head_dim]),
-        ("k", token.k.len(), [batch, kv_heads, head_dim]),
-        ("v", token.v.len(), [batch, kv_heads, value_dim]),
-        ("out", out.len(), [batch, heads, value_dim]),
-    ] {
-        let wanted: usize = shape.iter().product();
-        expect(
-            len == wanted,
-            OPERATION,
-            name,
-            || format!("{wanted} numbers, shape {shape:?}"),
-            || format!("{len} numbers"),
-        )?;
-    }
-    let parameters = Mechanism::<T>::parameters(toeplitz, &dims);
-    expect(
-        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
-        OPERATION,
-        "parameters",
-        || format!("{parameters:?}"),
-        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )?;
+    check_token(toeplitz, &dims, token, out)?;
     let bias = token.parameters[0];
     let wrong = bias.iter().find(|b| !b.is_finite());
     expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
     for index in 0..batch * kv_heads {
         state::check_reach(toeplitz, "state", Head::from(state.head(0, index)).mark(TOKENS) + 1)?;
-    }
-    if value_dim == 0 {
-        return Ok(());
     }
 
     let group = dims.group();
@@ -83,7 +52,7 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         tasks.for_each(run);
     } else {
@@ -108,7 +77,7 @@ impl<T: Real> HeadToken<'_, T> {
     fn step(&self, state: Head<&mut [T]>, out: &mut [T]) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
         let near = self.toeplitz.bias.near();
-        let mut features = vec![T::ZERO; padded(head_dim)];
+        let mut features = vec![T::ZERO; padded::<T>(head_dim)];
         let exponent = self.map(self.k, &mut features);
         let mut writer = Writer::new(near, state);
         writer.push(&features[..head_dim], exponent, self.v, T::ONE);
@@ -117,7 +86,7 @@ impl<T: Real> HeadToken<'_, T> {
         let mut weights = vec![T::ZERO; tokens];
         let mut far_sum = vec![T::ZERO; value_dim];
         let entries = self.toeplitz.bias.entries();
-        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
             let q_shift = self.map(q, &mut features);
             let q = &features[..head_dim];
             let bias = &self.bias[n * entries..][..entries];
@@ -187,9 +156,4 @@ impl<T: Real> HeadToken<'_, T> {
 /// The ring's row of `age` tokens before the last.
 fn ring_slot(slot: usize, near: usize, age: usize) -> usize {
     (slot + 2 * near - 1 - age) % near
-}
-
-/// Whole registers of the widest instruction set.
-fn padded(len: usize) -> usize {
-    len.next_multiple_of(16)
 }

@@ -2,12 +2,12 @@
 //! each thread.
 
 use super::gradient::KeyPass;
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit, padded};
+use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Rows, SharedRows};
 use crate::simd::block::{Band, Product};
 use crate::simd::toeplitz::Factors;
