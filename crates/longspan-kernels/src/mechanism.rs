@@ -165,8 +165,11 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// from [`empty_state`](Mechanism::empty_state) on. Associative, to rounding, with the empty state as its unit, so
     /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
     /// have no sum refuses.
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        let _ = (earlier, later);
+    ///
+    /// `parameters` are those of the calls. Only counted Fourier positions look at them, and there at `a` alone: the
+    /// later tokens turn by the count of the earlier ones.
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let _ = (earlier, later, parameters);
         Err(Error::Unsupported {
             operation: self.name(),
             combination: "the sum of two states",

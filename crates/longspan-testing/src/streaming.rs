@@ -199,6 +199,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     let mut random = Random::new(case.seed ^ 0xADD);
     let single = inputs.cast::<T>();
     let mechanism = T::mechanism(subject);
+    let parameters: Vec<&[T]> = single.parameters.iter().map(Vec::as_slice).collect();
     let mut apart = Vec::new();
     for (tokens, piece) in pieces(&mut random, dims.keys) {
         let mut state = mechanism.empty_state(dims)?;
@@ -215,7 +216,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
         let at = random.below(apart.len() - 1);
         let (later, second) = apart.remove(at + 1);
         let (earlier, first) = &mut apart[at];
-        *first = mechanism.combine(first, &second)?;
+        *first = mechanism.combine(first, &second, &parameters)?;
         *earlier = earlier.start..later.end;
         let rest = earlier.end..(earlier.end + 70).min(dims.keys);
         if earlier.start == 0 && random.chance(0.5) && !rest.is_empty() {

@@ -164,7 +164,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 
