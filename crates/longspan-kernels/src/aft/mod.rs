@@ -257,7 +257,7 @@ impl<T: Real> Mechanism<T> for Aft {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

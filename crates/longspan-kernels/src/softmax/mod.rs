@@ -125,7 +125,7 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         state::empty(self, dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 
