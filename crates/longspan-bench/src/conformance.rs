@@ -4,12 +4,10 @@
 //! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
 //! check is the conformance suite of the workspace; this one travels with the program and runs wherever it measures.
 
-use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Real, Scratch, Token, View,
-    ViewMut,
-};
+use longspan_kernels::{Dims, Error as KernelError, Mask, Mechanism, Order, Real};
 
 use crate::error::Error;
+use crate::inputs::Inputs;
 use crate::random::Random;
 use crate::registry::Candidate;
 
@@ -36,130 +34,6 @@ pub struct Abilities {
     pub attends: bool,
     /// Token by token.
     pub decodes: bool,
-}
-
-/// The numbers of one call; parameters last.
-#[derive(Clone)]
-struct Inputs<T> {
-    dims: Dims,
-    key_dim: usize,
-    order: Order,
-    /// q, k, v, then the parameters.
-    tensors: Vec<Vec<T>>,
-    d_out: Vec<T>,
-}
-
-fn len(shape: [usize; 4]) -> usize {
-    shape.iter().product()
-}
-
-impl Inputs<f64> {
-    fn random(mechanism: &dyn Mechanism<f64>, dims: Dims, order: Order) -> Self {
-        let mut random = Random::new(dims.queries as u64);
-        let key_dim = mechanism.key_dim(&dims);
-        let mut draw = |len: usize, scale: f64| (0..len).map(|_| scale * random.normal()).collect::<Vec<f64>>();
-        let mut tensors = vec![draw(len(dims.q()), 1.0), draw(dims.batch * dims.kv_heads * dims.keys * key_dim, 1.0)];
-        tensors.push(draw(len(dims.v()), 1.0));
-        // Parameters enter exponents in some mechanisms; at half the size no weight drowns all others. Halves are exact.
-        tensors.extend(mechanism.parameters(&dims).iter().map(|parameter| draw(parameter.len(), 0.5)));
-        let d_out = draw(len(dims.out()), 1.0);
-        Self { dims, key_dim, order, tensors, d_out }
-    }
-
-    fn singles(&self) -> Inputs<f32> {
-        let single = |x: &Vec<f64>| x.iter().map(|&x| x as f32).collect();
-        Inputs {
-            dims: self.dims,
-            key_dim: self.key_dim,
-            order: self.order,
-            tensors: self.tensors.iter().map(single).collect(),
-            d_out: single(&self.d_out),
-        }
-    }
-}
-
-impl<T: Real> Inputs<T> {
-    fn call<R>(&self, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
-        let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
-        let [batch, heads, keys, _] = self.dims.k();
-        body(&Call {
-            dims: self.dims,
-            q: View::contiguous(&self.tensors[0], self.dims.q()),
-            k: View::contiguous(&self.tensors[1], [batch, heads, keys, self.key_dim]),
-            v: View::contiguous(&self.tensors[2], self.dims.v()),
-            parameters: &parameters,
-            mask: Mask { order: self.order, ..Mask::default() },
-            initial_state: None,
-        })
-    }
-
-    /// Output and gradients, from memory that starts as NaN.
-    fn run(&self, mechanism: &dyn Mechanism<T>) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
-        self.run_with(mechanism, |out| out)
-    }
-
-    /// The same with the backward told of another output.
-    fn run_with(&self, mechanism: &dyn Mechanism<T>, told: fn(T) -> T) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
-        let nan = T::from_f64(f64::NAN);
-        let dims = &self.dims;
-        let mut out = vec![nan; len(dims.out())];
-        let mut denominators = vec![nan; dims.batch * dims.heads * dims.queries];
-        let mut scratch = Scratch::new();
-        self.call(|call| {
-            let output = Output {
-                out: ViewMut::contiguous(&mut out, dims.out()),
-                denominators: Some(&mut denominators),
-                final_state: None,
-            };
-            mechanism.forward(call, output, &mut scratch)
-        })?;
-        out.iter_mut().for_each(|x| *x = told(*x));
-        let mut gradients: Vec<Vec<T>> = self.tensors.iter().map(|x| vec![nan; x.len()]).collect();
-        let [dq, dk, dv, parameters @ ..] = gradients.as_mut_slice() else { return Ok((out, gradients)) };
-        let mut parameters: Vec<&mut [T]> = parameters.iter_mut().map(Vec::as_mut_slice).collect();
-        let [batch, heads, keys, _] = dims.k();
-        self.call(|call| {
-            let cotangent = Cotangent {
-                out: View::contiguous(&out, dims.out()),
-                denominators: &denominators,
-                d_out: View::contiguous(&self.d_out, dims.out()),
-                final_state: None,
-            };
-            let gradients = Gradients {
-                dq: ViewMut::contiguous(dq, dims.q()),
-                dk: ViewMut::contiguous(dk, [batch, heads, keys, self.key_dim]),
-                dv: ViewMut::contiguous(dv, dims.v()),
-                parameters: &mut parameters,
-                initial_state: None,
-            };
-            mechanism.backward(call, &cotangent, gradients, &mut scratch)
-        })?;
-        Ok((out, gradients))
-    }
-
-    /// The output token by token.
-    fn steps(&self, mechanism: &dyn Mechanism<T>) -> Result<Vec<T>, KernelError> {
-        let dims = &self.dims;
-        let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
-        let mut state = mechanism.empty_state(dims)?;
-        let mut out = vec![T::ZERO; len(dims.out())];
-        let mut row = vec![T::ZERO; dims.batch * dims.heads * dims.value_dim];
-        let gather = |x: &[T], heads: usize, width: usize, token: usize| -> Vec<T> {
-            let start = |head: usize| (head * dims.queries + token) * width;
-            (0..dims.batch * heads).flat_map(|head| x[start(head)..][..width].to_vec()).collect()
-        };
-        for token in 0..dims.queries {
-            let q = gather(&self.tensors[0], dims.heads, dims.head_dim, token);
-            let k = gather(&self.tensors[1], dims.kv_heads, self.key_dim, token);
-            let v = gather(&self.tensors[2], dims.kv_heads, dims.value_dim, token);
-            row.fill(T::from_f64(f64::NAN));
-            mechanism.step(&Token { q: &q, k: &k, v: &v, parameters: &parameters }, &mut state, &mut row)?;
-            for (head, row) in row.chunks_exact(dims.value_dim).enumerate() {
-                out[(head * dims.queries + token) * dims.value_dim..][..dims.value_dim].copy_from_slice(row);
-            }
-        }
-        Ok(out)
-    }
 }
 
 /// Checks one candidate under one mask at several lengths.
@@ -213,7 +87,7 @@ fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), Failu
 fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilities) -> Result<(), Failure> {
     let (single, double) = (candidate.single(dims.queries), candidate.double(dims.queries));
     let (single, double) = (&*single, &*double);
-    let inputs = Inputs::random(double, dims, order);
+    let inputs = Inputs::random(double, dims, Mask { order, ..Mask::default() });
     let expected = inputs.call(|call| double.reference(call))?.out;
     // With the values' magnitudes the definition gives the sum of the magnitudes of the terms of each output.
     let mut positive = inputs.clone();
@@ -231,12 +105,7 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
     let (out, single_gradients) = singles.run(single)?;
     elements("output in singles", &out, &expected, &scale, terms)?;
 
-    let name = |which: usize| match which {
-        0 => "gradient of q".to_owned(),
-        1 => "gradient of k".to_owned(),
-        2 => "gradient of v".to_owned(),
-        n => format!("gradient of parameter {}", n - 3),
-    };
+    let name = |which: usize| format!("gradient of {}", inputs.names[which]);
     let mut random = Random::new(0xD1FF);
     for (which, gradient) in gradients.iter().enumerate() {
         ensure(gradient.iter().all(|x| x.is_finite()), || format!("{} is not finite or not written", name(which)))?;

@@ -1,15 +1,17 @@
 //! Longspan's kernels against their definition, the machine, and each other.
 //!
 //! Reading order: [`registry`] lists what can be measured; [`conformance`] checks it first, for a kernel that is wrong has
-//! no speed; [`machine`] knows what products and copies take here; [`sweep`] measures over lengths, [`goals`] against
+//! no speed, and [`accuracy`] tells how many digits singles keep; [`machine`] knows what products and copies take here; [`sweep`] measures over lengths, [`goals`] against
 //! the project's own targets; [`memory`] counts bytes; [`statistics`] makes statements of numbers; [`report`] holds all of
 //! it as JSON, CSV and text; [`plot`] and [`page`] show it.
 //!
 //! Everything is measured on the current rayon pool; [`on_threads`] makes one.
 
+pub mod accuracy;
 pub mod conformance;
 mod error;
 pub mod goals;
+mod inputs;
 pub mod machine;
 pub mod memory;
 pub mod page;

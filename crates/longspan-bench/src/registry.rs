@@ -15,6 +15,7 @@ pub fn registry() -> Vec<Entry> {
     let shaw = |radius| move |algorithm, _| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
     let relative = |radius| move |algorithm, _| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
     let toeplitz = |algorithm, reach| Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(reach)) };
+    let clipped = |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(64)) };
     let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
     let conv = |_, _| Aft::new(Variant::Conv { taps: 33, normalized: true });
     vec![
@@ -25,6 +26,7 @@ pub fn registry() -> Vec<Entry> {
             kernelized(Score::Fourier(Fourier::default()), algorithm)
         }),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
+        Entry::new("toeplitz-clip-64", "Toeplitz bias, clipped at 64", clipped).on_request(),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),

@@ -16,7 +16,7 @@ use longspan_bench::memory::Counting;
 use longspan_bench::registry::{Entry, registry, select};
 use longspan_bench::report::Report;
 use longspan_bench::sweep::{OrderName, Progress, Settings, Sweep, Watch, sweep};
-use longspan_bench::{Pass, on_threads, page, plot};
+use longspan_bench::{Pass, accuracy, on_threads, page, plot};
 
 use crate::Outcome;
 use crate::plot::FONT;
@@ -28,6 +28,12 @@ use crate::signals::Stop;
 #[global_allocator]
 static ALLOCATOR: Counting<System> = Counting(System);
 
+/// Tokens over which `--accuracy` measures errors.
+const ACCURACY_LENGTH: usize = 4096;
+
+/// Heads that it takes at most: the definition takes seconds a head.
+const ACCURACY_HEADS: usize = 2;
+
 /// Sizes, limits and where results go.
 #[derive(Args)]
 pub struct Arguments {
@@ -37,6 +43,9 @@ pub struct Arguments {
     /// Also measure the axes of the published figures (one head; d=256, radius 10 and d=64)
     #[arg(long)]
     figures: bool,
+    /// Measure errors instead of time: singles against doubles over one length, --max-length or 4096, as a Markdown table
+    #[arg(long, conflicts_with_all = ["quick", "figures", "json", "out"])]
+    accuracy: bool,
     /// Mechanisms to measure, separated by commas; `list` shows them
     #[arg(long, value_delimiter = ',')]
     mechanisms: Vec<String>,
@@ -77,7 +86,7 @@ pub struct Arguments {
     #[arg(long)]
     json: bool,
     /// Measure nothing: draw the page and the plots of a bench.json again
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["quick", "figures"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["quick", "figures", "accuracy"])]
     draw: Option<PathBuf>,
 }
 
@@ -91,7 +100,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         }
         return Ok(Outcome::Done);
     }
-    let folder = arguments.out.clone().or_else(|| (!arguments.quick).then(|| PathBuf::from("runs/bench")));
+    let file = !(arguments.quick || arguments.accuracy);
+    let folder = arguments.out.clone().or_else(|| file.then(|| PathBuf::from("runs/bench")));
     if let Some(path) = &arguments.draw {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         let report = Report::from_json(&text, path)?;
@@ -107,21 +117,15 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         Some(threads) => threads,
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
-    let stop = Stop::listen()?;
-    let display = Mutex::new(Display::new());
-    let measured = on_threads(threads, || {
-        let mut watch = |progress: &Progress| {
-            if let Ok(mut display) = display.lock() {
-                display.update(progress);
-            }
-            if stop.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        };
-        measure(arguments, &entries, &wanted, &mut watch)
-    })?;
-    if let Ok(display) = display.into_inner() {
-        display.finish();
+    if arguments.accuracy {
+        let settings = Settings { max_length: arguments.max_length.unwrap_or(ACCURACY_LENGTH), ..settings(arguments) };
+        settings.check()?;
+        let sizes = (settings.max_length, settings.heads.min(ACCURACY_HEADS), settings.head_dim);
+        let rows = watched(threads, |watch| Ok(accuracy::measure(&wanted, sizes, watch)?))?;
+        write!(std::io::stdout().lock(), "{}", accuracy::table(&rows))?;
+        return Ok(Outcome::Done);
     }
-    let (goals, sweeps, interrupted) = measured?;
+    let (goals, sweeps, interrupted) = watched(threads, |watch| measure(arguments, &entries, &wanted, watch))?;
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
     let report = Report::new(format!("longspan {command}"), goals, sweeps);
     show(arguments, folder.as_deref(), &report)?;
@@ -130,6 +134,24 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         return Ok(Outcome::Interrupted);
     }
     Ok(Outcome::Done)
+}
+
+/// Runs `body` on a pool of so many threads, shows how far it has come, and lets it know when someone asks to stop.
+fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
+    let stop = Stop::listen()?;
+    let display = Mutex::new(Display::new());
+    let result = on_threads(threads, || {
+        body(&mut |progress: &Progress| {
+            if let Ok(mut display) = display.lock() {
+                display.update(progress);
+            }
+            if stop.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+    })?;
+    if let Ok(display) = display.into_inner() {
+        display.finish();
+    }
+    result
 }
 
 /// Results, and whether someone asked to stop.
