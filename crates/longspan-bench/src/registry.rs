@@ -15,7 +15,8 @@ pub fn registry() -> Vec<Entry> {
     let shaw = |radius| move |algorithm, _| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
     let relative = |radius| move |algorithm, _| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
     let toeplitz = |algorithm, reach| Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(reach)) };
-    let clipped = |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(64)) };
+    let clipped = |radius| move |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(radius)) };
+    let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: None });
     let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
     let conv = |_, _| Aft::new(Variant::Conv { taps: 33, normalized: true });
     vec![
@@ -26,45 +27,38 @@ pub fn registry() -> Vec<Entry> {
             kernelized(Score::Fourier(Fourier::default()), algorithm)
         }),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
-        Entry::new("toeplitz-clip-64", "Toeplitz bias, clipped at 64", clipped).on_request(),
+        Entry::new("toeplitz-clip-64", "Toeplitz bias, clipped at 64", clipped(64)).on_request(),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
         Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
+        Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
+        Entry::new("aft-full", "AFT-full", full).on_request(),
     ]
 }
 
 /// What the cost models are calibrated by: every mechanism, with options that differ in what its algorithms have to do.
+const CALIBRATED: [&str; 13] = [
+    "kernelized",
+    "shaw-10",
+    "shaw-64",
+    "relative-10",
+    "fourier",
+    "toeplitz",
+    "toeplitz-clip-16",
+    "toeplitz-clip-64",
+    "aft-simple",
+    "aft-local-64",
+    "aft-conv-33",
+    "aft-full",
+    BASELINE,
+];
+
+/// The entries whose times [`calibration`](crate::calibration) fits rates to.
 pub fn calibrated() -> Vec<Entry> {
-    let shaw = |radius| move |algorithm, _| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
-    let clipped = |radius| move |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(radius)) };
-    vec![
-        Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
-        Entry::new("shaw-4", "Kernelized + Shaw, radius 4", shaw(4)),
-        Entry::new("shaw-16", "Kernelized + Shaw, radius 16", shaw(16)),
-        Entry::new("shaw-64", "Kernelized + Shaw, radius 64", shaw(64)),
-        Entry::new("relative-16", "Shaw alone, radius 16", |algorithm, _| {
-            kernelized(Score::Relative(Shaw::new(16)), algorithm)
-        }),
-        Entry::new("fourier", "Fourier positions", |algorithm, _| {
-            kernelized(Score::Fourier(Fourier::default()), algorithm)
-        }),
-        Entry::new("toeplitz", "Toeplitz bias", |algorithm, reach| Toeplitz {
-            algorithm,
-            ..Toeplitz::new(Bias::symmetric(reach))
-        }),
-        Entry::new("toeplitz-16", "Toeplitz bias, clipped at 16", clipped(16)),
-        Entry::new("toeplitz-128", "Toeplitz bias, clipped at 128", clipped(128)),
-        Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
-        Entry::new("aft-conv-5", "AFT-conv, 5 taps", |_, _| Aft::new(Variant::Conv { taps: 5, normalized: true })),
-        Entry::new("aft-local-64", "AFT-local, window 64", |_, reach| {
-            Aft::new(Variant::Local { window: 64, length: Some(reach) })
-        }),
-        Entry::new("aft-full", "AFT-full", |_, reach| Aft::new(Variant::Full { length: reach, rank: None })),
-        Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
-    ]
+    registry().into_iter().filter(|entry| CALIBRATED.contains(&entry.name)).collect()
 }
 
 fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
@@ -190,13 +184,14 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_fit_a_table_of_commas() {
-        for entries in [registry(), calibrated()] {
-            for (n, entry) in entries.iter().enumerate() {
-                assert!(entry.name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'));
-                assert!(entries[n + 1..].iter().all(|other| other.name != entry.name && other.title != entry.title));
-                assert!(!entry.candidates().is_empty());
-            }
+        let entries = registry();
+        for (n, entry) in entries.iter().enumerate() {
+            assert!(entry.name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'));
+            assert!(entries[n + 1..].iter().all(|other| other.name != entry.name && other.title != entry.title));
+            assert!(!entry.candidates().is_empty());
         }
+        let all = calibrated();
+        assert!(CALIBRATED.iter().all(|name| all.iter().any(|entry| entry.name == *name)), "{all:?}");
     }
 
     #[test]

@@ -129,6 +129,8 @@ rates! {
     PiecewiseFlop = "toeplitz.piecewise.flop", 6.67e-12;
     /// A call.
     AftCall = "aft.chunked.call", 0.0;
+    /// A pair of a row and a key in its window.
+    AftWeight = "aft.chunked.weight", 0.0;
     /// A pair of a row and a key in its window, for a channel, in tiles.
     AftTiled = "aft.chunked.tiled", 37e-12;
     /// The same where keys are joined one by one.
@@ -137,6 +139,10 @@ rates! {
     AftNumber = "aft.chunked.number", 1e-9;
     /// A call.
     SoftmaxCall = "softmax.tiled.call", 0.0;
+    /// A number of queries, keys, values and outputs.
+    SoftmaxNumber = "softmax.tiled.number", 0.0;
+    /// A pair that sees each other.
+    SoftmaxWeight = "softmax.tiled.weight", 0.0;
     /// A floating-point operation.
     SoftmaxFlop = "softmax.tiled.flop", 5.88e-12;
 }

@@ -153,7 +153,9 @@ impl<T: Real> Mechanism<T> for Aft {
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
         let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
         let pair = if tiled { Rate::AftTiled } else { Rate::AftJoined };
-        let work = Work::new(1.0, Rate::AftCall, [(pair, rows * near), (Rate::AftNumber, tokens)]);
+        let pairs = if near > 1.0 { rows * near / dims.head_dim.max(1) as f64 } else { 0.0 };
+        let counts = [(Rate::AftWeight, pairs), (pair, rows * near), (Rate::AftNumber, tokens)];
+        let work = Work::new(1.0, Rate::AftCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,

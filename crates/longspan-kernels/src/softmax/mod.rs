@@ -69,8 +69,15 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         let widths = (dims.head_dim + dims.value_dim) as f64;
-        let flops = (dims.batch * dims.heads) as f64 * mask.visible_pairs(dims) * 2.0 * widths;
-        let work = Work::new(1.0, Rate::SoftmaxCall, [(Rate::SoftmaxFlop, flops)]);
+        let heads = (dims.batch * dims.heads) as f64;
+        let pairs = mask.visible_pairs(dims);
+        let flops = heads * pairs * 2.0 * widths;
+        let counts = [
+            (Rate::SoftmaxNumber, (dims.queries + dims.keys) as f64 * widths),
+            (Rate::SoftmaxWeight, pairs),
+            (Rate::SoftmaxFlop, pairs * 2.0 * widths),
+        ];
+        let work = Work::new(heads, Rate::SoftmaxCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Tiled,
             flops,
