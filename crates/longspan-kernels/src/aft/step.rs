@@ -13,6 +13,9 @@ use crate::shape::Dims;
 use crate::simd::log_sum::PARTS;
 use crate::state::State;
 
+/// Channels up to which a step's means stand on the stack: 6 kB in singles.
+const SMALL: usize = 128;
+
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(aft);
@@ -49,7 +52,14 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let ops = T::ops();
     let ring = reach(aft, true).0;
     let mean = PARTS * padded;
-    let mut work = vec![T::ZERO; 3 * mean];
+    // No allocation for usual widths.
+    let (mut small, mut large) = ([T::ZERO; 3 * PARTS * SMALL], Vec::new());
+    let work = if padded <= SMALL {
+        &mut small[..3 * mean]
+    } else {
+        large.resize(3 * mean, T::ZERO);
+        &mut large[..]
+    };
     let (far, rest) = work.split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
