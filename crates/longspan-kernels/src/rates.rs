@@ -125,8 +125,10 @@ rates! {
     PiecewiseWeight = "toeplitz.piecewise.weight", 0.0;
     /// A number of the sums carried from strip to strip.
     PiecewiseState = "toeplitz.piecewise.state", 0.25e-9;
-    /// A floating-point operation of tiles and sums of short strips.
+    /// A floating-point operation of tiles.
     PiecewiseFlop = "toeplitz.piecewise.flop", 6.67e-12;
+    /// A floating-point operation of keys that enter sums and rows that read them.
+    PiecewiseFar = "toeplitz.piecewise.far", 6.67e-12;
     /// A call.
     AftCall = "aft.chunked.call", 0.0;
     /// A pair of a row and a key in its window.
