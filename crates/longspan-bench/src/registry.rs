@@ -18,6 +18,8 @@ pub fn registry() -> Vec<Entry> {
     let clipped = |radius| move |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(radius)) };
     let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: None });
     let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
+    // Of the rank that keeps the parameters, too, linear in the length.
+    let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: Some(64) });
     let conv = |_, _| Aft::new(Variant::Conv { taps: 33, normalized: true });
     vec![
         Entry::new("kernelized", "Kernelized", |algorithm, _| kernelized(Score::Content, algorithm)),
@@ -31,6 +33,7 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
+        Entry::new("aft-full", "AFT-full, rank 64", full),
         Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),

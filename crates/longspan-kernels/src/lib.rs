@@ -30,7 +30,7 @@ pub use feature_map::FeatureMap;
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
-pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
+pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token};
 pub use rates::{Rate, Rates, Work};
 pub use real::Real;
 pub use scratch::Scratch;

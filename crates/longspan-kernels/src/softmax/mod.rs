@@ -22,7 +22,7 @@ use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients, check_output,
 };
 use crate::rates::{Rate, Rates, Work};
 use crate::real::Real;
@@ -59,8 +59,8 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         &[Algorithm::Tiled]
     }
 
-    fn parameters(&self, _: &Dims) -> Vec<Parameter> {
-        Vec::new()
+    fn parameters(&self, _: &Dims) -> Parameters {
+        Parameters::new()
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -133,7 +133,7 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         state::empty(self, dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 
