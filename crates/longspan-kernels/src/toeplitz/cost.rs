@@ -112,7 +112,7 @@ fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
     let length = transform_length(places(dims.keys), places(dims.queries)) as f64;
     let transforms = 2.0 * d * (dv + 1.0);
     let flops = transforms * 2.5 * length * length.log2();
-    let counts = [(Rate::FftHead, 1.0), (Rate::FftNumber, transforms * length), (Rate::FftFlop, flops)];
+    let counts = [(Rate::FftHead, 1.0), (Rate::FftFlop, flops)];
     let work = Work::new(heads, Rate::FftCall, counts);
     Estimate {
         algorithm: Algorithm::Fft,
