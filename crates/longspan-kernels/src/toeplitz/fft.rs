@@ -15,6 +15,7 @@ use std::sync::Arc;
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
+use super::gradient::{KeyUnit, Left};
 use super::problem::{Problem, Shared, TILE, Unit, top};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
@@ -592,9 +593,8 @@ impl<T: Real> HeadRows<'_, '_, T> {
     }
 }
 
-/// Computes every gradient of a call. Blocks of queries in which a certificate fails go by tiles; keys, values and biases
-/// of a key/value head do so altogether if any row, key or distance fails, because what such a row adds to the gradients
-/// of keys would drown in those of others.
+/// Computes every gradient of a call. Blocks of queries, blocks of keys and distances in which a certificate fails go by
+/// tiles; those of an image's keys and distances do so altogether if any fails.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -614,13 +614,16 @@ pub(super) fn backward<T: Real>(
                 for head in problem.heads(&unit) {
                     tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
                 }
-                units.push(unit.index);
+                units.push(KeyUnit::whole(unit.index));
                 continue;
             };
             let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
             let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform };
-            if !whole.backward(&mut tasks, d_lines, block, doubles) {
-                units.push(unit.index);
+            let index = unit.index;
+            match whole.backward(&mut tasks, d_lines, block, doubles) {
+                None => units.push(KeyUnit::whole(index)),
+                Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
+                Some(_) => {}
             }
         }
         (tasks, units)
@@ -674,9 +677,9 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             + line.work_len()
     }
 
-    /// Computes the gradients of queries, but for those that it adds to `tasks`, and, unless it says false, of keys,
-    /// values and biases.
-    fn backward(&self, tasks: &mut Vec<Task>, lines: &mut [T], block: &mut [T], memory: &mut [f64]) -> bool {
+    /// Computes the gradients of queries, but for those that it adds to `tasks`, and, unless it gives `None`, of keys,
+    /// values and biases but for those that it gives.
+    fn backward(&self, tasks: &mut Vec<Task>, lines: &mut [T], block: &mut [T], memory: &mut [f64]) -> Option<Left> {
         let Self { problem, unit, line, .. } = self;
         let (dims, key_count, queries) = (&problem.dims, line.key_count, line.query_count);
         let mut arena = Arena::new(memory);
@@ -703,7 +706,13 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             spectrum: arena.take(line.spectrum_len()),
             pairs: [arena.take(line.length), arena.take(line.length)],
         };
-        let certified = heads.iter().all(|columns| self.certified(&keys, columns, &mut sums, &mut work));
+        let mut failing = vec![false; key_count];
+        let distances: Option<Vec<Vec<bool>>> =
+            heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
+        let left = distances.map(|distances| Left::new(&failing, &distances));
+        // What is left of an image would be scattered over its tiles.
+        let left = left.filter(|left| !problem.is_grid() || !left.any());
+        let certified = left.is_some();
         let mut dk = Columns::new(dims.head_dim, key_count, &mut arena);
         let mut dv = Columns::new(dims.value_dim, key_count, &mut arena);
         let mut dq = Columns::new(dims.head_dim, queries, &mut arena);
@@ -713,25 +722,32 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         for (n, (head, columns)) in problem.heads(unit).zip(&heads).enumerate() {
             self.features(&keys, columns, &mut dq, certified.then_some((&mut dk, &mut *spectra)), rest);
             self.write_queries(head, &keys, columns, &mut dq, (tasks, block), &mut sums, &mut work);
-            if certified {
+            if let Some(left) = &left {
                 let d_line = &mut lines[n * super::gradient::line_len(problem)..][..problem.line_width()];
-                self.biases(head, &keys, columns, spectra, d_line, &mut work);
+                self.biases((n, head), &keys, columns, spectra, left, d_line, &mut work);
             }
         }
         if certified {
             self.values(&keys, &heads, &mut dv, rest);
             self.write_keys(&keys, &heads, &mut dk, &mut dv, block);
         }
-        certified
+        left
     }
 
-    /// Whether every row, key and distance of a head keeps its digits in the gradients of keys, values and biases: what
-    /// transforms may lose is compared with sums of norms, themselves correlated by transforms.
-    fn certified(&self, keys: &Keys<'_>, columns: &HeadColumns<'_>, sums: &mut Sums<'_>, work: &mut Work<'_>) -> bool {
+    /// Marks the keys of a head that lose digits in their gradients, and gives marks for the distances that do, by index
+    /// of the head's line: what transforms may lose is compared with sums of norms, themselves correlated by transforms.
+    /// `None` if there are numbers that are not finite.
+    fn certify(
+        &self,
+        keys: &Keys<'_>,
+        columns: &HeadColumns<'_>,
+        failing: &mut [bool],
+        sums: &mut Sums<'_>,
+        work: &mut Work<'_>,
+    ) -> Option<Vec<bool>> {
         let Self { problem, unit, line, .. } = self;
-        let numbers = columns.q.numbers.iter().chain(&*columns.d.numbers);
-        if !numbers.clone().all(|x| x.is_finite()) {
-            return false;
+        if !columns.q.numbers.iter().chain(&*columns.d.numbers).all(|x| x.is_finite()) {
+            return None;
         }
         let (lost, allowed) = (lost(line, &columns.kernel), allowed::<T>(line));
         line.transform(&line.queries, columns.norms, None, work);
@@ -740,11 +756,11 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         line.add(&line.keys, None, work.signal, sums.keys);
         let seen = problem.end(unit, unit.sequence.queries - 1);
         let bound = lost * norm(columns.norms);
-        let keys_pass = sums.keys.iter().enumerate().all(|(key, &scale)| {
-            key as isize >= seen || unit.ignores(key) || keys.norms[key] == 0.0 || bound <= allowed * scale.abs()
-        });
-        if !keys_pass {
-            return false;
+        for (key, (failing, &scale)) in failing.iter_mut().zip(&*sums.keys).enumerate() {
+            let counts = (key as isize) < seen && !unit.ignores(key) && keys.norms[key] != 0.0;
+            // A scale that is NaN passes nothing.
+            let passes = bound <= allowed * scale.abs();
+            *failing |= counts && !passes;
         }
         // Distances: how many pairs have one at all is a whole number, which no transform loses.
         let sign = |x: &[f64], to: &mut [f64]| {
@@ -756,7 +772,18 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         line.pairs(sums.keys, sums.queries, work, sums.spectrum, pairs);
         line.pairs(keys.norms, columns.norms, work, sums.spectrum, scales);
         let bound = f64::EPSILON * (line.length as f64).log2() * norm(keys.norms) * norm(columns.norms);
-        pairs.iter().zip(&**scales).all(|(pairs, scale)| pairs.round() == 0.0 || bound <= allowed * scale)
+        let mut marks = vec![false; problem.line_width()];
+        let (low, high) = line.differences();
+        for difference in low..=high {
+            let at = line.kernel_index(difference);
+            let index = usize::try_from(problem.line_index(difference)).ok();
+            let index = index.filter(|&index| problem.line_difference(index).is_some());
+            if let Some(mark) = index.and_then(|index| marks.get_mut(index)) {
+                let passes = bound <= allowed * scales[at];
+                *mark = pairs[at].round() != 0.0 && !passes;
+            }
+        }
+        Some(marks)
     }
 
     /// Gradients of mapped queries; with `more` those of mapped keys too, which are added, and the spectrum of those of
@@ -822,13 +849,15 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         }
     }
 
-    /// The gradients of a head's biases from their spectrum.
+    /// The gradients of the biases of the `n`-th head from their spectrum.
+    #[allow(clippy::too_many_arguments)]
     fn biases(
         &self,
-        head: usize,
+        (n, head): (usize, usize),
         keys: &Keys<'_>,
         columns: &HeadColumns<'_>,
         spectrum: &mut [f64],
+        left: &Left,
         d_line: &mut [T],
         work: &mut Work<'_>,
     ) {
@@ -843,7 +872,8 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let bound = f64::EPSILON * length.log2() * norm(keys.norms) * norm(columns.norms);
         for difference in low..=high {
             let index = problem.line_index(difference);
-            if let Some(to) = usize::try_from(index).ok().and_then(|index| d_line.get_mut(index)) {
+            let place = usize::try_from(index).ok().filter(|&index| !left.distance(n, index));
+            if let Some(to) = place.and_then(|index| d_line.get_mut(index)) {
                 let mut sum = work.signal[line.kernel_index(difference)] / length;
                 clear(&mut sum, bound);
                 let c = (self.shared.line(head)[index as usize].to_f64() - columns.kernel.largest).exp();

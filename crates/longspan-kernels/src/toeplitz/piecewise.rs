@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::gradient::{self, KeyPass};
+use super::gradient::{self, KeyPass, KeyUnit};
 use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
@@ -457,7 +457,7 @@ pub(super) fn backward<T: Real>(
         tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, scratch);
     });
     let sums = row_sums(problem, &shared, cotangent, &mut *numbers, (&mut *rest, per_worker));
-    let units: Vec<usize> = (0..problem.units()).collect();
+    let units: Vec<KeyUnit> = (0..problem.units()).map(KeyUnit::whole).collect();
     let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: Some(&sums), states };
     pass.run(&units, d_lines, (rest, per_worker));
     gradient::reduce(problem, d_lines, d_bias);

@@ -1,7 +1,7 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
-use super::gradient::KeyPass;
+use super::gradient::{KeyPass, KeyUnit};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
@@ -575,7 +575,7 @@ pub(super) fn backward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     backward_with(problem, cotangent, sink, d_bias, states, scratch, 0, |_, _, _, _| {
-        (strips(problem, 0..problem.units()), (0..problem.units()).collect())
+        (strips(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
     });
 }
 
@@ -591,7 +591,7 @@ pub(super) fn backward_with<T: Real>(
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
     doubles: usize,
-    others: impl FnOnce(&Shared<'_, T>, &mut [T], &mut [T], &mut [f64]) -> (Vec<Task>, Vec<usize>),
+    others: impl FnOnce(&Shared<'_, T>, &mut [T], &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
 ) {
     let per_worker = QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, false));
     let workers = rayon::current_num_threads();
