@@ -2,6 +2,8 @@
 
 use std::fmt::Debug;
 
+use smallvec::SmallVec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::mask::{Mask, Order};
@@ -17,10 +19,18 @@ pub struct Parameter {
     /// Its name in errors, checkpoints and bindings.
     pub name: &'static str,
     /// Its shape.
-    pub shape: Vec<usize>,
+    pub shape: SmallVec<[usize; 4]>,
 }
 
+/// What [`Mechanism::parameters`] lists. Every step asks for it, so a usual list stands on the stack.
+pub type Parameters = SmallVec<[Parameter; 6]>;
+
 impl Parameter {
+    /// A tensor of this name and shape.
+    pub fn new(name: &'static str, shape: impl IntoIterator<Item = usize>) -> Self {
+        Self { name, shape: shape.into_iter().collect() }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         // An absurd size is refused for its length and must not overflow before.
@@ -134,7 +144,7 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     }
 
     /// The learned tensors it takes for calls of these sizes.
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter>;
+    fn parameters(&self, dims: &Dims) -> Parameters;
 
     /// Whether a call makes sense; `forward` and `backward` check the same before they write anything.
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error>;

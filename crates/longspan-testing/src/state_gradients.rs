@@ -79,7 +79,7 @@ fn in_pieces<T: Number>(
                 to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
                 continue;
             }
-            let width = if which == 2 { dims.value_dim } else { dims.head_dim };
+            let width = [dims.head_dim, execute::key_dim(subject, dims), dims.value_dim][which];
             let (row, span) = (dims.keys * width, tokens.len() * width);
             if row * span == 0 {
                 continue;

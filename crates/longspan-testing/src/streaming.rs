@@ -62,20 +62,22 @@ fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     numbers
 }
 
-/// The same for the states of attention-free transformers, which have an exponent for each channel.
+/// The same for the states of attention-free transformers, which have an exponent for each channel or one for all.
 fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
-    let width = shape.parts[0];
+    let [width, exponents, ..] = shape.parts;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
-        for channel in 0..width {
-            let (own, other) = (head[2 * width + channel], to[2 * width + channel]);
+        for n in 0..exponents {
+            let (denominator, exponent) = (width + n, width + exponents + n);
+            let (own, other) = (head[exponent], to[exponent]);
             // Nothing is nothing relative to any exponent.
-            let same = own == other || head[width + channel] == 0.0;
+            let same = own == other || head[denominator] == 0.0;
             let factor = if same { 1.0 } else { (own - other).exp() };
-            head[channel] *= factor;
-            head[width + channel] *= factor;
-            head[2 * width + channel] = other;
+            let channels = if exponents == width { n..n + 1 } else { 0..width };
+            head[channels].iter_mut().for_each(|x| *x *= factor);
+            head[denominator] *= factor;
+            head[exponent] = other;
         }
     }
     numbers

@@ -98,11 +98,11 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
             }
         } else if problem.tiled() {
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
             tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
         } else {
-            let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
+            let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
             walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
         }
     });

@@ -1,5 +1,7 @@
 //! One token at a time: what the forward pass would give for the last row.
 
+use smallvec::SmallVec;
+
 use super::keys::write_item;
 use super::problem::{reach, table_length};
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
@@ -8,7 +10,7 @@ use super::{Aft, Variant, kernel};
 use crate::error::{Error, expect};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
-use crate::scratch::padded;
+use crate::scratch::{StepMemory, padded};
 use crate::shape::Dims;
 use crate::simd::log_sum::PARTS;
 use crate::state::State;
@@ -38,7 +40,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     }
 
     let padded = padded::<T>(width);
-    let kernels: Vec<T>;
+    let kernels: SmallVec<[T; 512]>;
     let kernels = match aft.variant {
         Variant::Conv { taps, normalized: true } => {
             kernels = kernel::normalized(token.parameters, taps);
@@ -49,8 +51,8 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let ops = T::ops();
     let ring = reach(aft, true).0;
     let mean = PARTS * padded;
-    let mut work = vec![T::ZERO; 3 * mean];
-    let (far, rest) = work.split_at_mut(mean);
+    let mut memory = StepMemory::new();
+    let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
     for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {
@@ -70,6 +72,8 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 Variant::Simple => T::ZERO,
                 Variant::Local { window, .. } => kernels[position * (2 * window - 1) + place],
                 Variant::Conv { taps, .. } => kernels[query_head * taps + place],
+                // It has no state, which was checked.
+                Variant::Conv2d { .. } => T::ZERO,
                 Variant::Full { length, rank: None } => kernels[position * length + position + place - ring],
                 Variant::Full { rank: Some(rank), .. } => {
                     let z = &token.parameters[1][(position + place - ring) * rank..][..rank];

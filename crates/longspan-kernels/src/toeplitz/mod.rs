@@ -29,12 +29,14 @@ mod tiled;
 
 pub use bias::{Beyond, Bias};
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
     check_initial_gradient, check_output,
 };
 use crate::real::Real;
@@ -92,8 +94,8 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         &Self::ALGORITHMS
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
-        vec![Parameter { name: "bias", shape: self.bias.shape(dims.heads) }]
+    fn parameters(&self, dims: &Dims) -> Parameters {
+        smallvec![Parameter::new("bias", self.bias.shape(dims.heads))]
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {

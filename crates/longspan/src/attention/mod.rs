@@ -22,7 +22,7 @@ mod toeplitz;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions};
+pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, ImageOptions};
 pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
 pub use heads::Heads;
 pub use kernelized::{
