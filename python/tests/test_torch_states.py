@@ -44,7 +44,7 @@ CASES = {
     "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(2, 4)]),
 }  # fmt: skip
 #: Whose kernels say that there is no gradient through their states.
-WITHOUT = ("toeplitz", "aft-simple", "aft-local", "aft-full", "aft-conv")
+WITHOUT = ("toeplitz",)
 WITH = pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
 
 
