@@ -34,6 +34,7 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
     check_gradients, check_initial_gradient, check_output,
 };
+use crate::rates::{Rate, Rates, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -175,15 +176,18 @@ impl<T: Real> Mechanism<T> for Aft {
         let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
         let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
-        // Processor time of one core with AVX-512, 8 heads of 4096 tokens and 64 channels: aft-simple 4 ms, 5 taps of
-        // aft-conv 8 ms, aft-local with a window of 64 20 ms, aft-full 316 ms.
-        let pair = if tiled { 37e-12 } else { 0.4e-9 };
+        let pair = if tiled { Rate::AftTiled } else { Rate::AftJoined };
+        let pairs = if near > 1.0 { rows * near / dims.head_dim.max(1) as f64 } else { 0.0 };
+        let counts = [(Rate::AftWeight, pairs), (pair, rows * near), (Rate::AftNumber, tokens)];
+        let work = Work::new(1.0, Rate::AftCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,
             published_elements: (dims.keys * dims.head_dim) as f64,
             scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near.min(64.0)),
-            seconds: rows * near * pair + 1e-9 * tokens,
+            seconds: work.seconds(Rates::current()),
+            work,
+            automatic: true,
         };
         Plan {
             algorithm: Algorithm::Chunked,
@@ -257,7 +261,7 @@ impl<T: Real> Mechanism<T> for Aft {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

@@ -35,7 +35,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             )?;
         }
     }
-    if width == 0 || heads == 0 {
+    if heads == 0 {
         return Ok(());
     }
 

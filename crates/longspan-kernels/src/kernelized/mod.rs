@@ -283,8 +283,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         Ok(state::empty(self, dims))
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later, parameters)
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

@@ -9,7 +9,7 @@ use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
-use crate::mechanism::{Mechanism, Token, check_token, token_dims};
+use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
 use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
@@ -61,10 +61,7 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out, memory);
     };
-    if value_dim == 0 {
-        return Ok(());
-    }
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         let mut memory = StepMemory::new();
         tasks.for_each(|task| run(&mut memory, task));
@@ -142,7 +139,7 @@ impl<T: Real> HeadToken<'_, T> {
         }
 
         let value_dim = self.v.len();
-        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
             let q_shift = if exp { finite(self.ops.largest(raw)) } else { T::ZERO };
             self.features(Side::Query(n), q_shift, raw, state.tokens() as f64, q, &mut turns);
             out.fill(T::ZERO);
