@@ -109,6 +109,11 @@ def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
     return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), "maps", "maps"]
 
 
+def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays, or tensors on the CPU, as arrays."""
+    return tuple([array.detach().numpy() if is_tensor(array) else array for array in arrays])
+
+
 def plain_state(operation: str, name: str, state: Any) -> State | None:
     """A state as the kernels take it, without what torch knows of its gradient."""
     if state is None or isinstance(state, State):

@@ -182,6 +182,14 @@ def test_modules(options, monkeypatch):
         _, first = module.attention(*(t[:, :, :4] for t in key), is_causal=True, output_final_state=True)
         rest = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, initial_state=first)
         torch.testing.assert_close(rest, module.attention(*key, is_causal=True)[:, :, 4:], rtol=1e-4, atol=1e-5)
+        if options["attention"] not in ("aft-full", "aft-local") and options.get("kind") not in ("table", "grid"):
+            # Stretches that are computed apart; tables by position have none.
+            _, second = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, output_final_state=True)
+            _, end = module.attention(*key, is_causal=True, output_final_state=True)
+            again = [t[:, :, :1] for t in key]
+            got, expected = (module.attention(*again, is_causal=True, initial_state=state)
+                             for state in (module.attention.combine(first, second), end))  # fmt: skip
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1, 4:] = True
     memory = torch.randn(2, 7, 8)

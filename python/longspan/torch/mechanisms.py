@@ -96,8 +96,9 @@ class Attention(nn.Module):
 
     def combine(self, earlier: State, later: State) -> State:
         """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
-        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
-        return native.combine(earlier, later)
+        learned = self._learned()
+        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
+        return native.combine(earlier, later, _calls.plain_arrays(learned))
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
