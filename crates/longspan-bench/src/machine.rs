@@ -66,7 +66,10 @@ const LARGE: usize = 1024;
 /// Least bytes of one measured copy; a smaller one would measure the clock.
 const LEAST_COPY: usize = 1 << 14;
 
-/// Matrix products and copies of this machine, taken in turn with kernels.
+/// Numbers whose exponentials are one measurement: as many as fit a core's first cache, so often.
+const EXPONENTIALS: (usize, usize) = (4096, 64);
+
+/// Matrix products, exponentials and copies of this machine, taken in turn with kernels.
 pub struct Limits {
     threads: usize,
     lhs: Vec<f32>,
@@ -79,6 +82,9 @@ pub struct Limits {
     tile_times: Vec<f64>,
     large_times: Vec<f64>,
     copy_times: Vec<f64>,
+    /// One block for each thread.
+    exponents: Vec<f32>,
+    exponential_times: Vec<f64>,
 }
 
 /// What [`Limits`] found.
@@ -92,6 +98,8 @@ pub struct Rates {
     pub copy_seconds: f64,
     /// Bytes a second of that, read and written.
     pub copy: f64,
+    /// Exponentials a second of all threads, of numbers in their caches.
+    pub exponentials: f64,
 }
 
 impl Limits {
@@ -112,6 +120,8 @@ impl Limits {
             tile_times: Vec::new(),
             large_times: Vec::new(),
             copy_times: Vec::new(),
+            exponents: vec![0.0; threads * EXPONENTIALS.0],
+            exponential_times: Vec::new(),
         }
     }
 
@@ -123,12 +133,20 @@ impl Limits {
         self.tile_times.clear();
         self.large_times.clear();
         self.copy_times.clear();
+        self.exponential_times.clear();
     }
 
-    /// One measurement of tiles and copy.
+    /// One measurement of tiles, exponentials and copy.
     pub fn measure(&mut self) {
         self.tile_times.push(seconds(|| stream_tiles(&mut self.tiles, &self.lhs, &self.rhs)));
         self.copy_times.push(seconds(|| copy(&mut self.to, &self.from)));
+        self.exponential_times.push(seconds(|| {
+            rayon::scope(|scope| {
+                for block in self.exponents.chunks_exact_mut(EXPONENTIALS.0) {
+                    scope.spawn(|_| (0..EXPONENTIALS.1).for_each(|_| exponentials(black_box(block))));
+                }
+            });
+        }));
         black_box((&mut self.tiles, &mut self.to));
     }
 
@@ -147,6 +165,7 @@ impl Limits {
             large: Spread::of(&self.large_times).map(|spread| flops(LARGE) / spread.median),
             copy_seconds,
             copy: (2 * std::mem::size_of_val(self.from.as_slice())) as f64 / copy_seconds,
+            exponentials: (self.exponents.len() * EXPONENTIALS.1) as f64 / Spread::of(&self.exponential_times)?.median,
         })
     }
 }
@@ -200,6 +219,47 @@ fn stream_tiles(dst: &mut [f32], lhs: &[f32], rhs: &[f32]) {
     });
 }
 
+/// Replaces every number by its exponential, in the widest registers of the machine.
+fn exponentials(block: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f")]
+        fn avx512(block: &mut [f32]) {
+            exponentials_of(block, f32::mul_add);
+        }
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2(block: &mut [f32]) {
+            exponentials_of(block, f32::mul_add);
+        }
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the processor has the instructions.
+            return unsafe { avx512(block) };
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the processor has the instructions.
+            return unsafe { avx2(block) };
+        }
+    }
+    exponentials_of(block, |a, b, c| a * b + c);
+}
+
+/// `2ⁿ·eʳ` with the polynomial of the kernels, in plain operations that a compiler turns into vectors.
+#[inline(always)]
+fn exponentials_of(block: &mut [f32], mul_add: impl Fn(f32, f32, f32) -> f32) {
+    /// Ascending, from the square on.
+    const SERIES: [f32; 5] = [0.500_000_06, 0.166_664_16, 0.041_666_353, 0.008_375_127, 0.001_394_110_8];
+    // Adding it rounds to a whole number, which then stands in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
+    for x in block {
+        let bounded = x.clamp(-87.0, 87.0);
+        let rounded = mul_add(bounded, std::f32::consts::LOG2_E, ROUND);
+        let r = mul_add(rounded - ROUND, -std::f32::consts::LN_2, bounded);
+        let series = SERIES.into_iter().rev().fold(0.0, |sum, c| mul_add(sum, r, c));
+        let power = f32::from_bits((rounded.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+        *x = mul_add(mul_add(series, r, 1.0), r, 1.0) * power;
+    }
+}
+
 /// Copies, each thread its share; a copy that fits a core's own cache on one thread, which is faster.
 fn copy(to: &mut [f32], from: &[f32]) {
     let threads = rayon::current_num_threads();
@@ -236,13 +296,23 @@ mod tests {
     }
 
     #[test]
+    fn exponentials_are_computed() {
+        let mut block: Vec<f32> = (-800..800).map(|n| n as f32 / 10.0).collect();
+        exponentials(&mut block);
+        for (n, got) in (-800..800).zip(block) {
+            let expected = (n as f32 / 10.0).exp();
+            assert!((got - expected).abs() < 1e-5 * expected, "{got} {expected}");
+        }
+    }
+
+    #[test]
     fn rates_come_from_times() {
         let mut limits = Limits::new(1 << 20);
         assert_eq!(limits.rates(), None);
         limits.measure();
         limits.measure_large();
         let rates = limits.rates().unwrap();
-        assert!(rates.tiles > 0.0 && rates.large.unwrap() > 0.0);
+        assert!(rates.tiles > 0.0 && rates.exponentials > 0.0 && rates.large.unwrap() > 0.0);
         assert!((rates.copy * rates.copy_seconds - f64::from(1 << 20)).abs() < 1.0);
         limits.resize(1 << 16);
         assert_eq!(limits.rates(), None);

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::attention::{AftFullOptions, AftLocalOptions, AttentionConfig};
 use longspan::kernels::FeatureMap;
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 use serde_json::json;
@@ -20,13 +21,25 @@ use crate::train::{Workers, optimizer};
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
     let feature_map: FeatureMap = config.feature_map.parse()?;
     // The settings that have keys of their own, for the mechanisms that have such an option.
+    // Tables by position have a row for the longest sequence, with the token that it starts with.
+    let positions = config.max_tokens.max(config.answer_tokens.unwrap_or(0)) + 1;
     let feature_map = json!(feature_map.to_string());
     let everywhere = [
         ("/kernel/feature_map", feature_map.clone()),
         ("/feature_map", feature_map),
         ("/relative/radius", json!(config.radius)),
+        ("/length", json!(AftLocalOptions::default().length.max(positions))),
     ];
     let attention = attention::named(&config.attention, &everywhere, &config.attention_options)?;
+    if let AttentionConfig::AftFull(AftFullOptions { length, .. })
+    | AttentionConfig::AftLocal(AftLocalOptions { length, .. }) = &attention
+        && *length < positions
+    {
+        bail!(
+            "attention_options: length = {length} has no room for the {positions} positions that max_tokens and \
+             answer_tokens allow; raise it, or lower those with --set"
+        );
+    }
     let norm = match config.norm.as_str() {
         "pre" => Norm::Pre,
         "post" => Norm::Post,
@@ -134,6 +147,25 @@ mod tests {
         };
         assert_eq!(bytes(1), bytes(1));
         assert_ne!(bytes(1), bytes(2));
+    }
+
+    #[test]
+    fn tables_have_room_for_the_longest_sequence() {
+        for name in ["aft-full", "aft-local"] {
+            let with = |max_tokens, options: &str| {
+                let attention_options = crate::attention::options(options).unwrap();
+                configure(
+                    &RunConfig { attention: name.into(), max_tokens, attention_options, ..RunConfig::default() },
+                    7,
+                    9,
+                )
+            };
+            let length = |config: Seq2SeqConfig| serde_json::to_value(config.attention).unwrap()["length"].clone();
+            assert_eq!(length(with(3000, "{}").unwrap()), 3001);
+            assert_eq!(length(with(100, "length=101").unwrap()), 101);
+            let error = with(512, "length=300").unwrap_err().to_string();
+            assert!(error.contains("length = 300") && error.contains("513"), "{error}");
+        }
     }
 
     #[test]

@@ -175,8 +175,11 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// from [`empty_state`](Mechanism::empty_state) on. Associative, to rounding, with the empty state as its unit, so
     /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
     /// have no sum refuses.
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        let _ = (earlier, later);
+    ///
+    /// `parameters` are those of the calls. Only counted Fourier positions look at them, and there at `a` alone: the
+    /// later tokens turn by the count of the earlier ones.
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let _ = (earlier, later, parameters);
         Err(Error::Unsupported {
             operation: self.name(),
             combination: "the sum of two states",
@@ -304,6 +307,12 @@ pub(crate) fn token_dims<T: Real>(
     let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
     dims.check(mechanism.name())?;
     Ok(dims)
+}
+
+/// Rows of `width` numbers, without end: where `width` is 0 there are as many as one asks for, which slices do not count.
+pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Item = &mut [T]> {
+    let mut rows = numbers.chunks_exact_mut(width.max(1));
+    std::iter::repeat_with(move || rows.next().unwrap_or_default())
 }
 
 /// Checks what every mechanism asks of a step of these sizes, but for the state.

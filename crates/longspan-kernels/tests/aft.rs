@@ -6,7 +6,7 @@ use longspan_testing::execute::Backward;
 use longspan_testing::subject::{Assumptions, ParameterScale};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, streaming, threads,
+    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, state_gradients, streaming, threads,
 };
 
 /// `γ·(w − mean)/std + β`: what the gradient of the kernel becomes is at most this times the sum of its magnitudes, which
@@ -56,7 +56,9 @@ fn parameter_scale(aft: &Aft) -> Option<ParameterScale> {
         if gate { factors_scale::<RANK, true> } else { factors_scale::<RANK, false> }
     }
     match aft.variant {
-        Variant::Conv { normalized: true, .. } => Some(normalized_kernel_scale),
+        Variant::Conv { normalized: true, .. } | Variant::Conv2d { normalized: true, .. } => {
+            Some(normalized_kernel_scale)
+        }
         Variant::Full { rank: Some(rank), .. } => Some(match rank {
             1 => factors::<1>(aft.gate),
             2 => factors::<2>(aft.gate),
@@ -113,8 +115,30 @@ fn with_variants(cases: Vec<Case>) -> Vec<(Subject, Case)> {
         .collect()
 }
 
+/// Images of many shapes, bidirectional, with and without padding: taps around one place, wider or higher than the image.
+fn images(seed: u64, count: usize) -> Vec<(Subject, Case)> {
+    let sides = [[1, 1], [1, 9], [7, 1], [5, 6], [8, 16], [3, 64], [2, 70], [4, 33], [13, 5]];
+    let taps = [[1, 1], [3, 3], [2, 4], [5, 1], [1, 7], [9, 9], [3, 66], [4, 2]];
+    grid::channels(seed, count, &[1])
+        .into_iter()
+        .enumerate()
+        .map(|(n, case)| {
+            let image = sides[n % sides.len()];
+            let length = image[0] * image[1];
+            let dims = Dims { queries: length, keys: length, ..case.dims };
+            let ignored = (0..dims.batch * length).map(|place| (place * 7 + n) % 11 < n % 4).collect();
+            let keys = if n % 3 == 0 { KeyMask::Padding(ignored) } else { KeyMask::All };
+            let variant = Variant::Conv2d { image, taps: taps[n / 2 % taps.len()], normalized: n % 4 == 1 };
+            let case = Case { dims, causal: false, offset: 0, keys, ..case };
+            (subject(Aft { variant, gate: n % 6 > 0 }), case)
+        })
+        .collect()
+}
+
 fn drawn(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Subject, Case)> {
-    with_variants(grid::channels(seed, count, lengths))
+    let mut cases = with_variants(grid::channels(seed, count, lengths));
+    cases.extend(images(seed ^ 0x2D, count / 5));
+    cases
 }
 
 /// Causal self-attention, with tables by position.
@@ -177,6 +201,13 @@ fn order_does_not_matter_without_positions() {
 }
 
 #[test]
+fn gradients_pass_through_states() {
+    over(&streams(43, 150), state_gradients::gradients_pass_through_states::<f32>);
+    over(&streams(44, 150), state_gradients::gradients_pass_through_states::<f64>);
+    over(&streams(45, 20), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
+#[test]
 fn threads_do_not_matter() {
     // Under a causal mask the check asks for states, which biases that belong to one call do not have.
     let drawn = |seed, count| -> Vec<_> {
@@ -209,10 +240,14 @@ fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), long
         Variant::Full { length: 151, rank: Some(5) },
         Variant::Conv { taps: 5, normalized: true },
         Variant::Conv { taps: 70, normalized: false },
+        Variant::Conv2d { image: [10, 15], taps: [3, 5], normalized: true },
     ] {
         let subject = subject(Aft::new(variant));
         for (name, level) in levels {
             for causal in [true, false] {
+                if causal && matches!(variant, Variant::Conv2d { .. }) {
+                    continue;
+                }
                 let case = Case { seed: 77, ..Case::new(dims, causal) };
                 let mut inputs = execute::random(&subject, &case);
                 let width = inputs.key_shape(&dims)[3];
@@ -246,6 +281,7 @@ fn extreme_keys_stream() {
         if !case.causal || subject.label.contains("length: None") {
             return Ok(());
         }
+        state_gradients::gradients_pass_through_states_of::<f32>(subject, case, inputs)?;
         streaming::pieces_make_the_whole_of::<f32>(subject, case, inputs)
     });
 }
@@ -389,6 +425,11 @@ fn options_without_meaning_are_refused() {
         (Variant::Full { length: 9, rank: Some(2) }, &Case { offset: -1, ..bidirectional.clone() }, "queries"),
         (Variant::Conv { taps: 0, normalized: true }, &bidirectional, "taps"),
         (Variant::Conv { taps: usize::MAX, normalized: false }, &causal, "taps"),
+        (Variant::Conv2d { image: [0, 5], taps: [1, 1], normalized: false }, &bidirectional, "image"),
+        (Variant::Conv2d { image: [usize::MAX, 2], taps: [1, 1], normalized: false }, &bidirectional, "image"),
+        (Variant::Conv2d { image: [1, 5], taps: [3, 0], normalized: false }, &bidirectional, "taps"),
+        (Variant::Conv2d { image: [2, 3], taps: [3, 3], normalized: true }, &bidirectional, "queries"),
+        (Variant::Conv2d { image: [5, 1], taps: [3, 3], normalized: true }, &bidirectional, "keys"),
     ] {
         // Calls that no numbers could be drawn for are spoilt by their options alone.
         let drawn = if matches!(argument, "queries" | "keys" | "value_dim") { variant } else { Variant::Simple };
@@ -404,6 +445,29 @@ fn options_without_meaning_are_refused() {
     }
     let error = Mechanism::<f32>::empty_state(&Aft::new(local(2, None)), &dims).expect_err("a state for one call");
     assert!(error.to_string().contains("length"), "{error}");
+}
+
+/// An image has no order, no offset and no shorter neighbours, and so no state either.
+#[test]
+fn images_are_whole_and_looked_at_both_ways() {
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 2, queries: 6, keys: 6, head_dim: 3, value_dim: 3 };
+    let aft = Aft::new(Variant::Conv2d { image: [2, 3], taps: [3, 3], normalized: false });
+    let whole = Case::new(dims, false);
+    let packed = KeyMask::Packed { queries: vec![0, 6], keys: vec![0, 6] };
+    for case in [
+        Case::new(dims, true),
+        Case { offset: 1, ..whole.clone() },
+        Case { keys: KeyMask::Lengths(vec![6]), ..whole.clone() },
+        Case { keys: packed, ..whole.clone() },
+    ] {
+        let inputs = execute::random(&subject(aft), &case).cast::<f32>();
+        let error = inputs.call(&case, None, |call| Mechanism::<f32>::check(&aft, call)).expect_err("not an image");
+        assert!(error.to_string().contains("an image under"), "{error}");
+    }
+    let inputs = execute::random(&subject(aft), &whole).cast::<f32>();
+    inputs.call(&whole, None, |call| Mechanism::<f32>::check(&aft, call)).expect("an image");
+    let error = Mechanism::<f32>::empty_state(&aft, &dims).expect_err("a state of an image");
+    assert!(error.to_string().contains("image"), "{error}");
 }
 
 /// A table by position ends: the step after its last row is refused, and changes nothing.

@@ -2,22 +2,14 @@
 
 use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
-use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, state_gradients, streaming, threads};
+use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, state_gradients, threads};
 
 fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
     let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
     assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
 }
 
-/// The sum of two states has no meaning with counted positions.
 fn streams(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
-    let mut cases = turned_streams(seed, 2 * count);
-    cases.retain(|(attention, _)| attention.score.fourier().is_none());
-    cases.truncate(count);
-    cases
-}
-
-fn turned_streams(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
     grid::as_streams(seed, grid::row_maps(seed, count, &grid::LENGTHS))
 }
 
@@ -61,13 +53,8 @@ fn threads_do_not_matter() {
 }
 
 #[test]
-fn pieces_with_positions_make_the_whole() {
-    over(&turned_streams(89, 100), streaming::pieces_make_the_whole::<f32>);
-}
-
-#[test]
 fn gradients_pass_through_states() {
-    over(&turned_streams(88, 100), state_gradients::gradients_pass_through_states::<f64>);
+    over(&streams(88, 100), state_gradients::gradients_pass_through_states::<f64>);
 }
 
 #[test]

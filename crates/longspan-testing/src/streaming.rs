@@ -21,8 +21,7 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     let sums = sum + keys;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
     if shape.mechanism == "toeplitz" {
-        // Exponents are those of the keys themselves, and a token's place in the ring is its number in the sequence.
-        return numbers;
+        return relative_to_keys(state, to);
     }
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
         let (own, other) = (head[sums], to[sums]);
@@ -40,20 +39,45 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     numbers
 }
 
-/// The same for the states of attention-free transformers, which have an exponent for each channel.
+/// The same for Toeplitz states, in which each token of the ring has an exponent too; its place in the ring is its number
+/// in the sequence.
+fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
+    let shape = state.shape();
+    let [sum, keys, marks, ring_keys, exponents, _] = shape.parts;
+    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    let factor = |own: f64, other: f64| if own == other { 1.0 } else { (own - other).exp() };
+    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
+        let (exponent, ring) = (sum + keys + 2, sum + keys + marks);
+        let far = factor(head[exponent], to[exponent]);
+        head[..sum + keys].iter_mut().for_each(|x| *x *= far);
+        head[exponent] = to[exponent];
+        for row in 0..exponents {
+            let at = ring + ring_keys + row;
+            let own = factor(head[at], to[at]);
+            let width = ring_keys / exponents;
+            head[ring + row * width..][..width].iter_mut().for_each(|x| *x *= own);
+            head[at] = to[at];
+        }
+    }
+    numbers
+}
+
+/// The same for the states of attention-free transformers, which have an exponent for each channel or one for all.
 fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
-    let width = shape.parts[0];
+    let [width, exponents, ..] = shape.parts;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
-        for channel in 0..width {
-            let (own, other) = (head[2 * width + channel], to[2 * width + channel]);
+        for n in 0..exponents {
+            let (denominator, exponent) = (width + n, width + exponents + n);
+            let (own, other) = (head[exponent], to[exponent]);
             // Nothing is nothing relative to any exponent.
-            let same = own == other || head[width + channel] == 0.0;
+            let same = own == other || head[denominator] == 0.0;
             let factor = if same { 1.0 } else { (own - other).exp() };
-            head[channel] *= factor;
-            head[width + channel] *= factor;
-            head[2 * width + channel] = other;
+            let channels = if exponents == width { n..n + 1 } else { 0..width };
+            head[channels].iter_mut().for_each(|x| *x *= factor);
+            head[denominator] *= factor;
+            head[exponent] = other;
         }
     }
     numbers
@@ -185,6 +209,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     let mut random = Random::new(case.seed ^ 0xADD);
     let single = inputs.cast::<T>();
     let mechanism = T::mechanism(subject);
+    let parameters: Vec<&[T]> = single.parameters.iter().map(Vec::as_slice).collect();
     let mut apart = Vec::new();
     for (tokens, piece) in pieces(&mut random, dims.keys) {
         let mut state = mechanism.empty_state(dims)?;
@@ -201,7 +226,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
         let at = random.below(apart.len() - 1);
         let (later, second) = apart.remove(at + 1);
         let (earlier, first) = &mut apart[at];
-        *first = mechanism.combine(first, &second)?;
+        *first = mechanism.combine(first, &second, &parameters)?;
         *earlier = earlier.start..later.end;
         let rest = earlier.end..(earlier.end + 70).min(dims.keys);
         if earlier.start == 0 && random.chance(0.5) && !rest.is_empty() {

@@ -264,8 +264,8 @@ impl<T: Real> Mechanism<T> for Broken {
         self.sound::<T>().empty_state(dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        let sum = self.sound::<T>().combine(earlier, later);
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let sum = self.sound::<T>().combine(earlier, later, parameters);
         if self.is(SumsForgetTheEarlierState) { Ok(later.clone()) } else { sum }
     }
 

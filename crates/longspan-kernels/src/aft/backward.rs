@@ -5,12 +5,12 @@
 
 use std::ops::Range;
 
-use super::forward::{chunks, key_edges, work_len};
+use super::forward::{chunks, groups, key_edges, strip_len, work_len};
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
-use super::tiles::{self, SIDE};
-use super::walk::{Edges, Items, by_mean, clear, edges, walk};
-use super::{Variant, kernel};
+use super::state_gradient::{Links, far_item};
+use super::tiles::{self, Parts, SIDE, Strip};
+use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -27,13 +27,13 @@ pub(super) struct GradientSink<'a, T> {
 
 /// Heads are dealt into at most so many groups, each with a sum of its own for the gradients of biases: a number that
 /// does not depend on threads, so that neither do the bits.
-const GROUPS: usize = 16;
+pub(super) const GROUPS: usize = 16;
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
 
 /// Numbers that the rows of one block may take, if it has more than one head.
-const BLOCK_NUMBERS: usize = 1 << 20;
+pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
 
 /// Rows as keys see them, one after the other.
 struct RowItems<'a, T> {
@@ -63,12 +63,12 @@ struct Sums {
 impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
         let (rows, columns, spans) = match &problem.bias {
-            Bias::Zero => return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 },
+            Bias::Zero | Bias::Kernel { .. } => {
+                return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 };
+            }
             // Rows of a table belong to one chunk each.
             Bias::Rows { table, columns, .. } => (table.len() / columns, *columns, chunks),
             Bias::Table { table, length } => (table.len() / length, *length, chunks),
-            // All chunks share the kernels.
-            Bias::Kernel { kernels, .. } => (chunks, kernels.len(), chunks),
             // And all share the keys' factors: a span has a plane, of the queries' rows and then the keys'.
             Bias::LowRank(factors) => {
                 let rows = 2 * factors.u.len() / factors.row;
@@ -89,12 +89,13 @@ impl Sums {
 pub(super) fn backward<'a, T: Real>(
     problem: &Problem<'a, T>,
     cotangent: &Cotangent<'a, T>,
-    sink: GradientSink<'_, T>,
+    sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let dims = &problem.dims;
-    clear_absent(problem, &sink);
+    clear_absent(problem, sink);
     if dims.head_dim == 0 || dims.heads == 0 {
         parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
         return;
@@ -120,7 +121,7 @@ pub(super) fn backward<'a, T: Real>(
     let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
     d_bias.fill(T::ZERO);
     for sides in &blocks {
-        block(problem, cotangent, &sink, sides, (&sums, &mut *d_bias), memory, work, per_worker);
+        block(problem, cotangent, sink, links, sides, (&sums, &mut *d_bias), memory, work, per_worker);
     }
     if !direct {
         reduce(problem, &sums, planes, parameters);
@@ -165,7 +166,11 @@ impl Sides {
     fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let line = |len: usize| len.next_multiple_of(64);
         let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
-        walk + line(2 * problem.mean())
+        walk + self.strip_len(problem) + line(3 * problem.mean())
+    }
+
+    fn strip_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        strip_len(problem, &self.by_key).max(strip_len(problem, &self.keys_by_key))
     }
 
     fn tasks(&self, sums: &Sums) -> usize {
@@ -203,6 +208,7 @@ fn block<'a, T: Real>(
     problem: &Problem<'a, T>,
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
     sides: &Sides,
     (sums, d_bias): (&Sums, &mut [T]),
     memory: &mut [T],
@@ -227,56 +233,106 @@ fn block<'a, T: Real>(
     edges(problem.ops, keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
     let (before, after): (&[T], &[T]) = (before, after);
 
-    parallel(keys_by_key.tasks(), work, per_worker, |task, work| {
-        let (index, kv_head, chunk) = keys_by_key.task(task);
+    // The initial state's mean is a key without a value that every row sees.
+    let far = if links.lends() { block.sequences.len() * block.heads.len() } else { 0 };
+    parallel(far, work, per_worker, |task, work| {
+        let (index, kv_head) = (task / block.heads.len(), task % block.heads.len());
+        let sequence = &problem.sequences[block.sequences.start + index];
+        let own_head = block.heads.start + kv_head;
+        let (sum, work) = work.split_at_mut(mean);
+        let (item, work) = work.split_at_mut(mean);
+        clear(sum);
+        for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+            join_all(problem.ops, &items(index, local), 0, sequence.queries as isize, sum, work);
+        }
+        if let Some(last) = links.last_item(sequence, own_head) {
+            problem.ops.join(sum, last, T::ZERO);
+        }
+        // SAFETY: every head of every sequence has one task.
+        let Some((head, numerator, denominator)) = (unsafe { links.far_gradient(problem, sequence.batch, own_head) })
+        else {
+            return;
+        };
+        far_item(&head, problem.width, item);
+        let (d_key, d_value) = work[..2 * problem.width].split_at_mut(problem.width);
+        problem.ops.key_gradient(sum, item, d_key, d_value);
+        numerator.copy_from_slice(&d_value[..dims.head_dim]);
+        denominator.copy_from_slice(&d_key[..dims.head_dim]);
+    });
+
+    let one = |index: usize, kv_head: usize, chunk: usize, mut strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
         let sequence = &problem.sequences[block.sequences.start + index];
         let key_items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
-        let (own, work) = work.split_at_mut((2 * mean).next_multiple_of(64));
-        let (key, gradients) = own.split_at_mut(mean);
+        let (own, work) = work.split_at_mut((3 * mean).next_multiple_of(64));
+        let (key, own) = own.split_at_mut(mean);
+        let (joined, gradients) = own.split_at_mut(mean);
+        let lent = problem.lent(sequence) as isize;
         let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
         for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            let head = block.heads.start * dims.group() + local;
             let first = local == kv_head * dims.group();
             let items = items(index, local);
             let edge = keys_by_query.index(index, local, chunk) * mean;
             let edges = (&before[edge..][..mean], &after[edge..][..mean]);
             let visit = |j: usize, sum: &[T]| {
-                let token = sequence.key_start + j;
+                let j = j as isize - lent;
+                let (at, head_dim) = ((sequence.key_start as isize + j) as usize, dims.head_dim);
+                let own_head = block.heads.start + kv_head;
                 // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                let (dk, dv) = unsafe {
-                    (
-                        sink.dk.row(sequence.batch, block.heads.start + kv_head, token, problem.key_dim),
-                        sink.dv.row(sequence.batch, block.heads.start + kv_head, token, dims.head_dim),
-                    )
+                let places = unsafe {
+                    if j < 0 {
+                        links.ring_row(problem, sequence.batch, own_head, j.unsigned_abs())
+                    } else {
+                        let dk = sink.dk.row(sequence.batch, own_head, at, problem.key_dim);
+                        Some((dk, sink.dv.row(sequence.batch, own_head, at, head_dim)))
+                    }
                 };
+                let Some((dk, dv)) = places else { return };
                 if first {
                     dk.fill(T::ZERO);
                     dv.fill(T::ZERO);
                 }
-                if key_items.ignores(j as isize) {
+                if key_items.token(j).is_none() {
                     return;
                 }
-                problem.ops.key_gradient(sum, key_items.load(j as isize, 1, key), d_key, d_value);
+                let mut sum = sum;
+                if let Some(last) = links.leaving(sequence, own_head, j).filter(|_| first) {
+                    joined.copy_from_slice(sum);
+                    problem.ops.join(joined, last, T::ZERO);
+                    sum = joined;
+                }
+                problem.ops.key_gradient(sum, key_items.load(j, 1, key), d_key, d_value);
                 dv.iter_mut().zip(&*d_value).for_each(|(to, &d)| *to += d);
-                if problem.key_dim == dims.head_dim {
-                    dk.iter_mut().zip(&*d_key).for_each(|(to, &d)| *to += d);
-                } else {
-                    dk[0] += d_key[..dims.head_dim].iter().copied().sum();
+                dk.iter_mut().zip(&*d_key).for_each(|(to, &d)| *to += d);
+                if let Some((d_key, d_value)) = links.kept(problem, sequence, own_head, j).filter(|_| first) {
+                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
+                    dk.iter_mut().zip(d_key).for_each(|(to, &d)| *to += d);
                 }
             };
             let window = &keys_by_key.windows[index];
-            if problem.tiled() {
+            if let Some(strip) = strip.as_deref_mut() {
                 let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], spare: &mut [T]| {
                     let queries = from as usize..to as usize;
-                    problem.tile(sequence, head, queries.clone(), keys.start as isize, keys.len(), spare);
+                    problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare);
                     problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
                 };
-                tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
+                tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
             } else {
                 let mut visit = visit;
-                let bias = |key: usize, query: isize| problem.pair(sequence, head, query as usize, key as isize);
+                let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
             }
+        }
+    };
+    let heads = block.heads.len();
+    let groups = groups(problem, &keys_by_key.windows, heads);
+    let tasks = Chunks::new(keys_by_key.windows.clone(), groups);
+    let strip_len = sides.strip_len(problem);
+    parallel(tasks.tasks(), work, per_worker, |task, work| {
+        let (index, group, chunk) = tasks.task(task);
+        let (strip, work) = work.split_at_mut(strip_len);
+        let mut strip = (strip_len > 0).then(|| Strip::new(strip));
+        for kv_head in group * heads / groups..(group + 1) * heads / groups {
+            one(index, kv_head, chunk, strip.as_mut(), work);
         }
     });
 }
@@ -304,7 +360,12 @@ fn query_side<'a, T: Real>(
     let mut d_bias = ViewMut::strided(d_bias, [0, sums.rows * sums.columns, sums.columns]);
     let d_bias = d_bias.shared();
     let starts = sides.starts(problem);
+    let strip_len = sides.strip_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
+        let (strip_memory, work) = work.split_at_mut(strip_len);
+        // Heads of one sequence have the same biases.
+        let mut strip = (strip_len > 0).then(|| Strip::new(strip_memory));
+        let mut strip_of = None;
         for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
             let (index, local) = (unit / heads, unit % heads);
             let window = &by_key.windows[index];
@@ -337,42 +398,49 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
-            // The row of `d_bias` for a query, and the column of the first key of its window.
-            let place = |i: usize| match problem.bias {
-                Bias::Kernel { taps, .. } => (chunk, head * taps),
-                _ => (problem.bias_row(sequence, i), 0),
-            };
-            if !problem.tiled() {
-                let bias = |query: usize, key: isize| problem.pair(sequence, head, query, key);
+            let Some(strip) = &mut strip else {
+                let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
                     if sums.columns == 0 || keys.is_empty() {
                         return;
                     }
-                    let (row, column) = place(i);
                     // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
-                    // whatever the head, and a kernel's to one task.
-                    let to = unsafe { d_bias.row(0, plane, row, sums.columns) };
+                    // whatever the head.
+                    let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
                     let first = (near - (i as isize + window.shift - window.back)) as usize;
                     for (key, n) in keys.chunks_exact(mean).zip(first..) {
-                        let bias =
-                            problem.pair(sequence, head, i, i as isize + window.shift - window.back + n as isize);
-                        to[column + n] += problem.ops.bias_gradient(item, key, bias);
+                        let bias = problem.pair(sequence, i, i as isize + window.shift - window.back + n as isize);
+                        to[n] += problem.ops.bias_gradient(item, key, bias);
                     }
                 });
                 continue;
-            }
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
             };
-            tiles::means(problem.ops, &items, window, chunk, edges, bias, work, |i, row| {
-                visit(i, row);
-            });
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
+                problem.tile(sequence, queries, from, (to - from) as usize, tile);
+            };
+            if strip_of.replace(index) != Some(index) {
+                strip.forget();
+            }
+            tiles::means(
+                problem.ops,
+                &items,
+                window,
+                chunk,
+                edges,
+                Parts::Denominators,
+                bias,
+                strip,
+                work,
+                |i, row| {
+                    visit(i, row);
+                },
+            );
             let (from, to) = window.chunk(chunk);
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
-                problem.tile(sequence, head, queries, from, (to - from) as usize, tile);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
             let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
                 if let Bias::LowRank(factors) = &problem.bias {
@@ -385,8 +453,7 @@ fn query_side<'a, T: Real>(
                     // SAFETY: a span has a plane of its own, and one task.
                     let plane = unsafe { d_bias.row(0, plane, 0, sums.rows * sums.columns) };
                     let (d_u, d_z) = plane.split_at_mut(factors.u.len());
-                    // The keys of an initial state have no gradient: a call with one has none.
-                    let key = from as usize * factors.row;
+                    let key = (from + problem.origin(sequence)) as usize * factors.row;
                     let query = problem.bias_row(sequence, queries.start) * factors.row;
                     let count = (to - from) as usize;
                     let mut product = Product {
@@ -423,14 +490,13 @@ fn query_side<'a, T: Real>(
                     if near >= behind {
                         continue;
                     }
-                    let (row, column) = place(i);
                     let origin = match problem.bias {
-                        Bias::Table { .. } => 0,
+                        Bias::Table { .. } => -problem.origin(sequence),
                         _ => i as isize + window.shift - window.back,
                     };
                     // SAFETY: as for the walk.
-                    let sums = unsafe { d_bias.row(0, plane, row, sums.columns) };
-                    let sums = &mut sums[column + (near - origin) as usize..];
+                    let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
+                    let sums = &mut sums[(near - origin) as usize..];
                     let tile = &tile[(near - from) as usize..(behind - from) as usize];
                     sums.iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
                 }
@@ -452,16 +518,6 @@ fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], paramete
     if parameters.is_empty() {
         return;
     }
-    let len = match &problem.bias {
-        Bias::Kernel { kernels, .. } => kernels.len(),
-        _ => sums.rows * sums.columns,
-    };
-    let add = |to: &mut [T]| {
-        to.fill(T::ZERO);
-        for part in d_bias.chunks_exact(len.max(1)) {
-            to.iter_mut().zip(part).for_each(|(to, &d)| *to += d);
-        }
-    };
     if let Bias::LowRank(factors) = &problem.bias {
         // Rows without what fills them up to a cache line.
         for (n, parameter) in parameters.iter_mut().enumerate() {
@@ -475,18 +531,14 @@ fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], paramete
         }
         return;
     }
-    match problem.aft.variant {
-        Variant::Conv { taps, normalized: true } => {
-            let mut d = vec![T::ZERO; len];
-            add(&mut d);
-            kernel::pull_back(problem.call.parameters, taps, &d, parameters);
-        }
-        _ => add(parameters[0]),
+    parameters[0].fill(T::ZERO);
+    for part in d_bias.chunks_exact((sums.rows * sums.columns).max(1)) {
+        parameters[0].iter_mut().zip(part).for_each(|(to, &d)| *to += d);
     }
 }
 
 /// Keys beyond the end of a sequence have gradient 0.
-fn clear_absent<T: Real>(problem: &Problem<'_, T>, sink: &GradientSink<'_, T>) {
+pub(super) fn clear_absent<T: Real>(problem: &Problem<'_, T>, sink: &GradientSink<'_, T>) {
     for sequence in &problem.sequences {
         for head in 0..problem.dims.kv_heads {
             for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {

@@ -14,6 +14,8 @@ pub(super) struct KeyItems<'a, T> {
     keys: Rows<'a, T>,
     values: Rows<'a, T>,
     ignored: Option<&'a [bool]>,
+    /// Keys of the sequence; there may be places after the last.
+    count: usize,
     initial: Option<Head<&'a [T]>>,
     key_dim: usize,
     head_dim: usize,
@@ -27,6 +29,7 @@ impl<'a, T: Real> KeyItems<'a, T> {
             keys: call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
             values: call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
             ignored: sequence.padding,
+            count: sequence.keys,
             initial: call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head))),
             key_dim: problem.key_dim,
             head_dim: problem.dims.head_dim,
@@ -36,12 +39,12 @@ impl<'a, T: Real> KeyItems<'a, T> {
 
     /// Whether key `j` takes part in nothing.
     pub fn ignores(&self, key: isize) -> bool {
-        self.ignored.is_some_and(|ignored| key >= 0 && ignored[key as usize])
+        key >= self.count as isize || self.ignored.is_some_and(|ignored| key >= 0 && ignored[key as usize])
     }
 
     /// Some keys and values as they stand in the caller's tensors, if all are there and none is ignored.
     pub fn tokens(&self, from: isize, count: usize) -> Option<Tokens<'a, T>> {
-        let plain = from >= 0 && self.ignored.is_none();
+        let plain = from >= 0 && from as usize + count <= self.count && self.ignored.is_none();
         plain.then(|| Tokens {
             keys: self.keys.skip(from as usize),
             key_dim: self.key_dim,

@@ -6,19 +6,21 @@
 //! one number a head.
 //!
 //! One head's [`State`] has six parts: numerator `Σ e^{k_j − x} v_j`, denominator `Σ e^{k_j − x}` and exponent `x`
-//! (`head_dim` each) of the keys that no window reaches any more; the ring of the keys that windows still reach
+//! (`head_dim` each; of [`Variant::Conv`] the latter two are one number) of the keys that no window reaches any more; the ring of the keys that windows still reach
 //! (`window − 1`, `taps − 1` or, for [`Variant::Full`], `length − 1` rows) and that of their values; and three marks, the index of the ring's oldest row, how
 //! many of its rows hold a token, and the position of the next token in the table of biases.
 //!
 //! Time and memory are linear, but for the time of [`Variant::Full`]. The derivation, and that of the gradient, stands in this folder's `README.md`.
 
 mod backward;
+mod conv;
 mod forward;
 mod kernel;
 mod keys;
 mod problem;
 mod reference;
 mod state;
+mod state_gradient;
 mod step;
 mod tiles;
 mod walk;
@@ -30,13 +32,15 @@ use crate::error::Error;
 use crate::mask::{Mask, Order};
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
-    check_gradients, check_output,
+    check_gradients, check_initial_gradient, check_output,
 };
+use crate::rates::{Rate, Rates, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
-use crate::shape::Dims;
+use crate::shape::{Dims, ViewMut};
 use crate::state::State;
 use problem::Problem;
+use state_gradient::Links;
 
 /// Where the bias `w_ij` of a pair comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -76,6 +80,18 @@ pub enum Variant {
         /// it is `w`, the one parameter.
         normalized: bool,
     },
+    /// AFT-conv over images, whose tokens are the rows of the image one after the other: a kernel for each head, centred on
+    /// the query, with the taps of keys beyond the image left out; 0 elsewhere, so that every key still counts. Keys are
+    /// `[batch, kv_heads, keys, 1]`. There are as many queries and keys as the image has places, and ignored keys must be
+    /// told by a padding mask. It looks both ways: causal masks, offsets, lengths, packed sequences and states are refused.
+    Conv2d {
+        /// Height and width in tokens, each at least 1.
+        image: [usize; 2],
+        /// Taps in height and width, each at least 1; the first `(taps − 1)/2` of either stand before the query.
+        taps: [usize; 2],
+        /// As for [`Variant::Conv`], over all taps of a head; `w` is `[heads, taps in height, taps in width]`.
+        normalized: bool,
+    },
 }
 
 /// The attention-free transformer.
@@ -101,6 +117,7 @@ impl<T: Real> Mechanism<T> for Aft {
             Variant::Local { .. } => "aft-local",
             Variant::Simple => "aft-simple",
             Variant::Conv { .. } => "aft-conv",
+            Variant::Conv2d { .. } => "aft-conv-2d",
         }
     }
 
@@ -110,7 +127,7 @@ impl<T: Real> Mechanism<T> for Aft {
 
     fn key_dim(&self, dims: &Dims) -> usize {
         match self.variant {
-            Variant::Conv { .. } => 1,
+            Variant::Conv { .. } | Variant::Conv2d { .. } => 1,
             _ => dims.head_dim,
         }
     }
@@ -126,8 +143,14 @@ impl<T: Real> Mechanism<T> for Aft {
                 let columns = window.saturating_mul(2).saturating_sub(1);
                 smallvec![Parameter::new("w", [length.unwrap_or(dims.queries), columns])]
             }
-            Variant::Conv { taps, normalized } => {
-                let mut parameters = smallvec![Parameter::new("w", [dims.heads, taps])];
+            Variant::Conv { normalized, .. } | Variant::Conv2d { normalized, .. } => {
+                let taps: &[usize] = match &self.variant {
+                    Variant::Conv2d { taps, .. } => taps,
+                    Variant::Conv { taps, .. } => std::slice::from_ref(taps),
+                    _ => &[],
+                };
+                let shape = std::iter::once(dims.heads).chain(taps.iter().copied());
+                let mut parameters = smallvec![Parameter::new("w", shape)];
                 if normalized {
                     parameters.extend(["gamma", "beta"].map(|name| Parameter::new(name, [dims.heads])));
                 }
@@ -153,15 +176,25 @@ impl<T: Real> Mechanism<T> for Aft {
         let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
         let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
-        // Processor time of one core with AVX-512, 8 heads of 4096 tokens and 64 channels: aft-simple 4 ms, 5 taps of
-        // aft-conv 8 ms, aft-local with a window of 64 20 ms, aft-full 316 ms.
-        let pair = if tiled { 37e-12 } else { 0.4e-9 };
+        // A convolution's tile has one weight a pair for all channels, and no maximum to keep.
+        let convolved = matches!(self.variant, Variant::Conv { .. });
+        let (weight, pair) = match (tiled, convolved) {
+            (true, false) => (1.0, Rate::AftTiled),
+            (true, true) => (0.0, Rate::AftConvolved),
+            (false, _) => (0.0, Rate::AftJoined),
+        };
+        let joins = if near > 1.0 { rows * near } else { 0.0 };
+        let weights = weight * joins / dims.head_dim.max(1) as f64;
+        let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftNumber, tokens)];
+        let work = Work::new(1.0, Rate::AftCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,
             published_elements: (dims.keys * dims.head_dim) as f64,
             scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near.min(64.0)),
-            seconds: rows * near * pair + 1e-9 * tokens,
+            seconds: work.seconds(Rates::current()),
+            work,
+            automatic: true,
         };
         Plan {
             algorithm: Algorithm::Chunked,
@@ -182,7 +215,10 @@ impl<T: Real> Mechanism<T> for Aft {
             // One for each channel has no room here, and the backward forms them anew.
             denominators.fill(T::ONE);
         }
-        forward::forward(&problem, out.shared(), scratch);
+        match conv::Geometry::new(self, problem.causal) {
+            Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
+            None => forward::forward(&problem, out.shared(), scratch),
+        }
         if let Some(state) = final_state {
             state::final_state(&problem, state, scratch);
         }
@@ -196,18 +232,30 @@ impl<T: Real> Mechanism<T> for Aft {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let mut problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if call.initial_state.is_some() || cotangent.final_state.is_some() || gradients.initial_state.is_some() {
-            return Err(Error::Unsupported {
-                operation: Mechanism::<T>::name(self),
-                combination: "a gradient through an initial or final state",
-                mend: "run forward and backward over the whole sequence",
-            });
+        let operation = Mechanism::<T>::name(self);
+        if let Some(state) = cotangent.final_state {
+            check_final_mask(operation, &call.mask)?;
+            state::check_sizes(self, &problem.dims, state, "gradient of the final state")?;
         }
-        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state: _ } = gradients;
+        if let Some(to) = &gradients.initial_state {
+            check_initial_gradient(operation, call)?;
+            state::check_sizes(self, &problem.dims, to, "gradient of the initial state")?;
+        }
+        problem.lend = gradients.initial_state.is_some();
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        backward::backward(&problem, cotangent, sink, parameters, scratch);
+        let mut first = initial_state.map(|state| {
+            let numbers = state.numbers_mut();
+            numbers.fill(T::ZERO);
+            ViewMut::strided(numbers, [0, 0, 1])
+        });
+        let links = Links::new(&problem, cotangent, first.as_mut());
+        match conv::Geometry::new(self, problem.causal) {
+            Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, &links, parameters, scratch),
+            None => backward::backward(&problem, cotangent, &sink, &links, parameters, scratch),
+        }
         Ok(())
     }
 
@@ -220,7 +268,7 @@ impl<T: Real> Mechanism<T> for Aft {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

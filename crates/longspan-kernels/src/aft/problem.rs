@@ -2,7 +2,7 @@
 
 use super::{Aft, Variant, kernel, state};
 use crate::error::{Error, expect};
-use crate::mask::{Order, Sequence};
+use crate::mask::{Keys, Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call};
 use crate::real::Real;
 use crate::scratch::{line, padded};
@@ -28,6 +28,8 @@ pub(super) struct Problem<'a, T: 'static> {
     pub width: usize,
     /// Keys of the initial state that windows still reach.
     pub ring: usize,
+    /// Whether those have gradients.
+    pub lend: bool,
     pub bias: Bias<'a, T>,
 }
 
@@ -37,12 +39,19 @@ pub(super) enum Bias<'a, T> {
     Zero,
     /// A row for each query, a column for each distance from `−back` on.
     Rows { table: &'a [T], columns: usize, by_position: bool },
-    /// A kernel for each head over the same columns.
+    /// A kernel for each head.
     Kernel { kernels: Vec<T>, taps: usize },
     /// A row for each position of a query, a column for each position of a key.
     Table { table: &'a [T], length: usize },
     /// The same as a product.
     LowRank(LowRank<T>),
+}
+
+impl<T: Real> Bias<'_, T> {
+    fn kernel(parameters: &[&[T]], taps: usize, normalized: bool) -> Self {
+        let kernels = if normalized { kernel::normalized(parameters, taps) } else { parameters[0].to_vec() };
+        Self::Kernel { kernels, taps }
+    }
 }
 
 /// Two factors of a table, in rows of whole cache lines.
@@ -91,6 +100,12 @@ pub(super) fn reach(aft: &Aft, causal: bool) -> (usize, usize) {
             let back = if causal { taps - 1 } else { (taps - 1) / 2 };
             (back, taps - 1 - back)
         }
+        // A kernel's rows, with all that stands between them.
+        Variant::Conv2d { image: [_, width], taps, .. } => {
+            let reach = |taps: [usize; 2]| (taps[0] * width).saturating_add(taps[1]);
+            let back = taps.map(|taps| (taps - 1) / 2);
+            (reach(back), reach([0, 1].map(|axis| taps[axis] - 1 - back[axis])))
+        }
     }
 }
 
@@ -109,6 +124,18 @@ pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error
         Variant::Full { length, rank } => ("rank", rank.unwrap_or(1), Some(length)),
         Variant::Local { window, length } => ("window", window, length),
         Variant::Conv { taps, .. } => ("taps", taps, None),
+        Variant::Conv2d { image, taps, .. } => {
+            // Sides whose product is as small as a sequence's length, and kernels no larger.
+            let range = |sides: [usize; 2]| match sides {
+                [0, _] | [_, 0] => 0,
+                [a, b] => a.saturating_mul(b),
+            };
+            let fits = (1..1 << 24).contains(&range(image));
+            let expected = || "sides of at least 1 whose product is below 2²⁴".into();
+            expect(fits, operation, "image", expected, || format!("{image:?}"))?;
+            let fits = (1..1 << 24).contains(&range(taps));
+            return expect(fits, operation, "taps", expected, || format!("{taps:?}"));
+        }
     };
     // Marks of a state are numbers of its type: whole ones up to 2²⁴.
     expect(
@@ -146,6 +173,20 @@ impl<'a, T: Real> Problem<'a, T> {
                 });
             }
         }
+        if let Variant::Conv2d { image: [height, width], .. } = aft.variant {
+            let plain = !causal && call.mask.offset == 0;
+            if !plain || matches!(call.mask.keys, Keys::Lengths(_) | Keys::Packed { .. }) {
+                return Err(Error::Unsupported {
+                    operation,
+                    combination: "an image under a causal mask, with an offset, lengths or packed sequences",
+                    mend: "use a bidirectional mask without an offset, and a padding mask for keys to be ignored",
+                });
+            }
+            for (name, count) in [("queries", dims.queries), ("keys", dims.keys)] {
+                let expected = || format!("{height} × {width} = {}, the places of the image", height * width);
+                expect(count == height * width, operation, name, expected, || count.to_string())?;
+            }
+        }
         let sequences = call.mask.sequences(&dims);
         if let Some(length) = table_length(aft) {
             for sequence in &sequences {
@@ -169,14 +210,8 @@ impl<'a, T: Real> Problem<'a, T> {
             Variant::Local { window, length } => {
                 Bias::Rows { table: call.parameters[0], columns: 2 * window - 1, by_position: length.is_some() }
             }
-            Variant::Conv { taps, normalized } => Bias::Kernel {
-                kernels: if normalized {
-                    kernel::normalized(call.parameters, taps)
-                } else {
-                    call.parameters[0].to_vec()
-                },
-                taps,
-            },
+            Variant::Conv { taps, normalized } => Bias::kernel(call.parameters, taps, normalized),
+            Variant::Conv2d { taps, normalized, .. } => Bias::kernel(call.parameters, taps[0] * taps[1], normalized),
         };
         Ok(Self {
             aft,
@@ -188,6 +223,7 @@ impl<'a, T: Real> Problem<'a, T> {
             sequences,
             width: padded::<T>(dims.head_dim),
             ring: if call.initial_state.is_some() { reach(aft, causal).0 } else { 0 },
+            lend: false,
             bias,
         })
     }
@@ -212,12 +248,17 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// How keys see queries: the same turned round.
+    /// Keys of the initial state that stand before key 0 when keys see queries.
+    pub fn lent(&self, sequence: &Sequence<'_>) -> usize {
+        if self.lend { self.keys_of_queries(sequence).first.unsigned_abs() } else { 0 }
+    }
+
+    /// How keys see queries: the same turned round, with those that the initial state lends.
     pub fn queries_of_keys(&self, sequence: &Sequence<'_>) -> Window {
         let (back, ahead) = reach(self.aft, self.causal);
         Window {
-            outputs: sequence.keys,
-            shift: -self.call.mask.offset,
+            outputs: sequence.keys + self.lent(sequence),
+            shift: -self.call.mask.offset - self.lent(sequence) as isize,
             back: ahead as isize,
             ahead: back as isize,
             before: !self.causal,
@@ -253,19 +294,20 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// The bias of one pair in a window.
-    pub fn pair(&self, sequence: &Sequence<'_>, head: usize, query: usize, key: isize) -> T {
+    pub fn pair(&self, sequence: &Sequence<'_>, query: usize, key: isize) -> T {
         let mut bias = [T::ZERO];
-        self.biases_of(sequence, head, query, key, &mut bias);
+        self.biases_of(sequence, query, key, &mut bias);
         bias[0]
     }
 
     /// The biases of one query and the keys from `key` on; 0 outside its window, and for a query before the first key.
-    fn biases_of(&self, sequence: &Sequence<'_>, head: usize, query: usize, key: isize, to: &mut [T]) {
+    fn biases_of(&self, sequence: &Sequence<'_>, query: usize, key: isize, to: &mut [T]) {
         to.fill(T::ZERO);
         let place = query as isize + self.call.mask.offset;
         let position = place + self.origin(sequence);
         let (from, row) = match &self.bias {
-            Bias::Zero => return,
+            // Kernels have walks of their own.
+            Bias::Zero | Bias::Kernel { .. } => return,
             Bias::Table { .. } | Bias::LowRank(_) | Bias::Rows { by_position: true, .. } if position < 0 => return,
             Bias::Table { table, length } => {
                 (-self.origin(sequence), &table[self.bias_row(sequence, query) * length..][..*length])
@@ -281,10 +323,6 @@ impl<'a, T: Real> Problem<'a, T> {
                 let (back, _) = reach(self.aft, self.causal);
                 (place - back as isize, &table[self.bias_row(sequence, query) * columns..][..*columns])
             }
-            Bias::Kernel { kernels, taps } => {
-                let (back, _) = reach(self.aft, self.causal);
-                (place - back as isize, &kernels[head * taps..][..*taps])
-            }
         };
         let skipped = (from - key).clamp(0, to.len() as isize);
         let start = (key - from).clamp(0, row.len() as isize) as usize;
@@ -297,7 +335,6 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn tile(
         &self,
         sequence: &Sequence<'_>,
-        head: usize,
         queries: std::ops::Range<usize>,
         key: isize,
         count: usize,
@@ -305,7 +342,7 @@ impl<'a, T: Real> Problem<'a, T> {
     ) {
         let Bias::LowRank(factors) = &self.bias else {
             for (query, to) in queries.zip(to.chunks_exact_mut(CHUNK)) {
-                self.biases_of(sequence, head, query, key, &mut to[..count]);
+                self.biases_of(sequence, query, key, &mut to[..count]);
             }
             return;
         };

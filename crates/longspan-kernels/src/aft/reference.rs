@@ -107,14 +107,27 @@ fn bias(aft: &Aft, call: &Call<'_, f64>, head: usize, i: usize, j: usize) -> f64
             if !(0..taps as isize).contains(&tap) {
                 return 0.0;
             }
-            let w = &call.parameters[0][head * taps..][..taps];
-            if !normalized {
-                return w[tap as usize];
-            }
-            let mean = w.iter().sum::<f64>() / taps as f64;
-            let deviation = (w.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / taps as f64).sqrt();
-            let unit = if deviation == 0.0 { 0.0 } else { (w[tap as usize] - mean) / deviation };
-            call.parameters[1][head] * unit + call.parameters[2][head]
+            kernel(call, head, taps, normalized, tap as usize)
+        }
+        Variant::Conv2d { image: [_, width], taps, normalized } => {
+            let tap = |axis: usize, key: usize, own: usize| {
+                let tap = (key + (taps[axis] - 1) / 2).checked_sub(own)?;
+                (tap < taps[axis]).then_some(tap)
+            };
+            let (Some(y), Some(x)) = (tap(0, j / width, i / width), tap(1, j % width, i % width)) else { return 0.0 };
+            kernel(call, head, taps[0] * taps[1], normalized, y * taps[1] + x)
         }
     }
+}
+
+/// One tap of a head's kernel.
+fn kernel(call: &Call<'_, f64>, head: usize, taps: usize, normalized: bool, tap: usize) -> f64 {
+    let w = &call.parameters[0][head * taps..][..taps];
+    if !normalized {
+        return w[tap];
+    }
+    let mean = w.iter().sum::<f64>() / taps as f64;
+    let deviation = (w.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / taps as f64).sqrt();
+    let unit = if deviation == 0.0 { 0.0 } else { (w[tap] - mean) / deviation };
+    call.parameters[1][head] * unit + call.parameters[2][head]
 }

@@ -2,7 +2,8 @@
 
 use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, check_options, reach, table_length};
-use super::walk::{Items, clear, join_all};
+use super::state_gradient::far;
+use super::walk::clear;
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
 use crate::mechanism::Mechanism;
@@ -17,9 +18,9 @@ use crate::state::{PARTS, State, StateShape};
 pub(super) struct Head<S> {
     /// `Σ e^{k_j − x} v_j` over the keys that windows no longer reach, `head_dim`.
     pub numerator: S,
-    /// `Σ e^{k_j − x}`, `head_dim`.
+    /// `Σ e^{k_j − x}`, `key_dim`.
     pub denominator: S,
-    /// `x`, `head_dim`.
+    /// `x`, `key_dim`.
     pub exponent: S,
     /// The last keys, in a circle; −∞ where a key is ignored or before the first token.
     pub ring_keys: S,
@@ -55,10 +56,13 @@ impl<'a, T: Real> Head<&'a [T]> {
 
     /// Into the rows of a mean.
     pub fn read(&self, mean: &mut [T]) {
-        let (width, len) = (mean.len() / MEAN_PARTS, self.exponent.len());
-        mean[..len].copy_from_slice(self.exponent);
+        let (width, len) = (mean.len() / MEAN_PARTS, self.numerator.len());
         mean[2 * width..][..len].copy_from_slice(self.numerator);
-        mean[3 * width..][..len].copy_from_slice(self.denominator);
+        for (from, row) in [(self.exponent, 0), (self.denominator, 3)] {
+            let to = &mut mean[row * width..][..len];
+            // One key a head stands for all channels.
+            if from.len() == len { to.copy_from_slice(from) } else { to.fill(from[0]) }
+        }
     }
 }
 
@@ -77,22 +81,23 @@ impl<T: Real> Head<&mut [T]> {
 
     /// From the rows of a mean without biases.
     pub fn write(&mut self, mean: &[T]) {
-        let (width, len) = (mean.len() / MEAN_PARTS, self.exponent.len());
-        self.exponent.copy_from_slice(&mean[..len]);
-        self.numerator.copy_from_slice(&mean[2 * width..][..len]);
-        self.denominator.copy_from_slice(&mean[3 * width..][..len]);
+        let width = mean.len() / MEAN_PARTS;
+        for (to, row) in [(&mut self.exponent, 0), (&mut self.numerator, 2), (&mut self.denominator, 3)] {
+            let len = to.len();
+            to.copy_from_slice(&mean[row * width..][..len]);
+        }
     }
 }
 
 /// The sizes of the state of `aft` for calls of these sizes.
 pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
     let ring = reach(aft, true).0;
-    let width = dims.head_dim;
+    let (width, key_dim) = (dims.head_dim, Mechanism::<T>::key_dim(aft, dims));
     StateShape {
         mechanism: Mechanism::<T>::name(aft),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
-        parts: [width, width, width, ring * Mechanism::<T>::key_dim(aft, dims), ring * width, MARKS],
+        parts: [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS],
     }
 }
 
@@ -105,6 +110,13 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
             operation,
             combination: "a state with biases that belong to one call",
             mend: "give the table of biases a length, so that its rows are positions",
+        });
+    }
+    if let Variant::Conv2d { .. } = aft.variant {
+        return Err(Error::Unsupported {
+            operation,
+            combination: "a state of an image, whose places look both ways",
+            mend: "give the call the whole image",
         });
     }
     let shape = shape::<T>(aft, dims);
@@ -124,10 +136,21 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     Ok(state)
 }
 
+/// Checks the sizes of a state, or of the gradient of one, whose marks have no meaning.
+pub(super) fn check_sizes<T: Real>(
+    aft: &Aft,
+    dims: &Dims,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?;
+    state.check(Mechanism::<T>::name(aft), argument, shape)
+}
+
 /// Checks sizes and marks of a state that a caller gives.
 pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(aft);
-    state.check(operation, argument, empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?)?;
+    check_sizes(aft, dims, state, argument)?;
     let rows = reach(aft, true).0.max(1);
     for index in 0..dims.batch * dims.kv_heads {
         let marks = Head::from(state.head(0, index)).marks;
@@ -227,9 +250,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let items = KeyItems::new(problem, sequence, kv_head);
         let end = sequence.keys as isize;
         let (sum, block) = work.split_at_mut(mean);
-        items.start(sum);
-        let reached = (end - ring as isize).max(-(problem.ring as isize));
-        join_all(problem.ops, &items, -(problem.ring as isize), reached, sum, block);
+        far(problem, sequence, kv_head, sum, block);
         head.write(sum);
         let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
         let zeros = [T::ZERO; MARKS];

@@ -35,7 +35,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             )?;
         }
     }
-    if width == 0 || heads == 0 {
+    if heads == 0 {
         return Ok(());
     }
 
@@ -72,6 +72,8 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 Variant::Simple => T::ZERO,
                 Variant::Local { window, .. } => kernels[position * (2 * window - 1) + place],
                 Variant::Conv { taps, .. } => kernels[query_head * taps + place],
+                // It has no state, which was checked.
+                Variant::Conv2d { .. } => T::ZERO,
                 Variant::Full { length, rank: None } => kernels[position * length + position + place - ring],
                 Variant::Full { rank: Some(rank), .. } => {
                     let z = &token.parameters[1][(position + place - ring) * rank..][..rank];

@@ -12,8 +12,6 @@ pub(crate) struct Mapping<'a, T: 'static> {
     pub map: FeatureMap,
     /// Whether features are relative to an exponent.
     pub exponential: bool,
-    /// Features of a row.
-    pub features: usize,
     /// The map, if it takes whole rows.
     pub rows: Option<RowMap<'a, T>>,
     /// How many parameters the map has of its own.
@@ -54,7 +52,6 @@ impl<'a, T: Real> Mapping<'a, T> {
         Self {
             map,
             exponential: map.is_exponential(),
-            features: map.features(dims.head_dim),
             rows: RowMap::new(map, dims, &parameters[parameters.len() - own..]),
             parameters: own,
             ops: T::ops(),

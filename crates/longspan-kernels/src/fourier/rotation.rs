@@ -113,6 +113,14 @@ impl Rate {
     }
 }
 
+/// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
+pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
+    let turns: Vec<f64> = a.iter().map(|a| Rate::new(a.to_f64()).after::<T>(steps)).collect();
+    let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
+    T::ops().cos_sin(&turns, &mut cos, &mut sin);
+    [cos, sin]
+}
+
 /// Working memory of one task.
 pub(crate) struct RotationBuffers<'s, T> {
     /// For counted positions: the angles of `0, 1, 2, …` steps, `rows × angles` each.

@@ -146,7 +146,7 @@ impl KernelizedAttention {
             return Err(Error::Unsupported {
                 operation,
                 combination: "the feature map hedgehog with a table of relative positions that goes through it",
-                mend: "give the table as features, RelativeMap::Identity, or choose another map",
+                mend: "give the table as features (RelativeMap::Identity; in layers raw = true), or choose another map",
             });
         }
         Ok(())
@@ -304,8 +304,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         Ok(state::empty(self, dims))
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later, parameters)
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
-use crate::mechanism::{Mechanism, Token, check_token, token_dims};
+use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
 use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
@@ -67,10 +67,7 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out, memory);
     };
-    if value_dim == 0 {
-        return Ok(());
-    }
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         let mut memory = StepMemory::new();
         tasks.for_each(|task| run(&mut memory, task));
@@ -162,7 +159,7 @@ impl<T: Real> HeadToken<'_, T> {
         }
 
         let value_dim = self.v.len();
-        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
             let head = self.kv_head * self.dims.group() + n;
             let query = MapSide::Query(head);
             let q_shift = if exp { finite(self.top(query, raw, work.map)) } else { T::ZERO };

@@ -415,7 +415,7 @@ where
 
 /// `σ(x)` and `1 − σ(x)`, both to full relative precision.
 #[inline(always)]
-unsafe fn sigmoid<V: Vector>(x: V) -> (V, V)
+pub(super) unsafe fn sigmoid<V: Vector>(x: V) -> (V, V)
 where
     V::Element: Constants,
 {
@@ -432,7 +432,7 @@ where
 
 /// A register from a row of any width; missing numbers are 0.
 #[inline(always)]
-unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {
+pub(super) unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {
     let row = &row[column..];
     // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
     unsafe {
@@ -447,7 +447,7 @@ unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {
 
 /// Writes a register to a row of any width, as much as fits.
 #[inline(always)]
-unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], column: usize) {
+pub(super) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], column: usize) {
     let row = &mut row[column..];
     // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
     unsafe {

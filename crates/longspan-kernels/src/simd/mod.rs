@@ -14,6 +14,7 @@ pub(crate) mod softmax;
 pub(crate) mod toeplitz;
 mod token;
 mod vector;
+pub(crate) mod window;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -24,8 +25,10 @@ use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
+use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
+use window::{Entering, Line, Tops};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,7 +164,12 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
+    pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_weighed_values, feature_dots};
+    pub(crate) use super::window::{
+        add_row_dot, add_window, exp_all, gated_row, gated_row_cotangent, run_rows, window_dots, window_tops,
+        window_weights,
+    };
 }
 
 operations! {
@@ -208,9 +216,23 @@ operations! {
     row_cotangent(mean: &[T], row: OutputRow<'_, T>, dq: &mut [T], item: &mut [T]);
     key_gradient(rows: &[T], key: &[T], dk: &mut [T], dv: &mut [T]);
     bias_gradient(row: &[T], key: &[T], bias: T) -> T;
+    window_tops(line: Line<'_, T>, taps: &[T], tops: &mut Tops<'_, T>);
+    window_weights(line: Line<'_, T>, taps: &[T], tops: &Tops<'_, T>, weights: &mut [T], sums: &mut [T]);
+    add_window(weights: &[T], lanes: usize, rows: &[T], row_length: usize, outputs: usize, to: &mut [T]);
+    run_rows(sum: &mut [T], run: Entering<'_, T>, share: &[T], backwards: bool, to: &mut [T]);
+    window_dots(
+        weights: &[T], outputs: &[T], rows: &[T], items: usize, width: usize, c: &[T], d_taps: &mut [T]
+    );
+    exp_all(block: &mut [T]);
+    gated_row(sum: &[T], factor: T, q: &[T], out: &mut [T]);
+    gated_row_cotangent(row: OutputRow<'_, T>, factor: T, dq: &mut [T], item: &mut [T]) -> T;
+    add_row_dot(sum: &[T], factor: T, v: &[T], dv: &mut [T]) -> T;
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
+    add_products(to: &mut [T], x: &[T], y: &[T]);
+    multiply_spectrum(x: &mut [Complex<T>], by: &[Complex<T>], conjugate: bool);
+    add_conjugate_products(to: &mut [Complex<T>], x: &[Complex<T>], y: &[Complex<T>]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);

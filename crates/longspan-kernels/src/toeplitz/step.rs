@@ -1,16 +1,16 @@
 //! One token at a time: the weights of the ring's tokens one by one, and the sum of all earlier ones.
 
 use rayon::prelude::*;
+use smallvec::SmallVec;
 
 use super::problem::top;
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
-use super::{OPERATION, Toeplitz};
+use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::rows::{RowMap, Shift, Side};
-use crate::mechanism::{Token, check_token, token_dims};
+use crate::mechanism::{Token, check_token, step_rows, token_dims};
 use crate::real::Real;
-use crate::scratch::padded;
+use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
 use crate::simd::Ops;
 use crate::state::State;
@@ -28,7 +28,6 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     toeplitz.bias.check()?;
     let dims = token_dims(toeplitz, token, token.k, state)?;
-    toeplitz.check_feature_map(&dims)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
     check_token(toeplitz, &dims, token, out)?;
@@ -38,33 +37,29 @@ pub(super) fn step<T: Real>(
     for index in 0..batch * kv_heads {
         state::check_reach(toeplitz, "state", Head::from(state.head(0, index)).mark(TOKENS) + 1)?;
     }
-    if value_dim == 0 {
-        return Ok(());
-    }
 
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
-    let row_map = RowMap::new(toeplitz.feature_map, &dims, &[]);
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let entries = toeplitz.bias.entries();
         let token = HeadToken {
             toeplitz,
             ops,
-            row_map: row_map.as_ref(),
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
             bias: &bias[index % kv_heads * group * entries..][..group * entries],
         };
-        token.step(head, out);
+        token.step(head, out, memory);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
-        tasks.for_each(run);
+        let mut memory = StepMemory::new();
+        tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each(run);
+        tasks.into_par_iter().for_each_init(StepMemory::new, run);
     }
     Ok(())
 }
@@ -73,7 +68,6 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     toeplitz: &'a Toeplitz,
     ops: &'static Ops<T>,
-    row_map: Option<&'a RowMap<'a, T>>,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
@@ -82,57 +76,87 @@ struct HeadToken<'a, T: 'static> {
 }
 
 impl<T: Real> HeadToken<'_, T> {
-    fn step(&self, state: Head<&mut [T]>, out: &mut [T]) {
+    fn step(&self, state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
         let near = self.toeplitz.bias.near();
-        let count = self.toeplitz.feature_map.features(head_dim);
-        let mut features = vec![T::ZERO; padded::<T>(count)];
-        let mut work = vec![T::ZERO; self.row_map.map_or(0, |map| map.work_len(1))];
-        let exponent = self.map(Side::Key(0), self.k, &mut features, &mut work);
+        let (wide, room) = (padded::<T>(head_dim), (state.mark(TOKENS) + 1).min(near));
+        let mut arena = Arena::new(memory.take(wide + 3 * padded::<T>(room) + padded::<T>(value_dim)));
+        let features = arena.take(wide);
+        let exponent = self.map(self.k, features);
         let mut writer = Writer::new(near, state);
-        writer.push(&features[..count], exponent, self.v, T::ONE);
+        writer.push(&features[..head_dim], exponent, self.v, T::ONE);
         let state = writer.head;
-        let (slot, tokens) = (state.mark(SLOT), state.mark(TOKENS));
-        let mut weights = vec![T::ZERO; tokens];
-        let mut far_sum = vec![T::ZERO; value_dim];
+        let tokens = state.mark(TOKENS);
+        let oldest = (state.mark(SLOT) + near - tokens) % near.max(1);
+        // The tokens in their order stand in two stretches of the ring.
+        let until = (oldest + tokens).min(near);
+        let stretches = [(oldest..until, 0), (0..tokens - (until - oldest), until - oldest)];
+        let (weights, dots) = (arena.take(tokens), arena.take(tokens));
+        let (exponentials, far_sum) = (arena.take(padded::<T>(tokens)), arena.take(value_dim));
         let entries = self.toeplitz.bias.entries();
-        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
-            let q_shift = self.map(Side::Query(0), q, &mut features, &mut work);
-            let q = &features[..count];
+        let nearest = self.entries(tokens);
+        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
+            let q_shift = self.map(q, features);
+            let q = &features[..head_dim];
             let bias = &self.bias[n * entries..][..entries];
             // The exponents first, because weights count from the largest.
-            let mut level = T::NEG_INFINITY;
-            for (age, weight) in weights.iter_mut().enumerate() {
-                let b = self.entry(tokens, age).map_or(T::NEG_INFINITY, |entry| bias[entry]);
-                let own = state.ring_exponents.get(ring_slot(slot, near, age)).copied().unwrap_or(T::ZERO);
-                *weight = b;
-                level = level.max(b + own);
+            match &nearest {
+                Entries::Run(run) => weights.copy_from_slice(&bias[run.clone()]),
+                Entries::Each(each) => {
+                    for (weight, entry) in weights.iter_mut().zip(each) {
+                        *weight = entry.map_or(T::NEG_INFINITY, |entry| bias[entry]);
+                    }
+                }
             }
+            let own =
+                stretches.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
+            let mut level = if state.ring_exponents.is_empty() {
+                weights.iter().copied().fold(T::NEG_INFINITY, T::max)
+            } else {
+                weights.iter().zip(own.clone()).fold(T::NEG_INFINITY, |level, (&b, &own)| level.max(b + own))
+            };
             let far = self.toeplitz.bias.far().map_or(T::NEG_INFINITY, |entry| bias[entry]);
             level = level.max(far + state.marks[EXPONENT]);
             if !level.is_finite() {
                 level = T::ZERO;
             }
+            let mut shift = level;
+            if !state.ring_exponents.is_empty() {
+                // The large numbers first: their difference is exact where it matters.
+                weights.iter_mut().zip(own).for_each(|(weight, &own)| *weight += own - level);
+                shift = T::ZERO;
+            }
+            let rows = Rows { data: weights, stride: tokens };
+            let width = exponentials.len();
+            self.ops.load(FeatureMap::Exp, shift, rows, 1, tokens, None, exponentials, width);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
-            for (age, weight) in weights.iter().enumerate() {
-                let from = ring_slot(slot, near, age);
-                let row = &state.ring_values[from * (value_dim + 1)..][..value_dim + 1];
-                let own = state.ring_exponents.get(from).copied().unwrap_or(T::ZERO);
-                // The large numbers first: their difference is exact where it matters.
-                let weight = (*weight + (own - level)).exp();
-                if row[value_dim] != T::ONE || weight == T::ZERO {
+            for (slots, first) in &stretches {
+                let dots = &mut dots[*first..][..slots.len()];
+                let exponentials = &exponentials[*first..][..slots.len()];
+                let keys = &state.ring_keys[slots.start * head_dim..];
+                let values = &state.ring_values[slots.start * (value_dim + 1)..];
+                self.ops.feature_dots(FeatureMap::Identity, T::ZERO, keys, head_dim, q, dots);
+                self.ops.multiply(dots, exponentials);
+                // What is ignored has no number that counts, whatever it is.
+                let counts = |row: &[T], exponential: T| row[value_dim] == T::ONE && exponential != T::ZERO;
+                let rows = values.chunks_exact(value_dim + 1);
+                if rows.clone().zip(exponentials).all(|(row, &exponential)| counts(row, exponential)) {
+                    sum += self.ops.add_weighed_values(values, dots, out);
                     continue;
                 }
-                let weight = weight * self.ops.dot(q, &state.ring_keys[from * count..][..count]);
-                self.ops.add_scaled(out, weight, &row[..value_dim]);
-                sum += weight;
+                for ((row, &exponential), &weight) in rows.zip(exponentials).zip(&*dots) {
+                    if counts(row, exponential) {
+                        self.ops.add_scaled(out, weight, &row[..value_dim]);
+                        sum += weight;
+                    }
+                }
             }
             let weight = (far + (state.marks[EXPONENT] - level)).exp();
             if weight > T::ZERO {
                 far_sum.fill(T::ZERO);
-                self.ops.read_token(state.sum, q, &mut far_sum);
-                self.ops.add_scaled(out, weight, &far_sum);
+                self.ops.read_token(state.sum, q, far_sum);
+                self.ops.add_scaled(out, weight, far_sum);
                 sum += weight * self.ops.dot(q, state.keys);
             }
             if !self.toeplitz.normalize {
@@ -145,30 +169,34 @@ impl<T: Real> HeadToken<'_, T> {
         }
     }
 
-    /// The entry of the token `age` tokens before this one, which is the last of `tokens` in the ring.
-    fn entry(&self, tokens: usize, age: usize) -> Option<usize> {
+    /// The entries of the last `tokens` tokens, the oldest first.
+    fn entries(&self, tokens: usize) -> Entries {
         let bias = &self.toeplitz.bias;
+        if let Bias::Table { first, count, .. } = *bias
+            && let Ok(start) = usize::try_from(1 - first - tokens as isize)
+            && start + tokens <= count
+        {
+            return Entries::Run(start..start + tokens);
+        }
         // A grid's ring holds the image from its first pixel on; elsewhere only the difference counts.
         let query = tokens as isize - 1;
-        bias.entry(bias.place(query - age as isize) - bias.place(query))
+        Entries::Each((0..=query).map(|key| bias.between(query, key)).collect())
     }
 
     /// `φ(x)` relative to the exponent that it returns.
-    fn map(&self, side: Side, x: &[T], to: &mut [T], work: &mut [T]) -> T {
+    fn map(&self, x: &[T], to: &mut [T]) -> T {
         let map = self.toeplitz.feature_map;
-        let (row, from) = (to.len(), Rows { data: x, stride: x.len() });
-        if let Some(rows) = self.row_map {
-            let mut shift = [T::ZERO];
-            rows.write(side, from, 1, None, Shift::Own(&mut shift), to, row, work);
-            return shift[0];
-        }
         let shift = if map == FeatureMap::Exp { top(x).unwrap_or(T::ZERO) } else { T::ZERO };
-        self.ops.load(map, shift, from, 1, x.len(), None, to, row);
+        let row = to.len();
+        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
         shift
     }
 }
 
-/// The ring's row of `age` tokens before the last.
-fn ring_slot(slot: usize, near: usize, age: usize) -> usize {
-    (slot + 2 * near - 1 - age) % near
+/// Which entries of the table some tokens have.
+enum Entries {
+    /// Neighbours.
+    Run(std::ops::Range<usize>),
+    /// One for each token, where it has any.
+    Each(SmallVec<[Option<usize>; 64]>),
 }

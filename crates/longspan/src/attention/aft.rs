@@ -6,6 +6,7 @@
 //! beside a far larger one that comes after it. Means of all prefixes come from ⌈log₂ keys⌉ passes of joins; a query joins
 //! the keys before its window, those in it with their biases, and those after.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
@@ -23,7 +24,7 @@ use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{Kernel, Layer};
 use crate::error::{Result, config};
 
-/// AFT-full: a learned bias for each query and each key. Quadratic in time, and in memory too on devices without kernels.
+/// AFT-full: a learned bias for each query and each key. Quadratic in time.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AftFullOptions {
@@ -60,6 +61,18 @@ impl Default for AftLocalOptions {
 #[serde(default, deny_unknown_fields)]
 pub struct AftSimpleOptions {}
 
+/// The image whose rows the tokens are, one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageOptions {
+    /// Rows of tokens.
+    pub height: usize,
+    /// Tokens of a row.
+    pub width: usize,
+    /// Rows of taps.
+    pub tap_rows: usize,
+}
+
 /// AFT-conv: one key a head, and biases by distance.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -69,11 +82,15 @@ pub struct AftConvOptions {
     pub taps: usize,
     /// Whether the kernel is `γ·(w − mean w)/std w + β`, as published, rather than `w`; yes by default.
     pub normalized: bool,
+    /// A kernel in two dimensions, centred on the query, of so many rows of `taps` taps: for calls of one image each, which
+    /// look both ways. `None`, the default, for sequences.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageOptions>,
 }
 
 impl Default for AftConvOptions {
     fn default() -> Self {
-        Self { taps: 15, normalized: true }
+        Self { taps: 15, normalized: true, image: None }
     }
 }
 
@@ -81,7 +98,7 @@ impl Default for AftConvOptions {
 #[derive(Module, Debug)]
 pub struct AftAttention {
     /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, the bias of the key at distance `column − window + 1` for the query at position
-    /// `row`, the same for all heads. AFT-conv: `[heads, taps]`. AFT-simple has none.
+    /// `row`, the same for all heads. AFT-conv: `[heads, taps]`, of an image row by row. AFT-simple has none.
     pub w: Option<Param<Tensor<2>>>,
     /// The other factor of an AFT-full table, `[length, rank]`.
     pub z: Option<Param<Tensor<2>>>,
@@ -173,12 +190,27 @@ impl Options for AftConvOptions {
     type Module = AftAttention;
 
     fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
-        let Self { taps, normalized } = *self;
-        config((1..1 << 24).contains(&taps), "AftConvOptions", "taps", "1 or more, less than 2²⁴", taps)?;
+        let Self { taps, normalized, image } = *self;
+        let ImageOptions { height, width, tap_rows } =
+            image.unwrap_or(ImageOptions { height: 1, width: 1, tap_rows: 1 });
+        let range = 1..1 << 24;
+        for (name, number, area) in [
+            ("taps", taps, taps.saturating_mul(tap_rows)),
+            ("image.height", height, height.saturating_mul(width)),
+            ("image.width", width, height.saturating_mul(width)),
+            ("image.tap_rows", tap_rows, taps.saturating_mul(tap_rows)),
+        ] {
+            let fits = number > 0 && range.contains(&area.max(1));
+            config(fits, "AftConvOptions", name, "1 or more, and less than 2²⁴ in all", number)?;
+        }
         let zeros = || normalized.then(|| Initializer::Zeros.init([heads.heads], device));
         let initializer = if normalized { Initializer::Normal { mean: 0.0, std: 1.0 } } else { BIASES };
-        let w = initializer.init([heads.heads, taps], device);
-        let module = module(Variant::Conv { taps, normalized }, Some(w), heads);
+        let w = initializer.init([heads.heads, tap_rows * taps], device);
+        let variant = match image {
+            None => Variant::Conv { taps, normalized },
+            Some(_) => Variant::Conv2d { image: [height, width], taps: [tap_rows, taps], normalized },
+        };
+        let module = module(variant, Some(w), heads);
         Ok(AftAttention { gamma: zeros(), beta: zeros(), ..module })
     }
 
@@ -246,18 +278,49 @@ impl Layer for AftAttention {
             }
             Variant::Full { length, .. } => {
                 let rows: Vec<i64> = (0..queries).map(|i| place(i).clamp(0, length as isize - 1) as i64).collect();
-                let table = self.w.as_ref().map(|w| match &self.z {
-                    None => widen(w.val()),
-                    Some(z) => widen(w.val()).matmul(widen(z.val()).transpose()),
-                });
-                let biases = table.map(|table| {
-                    let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [queries]), &table.device());
-                    table.select(0, rows).narrow(1, 0, keys).reshape([1, 1, queries, keys, 1])
-                });
+                let factors = self.w.as_ref().map(|w| (widen(w.val()), self.z.as_ref().map(|z| widen(z.val()))));
+                let biases = |own: Range<usize>| {
+                    factors.clone().map(|(w, z)| {
+                        let count = own.len();
+                        let rows = TensorData::new(rows[own].to_vec(), [count]);
+                        let rows = w.select(0, Tensor::<1, Int>::from_data(rows, &q.device()));
+                        let table = match z {
+                            None => rows.narrow(1, 0, keys),
+                            Some(z) => rows.matmul(z.narrow(0, 0, keys).transpose()),
+                        };
+                        table.reshape([1, 1, count, keys, 1])
+                    })
+                };
                 let seen = |i: usize, key: isize| if !causal || key <= place(i) { key } else { -1 };
-                let all: Vec<isize> =
-                    (0..queries).flat_map(|i| (0..keys as isize).map(move |key| seen(i, key))).collect();
-                return narrow_float(items.take(&all).biased(biases, queries).gated(q, self.aft.gate), dtype);
+                let means = items.by_rows(queries, keys, seen, biases);
+                return narrow_float(means.gated(q, self.aft.gate), dtype);
+            }
+            Variant::Conv2d { image: [_, image_width], taps: [tap_rows, taps], .. } => {
+                // The tap of each pair, and one more column for pairs without.
+                let column = |i: usize, key: usize| -> i64 {
+                    let tap = |key: usize, own: usize, taps: usize| {
+                        (key + (taps - 1) / 2).checked_sub(own).filter(|&tap| tap < taps)
+                    };
+                    let y = tap(key / image_width, i / image_width, tap_rows);
+                    let x = tap(key % image_width, i % image_width, taps);
+                    y.zip(x).map_or(tap_rows * taps, |(y, x)| y * taps + x) as i64
+                };
+                let kernels = self.w.as_ref().map(|w| {
+                    let kernels = self.kernels(widen(w.val()));
+                    let none = Tensor::zeros([heads, 1], (&kernels.device(), kernels.dtype()));
+                    Tensor::cat(vec![kernels, none], 1)
+                });
+                let biases = |own: Range<usize>| {
+                    kernels.clone().map(|kernels| {
+                        let count = own.len();
+                        let columns: Vec<i64> = own.flat_map(|i| (0..keys).map(move |key| column(i, key))).collect();
+                        let columns = TensorData::new(columns, [count * keys]);
+                        let columns = Tensor::<1, Int>::from_data(columns, &kernels.device());
+                        kernels.select(1, columns).reshape([1, heads, count, keys, 1])
+                    })
+                };
+                let means = items.by_rows(queries, keys, |_, key| key, biases);
+                return narrow_float(means.gated(q, self.aft.gate), dtype);
             }
             Variant::Local { window, length } => {
                 let table = self.w.as_ref().map(|w| widen(w.val()));
@@ -294,6 +357,9 @@ impl Layer for AftAttention {
 
 /// The exponent of no keys: below all others, and finite, so that no difference is NaN.
 const NONE: f32 = -1e30;
+
+/// Rows of a table of biases that are taken at a time.
+const ROWS: usize = 64;
 
 /// Sets of keys, `[batch, heads, sets, width]` each.
 #[derive(Clone)]
@@ -395,6 +461,29 @@ impl Means {
         let weight = (top - highest.clone()).exp();
         let sum = |x: Tensor<5>| (x * weight.clone()).sum_dim(3).squeeze_dim::<4>(3);
         Self { numerator: sum(numerator), denominator: sum(denominator), top: highest.squeeze_dim::<4>(3) }
+    }
+
+    /// For each of `rows` rows all sets, with their biases, that `seen(row, key)` gives (−1 for none). A few rows at a time:
+    /// all at once would take their number times the memory of the keys.
+    fn by_rows(
+        self,
+        rows: usize,
+        keys: usize,
+        seen: impl Fn(usize, isize) -> isize,
+        biases: impl Fn(Range<usize>) -> Option<Tensor<5>>,
+    ) -> Self {
+        let parts: Vec<Self> = (0..rows.max(1))
+            .step_by(ROWS)
+            .map(|from| {
+                let own = from..(from + ROWS).min(rows);
+                let seen = &seen;
+                let all: Vec<isize> =
+                    own.clone().flat_map(|i| (0..keys as isize).map(move |key| seen(i, key))).collect();
+                self.clone().take(&all).biased(biases(own.clone()), own.len())
+            })
+            .collect();
+        let cat = |part: fn(&Self) -> &Tensor<4>| Tensor::cat(parts.iter().map(|own| part(own).clone()).collect(), 2);
+        Self { top: cat(|m| &m.top), numerator: cat(|m| &m.numerator), denominator: cat(|m| &m.denominator) }
     }
 
     /// The means, gated by the queries; an empty set gives 0.

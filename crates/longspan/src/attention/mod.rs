@@ -23,7 +23,7 @@ mod toeplitz;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions};
+pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, ImageOptions};
 pub use feature_map::LearnedMap;
 pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
 pub use heads::Heads;

@@ -1,0 +1,60 @@
+//! Outputs of AFT-conv.
+
+use super::walk::{Work, header, walk};
+use super::{Geometry, KeySource, kernel};
+use crate::aft::problem::{Block, Chunks, Problem};
+use crate::aft::state::Head;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, parallel};
+use crate::shape::SharedRows;
+
+/// Writes every output.
+pub(in crate::aft) fn forward<T: Real>(
+    problem: &Problem<'_, T>,
+    geometry: Geometry,
+    out: SharedRows<'_, T>,
+    scratch: &mut Scratch<T>,
+) {
+    let (dims, width) = (&problem.dims, problem.width);
+    if dims.head_dim == 0 || dims.heads == 0 {
+        return;
+    }
+    let all = Block { sequences: 0..problem.sequences.len(), heads: 0..dims.kv_heads };
+    let windows = geometry.windows(problem, &all, false);
+    let chunks = Chunks::new(windows.clone(), dims.heads);
+    let per_worker = Work::<T>::len(geometry.most(), width).next_multiple_of(64);
+    let workers = rayon::current_num_threads().min(chunks.tasks()).max(1);
+    let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
+    let mut arena = Arena::new(scratch.take(workers * per_worker + edges_len + 128));
+    let work = arena.take(workers * per_worker);
+    let source = |sequence: usize, head: usize| KeySource::new(problem, &geometry, sequence, head);
+    let initial = |sequence: usize, head: usize, sum: &mut [T]| {
+        if let Some(state) = problem.call.initial_state {
+            let far = Head::from(state.head(problem.sequences[sequence].batch, head));
+            (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
+            sum[header::<T>()..][..dims.head_dim].copy_from_slice(far.numerator);
+        }
+    };
+    let memory = arena.rest();
+    let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, per_worker);
+    parallel(chunks.tasks(), work, per_worker, |task, work| {
+        let (line, head, chunk) = chunks.task(task);
+        let (index, kv_head) = (line / geometry.lines, head / dims.group());
+        let (sequence, window) = (&problem.sequences[index], &windows[line]);
+        let field = geometry.field(*window, line % geometry.lines, kernel(problem, head));
+        let edges = edges.of(window, line, kv_head, chunk);
+        let mut work = Work::new(work, geometry.most(), width);
+        walk(problem.ops, &source(index, kv_head), &field, chunk, edges, &mut work);
+        let (from, to) = window.chunk(chunk);
+        let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + geometry.start(line));
+        for (n, i) in (from..to).enumerate() {
+            let token = sequence.query_start + geometry.start(line) + i;
+            // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
+            let to = unsafe { out.row(sequence.batch, head, token, dims.head_dim) };
+            let q = if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] };
+            // A row that sees nothing gives 0; a weight that is NaN shows.
+            let factor = if work.d[n] == T::ZERO { T::ZERO } else { T::ONE / work.d[n] };
+            problem.ops.gated_row(&work.sums[n * width..][..width], factor, q, to);
+        }
+    });
+}
