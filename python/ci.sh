@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 python="$work/environment/bin/python"
 "$python" -m pip install --quiet --upgrade pip
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
-"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest
+"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest mypy
 cp -r tests pyproject.toml "$work"
 cd "$work"
 

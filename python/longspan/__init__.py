@@ -7,8 +7,18 @@ from importlib.metadata import version
 
 from . import ops
 from ._native import State, get_num_threads, set_num_threads
-from .ops import Plan, explain, mechanisms
+from .plans import MechanismInfo, Plan, combine, explain, mechanisms
 
 __version__ = version("longspan")
 
-__all__ = ["Plan", "State", "explain", "get_num_threads", "mechanisms", "ops", "set_num_threads"]
+__all__ = [
+    "MechanismInfo",
+    "Plan",
+    "State",
+    "combine",
+    "explain",
+    "get_num_threads",
+    "mechanisms",
+    "ops",
+    "set_num_threads",
+]

@@ -1,18 +1,14 @@
 """The compiled half: see `longspan.ops` for what to call."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-class Estimate(TypedDict):
-    algorithm: str
-    flops: float
-    published_elements: float
-    scratch_bytes: float
-    seconds: float
+from .plans import Estimate
 
+@final
 class State:
     @staticmethod
     def from_numbers(
@@ -37,8 +33,9 @@ class State:
     def __copy__(self) -> State: ...
     def __deepcopy__(self, memo: Any) -> State: ...
 
+@final
 class Mechanism:
-    def __init__(self, name: str, options: str, operation: str | None = None) -> None: ...
+    def __new__(cls, name: str, options: str, operation: str | None = None) -> Mechanism: ...
     def forward(
         self,
         q: NDArray[Any],
@@ -67,8 +64,10 @@ class Mechanism:
         out: NDArray[Any],
         denominators: NDArray[Any],
         d_out: NDArray[Any],
+        initial_state: State | None = None,
+        d_final_state: State | None = None,
         token_major: bool = False,
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[NDArray[Any]]]: ...
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[NDArray[Any]], State | None]: ...
     def step(
         self,
         q: NDArray[Any],
@@ -77,6 +76,16 @@ class Mechanism:
         parameters: tuple[NDArray[Any], ...],
         state: State | None = None,
     ) -> tuple[NDArray[Any], State]: ...
+    def combine(self, earlier: State, later: State) -> State: ...
+    def kernel_seconds(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        parameters: tuple[NDArray[Any], ...],
+        is_causal: bool,
+        repeats: int,
+    ) -> list[float]: ...
     def parameter_shapes(
         self, batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, value_dim: int
     ) -> list[tuple[str, list[int]]]: ...

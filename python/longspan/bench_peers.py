@@ -1,9 +1,14 @@
-"""Longspan beside what a PyTorch user would pick or write instead: ``python -m longspan.bench_peers --peers FOLDER``.
+"""Longspan beside what a PyTorch or JAX user would pick or write instead.
 
-``FOLDER`` holds ``torch_peers.py``, a module with ``make(name, B, H, L, d) -> f(q, k, v)``. Each row measures ours and every
-opponent in alternation, in one process, and prints the ratio of medians, the opponent's time over ours, with a bootstrapped
-95 % interval. Fresh memory costs page faults, which weigh most at length; ``--both-allocators`` repeats everything under an
-allocator that never gives memory back. No time is printed for a row in which the two do not compute the same.
+``python -m longspan.bench_peers --peers FOLDER`` prints the whole comparison as Markdown. ``FOLDER`` holds
+``torch_peers.py``, a module with ``make(name, batch, heads, length, head_dim) -> f(q, k, v)``, and perhaps
+``jax_peers.py`` with ``make_jax``, which is used where JAX is installed.
+
+Each row measures ours and every opponent in alternation, in one process, in a new order each round, and gives ratios of
+medians, the opponent's time over ours, with bootstrapped 95 % intervals. An opponent that takes far longer than the others
+runs in the first rounds alone. Fresh memory costs page faults, which weigh most at length: everything is measured with the
+system's allocator and again, in another process, with one that never gives memory back, and the lower ratio counts. Before a
+row is timed its functions must give the same numbers. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -14,32 +19,68 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: What keeps glibc's allocator from giving memory back.
-KEEPING = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "67108864",
+#: Environments of the two allocators; the second keeps glibc's from giving memory back.
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "system": {},
+    "keeping": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+        "MALLOC_TOP_PAD_": "67108864",
+    },
 }
 
-#: Row: our function, what it learns, opponents that compute the same, opponents that compute softmax attention instead.
-ROWS: dict[str, tuple[str, list[str], list[str]]] = {
-    "kernelized": ("kernelized", ["torch_linear"], ["sdpa"]),
-    "kernelized causal": ("kernelized", ["torch_chunk64_causal", "torch_chunk128_causal"], ["sdpa_causal"]),
-    "shaw 16 causal": ("shaw16", ["torch_rpe_band16_causal"], []),
-    "shaw 64 causal": ("shaw64", ["torch_rpe_band64_causal"], []),
-    "fourier causal": ("fourier", ["torch_fourier_causal"], []),
-    "toeplitz": ("toeplitz", ["toeplitz_dense"], []),
-    "toeplitz causal": ("toeplitz", ["toeplitz_dense_causal"], []),
-    "aft-simple": ("aft-simple", ["aft_simple"], []),
-    "aft-simple causal": ("aft-simple", ["aft_simple_causal"], []),
-    "aft-local 64 causal": ("aft-local", ["aft_local64_causal"], []),
-    "aft-conv 33 causal": ("aft-conv", ["aft_conv_causal"], []),
-}
+
+@dataclass(frozen=True)
+class Row:
+    """One mechanism and mask."""
+
+    #: Our function, for `ours`.
+    kind: str
+    is_causal: bool
+    #: Opponents in PyTorch that compute the same.
+    same: tuple[str, ...]
+    lengths: tuple[int, ...] = (4096,)
+    #: Opponents that compute softmax attention instead, with a table row of their own.
+    softmax: tuple[str, ...] = ()
+    #: Opponents in JAX that compute the same.
+    jax: tuple[str, ...] = ()
+    #: Whether to put torch.compile in front of the opponents as well.
+    compiled: bool = True
+    #: Lengths at which only the forward call is measured.
+    forward_only: tuple[int, ...] = ()
+
+
+ROWS: dict[str, Row] = {
+    "kernelized, masked": Row(
+        "kernelized", True, ("torch_chunk64_causal", "torch_chunk128_causal"), (1024, 4096, 16384),
+        jax=("jax_scan64_causal", "jax_chunk64_causal"),
+    ),
+    "kernelized": Row("kernelized", False, ("torch_linear",), (4096, 16384), jax=("jax_linear",)),
+    "softmax attention, masked": Row(
+        "kernelized", True, (), (256, 1024, 4096, 16384), softmax=("sdpa_causal",),
+        forward_only=(16384,),
+    ),
+    "Shaw, radius 16, masked": Row("shaw", True, ("torch_rpe_band16_causal",)),
+    "Shaw, radius 64, masked": Row("shaw", True, ("torch_rpe_band64_causal",)),
+    "Fourier, masked": Row("fourier", True, ("torch_fourier_causal",)),
+    "Toeplitz": Row("toeplitz", False, ("toeplitz_dense",), compiled=False),
+    "Toeplitz, masked": Row("toeplitz", True, ("toeplitz_dense_causal",), compiled=False),
+    "AFT-simple, masked": Row("aft-simple", True, ("aft_simple_causal",)),
+    "AFT-conv, 33 taps, masked": Row("aft-conv", True, ("aft_conv_causal",)),
+    "AFT-local, window 64, masked": Row("aft-local", True, ("aft_local64_causal",)),
+    "AFT-full": Row("aft-full", False, ("aft_full",), compiled=False),
+    "AFT-full, masked": Row("aft-full", True, ("aft_full_causal",), compiled=False),
+}  # fmt: skip
+
+#: Times of one function: which, and seconds by round.
+Times = dict[str, Any]
 
 
 def learned(function: Callable[..., Any]) -> list[Any]:
@@ -49,108 +90,185 @@ def learned(function: Callable[..., Any]) -> list[Any]:
     function = getattr(function, "_torchdynamo_orig_callable", function)
     names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
     cells = zip(names, getattr(function, "__closure__", None) or ())
-    contents = (cell.cell_contents for _, cell in sorted(cells))
+    contents = (cell.cell_contents for _, cell in sorted(cells, key=lambda pair: pair[0]))
     return [held for held in contents if isinstance(held, torch.Tensor) and held.requires_grad]
 
 
-def ours(kind: str, peer: Callable[..., Any], heads: int, length: int, causal: bool) -> tuple[Callable[..., Any], list[Any]]:
-    """Our function with the parameters of the peer's, and those parameters."""
+def ours(
+    kind: str, parameters: Sequence[Any], heads: int, length: int, is_causal: bool
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Our function with the parameters of a peer's, and those parameters."""
+    import torch
+
     from . import ops
 
-    parameters = [p.detach().clone().requires_grad_() for p in learned(peer)]
+    own = [parameter.detach().clone().requires_grad_() for parameter in parameters]
     if kind == "kernelized":
-        return lambda q, k, v: ops.kernelized_attention(q, k, v, is_causal=causal), []
-    if kind.startswith("shaw"):
-        (rel,) = parameters
-        return lambda q, k, v: ops.shaw_attention(q, k, v, rel, is_causal=causal), parameters
+        return lambda q, k, v: ops.kernelized_attention(q, k, v, is_causal=is_causal), []
+    if kind == "shaw":
+        (rel,) = own
+        return lambda q, k, v: ops.shaw_attention(q, k, v, rel, is_causal=is_causal), own
     if kind == "fourier":
-        a, b = parameters
-        a, b = (p.detach().reshape(heads, -1).requires_grad_() for p in (a, b))
-        return lambda q, k, v: ops.fourier_attention(q, k, v, a[..., None], b, is_causal=causal), [a, b]
+        a, b = (parameter.detach().reshape(heads, -1).requires_grad_() for parameter in own)
+        return lambda q, k, v: ops.fourier_attention(q, k, v, a[..., None], b, is_causal=is_causal), [a, b]
     if kind == "toeplitz":
-        bias = parameters[0].detach().log().requires_grad_()
-        return lambda q, k, v: ops.toeplitz_attention(q, k, v, bias, is_causal=causal), [bias]
+        bias = own[0].detach().log().requires_grad_()
+        return lambda q, k, v: ops.toeplitz_attention(q, k, v, bias, is_causal=is_causal), [bias]
     if kind == "aft-simple":
-        return lambda q, k, v: ops.aft_simple(q, k, v, is_causal=causal), []
+        return lambda q, k, v: ops.aft_simple(q, k, v, is_causal=is_causal), []
+    (w,) = own
+    if kind == "aft-full":
+        return lambda q, k, v: ops.aft_full(q, k, v, w, is_causal=is_causal), own
     if kind == "aft-local":
+        window = 64
+        key = torch.arange(length)[:, None] + torch.arange(-window + 1, window)[None]
+        inside = (key >= 0) & (key < length)
+        near = w.detach().gather(1, key.clamp(0, length - 1))
+        local = torch.where(inside, near, 0).requires_grad_()
+        return lambda q, k, v: ops.aft_local(q, k, v, local, is_causal=is_causal), [local]
+    # The opponent's convolution has a key for each channel; ours has one a head and is compared with all channels alike.
+    return lambda q, k, v: ops.aft_conv(q, k[..., 0], v, w, is_causal=is_causal), own
+
+
+class _Jax:
+    """A JAX function on its own copies of the tensors, forward or forward and backward."""
+
+    def __init__(self, name: str, q: Any, k: Any, v: Any) -> None:
+        import jax.numpy as jnp
+        import jax_peers
+
+        self.forward, self.both = jax_peers.make_jax(name, *q.shape)
+        self.tensors = [jnp.asarray(tensor.numpy()) for tensor in (q, k, v)]
+        self.ones = jnp.ones(v.shape, jnp.float32)
+
+    def forward_tensor(self) -> Any:
+        import numpy as np
         import torch
 
-        window = 64
-        distance = torch.arange(length)[:, None] + torch.arange(-window + 1, window)[None]
-        inside = (distance >= 0) & (distance < length)
-        w = parameters[0].detach()
-        w = torch.where(inside, w.gather(1, distance.clamp(0, length - 1)), 0).requires_grad_()
-        return lambda q, k, v: ops.aft_local(q, k, v, w, is_causal=causal), [w]
-    # The opponent's convolution has a key for each channel; ours has one a head and is compared with all channels alike.
-    w = parameters[0].detach().requires_grad_()
-    return lambda q, k, v: ops.aft_conv(q, k[..., 0], v, w, is_causal=causal), [w]
+        return torch.from_numpy(np.array(self.run(False)))
+
+    def run(self, backward: bool) -> Any:
+        import jax
+
+        return jax.block_until_ready(self.both(*self.tensors, self.ones) if backward else self.forward(*self.tensors))
 
 
-def measure(row: str, length: int, heads: int, head_dim: int, seconds: float, compiled: bool) -> list[dict[str, Any]]:
-    """Times of one row: one entry for ours and one for each opponent."""
+def _has_jax(folder: Path) -> bool:
+    if not (folder / "jax_peers.py").exists():
+        return False
+    try:
+        import jax  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
+    """Times of one row at one length: ours and every opponent's, in each direction."""
     import torch
     import torch_peers
 
-    kind, same, others = ROWS[row]
-    causal = row.endswith("causal")
+    row = ROWS[name]
+    heads, head_dim = options.heads, options.head_dim
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3))
-    if kind == "aft-conv":
+    if row.kind == "aft-conv":
         k = k[..., :1].expand(k.shape).contiguous()
-    names = same + ([f"compiled:{name}" for name in same] if compiled else []) + others
-    peers = {name: torch_peers.make(name, 1, heads, length, head_dim) for name in names}
-    own, parameters = ours(kind, peers[same[0]], heads, length, causal)
-    candidates = {"longspan": own, **peers}
+    compiled = [f"compiled:{peer}" for peer in row.same] if row.compiled and not options.eager else []
+    names = [*row.same, *compiled, *row.softmax]
+    peers = {peer: torch_peers.make(peer, 1, heads, length, head_dim) for peer in names}
+    parameters = learned(peers[row.same[0]]) if row.same else []
+    own, own_parameters = ours(row.kind, parameters, heads, length, row.is_causal)
+    in_torch = {"longspan": own, **peers}
+    in_jax = {peer: _Jax(peer, q, k, v) for peer in (row.jax if _has_jax(options.peers) else ())}
 
     with torch.no_grad():
-        expected = own(q, k, v).reshape(1, heads, length, head_dim)
-        for name in same:
-            got = peers[name](q, k, v)
+        expected = own(q, k, v)
+        for peer in (*row.same, *in_jax):
+            got = in_jax[peer].forward_tensor() if peer in in_jax else peers[peer](q, k, v)
             if got.dim() == 3:
                 got = got.unflatten(-1, (heads, head_dim)).transpose(1, 2)
             difference = (got - expected).abs().max() / expected.abs().max()
             if not difference < 1e-2:
-                raise SystemExit(f"{row}, L={length}: {name} and Longspan differ by {difference:.1e}; nothing is measured")
+                raise SystemExit(f"{name}, L={length}: {peer} and Longspan differ by {difference:.1e}; nothing is measured")
+        del expected
 
-    wrt = {name: learned(f) for name, f in peers.items() if not name.startswith("compiled:")}
-    wrt = {name: wrt.get(name.removeprefix("compiled:"), []) for name in peers}
-    wrt["longspan"] = parameters
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    wrt = {peer: learned(peers.get(peer.removeprefix("compiled:"), peers[peer])) for peer in peers}
+    wrt["longspan"] = own_parameters
+    inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    ones: dict[Any, Any] = {}
 
-    def forward(name: str) -> None:
-        with torch.no_grad():
-            candidates[name](q, k, v)
+    def run(candidate: str, backward: bool) -> None:
+        if candidate in in_jax:
+            in_jax[candidate].run(backward)
+        elif not backward:
+            with torch.no_grad():
+                in_torch[candidate](q, k, v)
+        else:
+            out = in_torch[candidate](*inputs)
+            if out.shape not in ones:
+                ones[out.shape] = torch.ones(out.shape)
+            out.backward(ones[out.shape])
+            for tensor in (*inputs, *wrt[candidate]):
+                tensor.grad = None
 
-    def both(name: str) -> None:
-        loss = candidates[name](*inputs)
-        loss.backward(torch.ones_like(loss))
-        for tensor in (*inputs, *wrt[name]):
-            tensor.grad = None
-
-    found = []
-    for direction, run in (("forward", forward), ("forward + backward", both)):
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for name in candidates:
-            run(name)
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times["longspan"]) < 5:
-            # A new order each round, so that nobody always comes after the same one.
-            for name in random.sample(list(candidates), len(candidates)):
-                start = time.perf_counter()
-                run(name)
-                times[name].append(time.perf_counter() - start)
-        for name, list_of_times in times.items():
-            found.append({"row": row, "length": length, "direction": direction, "name": name, "seconds": list_of_times})
+    found: list[Times] = []
+    for direction in ("forward",) if length in row.forward_only else ("forward", "forward + backward"):
+        backward = direction != "forward"
+        times = _alternate(lambda candidate: run(candidate, backward), [*in_torch, *in_jax], options.seconds)
+        for candidate, seconds in times.items():
+            found.append({"row": name, "length": length, "direction": direction, "name": candidate, "seconds": seconds})
     return found
 
 
-def median(numbers: list[float]) -> float:
+#: Rounds that every function runs in, however slow.
+_LEAST = 4
+
+#: Seconds between two functions.
+_SETTLING = 2e-3
+
+
+def _alternate(run: Callable[[str], None], candidates: list[str], seconds: float) -> dict[str, list[float | None]]:
+    """Times of each candidate by round, ``None`` where it did not run."""
+    warm = {}
+    for candidate in candidates:
+        start = time.perf_counter()
+        run(candidate)
+        warm[candidate] = time.perf_counter() - start
+        if warm[candidate] < seconds:
+            # The first time also compiles.
+            start = time.perf_counter()
+            run(candidate)
+            warm[candidate] = time.perf_counter() - start
+    slow = {candidate for candidate in candidates if warm[candidate] > seconds / 4}
+    times: dict[str, list[float | None]] = {candidate: [] for candidate in candidates}
+    shuffle = random.Random(0)
+    rounds = 0
+    end = None
+    while rounds < _LEAST or end is None or time.perf_counter() < end or rounds < 3 * _LEAST:
+        if rounds == _LEAST:
+            end = time.perf_counter() + seconds
+        # A new order each round, so that nobody always comes after the same one.
+        for candidate in shuffle.sample(candidates, len(candidates)):
+            if rounds >= _LEAST and candidate in slow and candidate != "longspan":
+                times[candidate].append(None)
+                continue
+            # The threads of the one before spin for a while where others should run.
+            time.sleep(_SETTLING)
+            start = time.perf_counter()
+            run(candidate)
+            times[candidate].append(time.perf_counter() - start)
+        rounds += 1
+    return times
+
+
+def median(numbers: Sequence[float]) -> float:
     ordered = sorted(numbers)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def interval(theirs: list[float], mine: list[float], draws: int = 1000) -> tuple[float, float]:
+def interval(theirs: Sequence[float], mine: Sequence[float], draws: int = 1000) -> tuple[float, float]:
     """95 % of the ratio of medians, resampling rounds: what disturbs a round disturbs both."""
     rounds = len(mine)
     draw = random.Random(0)
@@ -162,17 +280,113 @@ def interval(theirs: list[float], mine: list[float], draws: int = 1000) -> tuple
     return ratios[draws // 40], ratios[-draws // 40]
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    lines = []
+@dataclass(frozen=True)
+class Ratio:
+    """An opponent's time over ours in the rounds that it ran in."""
+
+    name: str
+    ours: float
+    theirs: float
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        return self.theirs / self.ours
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def ratios(found: Sequence[Times]) -> dict[tuple[str, int, str], list[Ratio]]:
+    """For each row, length and direction its opponents, the fastest first."""
+    mine = {(e["row"], e["length"], e["direction"]): e["seconds"] for e in found if e["name"] == "longspan"}
+    table: dict[tuple[str, int, str], list[Ratio]] = {place: [] for place in mine}
     for entry in found:
+        place = (entry["row"], entry["length"], entry["direction"])
         if entry["name"] == "longspan":
-            mine = entry["seconds"]
-            lines.append(f"{entry['row']}, L={entry['length']}, {entry['direction']}: longspan {median(mine) * 1e3:.2f} ms")
-        else:
-            low, high = interval(entry["seconds"], mine)
-            ratio = median(entry["seconds"]) / median(mine)
-            lines.append(f"    {entry['name']:<34} {median(entry['seconds']) * 1e3:9.2f} ms   {ratio:6.2f} x "
-                         f"[{low:.2f}, {high:.2f}]")  # fmt: skip
+            continue
+        pairs = [(a, b) for a, b in zip(entry["seconds"], mine[place]) if a is not None]
+        theirs, own = [a for a, _ in pairs], [b for _, b in pairs]
+        low, high = interval(theirs, own)
+        table[place].append(Ratio(entry["name"], median(own), median(theirs), low, high))
+    return {place: sorted(row, key=lambda ratio: ratio.value) for place, row in table.items()}
+
+
+_TITLES = {"system": "the system's allocator", "keeping": "an allocator that keeps its memory"}
+
+
+def summary(found: dict[str, Sequence[Times]]) -> str:
+    """The fastest opponent of each row under each allocator, and the ratio that counts."""
+    by_allocator = {allocator: ratios(times) for allocator, times in found.items()}
+    head = ["row", "L", "direction"]
+    for allocator in by_allocator:
+        head += [f"ours, ms ({allocator})", "fastest opponent", "its ms", "ratio [95 %]"]
+    lines = [f"| {' | '.join([*head, 'counts'])} |", "|" + "---|" * (len(head) + 1)]
+    for place in next(iter(by_allocator.values())):
+        cells = [place[0], str(place[1]), place[2]]
+        values = []
+        for table in by_allocator.values():
+            best = table[place][0]
+            values.append(best.value)
+            cells += [f"{best.ours * 1e3:.2f}", best.name, f"{best.theirs * 1e3:.2f}", str(best)]
+        lines.append(f"| {' | '.join(cells)} | **{min(values):.2f} ×** |")
+    return "\n".join(lines)
+
+
+def details(found: Sequence[Times]) -> str:
+    """Every opponent of every row."""
+    lines = ["| row | L | direction | opponent | its ms | ours, ms | ratio [95 %] | rounds |", "|" + "---|" * 8]
+    rounds = {(e["row"], e["length"], e["direction"], e["name"]): sum(t is not None for t in e["seconds"]) for e in found}
+    for place, row in ratios(found).items():
+        for ratio in row:
+            lines.append(
+                f"| {place[0]} | {place[1]} | {place[2]} | {ratio.name} | {ratio.theirs * 1e3:.2f} | {ratio.ours * 1e3:.2f} "
+                f"| {ratio} | {rounds[(*place, ratio.name)]} |"
+            )
+    return "\n".join(lines)
+
+
+def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> str:
+    """What a whole call costs over its kernel at a length where that shows."""
+    import numpy as np
+    import torch
+
+    from . import _calls, _options, ops
+
+    draw = np.random.default_rng(0).standard_normal
+    arrays = [draw((1, heads, length, head_dim), dtype=np.float32) for _ in range(3)]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    q, k, v = arrays
+    q_tensor, k_tensor, v_tensor = tensors
+    one_q, one_k, one_v = (array[:, :, 0].copy() for array in arrays)
+    _, state = ops.kernelized_attention_step(one_q, one_k, one_v)
+    options = _options.kernel("overhead", arrays[1], "elu+1", None, True, "auto")
+    native = _calls.mechanism("kernelized", options, "overhead", ())
+
+    def whole(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return median(times) * 1e6
+
+    kernel, numpy, torch_, step = [], [], [], []
+    for _ in range(5):
+        kernel.append(median(native.kernel_seconds(q, k, v, (), True, calls)) * 1e6)
+        numpy.append(whole(lambda: ops.kernelized_attention(q, k, v, is_causal=True)))
+        torch_.append(whole(lambda: ops.kernelized_attention(q_tensor, k_tensor, v_tensor, is_causal=True)))
+        step.append(whole(lambda: ops.kernelized_attention_step(one_q, one_k, one_v, state)))
+    lines = [
+        f"| kernelized, masked, L={length}, H={heads}, d={head_dim} | µs | over the kernel, µs |",
+        "|---|---|---|",
+        f"| the kernel itself | {median(kernel):.1f} | |",
+    ]
+    for name, times in (("a call on NumPy arrays", numpy), ("a call on torch tensors", torch_)):
+        over = median([a - b for a, b in zip(times, kernel)])
+        lines.append(f"| {name} | {median(times):.1f} | {over:.1f} |")
+    lines.append(f"| one token through `kernelized_attention_step` | {median(step):.1f} | |")
     return "\n".join(lines)
 
 
@@ -180,46 +394,83 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("longspan.bench_peers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--peers", type=Path, required=True, help="the folder of torch_peers.py")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=" | ".join(ROWS))
+    parser.add_argument("--lengths", nargs="+", type=int, help="instead of each row's own")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row, length and direction")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile in front of the opponents as well")
-    parser.add_argument("--both-allocators", action="store_true", help="again with an allocator that keeps its memory")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each row, length and direction")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile in front of the opponents")
+    parser.add_argument("--allocator", choices=ALLOCATORS, help="one of the two instead of both")
+    parser.add_argument("--details", action="store_true", help="every opponent, not the fastest alone")
+    parser.add_argument("--overhead", action="store_true", help="what a short call costs over its kernel, and no more")
     parser.add_argument("--json", type=Path, help="all times, in this file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _measure_all(options: argparse.Namespace) -> list[Times]:
+    import torch
+
+    found: list[Times] = []
+    for name in options.rows:
+        for length in options.lengths or ROWS[name].lengths:
+            start = time.perf_counter()
+            found += measure(name, length, options)
+            # Each row compiles for its own sizes.
+            torch.compiler.reset()
+            print(f"{options.allocator}: {name}, L={length}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[Times]:
+    """Measures in a process of its own, whose allocator the environment sets."""
+    times = Path(folder, f"{allocator}.json")
+    command = [sys.executable, "-m", "longspan.bench_peers", "--child", "--peers", options.peers, "--allocator", allocator,
+               "--heads", options.heads, "--head-dim", options.head_dim, "--threads", options.threads,
+               "--seconds", options.seconds, "--json", times, "--rows", *options.rows]  # fmt: skip
+    command += ["--eager"] if options.eager else []
+    command += ["--lengths", *options.lengths] if options.lengths else []
+    environment = {**os.environ, **ALLOCATORS[allocator]}
+    done = subprocess.run([str(part) for part in command], env=environment, stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    found: list[Times] = json.loads(times.read_text())
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    options.peers = options.peers.resolve()
     if not (options.peers / "torch_peers.py").exists():
         print(f"longspan.bench_peers: --peers: no torch_peers.py in {options.peers}", file=sys.stderr)
         return 2
-    if options.both_allocators:
-        given = [a for a in (sys.argv[1:] if arguments is None else arguments) if a != "--both-allocators"]
-        for name, changes in (("the system's allocator", {}), ("an allocator that keeps its memory", KEEPING)):
-            print(f"== {name}", flush=True)
-            done = subprocess.run([sys.executable, "-m", "longspan.bench_peers", *given], env={**os.environ, **changes})
-            if done.returncode:
-                return done.returncode
-        return 0
-    sys.path.insert(0, str(options.peers))
     import torch
 
     from . import set_num_threads
 
     torch.set_num_threads(options.threads)
     set_num_threads(options.threads)
-    everything = []
-    for row in options.rows:
-        for length in options.lengths:
-            found = measure(row, length, options.heads, options.head_dim, options.seconds, options.compiled)
-            print(table(found), flush=True)
-            everything += found
+    if options.child:
+        sys.path.insert(0, str(options.peers))
+        options.json.write_text(json.dumps(_measure_all(options)))
+        return 0
+    if options.overhead:
+        print(overhead(options.heads, options.head_dim))
+        return 0
+    allocators = [options.allocator] if options.allocator else list(ALLOCATORS)
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Sequence[Times]] = {
+            allocator: _in_child(allocator, options, folder) for allocator in allocators
+        }
+    print(f"B=1, H={options.heads}, d={options.head_dim}, float32, {options.threads} threads; medians of alternating rounds\n")
+    print(summary(found))
+    if options.details:
+        for allocator, times in found.items():
+            print(f"\nWith {_TITLES[allocator]}:\n\n{details(times)}")
+    print(f"\n{overhead(options.heads, options.head_dim)}")
     if options.json:
-        options.json.write_text(json.dumps(everything))
+        options.json.write_text(json.dumps(found))
     return 0
 
 

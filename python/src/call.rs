@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::Instant;
 
 use longspan_kernels::{
     self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Scratch, Token, ViewMut,
@@ -286,7 +287,7 @@ impl Mechanism {
         initial_state: Option<&State>,
         want: Want,
     ) -> PyResult<Outcome<'py>> {
-        let initial_state = initial_state.map(|state| self.state_like::<T>("initial_state", state)).transpose()?;
+        let initial_state = self.states_like::<T>("initial_state", initial_state)?;
         let dims = inputs.dims;
         let kernel = T::kernel(&*self.kernel);
         let mut out = Fresh::tensor::<T>(py, dims.out(), want.token_major)?;
@@ -305,8 +306,13 @@ impl Mechanism {
         Ok((out.finish()?, denominators.map(Bound::into_any), final_state.map(T::wrap)))
     }
 
-    fn state_like<'a, T: Precise>(&self, argument: &str, state: &'a State) -> PyResult<&'a kernels::State<T>> {
-        T::unwrap(state).ok_or_else(|| self.other_precision::<T>(argument, state))
+    fn states_like<'a, T: Precise>(
+        &self,
+        argument: &str,
+        state: Option<&'a State>,
+    ) -> PyResult<Option<&'a kernels::State<T>>> {
+        let Some(state) = state else { return Ok(None) };
+        T::unwrap(state).map(Some).ok_or_else(|| self.other_precision::<T>(argument, state))
     }
 
     fn other_precision<T: Precise>(&self, argument: &str, state: &State) -> PyErr {
@@ -319,9 +325,15 @@ impl Mechanism {
         py: Python<'py>,
         inputs: &Inputs<'py>,
         cotangent: [&Tensor<'py>; 3],
+        states: [Option<&State>; 2],
         token_major: bool,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let dims = inputs.dims;
+        let initial_state = self.states_like::<T>("initial_state", states[0])?;
+        let final_state = self.states_like::<T>("d_final_state", states[1])?;
+        let kernel = T::kernel(&*self.kernel);
+        let wanted = initial_state.map(|_| kernel.empty_state(&dims)).transpose();
+        let mut d_initial = wanted.map_err(|e| self.failed(e))?;
         let [batch, kv_heads, keys, _] = dims.k();
         let key_dim = self.key_dim(&dims, T::PRECISION);
         let mut dq = Fresh::tensor::<T>(py, dims.q(), token_major)?;
@@ -332,21 +344,35 @@ impl Mechanism {
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(numbers_mut).collect();
         let [out, denominators, d_out] = cotangent;
         let cotangent =
-            Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view(), final_state: None };
+            Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view(), final_state };
         let gradients = Gradients {
             dq: dq.view_mut(),
             dk: dk.view_mut(),
             dv: dv.view_mut(),
             parameters: &mut slices,
-            initial_state: None,
+            initial_state: d_initial.as_mut(),
         };
         inputs
-            .run(py, self, None, BACKWARD_PASSES, |kernel, call, scratch| {
+            .run(py, self, initial_state, BACKWARD_PASSES, |kernel, call, scratch| {
                 kernel.backward(call, &cotangent, gradients, scratch)
             })
             .map_err(|e| self.failed(e))?;
         let parameters = PyList::new(py, d_parameters)?;
-        (dq.finish()?, dk.finish()?, dv.finish()?, parameters).into_pyobject(py)
+        (dq.finish()?, dk.finish()?, dv.finish()?, parameters, d_initial.map(T::wrap)).into_pyobject(py)
+    }
+
+    fn kernel_seconds_as<T: Precise>(&self, py: Python<'_>, inputs: &Inputs<'_>, repeats: usize) -> PyResult<Vec<f64>> {
+        let mut out = Fresh::tensor::<T>(py, inputs.dims.out(), false)?;
+        let mut seconds = Vec::new();
+        for _ in 0..repeats {
+            let output = Output { out: out.view_mut::<T>(), denominators: None, final_state: None };
+            let timed = inputs.run(py, self, None, 1.0, |kernel, call, scratch| {
+                let start = Instant::now();
+                kernel.forward(call, output, scratch).map(|()| start.elapsed().as_secs_f64())
+            });
+            seconds.push(timed.map_err(|e| self.failed(e))?);
+        }
+        Ok(seconds)
     }
 
     fn step_as<'py, T: Precise>(
@@ -427,9 +453,10 @@ impl Mechanism {
         }
     }
 
-    /// Gradients ``(dq, dk, dv, [of each parameter])`` from that of the output.
+    /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
+    /// of the final state where it was used.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
-                        token_major=false))]
+                        initial_state=None, d_final_state=None, token_major=false))]
     #[allow(clippy::too_many_arguments)]
     fn backward<'py>(
         &self,
@@ -445,6 +472,8 @@ impl Mechanism {
         out: &Bound<'py, PyAny>,
         denominators: &Bound<'py, PyAny>,
         d_out: &Bound<'py, PyAny>,
+        initial_state: Option<PyRef<'py, State>>,
+        d_final_state: Option<PyRef<'py, State>>,
         token_major: bool,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
@@ -458,9 +487,10 @@ impl Mechanism {
         let d_out = Tensor::like(operation, "d_out", d_out, precision)?;
         self.expect_shape("d_out", &d_out, &dims.out())?;
         let cotangent = [&out, &denominators, &d_out];
+        let states = [initial_state.as_deref(), d_final_state.as_deref()];
         match precision {
-            Precision::F32 => self.backward_as::<f32>(py, &inputs, cotangent, token_major),
-            Precision::F64 => self.backward_as::<f64>(py, &inputs, cotangent, token_major),
+            Precision::F32 => self.backward_as::<f32>(py, &inputs, cotangent, states, token_major),
+            Precision::F64 => self.backward_as::<f64>(py, &inputs, cotangent, states, token_major),
         }
     }
 
@@ -529,6 +559,41 @@ impl Mechanism {
         Ok((out, state))
     }
 
+    /// The state after two stretches of tokens from the state of each, ``later`` computed from no tokens on.
+    fn combine(&self, earlier: PyRef<'_, State>, later: PyRef<'_, State>) -> PyResult<State> {
+        let failed = |e| self.failed(e);
+        match (&earlier.numbers, &later.numbers) {
+            (Numbers::F32(a), Numbers::F32(b)) => f32::kernel(&*self.kernel).combine(a, b).map(f32::wrap).map_err(failed),
+            (Numbers::F64(a), Numbers::F64(b)) => f64::kernel(&*self.kernel).combine(a, b).map(f64::wrap).map_err(failed),
+            _ => {
+                let [expected, got] = [&earlier, &later].map(|state| state.precision().name());
+                Err(error::kind(&self.operation, "later", format_args!("a state of {expected} like earlier"), got))
+            }
+        }
+    }
+
+    /// Seconds that the kernel itself takes for a forward call on these arrays, ``repeats`` times: what
+    /// ``longspan.bench_peers --overhead`` holds a whole call against.
+    #[pyo3(signature = (q, k, v, parameters, is_causal, repeats))]
+    #[allow(clippy::too_many_arguments)]
+    fn kernel_seconds<'py>(
+        &self,
+        py: Python<'py>,
+        q: &Bound<'py, PyAny>,
+        k: &Bound<'py, PyAny>,
+        v: &Bound<'py, PyAny>,
+        parameters: &Bound<'py, PyTuple>,
+        is_causal: bool,
+        repeats: usize,
+    ) -> PyResult<Vec<f64>> {
+        let zero = 0_i64.into_pyobject(py)?.into_any();
+        let inputs = self.inputs(q, k, v, parameters, is_causal, &zero, None, None)?;
+        match inputs.q.precision() {
+            Precision::F32 => self.kernel_seconds_as::<f32>(py, &inputs, repeats),
+            Precision::F64 => self.kernel_seconds_as::<f64>(py, &inputs, repeats),
+        }
+    }
+
     /// Names and shapes of the parameters for a call of these sizes.
     #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim))]
     #[allow(clippy::too_many_arguments)]
@@ -543,7 +608,7 @@ impl Mechanism {
         value_dim: usize,
     ) -> Vec<(&'static str, Vec<usize>)> {
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape)).collect()
+        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
     }
 
     /// Which algorithm a call of these sizes runs, and why.

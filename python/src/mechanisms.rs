@@ -61,12 +61,19 @@ pub const TABLE: &[Entry] = &[
         name: "toeplitz",
         summary: "a learned weight for every distance, φ(q_i)·φ(k_j) e^{bias[j − i]}",
         states: &["toeplitz"],
-        example: r#"{"count": 1}"#,
+        example: r#"{"shape": [1]}"#,
         build: toeplitz,
     },
     Entry {
+        name: "aft-full",
+        summary: "σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}, w learned for every pair, dense or u·zᵀ",
+        states: &["aft-full"],
+        example: r#"{"length": 1}"#,
+        build: aft_full,
+    },
+    Entry {
         name: "aft-local",
-        summary: "σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}, w learned inside a window and 0 beyond",
+        summary: "as aft-full with w learned inside a window and 0 beyond",
         states: &["aft-local"],
         example: r#"{"window": 1}"#,
         build: aft_local,
@@ -269,14 +276,22 @@ fn fourier(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ToeplitzOptions {
-    /// Entries of a head's table.
-    count: usize,
-    /// The distance of the first; by default that of the middle one is 0.
+    /// Which distances a table has entries for.
+    #[serde(default)]
+    kind: BiasKind,
+    /// A head's table.
+    shape: Vec<usize>,
+    /// The distance of the first entry of a table of all distances; by default that of the middle one is 0.
     #[serde(default)]
     first: Option<isize>,
     /// Have distance 0 in the middle whatever `first` says: one table for calls of any length.
     #[serde(default)]
     centred: bool,
+    /// Of buckets.
+    #[serde(default = "far")]
+    max_distance: usize,
+    #[serde(default = "yes")]
+    bidirectional: bool,
     #[serde(default, deserialize_with = "by_name")]
     feature_map: FeatureMap,
     #[serde(default = "yes")]
@@ -285,13 +300,59 @@ struct ToeplitzOptions {
     algorithm: Algorithm,
 }
 
+#[derive(Deserialize, Default, Clone, Copy, PartialEq)]
+#[serde(rename_all = "lowercase")]
+enum BiasKind {
+    #[default]
+    Table,
+    Clipped,
+    Buckets,
+    Grid,
+}
+
+/// As in T5.
+fn far() -> usize {
+    128
+}
+
 fn toeplitz(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
     let options: ToeplitzOptions = read(options)?;
-    let middle = isize::try_from(options.count / 2).unwrap_or(isize::MAX);
-    let first = options.first.filter(|_| !options.centred).unwrap_or(-middle);
-    let bias = Bias::Table { first, count: options.count, beyond: Beyond::Error };
+    let odd = |n: usize| n % 2 == 1;
+    let bias = match (options.kind, &*options.shape) {
+        (BiasKind::Table, &[count]) => {
+            let middle = isize::try_from(count / 2).unwrap_or(isize::MAX);
+            let first = options.first.filter(|_| !options.centred).unwrap_or(-middle);
+            Bias::Table { first, count, beyond: Beyond::Error }
+        }
+        (BiasKind::Clipped, &[rows]) if odd(rows) => Bias::clipped(rows / 2),
+        (BiasKind::Buckets, &[buckets]) => {
+            Bias::Buckets { buckets, max_distance: options.max_distance, bidirectional: options.bidirectional }
+        }
+        (BiasKind::Grid, &[rows, columns]) if odd(rows) && odd(columns) => {
+            Bias::Grid { height: rows / 2 + 1, width: columns / 2 + 1 }
+        }
+        (_, shape) => {
+            return Err(serde_json::Error::custom(format!(
+                "bias: expected [distances] for a head, 2R + 1 of them if clipped, or [2·height − 1, 2·width − 1] for a \
+                 grid, got {shape:?}"
+            )));
+        }
+    };
     let (feature_map, normalize, algorithm) = (options.feature_map, options.normalize, options.algorithm);
     Ok(Arc::new(Toeplitz { feature_map, bias, normalize, algorithm }))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AftFullOptions {
+    length: usize,
+    #[serde(default)]
+    rank: Option<usize>,
+}
+
+fn aft_full(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+    let AftFullOptions { length, rank } = read(options)?;
+    Ok(Arc::new(Aft::new(Variant::Full { length, rank })))
 }
 
 #[derive(Deserialize)]

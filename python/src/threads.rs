@@ -14,9 +14,8 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error;
 
-/// Seconds of one thread's work below which a call stays on the caller's thread: handing it to a sleeping pool and
-/// waiting for its answer takes about 10 µs, and is worth it from a few times that on.
-const WORTH_A_POOL: f64 = 40e-6;
+/// Seconds that it takes to hand a call to a sleeping pool and to wait for its answer; measured on two cores.
+const HANDING_OVER: f64 = 13e-6;
 
 /// More threads than any machine has; a mistake rather than a wish.
 const MOST: usize = 4096;
@@ -74,7 +73,10 @@ pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
         WANTED.store(count(), Ordering::Relaxed);
     }
     let threads = WANTED.load(Ordering::Relaxed);
-    if (seconds < WORTH_A_POOL || threads == 1) && alone() {
+    // A pool wins where `seconds · (1 − 1/threads)` is more than handing over takes; twice that, because on a machine with
+    // other work the others wake late.
+    let saved = seconds * (1.0 - 1.0 / threads.max(1) as f64);
+    if saved < 2.0 * HANDING_OVER && alone() {
         return work();
     }
     match pool(threads) {

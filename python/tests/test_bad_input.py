@@ -1,5 +1,6 @@
 """Wrong calls: a Python exception of the fitting type that names argument, expected and got. Never an abort or a hang."""
 
+import inspect
 import multiprocessing
 import os
 import random
@@ -293,9 +294,10 @@ def test_exit_while_threads_run(tmp_path):
 def test_fuzz():
     """Random calls, right and wrong: nothing but an answer of the right shape, TypeError or ValueError."""
     seed = int(os.environ.get("LONGSPAN_FUZZ_SEED", "0"))
-    calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "3000"))
+    calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "4000"))
     draw = random.Random(seed)
-    counts = {"answer": 0, "error": 0}
+    names = ("kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax")
+    counts = {name: {"answer": 0, "error": 0} for name in names}
 
     def size():
         return draw.choice([0, 1, 1, 2, 2, 3, 4, 5, 8, 17, 65])
@@ -314,13 +316,53 @@ def test_fuzz():
         view = base[tuple(slice(None, None, draw.choice([2, 2, 2, -2])) for _ in shape)]
         return draw.choice([np.ascontiguousarray, lambda x: x, np.asfortranarray])(view)
 
+    def function(name, batch, heads, kv_heads, queries, keys, dim):
+        """The function of a mechanism, and its parameters of the right shapes or almost."""
+        if name == "shaw":
+            return ops.shaw_attention, [array(*draw.choice([(heads, 2 * size() + 1, dim), (2 * size() + 1, dim)]))], {}
+        if name == "fourier":
+            more = {"normalizer": draw.choice(["one_plus", "dominant", "unrotated", "none", "literal", "x"]),
+                    "wave": draw.choice(["each", "each", "pairs", "x"])}  # fmt: skip
+            count = {"dominant": 3, "none": 3, "unrotated": 2, "literal": 2}.get(more["normalizer"], 1)
+            pairs = more["wave"] == "pairs"
+            axes = draw.choice([1, 1, 2])
+            if axes == 2 or draw.random() < 0.2:
+                more |= {"q_positions": array(batch, queries, axes), "k_positions": array(batch, keys, axes)}
+            angles = array(kv_heads, dim // 2 if pairs else dim, axes)
+            return ops.fourier_attention, [angles, *(array(heads, dim) for _ in range(0 if pairs else count))], more
+        if name == "toeplitz":
+            kind, shape = draw.choice([
+                ("table", [max(queries + keys - 1, 0)]), ("clipped", [2 * size() + 1]), ("buckets", [2 * size()]),
+                ("grid", [2 * size() + 1, 2 * size() + 1]), ("x", [3]),
+            ])  # fmt: skip
+            return ops.toeplitz_attention, [array(heads, *shape)], {"kind": kind, "max_distance": draw.choice([128, 3, 0])}
+        if name == "aft-full":
+            if draw.random() < 0.5:
+                return ops.aft_full, [array(queries, keys)], {}
+            rank = size()
+            return ops.aft_full, [], {"u": array(queries, rank), "z": array(keys, rank)}
+        if name == "aft-local":
+            return ops.aft_local, [array(queries, 2 * size() + 1)], {}
+        if name == "aft-conv":
+            more = {"gamma": array(heads), "beta": array(heads)} if draw.random() < 0.5 else {}
+            return ops.aft_conv, [array(heads, size())], more
+        if name == "softmax":
+            more = {"scale": draw.choice([None, 0.5, -1.0, float("nan"), "x"]), "capacity": draw.choice([4096, 0, -1, "x"])}
+            return ops.softmax_attention, [], more if draw.random() < 0.3 else {}
+        return {"kernelized": ops.kernelized_attention, "aft-simple": ops.aft_simple}[name], [], {}
+
     for index in range(calls):
+        name = draw.choice(names)
         batch, kv_heads, queries, keys, dim, value_dim = size(), size(), size(), size(), size(), size()
-        if batch * kv_heads * (queries + keys) * (dim + value_dim) > 200_000:
+        if batch * kv_heads * (queries + keys) * (dim + value_dim) > 100_000:
             continue
+        if name.startswith("aft") and draw.random() < 0.95:
+            value_dim = dim
         heads = kv_heads * draw.choice([1, 1, 2])
         q, k, v = array(batch, heads, queries, dim), array(batch, kv_heads, keys, dim), array(batch, kv_heads, keys, value_dim)
-        options = {}
+        if name == "aft-conv":
+            k = array(batch, kv_heads, keys)
+        call, parameters, options = function(name, batch, heads, kv_heads, queries, keys, dim)
         maybe = {
             "feature_map": ["elu+1", "relu", "softplus", "exp", "identity", "nope", None],
             "is_causal": [True, False, None],
@@ -329,23 +371,57 @@ def test_fuzz():
             "cu_seqlens": [[0, keys], [0, keys // 2, keys], ([0, queries], [0, keys]), [3, 1], "x", 7],
             "decay": [0.5, [0.9] * kv_heads, 2.0, "x", -1],
             "normalize": [True, False, 1],
-            "algorithm": ["auto", "naive", "chunked", "x"],
+            "algorithm": ["auto", "naive", "chunked", "tiled", "fft", "x"],
             "output_final_state": [True, False],
             "initial_state": [None, 3],
         }
-        for name, values in maybe.items():
-            if draw.random() < 0.2:
-                options[name] = draw.choice(values)
+        for option, values in maybe.items():
+            known = option in inspect.signature(call).parameters
+            if draw.random() < (0.1 if known else 0.01):
+                options[option] = draw.choice(values)
         try:
-            if draw.random() < 0.5:
-                out = ops.kernelized_attention(q, k, v, **options)
-            else:
-                rel = array(*draw.choice([(heads, 2 * size() + 1, dim), (2 * size() + 1, dim)]))
-                out = ops.shaw_attention(q, k, v, rel, **options)
+            out = call(q, k, v, *parameters, **options)
             out = out[0] if options.get("output_final_state") else out
-            assert out.shape == (*q.shape[:3], v.shape[3]), f"call {index} of seed {seed}"
-            counts["answer"] += 1
+            assert out.shape == (*q.shape[:3], v.shape[3]), f"call {index} of seed {seed}: {name}"
+            counts[name]["answer"] += 1
         except (TypeError, ValueError) as error:
-            assert str(error), f"call {index} of seed {seed}"
-            counts["error"] += 1
-    assert min(counts.values()) > calls // 20, counts
+            assert str(error), f"call {index} of seed {seed}: {name}"
+            counts[name]["error"] += 1
+    assert all(min(both.values()) > calls // 200 for both in counts.values()), counts
+
+
+def test_fuzzed_states():
+    """Numbers of a state may come from anywhere: an answer or a ValueError, whatever they are."""
+    draw = np.random.default_rng(int(os.environ.get("LONGSPAN_FUZZ_SEED", "0")))
+    q, k, v = inputs(kv_heads=4, head_dim=4, value_dim=4, queries=6, keys=6)
+    token = [x[:, :, 0] for x in (q, k, v)]
+    rel, table = draw.standard_normal((4, 7, 4)), draw.standard_normal((4, 31))
+    local, full = draw.standard_normal((16, 5)), draw.standard_normal((16, 16))
+    calls = {
+        "kernelized": (lambda *t, **o: ops.kernelized_attention(*t, **o), lambda *t: ops.kernelized_attention_step(*t)),
+        "shaw": (lambda *t, **o: ops.shaw_attention(*t, rel, **o),
+                 lambda q, k, v, s: ops.shaw_attention_step(q, k, v, rel, s)),
+        "toeplitz": (lambda *t, **o: ops.toeplitz_attention(*t, table, **o),
+                     lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, table, s)),
+        "aft-local": (lambda *t, **o: ops.aft_local(*t, local, **o), lambda q, k, v, s: ops.aft_local_step(q, k, v, local, s)),
+        "aft-full": (lambda *t, **o: ops.aft_full(*t, full, **o), lambda q, k, v, s: ops.aft_full_step(q, k, v, full, state=s)),
+        "softmax": (lambda *t, **o: ops.softmax_attention(*t, capacity=9, **o),
+                    lambda *t: ops.softmax_attention_step(*t, capacity=9)),
+    }  # fmt: skip
+    answers = errors = 0
+    for name, (whole, step) in calls.items():
+        _, state = whole(q, k, v, is_causal=True, output_final_state=True)
+        for _ in range(60):
+            numbers = state.numbers
+            places = draw.integers(0, numbers.size, draw.integers(1, 4))
+            numbers.reshape(-1)[places] = draw.choice([np.nan, np.inf, -np.inf, -1.0, 0.5, 1e300, 2.0**53, 7.0], len(places))
+            broken = longspan.State.from_numbers(state.mechanism, state.batch, state.kv_heads, state.parts, numbers)
+            try:
+                with np.errstate(all="ignore"):
+                    whole(q, k, v, is_causal=True, initial_state=broken, output_final_state=True)
+                    step(*token, broken)
+                answers += 1
+            except ValueError as error:
+                assert str(error), name
+                errors += 1
+    assert answers and errors

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -23,30 +24,43 @@ def make(name, B, H, L, d):
 def run(folder, *more):
     return subprocess.run(
         [sys.executable, "-m", "longspan.bench_peers", "--peers", folder, "--rows", "kernelized", "--lengths", "64",
-         "--seconds", "0.05", "--threads", "1", *more],
+         "--seconds", "0.05", "--threads", "1", "--eager", *more],
         capture_output=True, text=True, timeout=300, cwd=folder,
     )  # fmt: skip
 
 
 def test_ratios(tmp_path):
     (tmp_path / "torch_peers.py").write_text(PEERS.replace("{0}", ""))
-    done = run(tmp_path, "--both-allocators", "--json", "times.json")
+    done = run(tmp_path, "--details", "--json", "times.json")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("kernelized, L=64, forward + backward: longspan") == 2
-    assert "torch_linear" in done.stdout and "sdpa" in done.stdout and " x [" in done.stdout
+    table = [line for line in done.stdout.splitlines() if line.startswith("| kernelized | 64 | ")]
+    # Two directions, once in the summary and once for each allocator in the details.
+    assert len(table) == 6 and all("torch_linear" in line for line in table)
+    assert [line.count("[") for line in table] == [2, 2, 1, 1, 1, 1]
+    assert "a call on NumPy arrays" in done.stdout
     times = json.loads((tmp_path / "times.json").read_text())
-    assert {entry["name"] for entry in times} == {"longspan", "torch_linear", "sdpa"}
+    assert set(times) == {"system", "keeping"}
+    assert {entry["name"] for entry in times["keeping"]} == {"longspan", "torch_linear"}
 
 
 def test_what_differs_is_not_timed(tmp_path):
     (tmp_path / "torch_peers.py").write_text(PEERS.replace("{0}", "+ 1"))
-    done = run(tmp_path)
+    done = run(tmp_path, "--allocator", "system")
     assert done.returncode != 0 and "differ by" in done.stderr and "ms" not in done.stdout
 
 
 def test_no_peers(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 2 and "no torch_peers.py" in done.stderr
+
+
+def test_a_slow_opponent_runs_in_the_first_rounds_alone():
+    spent = {"longspan": 0.0, "slow": 0.03}
+    times = bench_peers._alternate(lambda name: time.sleep(spent[name]), ["longspan", "slow"], 0.05)
+    assert len(times["slow"]) == len(times["longspan"]) > sum(t is not None for t in times["slow"]) == bench_peers._LEAST
+    found = [dict(row="r", length=1, direction="forward", name=name, seconds=t) for name, t in times.items()]
+    ((ratio,),) = bench_peers.ratios(found).values()
+    assert ratio.low <= ratio.value <= ratio.high and ratio.value > 5
 
 
 def test_interval_holds_the_ratio():

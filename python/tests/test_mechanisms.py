@@ -54,6 +54,28 @@ def test_toeplitz_is_the_definition(lengths, options):
         close(ops.toeplitz_attention(q, k, v, bias, **how, **options), definition.toeplitz(q, k, v, bias, **how, **options), terms=1e4)
 
 
+def test_toeplitz_kinds_are_tables_of_all_distances():
+    q, k, v = inputs(queries=12, keys=12)
+    distance = np.arange(-11, 12)
+    clipped = draw(4, 7)
+    whole = clipped[:, np.clip(distance, -3, 3) + 3]
+    close(ops.toeplitz_attention(q, k, v, clipped, kind="clipped"), definition.toeplitz(q, k, v, whole))
+    # T5's: exact up to a quarter of the buckets, then by octaves, after the query in the second half.
+    buckets = draw(4, 16)
+    back = np.abs(distance)
+    octaves = np.log(np.maximum(back, 4) / 4) / np.log(9 / 4)
+    index = np.where(back < 4, back, np.minimum(4 + (octaves * 4).astype(int), 7)) + np.where(distance > 0, 8, 0)
+    got = ops.toeplitz_attention(q, k, v, buckets, kind="buckets", max_distance=9)
+    close(got, definition.toeplitz(q, k, v, buckets[:, index]))
+    # An image of 3 rows and 4 columns, by looking at every pair.
+    grid = draw(4, 5, 7)
+    row, column = np.divmod(np.arange(12), 4)
+    pairs = grid[:, row[None] - row[:, None] + 2, column[None] - column[:, None] + 3]
+    weights = (definition.FEATURE_MAPS["elu+1"](q) @ definition.FEATURE_MAPS["elu+1"](k.repeat(2, 1)).swapaxes(-1, -2))
+    expected = definition.weighted(weights * np.exp(pairs), v.repeat(2, 1))
+    close(ops.toeplitz_attention(q, k, v, grid, kind="grid"), expected)
+
+
 @pytest.mark.parametrize("options", MASKS)
 @pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (130, 70)])
 def test_aft_is_the_definition(lengths, options):
@@ -72,7 +94,7 @@ def test_aft_is_the_definition(lengths, options):
             close(ops.aft_conv(q, key[..., 0], v, w, **how), definition.aft(q, key, v, biases, **how))
 
 
-@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("options", [*MASKS, dict(is_causal=True, offset=-40), dict(is_causal=True, offset=10**15)])
 @pytest.mark.parametrize("lengths", [(9, 9), (9, 21), (21, 9), (3, 0)])
 def test_full_biases_and_softmax(lengths, options):
     q, k, v = inputs(queries=lengths[0], keys=lengths[1], kv_heads=4, value_dim=5)
@@ -102,6 +124,18 @@ STREAMS = {
     "toeplitz": (
         lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 59), is_causal=True, **o),
         lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, draw(4, 59), s),
+    ),
+    "toeplitz, clipped": (
+        lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 7), kind="clipped", is_causal=True, **o),
+        lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, draw(4, 7), s, kind="clipped"),
+    ),
+    "aft_full": (
+        lambda q, k, v, **o: ops.aft_full(q, k, v, draw(30, 30), is_causal=True, **o),
+        lambda q, k, v, s: ops.aft_full_step(q, k, v, draw(30, 30), state=s),
+    ),
+    "aft_full of two factors": (
+        lambda q, k, v, **o: ops.aft_full(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, is_causal=True, **o),
+        lambda q, k, v, s: ops.aft_full_step(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, state=s),
     ),
     "aft_simple": (
         lambda q, k, v, **o: ops.aft_simple(q, k, v, is_causal=True, **o),
@@ -154,6 +188,12 @@ WRONG = [
     (r"w: expected shape \(13, 5\)", lambda: ops.aft_local(Q, K, V, draw(12, 5))),
     ("k: expected shape", lambda: ops.aft_conv(Q, K, V, draw(4, 5))),
     ("w: expected w, or both u and z", lambda: ops.aft_full(Q, K, V, draw(13, 13), u=draw(13, 2))),
+    ("u, z: expected 13 and 13 rows", lambda: ops.aft_full(Q, K, V, u=draw(13, 2), z=draw(12, 2))),
+    ("w: expected shape", lambda: ops.aft_full(Q, K, V, draw(13, 12), output_final_state=True, is_causal=True)),
+    ("kind: expected one of", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 25), kind="x")),
+    (r"bias: expected shape \(heads, 2R", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 4), kind="clipped")),
+    (r"bias: expected shape .*height", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 4), kind="grid")),
+    ("max_distance: expected", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 4), kind="buckets", max_distance=0)),
     (r"w: expected shape \(13, 13\)", lambda: ops.aft_full(Q, K, V, draw(13, 12))),
     ("scale: expected a finite", lambda: ops.softmax_attention(Q, K, V, scale=float("nan"))),
     ("beta: expected both", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 5), gamma=draw(4))),

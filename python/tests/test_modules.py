@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import longspan  # noqa: E402
-from longspan import ops  # noqa: E402
+from longspan import _calls, ops  # noqa: E402
 from longspan.torch import (  # noqa: E402
     KernelizedAttention,
     MultiheadAttention,
@@ -92,8 +92,8 @@ def test_projections_reach_the_kernels_without_a_copy(monkeypatch):
             seen.extend(longspan._native.seen_by_kernels(x)[1] for x in (q, k, v))
             return forward(self.native, q, k, v, *rest)
 
-    cached = ops._cached
-    monkeypatch.setattr(ops, "_cached", lambda *arguments: Watched(cached(*arguments)))
+    cached = _calls.cached
+    monkeypatch.setattr(_calls, "cached", lambda *arguments: Watched(cached(*arguments)))
     for batch_first in (True, False):
         module = MultiheadAttention(12, 3, batch_first=batch_first)
         x = torch.randn(2, 7, 12)

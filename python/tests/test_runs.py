@@ -17,19 +17,41 @@ COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/lo
 WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
 
 
-@pytest.fixture(scope="module", params=["shaw", "kernelized"])
+#: Every mechanism of the command, and options of which the names in the file depend.
+RUNS = [
+    ("shaw", None), ("shaw", "relative = {shared = true}"),
+    ("kernelized", "kernel = {feature_map = 'softplus'}"), ("fourier", None),
+    ("fourier", "normalizer = 'dominant'"), ("fourier", "normalizer = 'unrotated', rotary = true"), ("toeplitz", None),
+    ("toeplitz", "bias = {kind = 'table', reach = 40}"), ("toeplitz", "bias = {kind = 'grid', height = 5, width = 6}"),
+    ("toeplitz", "bias = {kind = 'buckets', buckets = 8, max_distance = 20, bidirectional = true}"), ("aft-full", None),
+    ("aft-full", "length = 40, rank = 3"), ("aft-local", "window = 3"), ("aft-simple", None), ("aft-conv", None),
+    ("aft-conv", "taps = 4, normalized = false"), ("softmax", None),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
 def run(request, tmp_path_factory):
     if not Path(COMMAND).exists():
         pytest.skip(f"the command is not built: no {COMMAND}")
+    attention, options = request.param
     place = tmp_path_factory.mktemp("run")
     (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
-    settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3"]
+    settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3", "encoder_layers=1", "decoder_layers=2"]
+    settings += [] if options is None else [f"attention_options={{{options}}}"]
     subprocess.run(
         [COMMAND, "train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run",
-         "--attention", request.param, *(part for setting in settings for part in ("--set", setting))],
+         "--attention", attention, *(part for setting in settings for part in ("--set", setting))],
         check=True, timeout=300, capture_output=True,
     )  # fmt: skip
     return place / "run"
+
+
+def test_no_mechanism_of_the_command_is_missing():
+    if not Path(COMMAND).exists():
+        pytest.skip(f"the command is not built: no {COMMAND}")
+    done = subprocess.run([COMMAND, "train", "--attention", "?"], timeout=60, capture_output=True, text=True)
+    known = done.stderr.strip().splitlines()[0].split("known are ")[1].split(", ")
+    assert {name for name, _ in RUNS} == set(known)
 
 
 def predictions(folder):
@@ -105,5 +127,5 @@ def test_damaged_files_are_refused(tmp_path):
         load_weights(Seq2Seq({**CONFIG, "norm": "post"}, 7, 9), path)
     with pytest.raises(FileNotFoundError):
         load_run(tmp_path)
-    with pytest.raises(ValueError, match="attention: expected kernelized or shaw"):
+    with pytest.raises(ValueError, match="attention: expected one of"):
         Seq2Seq({**CONFIG, "attention": "magic"}, 7, 9)

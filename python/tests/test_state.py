@@ -1,12 +1,14 @@
 """Streaming: whole = chunk after chunk = token by token, and states as values."""
 
 import copy
+import multiprocessing
 import pickle
 
 import numpy as np
 import pytest
 from test_ops import close, inputs
 
+import longspan
 from longspan import State, ops
 
 REL = np.random.default_rng(5).standard_normal((4, 7, 5))
@@ -123,3 +125,93 @@ def test_a_state_with_a_broken_ring_is_refused():
     broken = State.from_numbers(state.mechanism, state.batch, state.kv_heads, state.parts, numbers)
     with pytest.raises(ValueError, match="ring"):
         ops.shaw_attention_step(*(x[:, :, 0] for x in (q, k, v)), REL, broken)
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape)
+
+
+#: What is called, what `longspan.combine` is told, and with which parameters.
+SUMS = {
+    "kernelized": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, **o), {}),
+    "kernelized, decay": (
+        lambda q, k, v, **o: ops.kernelized_attention(q, k, v, decay=[0.5, 0.9], **o), {"decay": [0.5, 0.9]},
+    ),
+    "kernelized, exp": (
+        lambda q, k, v, **o: ops.kernelized_attention(q, k, v, feature_map="exp", **o), {"feature_map": "exp"},
+    ),
+    "shaw": (lambda q, k, v, **o: ops.shaw_attention(q, k, v, REL, **o), {"radius": 3}),
+    "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), {}),
+    "aft-conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), **o), {"taps": 5}),
+    "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=99, **o), {"capacity": 99}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_stretches_computed_apart_add_up(name):
+    call, options = SUMS[name]
+    mechanism = name.split(",")[0]
+    kv_heads = 2 if mechanism in ("kernelized", "shaw") else 4
+    q, k, v = inputs(queries=50, keys=50, kv_heads=kv_heads, head_dim=5, value_dim=5)
+    _, whole = call(q, k, v, is_causal=True, output_final_state=True)
+    cuts = [0, 7, 7, 31, 50]
+    pieces = [call(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True, output_final_state=True)[1]
+              for a, b in zip(cuts, cuts[1:])]  # fmt: skip
+    together = pieces[0]
+    for piece in pieces[1:]:
+        together = longspan.combine(mechanism, together, piece, **options)
+    other = longspan.combine(
+        mechanism, longspan.combine(mechanism, *pieces[:2], **options), longspan.combine(mechanism, *pieces[2:], **options),
+        **options,
+    )  # fmt: skip
+    # What they say, not how they are stored: a ring may begin elsewhere.
+    after = inputs(queries=9, keys=9, kv_heads=kv_heads, head_dim=5, value_dim=5, seed=3)
+    expected = call(*after, is_causal=True, initial_state=whole)
+    close(call(*after, is_causal=True, initial_state=together), expected, terms=1e4)
+    close(call(*after, is_causal=True, initial_state=other), expected, terms=1e4)
+
+
+def test_states_that_do_not_add_up():
+    q, k, v = inputs(queries=9, keys=9)
+    _, state = kernelized(q, k, v, output_final_state=True)
+    _, other = shaw(q, k, v, output_final_state=True)
+    _, single = kernelized(*(x.astype(np.float32) for x in (q, k, v)), output_final_state=True)
+    with pytest.raises(ValueError, match="state"):
+        longspan.combine("kernelized", state, other)
+    with pytest.raises(ValueError, match="state"):
+        longspan.combine("kernelized", state, state.select([0]))
+    with pytest.raises(TypeError, match="later: expected a state of float64 like earlier, got float32"):
+        longspan.combine("kernelized", state, single)
+    with pytest.raises(TypeError, match="earlier: expected a longspan.State, got int"):
+        longspan.combine("kernelized", 3, state)
+    with pytest.raises(ValueError, match="unknown mechanism"):
+        longspan.combine("nobody", state, state)
+    angles, phases = draw(2, 5, 1), draw(4, 5)
+    _, counted = ops.fourier_attention(q, k, v, angles, phases, is_causal=True, output_final_state=True)
+    with pytest.raises(ValueError, match="counted Fourier positions"):
+        longspan.combine("fourier", counted, counted)
+
+
+def stream_on(state, tokens):
+    """In another process: what comes after the tokens of ``state``, and the state after that."""
+    outputs = []
+    for token in tokens:
+        out, state = shaw_step(*token, state)
+        outputs.append(out)
+    return outputs, state
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_state_is_sent_to_another_process_and_back(method):
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} on this system")
+    q, k, v = inputs(queries=20, keys=20)
+    expected, end = shaw(q, k, v, output_final_state=True)
+    _, state = shaw(*(x[:, :, :8] for x in (q, k, v)), output_final_state=True)
+    tokens = [tuple(x[:, :, t] for x in (q, k, v)) for t in range(8, 20)]
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        outputs, last = pool.apply_async(stream_on, (state, tokens)).get(120)
+    close(np.stack(outputs, 2), expected[:, :, 8:])
+    token = [x[:, :, 0] for x in (q, k, v)]
+    close(shaw_step(*token, last)[0], shaw_step(*token, end)[0])

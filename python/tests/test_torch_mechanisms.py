@@ -39,9 +39,19 @@ CASES = {
         [draw(4, 4, 2), EACH[0], draw(2, LENGTH, 2), draw(2, LENGTH, 2, seed=4)],
     ),
     "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(4, 2 * LENGTH - 1)]),
+    "toeplitz clipped": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(4, 5)],
+    ),
+    "toeplitz buckets": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="buckets", max_distance=7, **o),
+        [draw(4, 8)],
+    ),
     "aft simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
     "aft local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
     "aft full": (lambda q, k, v, w, **o: ops.aft_full(q, k, v, w, **o), [draw(LENGTH, LENGTH)]),
+    "aft full of two factors": (
+        lambda q, k, v, u, z, **o: ops.aft_full(q, k, v, u=u, z=z, **o), [draw(LENGTH, 2), draw(LENGTH, 2, seed=1)],
+    ),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, **o), []),
     "aft conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(4, 5)]),
     "aft conv as published": (
@@ -105,16 +115,57 @@ def test_another_device(name):
     assert out.device.type == "meta" and out.shape == (2, 4, LENGTH, 4)
 
 
-@pytest.mark.parametrize("options", [{"attention": "fourier"}, {"attention": "fourier", "normalizer": "dominant"},
-                                     {"attention": "fourier", "wave": "pairs", "normalizer": "unrotated"},
-                                     {"attention": "aft-simple"}], ids=str)  # fmt: skip
-def test_modules(options):
+MODULES = pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "kernelized"}, {"attention": "shaw", "radius": 3}, {"attention": "fourier"},
+        {"attention": "fourier", "normalizer": "dominant"},
+        {"attention": "fourier", "wave": "pairs", "normalizer": "unrotated"}, {"attention": "toeplitz", "radius": 3},
+        {"attention": "toeplitz", "kind": "table", "reach": 9}, {"attention": "toeplitz", "kind": "buckets", "buckets": 8},
+        {"attention": "toeplitz", "kind": "grid", "height": 3, "width": 3}, {"attention": "aft-full", "length": 9},
+        {"attention": "aft-full", "length": 9, "rank": None}, {"attention": "aft-local", "length": 9, "window": 3},
+        {"attention": "aft-simple"}, {"attention": "aft-conv", "taps": 3},
+        {"attention": "aft-conv", "taps": 3, "normalized": False}, {"attention": "softmax"},
+    ],
+    ids=str,
+)  # fmt: skip
+
+
+@MODULES
+def test_modules(options, monkeypatch):
+    """Whole = token by token = compiled = in chunks with a state = in torch's own operations, and everything learns."""
+    torch.manual_seed(0)
     module = MultiheadAttention(8, 2, batch_first=True, **options)
+    for parameter in module.attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 7, 8)
     out, _ = module(x, x, x, is_causal=True)
     (out**2).sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
     state = None
     for t in range(7):
         one, state = module.step(x[:, t], state)
         torch.testing.assert_close(one, out[:, t], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, x, x, is_causal=True)[0], out)
+    key = [t.unflatten(-1, (2, -1)).transpose(1, 2) for t in module._project(x, x, x)]
+    with torch.no_grad():
+        _, first = module.attention(*(t[:, :, :4] for t in key), is_causal=True, output_final_state=True)
+        rest = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, initial_state=first)
+        torch.testing.assert_close(rest, module.attention(*key, is_causal=True)[:, :, 4:], rtol=1e-4, atol=1e-5)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+    memory = torch.randn(2, 7, 8)
+    for call in (dict(is_causal=True), dict(key_padding_mask=mask)):
+        expected, _ = module(x, memory, memory, **call)
+        with monkeypatch.context() as patch:
+            patch.setattr(_dispatch, "_attend_watched", elsewhere)
+            torch.testing.assert_close(module(x, memory, memory, **call)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def elsewhere(operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state):
+    """As if the tensors were on another device."""
+    q, k, v, *rest = tensors
+    return chunked_attention(q, k, v, rest, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+                             key_padding_mask=key_padding_mask)  # fmt: skip

@@ -52,7 +52,7 @@ fn widest() -> &'static str {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn widest() -> &'static str {
-    std::env::consts::ARCH
+    if cfg!(target_arch = "aarch64") { "neon" } else { "portable" }
 }
 
 /// Side of a streaming tile.

@@ -15,7 +15,7 @@ pub fn registry() -> Vec<Entry> {
     let shaw = |radius| move |algorithm, _| kernelized(Score::Combined(Shaw::new(radius)), algorithm);
     let relative = |radius| move |algorithm, _| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
     let toeplitz = |algorithm, reach| Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(reach)) };
-    let clipped = |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(64)) };
+    let clipped = |radius| move |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(radius)) };
     let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
     // Of the rank that keeps the parameters, too, linear in the length.
     let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: Some(64) });
@@ -28,7 +28,7 @@ pub fn registry() -> Vec<Entry> {
             kernelized(Score::Fourier(Fourier::default()), algorithm)
         }),
         Entry::new("toeplitz", "Toeplitz bias", toeplitz),
-        Entry::new("toeplitz-clip-64", "Toeplitz bias, clipped at 64", clipped).on_request(),
+        Entry::new("toeplitz-clip-64", "Toeplitz bias, clipped at 64", clipped(64)).on_request(),
         Entry::new("aft-simple", "AFT-simple", |_, _| Aft::new(Variant::Simple)),
         Entry::new("aft-local-64", "AFT-local, window 64", local),
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
@@ -36,7 +36,30 @@ pub fn registry() -> Vec<Entry> {
         Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
+        Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
     ]
+}
+
+/// What the cost models are calibrated by: every mechanism, with options that differ in what its algorithms have to do.
+const CALIBRATED: [&str; 13] = [
+    "kernelized",
+    "shaw-10",
+    "shaw-64",
+    "relative-10",
+    "fourier",
+    "toeplitz",
+    "toeplitz-clip-16",
+    "toeplitz-clip-64",
+    "aft-simple",
+    "aft-local-64",
+    "aft-conv-33",
+    "aft-full",
+    BASELINE,
+];
+
+/// The entries whose times [`calibration`](crate::calibration) fits rates to.
+pub fn calibrated() -> Vec<Entry> {
+    registry().into_iter().filter(|entry| CALIBRATED.contains(&entry.name)).collect()
 }
 
 fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
@@ -168,6 +191,8 @@ mod tests {
             assert!(entries[n + 1..].iter().all(|other| other.name != entry.name && other.title != entry.title));
             assert!(!entry.candidates().is_empty());
         }
+        let all = calibrated();
+        assert!(CALIBRATED.iter().all(|name| all.iter().any(|entry| entry.name == *name)), "{all:?}");
     }
 
     #[test]

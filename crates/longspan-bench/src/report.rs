@@ -22,6 +22,9 @@ pub struct Report {
     pub machine: Machine,
     /// How it was called.
     pub command: String,
+    /// Where the rates of the cost models came from.
+    #[serde(default)]
+    pub rates: String,
     /// Against the project's targets.
     pub goals: Option<Goals>,
     /// One for each set of rows.
@@ -140,6 +143,7 @@ impl Report {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             machine: Machine::here(),
             command,
+            rates: "built-in".to_owned(),
             goals,
             settings: Vec::new(),
             rows: Vec::new(),
@@ -234,7 +238,7 @@ impl Report {
             }
         }
         if let Some(choice) = &self.choice {
-            let _ = writeln!(text, "\n{}", choice.sentence());
+            let _ = writeln!(text, "\n{}\nRates of the cost models: {}.", choice.sentence(), self.rates);
         }
         text
     }

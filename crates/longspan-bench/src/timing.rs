@@ -1,4 +1,4 @@
-//! The clock.
+//! The clocks.
 
 use std::time::Instant;
 
@@ -7,4 +7,21 @@ pub(crate) fn seconds(body: impl FnOnce()) -> f64 {
     let start = Instant::now();
     body();
     start.elapsed().as_secs_f64()
+}
+
+/// Seconds that this thread was at work during one run, whatever else the machine did meanwhile; where the system does
+/// not say, the same as [`seconds`].
+pub(crate) fn processor_seconds(body: impl FnOnce()) -> f64 {
+    #[cfg(unix)]
+    {
+        let now = || {
+            let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+        };
+        let start = now();
+        body();
+        now() - start
+    }
+    #[cfg(not(unix))]
+    seconds(body)
 }

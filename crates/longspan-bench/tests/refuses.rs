@@ -9,7 +9,7 @@ use longspan_bench::sweep::{OrderName, Settings, sweep};
 use longspan_bench::{Error, conformance};
 use longspan_kernels::{
     Algorithm, Call, Cotangent, Dims, Error as KernelError, Gradients, KernelizedAttention, Mask, Mechanism, Order,
-    Output, Parameter, Plan, Real, Reference, Score, Scratch, Shaw, State, Token,
+    Output, Parameters, Plan, Real, Reference, Score, Scratch, Shaw, State, Token,
 };
 
 /// What is wrong with it.
@@ -47,7 +47,7 @@ where
     fn algorithms(&self) -> &'static [Algorithm] {
         &[Algorithm::Chunked]
     }
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         Mechanism::<T>::parameters(&self.inner, dims)
     }
     fn check(&self, call: &Call<'_, T>) -> Result<(), KernelError> {

@@ -36,12 +36,17 @@ pub fn named(name: &str, everywhere: &[(&str, Value)], options: &Map<String, Val
     })
 }
 
-/// Puts `over` over a table, tables within it entry by entry.
+/// Puts `over` over a table, tables within it entry by entry, but for one of another `kind`, which takes the old one's
+/// place: its entries are others.
 fn merge(under: &mut Value, over: &Map<String, Value>) {
     let Value::Object(under) = under else { return };
     for (key, value) in over {
         match (under.get_mut(key), value) {
-            (Some(table @ Value::Object(_)), Value::Object(inner)) => merge(table, inner),
+            (Some(table @ Value::Object(_)), Value::Object(inner))
+                if inner.get("kind").is_none_or(|kind| table.get("kind") == Some(kind)) =>
+            {
+                merge(table, inner);
+            }
             _ => {
                 under.insert(key.clone(), value.clone());
             }
@@ -75,6 +80,8 @@ mod tests {
         let given = options("relative = {shared = true}").unwrap();
         let config = serde_json::to_value(named("shaw", &radius, &given).unwrap()).unwrap();
         assert_eq!(config["relative"], json!({"radius": 3, "content": true, "shared": true, "raw": false}));
+        let table = named("toeplitz", &[], &options("bias = {kind = 'table', reach = 3}").unwrap()).unwrap();
+        assert_eq!(serde_json::to_value(table).unwrap()["bias"], json!({"kind": "table", "reach": 3}));
         let unknown = named("shaw", &[], &options("{width = 3}").unwrap()).unwrap_err().to_string();
         assert!(unknown.contains("`width`") && unknown.contains("radius"), "{unknown}");
         assert!(named("shaw", &[], &options("relative.radius = 'x'").unwrap()).is_err());

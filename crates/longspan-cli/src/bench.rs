@@ -21,6 +21,7 @@ use longspan_bench::{Pass, accuracy, on_threads, page, plot};
 use crate::Outcome;
 use crate::plot::FONT;
 use crate::progress::note;
+use crate::rates;
 use crate::run::write_atomic;
 use crate::signals::Stop;
 
@@ -127,7 +128,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     }
     let (goals, sweeps, interrupted) = watched(threads, |watch| measure(arguments, &entries, &wanted, watch))?;
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
-    let report = Report::new(format!("longspan {command}"), goals, sweeps);
+    let mut report = Report::new(format!("longspan {command}"), goals, sweeps);
+    report.rates = rates::source().describe();
     show(arguments, folder.as_deref(), &report)?;
     if interrupted {
         note("interrupted: what was measured until then is reported");
@@ -249,13 +251,14 @@ fn show(arguments: &Arguments, folder: Option<&Path>, report: &Report) -> Result
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A bar in a terminal, a plain line now and then elsewhere.
-struct Display {
+pub struct Display {
     bar: Option<ProgressBar>,
     last_line: Option<Instant>,
 }
 
 impl Display {
-    fn new() -> Self {
+    /// Nothing is shown yet.
+    pub fn new() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(8));
             if let Ok(style) = ProgressStyle::with_template("{bar:32.cyan/dim} {pos}/{len}  {elapsed}  {msg}") {
@@ -266,7 +269,8 @@ impl Display {
         Self { bar, last_line: None }
     }
 
-    fn update(&mut self, progress: &Progress) {
+    /// Shows how far it is.
+    pub fn update(&mut self, progress: &Progress) {
         match &self.bar {
             Some(bar) => {
                 bar.set_length(progress.total as u64);
@@ -281,7 +285,8 @@ impl Display {
         }
     }
 
-    fn finish(&self) {
+    /// Takes the bar away.
+    pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

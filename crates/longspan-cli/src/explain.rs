@@ -5,11 +5,12 @@ use std::io::Write;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, FeatureMap, Mask, Mechanism, Plan};
+use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Mask, Mechanism, Plan, Rates};
 use serde_json::{Map, Value, json};
 
 use crate::Outcome;
 use crate::attention;
+use crate::rates;
 
 /// Sizes of the attention to explain.
 #[derive(Args)]
@@ -91,9 +92,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         everywhere.push((*path, value));
     }
     let config = attention::named(name, &everywhere, &options)?;
-    let Some(kernel) = config.init(dims.heads, dims.heads, dims.head_dim, &Device::flex())?.kernel() else {
-        bail!("--attention {name}: it has no choice of algorithms; its time grows with queries × keys");
-    };
+    let kernel = config.init(dims.heads, dims.heads, dims.head_dim, &Device::flex())?.kernel();
     let kernel: &dyn Mechanism<f32> = &*kernel;
     if algorithm != Algorithm::Auto && !kernel.algorithms().contains(&algorithm) {
         let known: Vec<&str> = kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect();
@@ -122,6 +121,8 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
                 "published_elements_per_head": estimate.published_elements,
                 "scratch_bytes_per_head": estimate.scratch_bytes,
                 "seconds_one_thread": estimate.seconds,
+                "automatic": estimate.automatic,
+                "work": work(estimate),
             })
         })
         .collect();
@@ -138,7 +139,39 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
         "algorithm": plan.algorithm.name(),
         "reason": plan.reason,
         "estimates": estimates,
+        "rates": rates::source().to_json(),
     })
+}
+
+/// What an algorithm does, how often, and the seconds that each takes.
+fn work(estimate: &Estimate) -> Value {
+    let counts = estimate.work.counts().iter();
+    counts
+        .map(|&(rate, count)| {
+            let seconds = count * Rates::current().get(rate);
+            json!({ "rate": rate.name(), "count": count, "seconds": seconds })
+        })
+        .collect()
+}
+
+/// The most shares of a time that are listed.
+const SHARES: usize = 3;
+
+/// What takes an algorithm's time: its largest shares.
+fn shares(estimate: &Estimate) -> String {
+    let counts = estimate.work.counts().iter();
+    let mut shares: Vec<(f64, String)> = counts
+        .map(|&(rate, count)| {
+            let each = Rates::current().get(rate);
+            let share = count * each / estimate.seconds.max(f64::MIN_POSITIVE);
+            let name = rate.name().rsplit('.').next().unwrap_or_default();
+            (share, format!("{:.0} % {name} ({} × {})", 100.0 * share, scaled(count, ""), seconds(each)))
+        })
+        .filter(|(share, _)| *share >= 0.005)
+        .collect();
+    shares.sort_by(|a, b| b.0.total_cmp(&a.0));
+    shares.truncate(SHARES);
+    shares.into_iter().map(|(_, text)| text).collect::<Vec<_>>().join(", ")
 }
 
 fn as_table(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> String {
@@ -172,7 +205,12 @@ fn as_table(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) ->
             seconds(estimate.seconds),
         ));
     }
-    text.push_str(&format!("\n{}: {}\n", plan.algorithm.name(), plan.reason));
+    text.push_str(&format!("\n{}: {}\n\nwhat takes the time:\n", plan.algorithm.name(), plan.reason));
+    for estimate in &plan.estimates {
+        let only = if estimate.automatic { "" } else { "; only if forced" };
+        text.push_str(&format!("  {:<9} {}{only}\n", estimate.algorithm.name(), shares(estimate)));
+    }
+    text.push_str(&format!("rates: {}\n", rates::source().describe()));
     text
 }
 
@@ -202,7 +240,9 @@ fn seconds(x: f64) -> String {
     match x {
         x if x >= 1.0 => format!("{x:.2} s"),
         x if x >= 1e-3 => format!("{:.2} ms", x * 1e3),
-        x => format!("{:.1} µs", x * 1e6),
+        x if x >= 1e-6 => format!("{:.1} µs", x * 1e6),
+        x if x >= 1e-9 => format!("{:.1} ns", x * 1e9),
+        x => format!("{:.2} ps", x * 1e12),
     }
 }
 
@@ -216,5 +256,6 @@ mod tests {
         assert_eq!(scaled(2.5e9, ""), "2.50 G");
         assert_eq!(bytes(1536.0), "1.5 KiB");
         assert_eq!(seconds(2e-5), "20.0 µs");
+        assert_eq!(seconds(3.5e-12), "3.50 ps");
     }
 }

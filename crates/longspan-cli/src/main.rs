@@ -2,15 +2,17 @@
 //! and explains what attention will cost.
 //!
 //! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`],
-//! [`mod@bench`], [`info`]); [`config`] gathers settings; [`attention`] turns a name into a mechanism, [`mechanisms`]
-//! compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
-//! [`answer`] decodes; [`run`] is the folder on disk; [`metrics`], [`plot`] and [`progress`] report.
+//! [`mod@bench`], [`calibrate`], [`info`]); [`config`] gathers settings; [`attention`] turns a name into a mechanism,
+//! [`mechanisms`] compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
+//! [`answer`] decodes; [`run`] is the folder on disk; [`rates`] are what cost models go by; [`metrics`], [`plot`] and
+//! [`progress`] report.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
 mod answer;
 mod attention;
 mod bench;
+mod calibrate;
 mod config;
 mod data;
 mod eval;
@@ -22,6 +24,7 @@ mod model;
 mod plot;
 mod predict;
 mod progress;
+mod rates;
 mod run;
 mod signals;
 mod tokens;
@@ -62,6 +65,8 @@ enum Command {
     Explain(explain::Arguments),
     /// Measure time and memory of attention over length, and draw them
     Bench(bench::Arguments),
+    /// Measure this machine, so that the fastest algorithm is chosen on it
+    Calibrate(calibrate::Arguments),
     /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
 }
@@ -80,14 +85,23 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),
     };
-    let result = match arguments.command {
+    let loaded = match (rates::load(), &arguments.command) {
+        // What is to be replaced need not be right.
+        (Err(error), Command::Calibrate(_)) => {
+            note(format!("warning: {error:#}").replace('\n', " "));
+            Ok(())
+        }
+        (loaded, _) => loaded,
+    };
+    let result = loaded.and_then(|()| match arguments.command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Predict(arguments) => predict::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Explain(arguments) => explain::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
+        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
-    };
+    });
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         // 128 + SIGINT, as shells report it.
@@ -107,7 +121,9 @@ fn usage(error: &clap::Error) -> ExitCode {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        note("error: no subcommand; give train, predict, eval, explain, bench or info, or see longspan --help");
+        note(
+            "error: no subcommand; give train, predict, eval, explain, bench, calibrate or info, or see longspan --help",
+        );
         return ExitCode::from(2);
     }
     let text = error.to_string();

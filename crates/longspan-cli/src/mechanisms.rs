@@ -8,7 +8,7 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Dims, Mask, Mechanism, Parameter};
+use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameters, View};
 use serde_json::{Value, json};
 
 use crate::Outcome;
@@ -17,8 +17,8 @@ use crate::Outcome;
 const HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 
-/// Lengths between which growth is measured: long enough that what is constant has no part in it.
-const LENGTHS: [usize; 2] = [1 << 20, 1 << 22];
+/// The length up to which growth is asked for: long enough that what is constant has no part in it.
+const LONGEST: usize = 1 << 22;
 
 /// What is known of one mechanism.
 struct Facts {
@@ -28,11 +28,11 @@ struct Facts {
     cross: bool,
     packed: bool,
     grouped: bool,
-    learned: Vec<Parameter>,
+    learned: Parameters,
     /// Numbers in the state of one head after a token and after two.
     state: Option<[usize; 2]>,
-    causal_growth: Option<String>,
-    growth: Option<String>,
+    causal_growth: String,
+    growth: String,
     algorithms: Vec<&'static str>,
 }
 
@@ -72,20 +72,36 @@ fn state(attention: &Attention) -> Option<[usize; 2]> {
     Some([step()?, step()?])
 }
 
-/// How the time of the algorithm that `auto` chooses grows with the length, by the cost model.
+/// How the time of the algorithm that `auto` chooses grows, by the cost model, up to the longest sequence that the
+/// mechanism's tables have room for.
 fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
-    let seconds = LENGTHS.map(|length| {
-        let plan = kernel.plan(&Dims::square(1, HEADS, length, HEAD_DIM), &mask);
+    let sizes = |length| Dims::square(1, HEADS, length, HEAD_DIM);
+    let Some(longest) = (3..=LONGEST.ilog2()).rev().map(|n| 1 << n).find(|&n| has_room(kernel, sizes(n), mask)) else {
+        return "-".into();
+    };
+    let lengths = [longest / 4, longest];
+    let seconds = lengths.map(|length| {
+        let plan = kernel.plan(&sizes(length), &mask);
         plan.estimates.iter().find(|e| e.algorithm == plan.algorithm).map_or(f64::NAN, |e| e.seconds)
     });
-    let lengths = LENGTHS.map(|length| length as f64);
-    let exponent = (seconds[1] / seconds[0]).ln() / (lengths[1] / lengths[0]).ln();
-    match exponent {
+    let growth = match (seconds[1] / seconds[0]).ln() / 4f64.ln() {
         e if (e - 1.0).abs() < 0.02 => "L".into(),
         e if e > 1.0 && e < 1.2 => "L log L".into(),
         e if (e - 2.0).abs() < 0.05 => "L²".into(),
         e => format!("L^{e:.2}"),
-    }
+    };
+    if longest < LONGEST { format!("{growth}, L ≤ {longest}") } else { growth }
+}
+
+/// Whether the mechanism takes sequences of this length.
+fn has_room(kernel: &dyn Mechanism<f32>, dims: Dims, mask: Mask<'_>) -> bool {
+    // One row of zeros stands for all rows.
+    let zeros = vec![0.0; dims.head_dim];
+    let rows = || View::strided(&zeros, [0; 3]);
+    let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p| vec![0.0; p.len()]).collect();
+    let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
+    let call = Call { dims, q: rows(), k: rows(), v: rows(), parameters: &parameters, mask, initial_state: None };
+    kernel.check(&call).is_ok()
 }
 
 impl Facts {
@@ -99,7 +115,7 @@ impl Facts {
             orders.iter().any(|order| takes(attention, 4, keys, &change(order.clone())))
         };
         let kernel = attention.kernel();
-        let kernel: Option<&dyn Mechanism<f32>> = kernel.as_ref().map(|kernel| &**kernel as &dyn Mechanism<f32>);
+        let kernel: &dyn Mechanism<f32> = &*kernel;
         let sizes = Dims::square(1, HEADS, 4, HEAD_DIM);
         Ok(Self {
             name,
@@ -108,16 +124,17 @@ impl Facts {
             cross: takes(&attention, 4, 7, &orders[1]),
             packed: either(&attention, 4, &|mask| mask.with_packed(&[1, 3])),
             grouped: grouped.is_ok_and(|attention| either(&attention, 4, &|mask| mask)),
-            learned: kernel.map(|kernel| kernel.parameters(&sizes)).unwrap_or_default(),
+            learned: kernel.parameters(&sizes),
             state: state(&attention),
-            causal_growth: kernel.map(|kernel| growth(kernel, Mask::causal())),
-            growth: kernel.map(|kernel| growth(kernel, Mask::bidirectional())),
-            algorithms: kernel.map_or(Vec::new(), |kernel| kernel.algorithms().iter().map(|a| a.name()).collect()),
+            causal_growth: growth(kernel, Mask::causal()),
+            growth: growth(kernel, Mask::bidirectional()),
+            algorithms: kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect(),
         })
     }
 
     fn to_json(&self) -> Value {
-        let learned: Vec<Value> = self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape })).collect();
+        let learned: Vec<Value> =
+            self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
         json!({
             "name": self.name,
             "causal": self.causal,
@@ -165,8 +182,8 @@ fn table(facts: &[Facts]) -> String {
                 Some([first, second]) if second > first => format!("{first} a token"),
                 Some([first, _]) => first.to_string(),
             },
-            f.causal_growth.clone().unwrap_or("-".into()),
-            f.growth.clone().unwrap_or("-".into()),
+            f.causal_growth.clone(),
+            f.growth.clone(),
             f.algorithms.join(", "),
             if learned.is_empty() { "nothing".into() } else { learned.join(", ") },
         ]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, expect};
+use crate::rates::{Rates, Work};
 
 /// How a mechanism is computed. All are exact; they differ in time and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -92,8 +93,12 @@ pub struct Estimate {
     pub published_elements: f64,
     /// Bytes of working memory that this implementation takes for one head in `f32`.
     pub scratch_bytes: f64,
-    /// Predicted time on one thread, in seconds.
+    /// Predicted time on one thread, in seconds: `work` by the [current](Rates::current) rates.
     pub seconds: f64,
+    /// What it does, by the rates that it depends on.
+    pub work: Work,
+    /// Whether [`Algorithm::Auto`] may take it.
+    pub automatic: bool,
 }
 
 /// The cost model's answer for one call.
@@ -105,6 +110,37 @@ pub struct Plan {
     pub estimates: Vec<Estimate>,
     /// One sentence on the choice.
     pub reason: String,
+}
+
+impl Plan {
+    /// The algorithm that the caller forces, or the cheapest of those that `auto` may take.
+    pub(crate) fn new(wanted: Algorithm, estimates: Vec<Estimate>) -> Self {
+        let candidates = || estimates.iter().filter(|estimate| estimate.automatic);
+        let cheapest = candidates().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let (algorithm, reason) = match (wanted, cheapest) {
+            (Algorithm::Auto, Some(best)) => {
+                let next = candidates()
+                    .filter(|estimate| estimate.algorithm != best.algorithm)
+                    .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+                let reason = next.map_or("there is no other".to_owned(), |next| {
+                    let ratio = if best.seconds > 0.0 { next.seconds / best.seconds } else { 1.0 };
+                    format!("predicted to be the fastest, {ratio:.2} × before {}", next.algorithm)
+                });
+                (best.algorithm, reason)
+            }
+            (forced, _) => (forced, "forced by the caller".to_owned()),
+        };
+        Self { algorithm, estimates, reason }
+    }
+
+    /// What [`Algorithm::Auto`] would take by other rates than the current ones; `None` if there is nothing to choose
+    /// from.
+    pub fn cheapest(&self, rates: &Rates) -> Option<Algorithm> {
+        let candidates = self.estimates.iter().filter(|estimate| estimate.automatic);
+        candidates
+            .min_by(|a, b| a.work.seconds(rates).total_cmp(&b.work.seconds(rates)))
+            .map(|estimate| estimate.algorithm)
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
 //! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
 //! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
-//! computed and why.
+//! computed and why, by the [`Rates`] of the machine.
 
 pub mod aft;
 mod algorithm;
@@ -13,6 +13,7 @@ pub mod fourier;
 pub mod kernelized;
 mod mask;
 mod mechanism;
+mod rates;
 mod real;
 mod scratch;
 mod shape;
@@ -29,7 +30,8 @@ pub use feature_map::FeatureMap;
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
-pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token};
+pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token};
+pub use rates::{Rate, Rates, Work};
 pub use real::Real;
 pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};

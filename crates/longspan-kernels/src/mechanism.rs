@@ -2,6 +2,8 @@
 
 use std::fmt::Debug;
 
+use smallvec::SmallVec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::mask::{Mask, Order};
@@ -17,10 +19,18 @@ pub struct Parameter {
     /// Its name in errors, checkpoints and bindings.
     pub name: &'static str,
     /// Its shape.
-    pub shape: Vec<usize>,
+    pub shape: SmallVec<[usize; 4]>,
 }
 
+/// What [`Mechanism::parameters`] lists. Every step asks for it, so a usual list stands on the stack.
+pub type Parameters = SmallVec<[Parameter; 6]>;
+
 impl Parameter {
+    /// A tensor of this name and shape.
+    pub fn new(name: &'static str, shape: impl IntoIterator<Item = usize>) -> Self {
+        Self { name, shape: shape.into_iter().collect() }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         // An absurd size is refused for its length and must not overflow before.
@@ -134,7 +144,7 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     }
 
     /// The learned tensors it takes for calls of these sizes.
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter>;
+    fn parameters(&self, dims: &Dims) -> Parameters;
 
     /// Whether a call makes sense; `forward` and `backward` check the same before they write anything.
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error>;
@@ -165,8 +175,11 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// from [`empty_state`](Mechanism::empty_state) on. Associative, to rounding, with the empty state as its unit, so
     /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
     /// have no sum refuses.
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        let _ = (earlier, later);
+    ///
+    /// `parameters` are those of the calls. Only counted Fourier positions look at them, and there at `a` alone: the
+    /// later tokens turn by the count of the earlier ones.
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let _ = (earlier, later, parameters);
         Err(Error::Unsupported {
             operation: self.name(),
             combination: "the sum of two states",
@@ -294,6 +307,12 @@ pub(crate) fn token_dims<T: Real>(
     let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
     dims.check(mechanism.name())?;
     Ok(dims)
+}
+
+/// Rows of `width` numbers, without end: where `width` is 0 there are as many as one asks for, which slices do not count.
+pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Item = &mut [T]> {
+    let mut rows = numbers.chunks_exact_mut(width.max(1));
+    std::iter::repeat_with(move || rows.next().unwrap_or_default())
 }
 
 /// Checks what every mechanism asks of a step of these sizes, but for the state.

@@ -19,6 +19,33 @@ pub(crate) fn padded<T>(len: usize) -> usize {
     len.next_multiple_of(line::<T>())
 }
 
+/// Working memory of a step. What usual sizes need stands on the stack, so that a token allocates nothing.
+pub(crate) struct StepMemory<T> {
+    stack: [T; STEP_NUMBERS],
+    heap: Vec<T>,
+}
+
+/// Numbers of working memory that steps keep on the stack: three means of AFT with 64 channels take 768, the features of
+/// Fourier positions with 64 take as many.
+const STEP_NUMBERS: usize = 2048;
+
+impl<T: Real> StepMemory<T> {
+    pub fn new() -> Self {
+        Self { stack: [T::ZERO; STEP_NUMBERS], heap: Vec::new() }
+    }
+
+    /// `len` numbers, of any value.
+    pub fn take(&mut self, len: usize) -> &mut [T] {
+        if len <= STEP_NUMBERS {
+            return &mut self.stack[..len];
+        }
+        if self.heap.len() < len {
+            self.heap.resize(len, T::ZERO);
+        }
+        &mut self.heap[..len]
+    }
+}
+
 /// Working memory. It grows to what the largest call so far needed and is reused by the next one; what stands in it
 /// between calls has no meaning.
 #[derive(Debug, Default)]

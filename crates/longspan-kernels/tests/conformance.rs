@@ -73,6 +73,16 @@ fn order_does_not_matter_without_positions() {
     over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
 }
 
+/// Nothing comes out, but tokens are counted and their keys kept.
+#[test]
+fn tokens_without_values_enter_the_state() {
+    let cases: Vec<_> = grid::streaming(47, 60)
+        .into_iter()
+        .map(|(mechanism, case)| (mechanism, Case { dims: Dims { value_dim: 0, ..case.dims }, ..case }))
+        .collect();
+    over(&cases, streaming::pieces_make_the_whole::<f32>);
+}
+
 #[test]
 fn gradients_pass_through_states() {
     over(&grid::streaming(43, 200), state_gradients::gradients_pass_through_states::<f32>);

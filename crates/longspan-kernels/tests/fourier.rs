@@ -2,7 +2,7 @@
 
 use longspan_kernels::{
     Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mask, Mechanism, Output,
-    Positions, Score, Scratch, Token, View, ViewMut, Wave,
+    Positions, Score, Scratch, State, Token, View, ViewMut, Wave,
 };
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
@@ -83,6 +83,18 @@ fn pieces_make_the_whole() {
     over(&cases(66), streaming::states_are_values::<f32>);
     over(&cases(67), streaming::lengths_end_the_sequence::<f32>);
     over(&cases(68), streaming::ignored_keys_keep_their_place::<f32>);
+}
+
+/// Counted positions too: the later keys turn by the count of the earlier ones.
+#[test]
+fn states_add_up() {
+    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 120, &grid::LENGTHS, false));
+    over(&cases(72), streaming::states_add_up::<f32>);
+    over(&cases(73), streaming::states_add_up::<f64>);
+    let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Counted);
+    let state: State<f32> = attention.empty_state(&Dims::square(1, 2, 1, 4)).expect("a state without tokens");
+    let error = attention.combine(&state, &state, &[&[0.1; 7]]).expect_err("seven angles for two heads of four");
+    assert!(error.to_string().contains(": a: "), "{error}");
 }
 
 #[test]

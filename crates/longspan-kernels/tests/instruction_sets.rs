@@ -35,6 +35,9 @@ fn with_instruction_set(name: &str) -> (bool, String) {
 #[test]
 fn every_instruction_set_passes() {
     let mut names = vec!["portable"];
+    if cfg!(target_arch = "aarch64") {
+        names.push("neon");
+    }
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {

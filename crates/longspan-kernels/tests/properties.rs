@@ -274,7 +274,7 @@ fn run(mechanism: &dyn Mechanism<f32>, call: &AnyCall) -> Result<(), String> {
     }
     if let Some(mut state) = state {
         let token = Token { q: &numbers[0], k: &numbers[1], v: &numbers[2], parameters: &parameters };
-        let _ = mechanism.combine(&state, &state);
+        let _ = mechanism.combine(&state, &state, &[]);
         let before = state.clone();
         let same =
             |state: &State<f32>| state.numbers().iter().zip(before.numbers()).all(|(a, b)| a.to_bits() == b.to_bits());

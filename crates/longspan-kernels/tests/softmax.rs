@@ -164,7 +164,7 @@ fn a_full_cache_is_refused() {
     let error = attention.step(&token, &mut state, &mut after).expect_err("a fourth token in a cache of three");
     assert!(error.to_string().contains("at most 3") && error.to_string().contains("larger capacity"), "{error}");
     assert_eq!((state, after), (before.clone(), [7.0; 2]));
-    let error = attention.combine(&before, &before).expect_err("six tokens in a cache of three");
+    let error = attention.combine(&before, &before, &[]).expect_err("six tokens in a cache of three");
     assert!(error.to_string().contains("larger capacity"), "{error}");
 
     let case = Case::new(longspan_kernels::Dims::square(1, 1, 4, 2), true);

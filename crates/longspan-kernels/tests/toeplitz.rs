@@ -4,8 +4,8 @@ use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Mask, Me
 use longspan_testing::random::Random;
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, streaming,
-    threads,
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection,
+    state_gradients, streaming, threads,
 };
 
 /// What the checks may assume.
@@ -298,6 +298,9 @@ fn exponential_features_do_not_overflow() {
                     if causal {
                         check =
                             check.and_then(|()| streaming::pieces_make_the_whole_of::<f32>(&subject, &case, &inputs));
+                        check = check.and_then(|()| {
+                            state_gradients::gradients_pass_through_states_of::<f32>(&subject, &case, &inputs)
+                        });
                     }
                     if let Err(failure) = check {
                         panic!("keys {name}, causal {causal}, {algorithm}, {bias:?}: {failure}");
@@ -306,6 +309,54 @@ fn exponential_features_do_not_overflow() {
             }
         }
     }
+}
+
+/// Cases whose bias reaches back over a state of earlier tokens.
+fn linked(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
+    let mut random = Random::new(seed ^ 0x71E);
+    let reaching = |random: &mut Random| match random.below(6) {
+        0 => Bias::symmetric(1000),
+        1 => Bias::Grid { height: 30, width: 31 },
+        2 => Bias::Table { first: [-9, 2, -40][random.below(3)], count: 1 + random.below(5), beyond: Beyond::Extend },
+        3 => Bias::Buckets { buckets: 7, max_distance: 50, bidirectional: false },
+        _ => Bias::clipped([0, 1, 2, 3, 6, 20, 70, 140][random.below(8)]),
+    };
+    // Where all features of a row's keys are 0 its output leaps: rectified ones have no slope there.
+    let leaps = |toeplitz: &Toeplitz| toeplitz.feature_map == FeatureMap::Relu && toeplitz.normalize;
+    let cases = cases(seed, count, &grid::SHORT_LENGTHS).into_iter().filter(|(toeplitz, _)| !leaps(toeplitz));
+    cases.map(|(toeplitz, case)| (Toeplitz { bias: reaching(&mut random), ..toeplitz }, case)).collect()
+}
+
+/// Nothing comes out, but tokens are counted and their keys kept.
+#[test]
+fn tokens_without_values_enter_the_state() {
+    let cases: Vec<_> = streams(47, 60)
+        .into_iter()
+        .map(|(mechanism, case)| (mechanism, Case { dims: Dims { value_dim: 0, ..case.dims }, ..case }))
+        .collect();
+    over(&cases, streaming::pieces_make_the_whole::<f32>);
+}
+
+#[test]
+fn gradients_pass_through_states() {
+    over(&streams(43, 200), state_gradients::gradients_pass_through_states::<f32>);
+    over(&streams(44, 200), state_gradients::gradients_pass_through_states::<f64>);
+}
+
+#[test]
+fn state_gradients_are_difference_quotients() {
+    over(&linked(45, 250), state_gradients::state_gradients_are_difference_quotients);
+}
+
+#[test]
+fn gradients_of_long_sequences_pass_through_states() {
+    let cases: Vec<_> = long()
+        .into_iter()
+        .filter(|(_, case)| case.causal && case.offset == 0 && !matches!(case.keys, KeyMask::Packed { .. }))
+        .map(|(toeplitz, case)| (toeplitz, Case { keys: KeyMask::All, ..case }))
+        .collect();
+    over(&cases, state_gradients::gradients_pass_through_states::<f32>);
+    over(&cases, state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
 }
 
 /// Cases of many strips and segments: short ones say nothing of how these are joined.

@@ -341,7 +341,7 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         "a sum of states of different shapes",
         mechanism.name(),
         "state",
-        mechanism.combine(&state, &wider).map(drop),
+        mechanism.combine(&state, &wider, &[]).map(drop),
     )?;
     Ok(())
 }

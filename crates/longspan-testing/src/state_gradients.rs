@@ -170,9 +170,12 @@ impl Link<'_> {
     }
 }
 
-/// Whether each number of a state is one that a gradient has a meaning for: all sums, and the values of the ring's rows
-/// that are there.
-fn sums_and_values(state: &State<f64>) -> Vec<bool> {
+/// Whether each number of a state is one that a gradient has a meaning for: all sums, and the keys and values of the
+/// ring's rows that are there.
+fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
+    if state.shape().mechanism == "toeplitz" {
+        return sums_and_tokens(state, value_dim);
+    }
     let [sum, keys, marks, row, ring, _] = state.shape().parts;
     let mut moves = Vec::with_capacity(state.numbers().len());
     for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {
@@ -187,8 +190,26 @@ fn sums_and_values(state: &State<f64>) -> Vec<bool> {
     moves
 }
 
+/// The same for Toeplitz states, whose ring holds keys beside values.
+fn sums_and_tokens(state: &State<f64>, value_dim: usize) -> Vec<bool> {
+    let [sum, keys, marks, ring_keys, exponents, ring_values] = state.shape().parts;
+    let mut moves = Vec::with_capacity(state.numbers().len());
+    for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {
+        let begun = head[sum + keys + 2].is_finite();
+        moves.extend((0..sum + keys).map(|_| begun).chain((0..marks).map(|_| false)));
+        let values = &head[head.len() - ring_values..];
+        let value = value_dim + 1;
+        let key = ring_keys.checked_div(ring_values / value).unwrap_or(0);
+        let there = |row: usize| values[(row + 1) * value - 1] != 0.0;
+        moves.extend((0..ring_keys).map(|n| there(n / key)));
+        moves.extend((0..exponents).map(|_| false));
+        moves.extend((0..ring_values).map(|n| there(n / value) && (n + 1) % value != 0));
+    }
+    moves
+}
+
 /// Doubles: every gradient of a call between two states, that of the initial state too, against difference quotients
-/// along random directions. The parts of the state are those of kernelized attention. Cases that can have no state are
+/// along random directions. The parts of the state are those of kernelized or Toeplitz attention. Cases that can have no state are
 /// bent to such as can.
 pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let mut random = Random::new(case.seed ^ 0x5D);
@@ -200,10 +221,10 @@ pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) 
     let before = Case { dims, offset: 0, keys: KeyMask::All, seed: case.seed ^ 0xBEF0, ..case.clone() };
     let initial = execute::forward_state(subject, &before, &execute::random(subject, &before), None)?.1;
     // Without an initial state other algorithms may run.
-    let initial = random.chance(0.8).then_some(&initial).map(|state| (state, sums_and_values(state)));
+    let initial = random.chance(0.8).then_some(&initial).map(|state| (state, sums_and_values(state, dims.value_dim)));
     let given = initial.as_ref().map(|(state, _)| *state);
     let (forward, last) = execute::forward_state(subject, case, &inputs, given)?;
-    let moves = sums_and_values(&last);
+    let moves = sums_and_values(&last, dims.value_dim);
     let d_last = moves.iter().map(|&moves| if moves { random.normal() } else { 0.0 }).collect();
     let d_last = State::from_numbers(last.shape(), d_last)?;
     let mut d_initial = initial.as_ref().map(|(state, _)| filled(state, execute::nan())).transpose()?;

@@ -21,8 +21,7 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     let sums = sum + keys;
     let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
     if shape.mechanism == "toeplitz" {
-        // Exponents are those of the keys themselves, and a token's place in the ring is its number in the sequence.
-        return numbers;
+        return relative_to_keys(state, to);
     }
     for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
         let (own, other) = (head[sums], to[sums]);
@@ -35,6 +34,29 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
             head[start..].rotate_left(own * row);
             head[start..].rotate_right(other * row);
             head[sums + 1] = to[sums + 1];
+        }
+    }
+    numbers
+}
+
+/// The same for Toeplitz states, in which each token of the ring has an exponent too; its place in the ring is its number
+/// in the sequence.
+fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
+    let shape = state.shape();
+    let [sum, keys, marks, ring_keys, exponents, _] = shape.parts;
+    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    let factor = |own: f64, other: f64| if own == other { 1.0 } else { (own - other).exp() };
+    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
+        let (exponent, ring) = (sum + keys + 2, sum + keys + marks);
+        let far = factor(head[exponent], to[exponent]);
+        head[..sum + keys].iter_mut().for_each(|x| *x *= far);
+        head[exponent] = to[exponent];
+        for row in 0..exponents {
+            let at = ring + ring_keys + row;
+            let own = factor(head[at], to[at]);
+            let width = ring_keys / exponents;
+            head[ring + row * width..][..width].iter_mut().for_each(|x| *x *= own);
+            head[at] = to[at];
         }
     }
     numbers
@@ -179,6 +201,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     let mut random = Random::new(case.seed ^ 0xADD);
     let single = inputs.cast::<T>();
     let mechanism = T::mechanism(subject);
+    let parameters: Vec<&[T]> = single.parameters.iter().map(Vec::as_slice).collect();
     let mut apart = Vec::new();
     for (tokens, piece) in pieces(&mut random, dims.keys) {
         let mut state = mechanism.empty_state(dims)?;
@@ -195,7 +218,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
         let at = random.below(apart.len() - 1);
         let (later, second) = apart.remove(at + 1);
         let (earlier, first) = &mut apart[at];
-        *first = mechanism.combine(first, &second)?;
+        *first = mechanism.combine(first, &second, &parameters)?;
         *earlier = earlier.start..later.end;
         let rest = earlier.end..(earlier.end + 70).min(dims.keys);
         if earlier.start == 0 && random.chance(0.5) && !rest.is_empty() {

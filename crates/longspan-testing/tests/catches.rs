@@ -1,7 +1,7 @@
 //! A check that cannot fail is worthless: each must pass a sound mechanism and catch a mechanism with a fault.
 
 use longspan_kernels::{
-    Algorithm, Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Parameter, Plan,
+    Algorithm, Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Parameters, Plan,
     Real, Reference, Score, Scratch, Shaw, State, Token, ViewMut,
 };
 use longspan_testing::suite::{Check, failures};
@@ -120,7 +120,7 @@ impl<T: Real> Mechanism<T> for Broken {
         self.sound::<T>().algorithms()
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         self.sound::<T>().parameters(dims)
     }
 
@@ -264,8 +264,8 @@ impl<T: Real> Mechanism<T> for Broken {
         self.sound::<T>().empty_state(dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        let sum = self.sound::<T>().combine(earlier, later);
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let sum = self.sound::<T>().combine(earlier, later, parameters);
         if self.is(SumsForgetTheEarlierState) { Ok(later.clone()) } else { sum }
     }
 

@@ -6,16 +6,33 @@ for torch's, `TransformerEncoderLayer` and `TransformerDecoderLayer` fit torch's
 """
 
 from ._chunked import chunked_attention
+from ._states import TensorState
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .mechanisms import AftSimple, FourierAttention, KernelizedAttention, ShawAttention
+from .mechanisms import (
+    AftConv,
+    AftFull,
+    AftLocal,
+    AftSimple,
+    FourierAttention,
+    KernelizedAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    ToeplitzAttention,
+)
 from .multi_head import MultiheadAttention
 
 __all__ = [
+    "AftConv",
+    "AftFull",
+    "AftLocal",
     "AftSimple",
     "FourierAttention",
     "KernelizedAttention",
     "MultiheadAttention",
     "ShawAttention",
+    "SoftmaxAttention",
+    "TensorState",
+    "ToeplitzAttention",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
     "chunked_attention",

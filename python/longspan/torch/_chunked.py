@@ -8,6 +8,7 @@ precision. The kernels' tests hold it to the same definition.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,9 @@ def chunked_attention(
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parameters = [parameter.to(wide) for parameter in parameters]
         _check_parameters(mechanism, q, k, parameters, settings)
+        if mechanism == "toeplitz":
+            # Counted from the whole call, of which packed sequences are pieces.
+            settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
             return formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask).to(dtype)
         if q.shape[0] != 1:
@@ -100,13 +104,18 @@ def _check_parameters(
     """Shapes that broadcasting would let pass."""
     _, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
+    wanted: list[tuple[int, ...]]
     if mechanism == "shaw":
         rows = parameters[0].shape[-2]
         wanted = [(heads, rows, head_dim) if parameters[0].ndim == 3 else (rows, head_dim)]
     elif mechanism == "toeplitz":
-        wanted = [(heads, queries + keys - 1)]
+        table = settings.get("kind", "table") == "table" and not settings.get("centred")
+        wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
+    elif mechanism == "aft-full":
+        length = parameters[0].shape[0]
+        wanted = [(length, length)] if len(parameters) == 1 else [(length, parameters[0].shape[1])] * 2
     elif mechanism == "aft-local":
-        wanted = [(queries, parameters[0].shape[1])]
+        wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1])]
     elif mechanism == "aft-conv":
         wanted = [(heads, parameters[0].shape[1]), (heads,), (heads,)]
     elif mechanism == "fourier":
@@ -122,15 +131,15 @@ def _check_parameters(
             raise ValueError(f"{mechanism}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
 
 
-def _slices(mechanism, parameters, settings, a: int, b: int, c: int, d: int) -> Sequence[Tensor]:
+def _slices(
+    mechanism: str, parameters: Sequence[Tensor], settings: dict[str, Any], a: int, b: int, c: int, d: int
+) -> Sequence[Tensor]:
     """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
     if mechanism == "fourier" and settings.get("axes"):
         *others, queries, keys = parameters
         return [*others, queries[:, a:b], keys[:, c:d]]
-    if mechanism == "aft-local":
+    if mechanism == "aft-local" and not settings.get("by_position"):
         return [parameters[0][: b - a]]
-    if mechanism == "toeplitz":
-        raise NotImplementedError("toeplitz: packed sequences: expected tensors on the cpu; call each sequence on its own")
     return parameters
 
 
@@ -206,6 +215,10 @@ def _kernelized(
     return _divide(torch.cat(pieces, dim=2), normalize)
 
 
+def _power(gamma: Tensor, exponent: Any) -> Tensor:
+    return torch.pow(gamma, exponent)
+
+
 def _clip(token: int, keys: int) -> int:
     return min(max(token, 0), keys)
 
@@ -213,7 +226,14 @@ def _clip(token: int, keys: int) -> int:
 class _Bidirectional:
     """All keys through one state; relative positions through a band and running sums from both ends."""
 
-    def __init__(self, features, values, rows, radius, _gamma):
+    def __init__(
+        self,
+        features: Tensor | None,
+        values: Tensor,
+        rows: Tensor | None,
+        radius: int,
+        gamma: Tensor | None,
+    ) -> None:
         self.values, self.rows, self.radius = values, rows, radius
         self.state = None if features is None else features.transpose(-1, -2) @ values
         if rows is not None:
@@ -225,7 +245,7 @@ class _Bidirectional:
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
         """Sums for the queries ``q`` that stand at keys ``first`` to ``last - 1``."""
         keys = self.values.shape[2]
-        out = 0 if self.state is None else q @ self.state
+        out = q.new_zeros(()) if self.state is None else q @ self.state
         if self.rows is None:
             return out
         weights = q @ self.rows.transpose(-1, -2)
@@ -249,13 +269,20 @@ def _band(weights: Tensor, first: int, last: int, near: int, far: int, radius: i
 class _Causal:
     """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see."""
 
-    def __init__(self, features, values, rows, radius, gamma):
+    def __init__(
+        self,
+        features: Tensor | None,
+        values: Tensor,
+        rows: Tensor | None,
+        radius: int,
+        gamma: Tensor | None,
+    ) -> None:
         self.features, self.values, self.rows, self.radius, self.gamma = features, values, rows, radius, gamma
         # Keys below these are in the state; for relative positions only those at least `radius` before.
         self.taken = 0
         self.far_taken = 0
-        self.state = None
-        self.far = None
+        self.state: Tensor | None = None
+        self.far: Tensor | None = None
         # The token that decays are counted from.
         self.base = 0
 
@@ -267,8 +294,11 @@ class _Causal:
         start = _clip(first + 1, keys)
         stop = max(_clip(last, keys), start)
         out = q.new_zeros((*q.shape[:3], values.shape[-1]))
-        since = None if self.gamma is None else self.gamma ** (token - first)[:, None]
-        visible = lambda key: (key[None, :] <= token[:, None])  # noqa: E731
+        since = None if self.gamma is None else _power(self.gamma, (token - first)[:, None])
+
+        def visible(key: Tensor) -> Tensor:
+            return key[None, :] <= token[:, None]
+
         if self.features is not None:
             self.state = self._enter(self.state, self.features, self.taken, start, first)
             self.taken = max(self.taken, start)
@@ -294,19 +324,21 @@ class _Causal:
     def _age(self, token: int) -> None:
         """Lets the states grow older until ``token``."""
         if self.gamma is not None:
-            passed = self.gamma ** (token - self.base)
+            passed = _power(self.gamma, token - self.base)
             self.state = None if self.state is None else self.state * passed
             self.far = None if self.far is None else self.far * passed
         self.base = token
 
-    def _enter(self, state, features, taken: int, until: int, token: int):
+    def _enter(
+        self, state: Tensor | None, features: Tensor | None, taken: int, until: int, token: int
+    ) -> Tensor | None:
         """Takes the keys ``taken .. until`` into a state as seen from ``token``."""
         if until <= taken:
             return state
         values = self.values[:, :, taken:until]
         if self.gamma is not None:
             key = torch.arange(taken, until, device=values.device)
-            values = values * self.gamma ** (token - key)[:, None]
+            values = values * _power(self.gamma, (token - key)[:, None])
         if features is None:
             added = values.sum(2, keepdim=True)
         else:
@@ -314,13 +346,13 @@ class _Causal:
         return added if state is None else state + added
 
     @staticmethod
-    def _aged(sums: Tensor, since) -> Tensor:
+    def _aged(sums: Tensor, since: Tensor | None) -> Tensor:
         return sums if since is None else sums * since
 
     def _decayed(self, scores: Tensor, token: Tensor, key: Tensor) -> Tensor:
         if self.gamma is None:
             return scores
-        return scores * self.gamma ** (token[:, None] - key[None, :]).clamp(min=0)
+        return scores * _power(self.gamma, (token[:, None] - key[None, :]).clamp(min=0))
 
 
 def _without_padding(k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,7 +374,16 @@ def _features(settings: dict[str, Any], q: Tensor, k: Tensor, normalize: bool) -
     return _FEATURE_MAPS[name](q), _FEATURE_MAPS[name](k)
 
 
-def _fourier(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _fourier(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
     k, v, there = _without_padding(k, v, key_padding_mask)
     normalizer = settings.get("normalizer", "one_plus")
@@ -368,17 +409,17 @@ def _fourier(q, k, v, parameters, settings, is_causal, offset, key_padding_mask)
 
         left, right = turned(queries, turn_query), turned(keys, turn_key)
     else:
-        b, c, beta = (*rest, *[None] * (3 - len(rest)))
-        turn_query = turn_query + b[None, :, None]
-        scaled = queries if c is None else queries * c[None, :, None]
-        left = [scaled * turn_query.cos(), scaled * turn_query.sin()]
-        right = [keys * turn_key.cos(), keys * turn_key.sin()]
-        if normalizer == "dominant":
-            beta = c.abs() + F.softplus(beta)
-        if normalizer == "one_plus" or beta is not None:
-            left.append(queries if beta is None else queries * beta[None, :, None])
-            right.append(keys)
-        left, right = torch.cat(left, -1), torch.cat(right, -1)
+        turn_query = turn_query + rest[0][None, :, None]
+        scaled = queries if len(rest) < 2 else queries * rest[1][None, :, None]
+        lefts = [scaled * turn_query.cos(), scaled * turn_query.sin()]
+        rights = [keys * turn_key.cos(), keys * turn_key.sin()]
+        if normalizer == "one_plus" or len(rest) > 2:
+            beta = rest[2] if len(rest) > 2 else queries.new_ones(())
+            if normalizer == "dominant":
+                beta = rest[1].abs() + F.softplus(beta)
+            lefts.append(queries * (beta[None, :, None] if beta.ndim else beta))
+            rights.append(keys)
+        left, right = torch.cat(lefts, -1), torch.cat(rights, -1)
     settings = {"feature_map": "identity", "normalize": False, "decay": settings.get("decay")}
     ones = there.expand(-1, k.shape[1], -1, -1)
     if normalizer == "none":
@@ -408,7 +449,16 @@ def _distances(first: int, last: int, keys: int, offset: int, device: torch.devi
     return torch.arange(keys, device=device)[None, :] - token[:, None]
 
 
-def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _toeplitz(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.toeplitz_attention`, a few rows of all pairs at a time."""
     (bias,) = parameters
     normalize = settings.get("normalize", True)
@@ -418,6 +468,7 @@ def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask
     right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     ones = there.expand(-1, q.shape[1], -1, -1)
     values = torch.cat([values, ones], -1)
+    bias = bias.flatten(1)
     if normalize and bias.numel():
         bias = bias - bias.amax(1, keepdim=True).detach()
     pieces = []
@@ -425,17 +476,60 @@ def _toeplitz(q, k, v, parameters, settings, is_causal, offset, key_padding_mask
     for start in range(0, max(q.shape[2], 1), step):
         stop = min(start + step, q.shape[2])
         distance = _distances(start, stop, k.shape[2], offset, q.device)
-        weights = bias[:, distance + offset + q.shape[2] - 1].exp() * (left[:, :, start:stop] @ right.transpose(-1, -2))
+        entry, reached = _entries(parameters[0], settings, start + offset, distance)
+        hidden = ~reached
         if is_causal:
-            weights = weights.masked_fill(distance > 0, 0)
-        pieces.append(weights @ values)
+            hidden = hidden | (distance > 0)
+        elif distance.device.type != "meta" and bool(hidden.any()):
+            raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape "
+                             f"{tuple(parameters[0].shape)}")  # fmt: skip
+        weights = bias[:, entry].exp() * (left[:, :, start:stop] @ right.transpose(-1, -2))
+        pieces.append(weights.masked_fill(hidden, 0) @ values)
     return _divide(torch.cat(pieces, 2), normalize)
 
 
-def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
-    """AFT with ``biases(parameters, is_causal, distance, rows)``, ``[heads or 1, queries, keys]``, a few rows at a time."""
+def _entries(bias: Tensor, settings: dict[str, Any], first: int, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entry of a head's table belongs to each pair, and whether there is one; the rows stand at keys ``first ..``."""
+    kind = settings.get("kind", "table")
+    if kind == "grid":
+        height, width = bias.shape[1] // 2 + 1, bias.shape[2] // 2 + 1
+        token = torch.arange(first, first + distance.shape[0], device=distance.device)[:, None]
+        key = distance + token
+        down, right = key // width - token // width, key % width - token % width
+        reached = (down.abs() < height) & (key < height * width) & (token < height * width) & (token >= 0)
+        entry = (down.clamp(1 - height, height - 1) + height - 1) * bias.shape[2] + right + width - 1
+        return entry, reached
+    entries = bias.shape[1]
+    if kind == "buckets":
+        two_sided = settings.get("bidirectional", True)
+        side = entries // 2 if two_sided else entries
+        start = torch.where(distance > 0, side, 0) if two_sided else 0
+        back = distance.abs() if two_sided else (-distance).clamp(min=0)
+        exact = side // 2
+        octaves = (back.clamp(min=max(exact, 1)).double() / max(exact, 1)).log()
+        octaves = octaves / math.log(settings.get("max_distance", 128) / max(exact, 1))
+        far = (exact + (octaves * (side - exact)).long()).clamp(max=side - 1)
+        return start + torch.where(back < exact, back, far), torch.ones_like(distance, dtype=torch.bool)
+    first_distance = -(entries // 2) if kind == "clipped" or settings.get("centred") else settings["first"]
+    index = distance - first_distance
+    reached = torch.ones_like(index, dtype=torch.bool) if kind == "clipped" else (index >= 0) & (index < entries)
+    return index.clamp(0, entries - 1), reached
 
-    def formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+
+def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """AFT with ``biases(parameters, settings, is_causal, distance, rows, offset)``, ``[heads or 1, queries, keys]``, a few
+    rows at a time."""
+
+    def formulation(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parameters: Sequence[Tensor],
+        settings: dict[str, Any],
+        is_causal: bool,
+        offset: int,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor:
         k, v, there = _without_padding(k, v, key_padding_mask)
         group = q.shape[1] // max(k.shape[1], 1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -448,7 +542,7 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
             if is_causal:
                 seen = seen & (distance <= 0)
             scores = k[:, :, None].expand(-1, -1, stop - start, -1, -1)
-            bias = biases(parameters, is_causal, distance, slice(start, stop))
+            bias = biases(parameters, settings, is_causal, distance, slice(start, stop), offset)
             if bias is not None:
                 scores = scores + bias[None, ..., None]
             scores = scores.masked_fill(~seen[..., None], -torch.inf)
@@ -463,15 +557,42 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
     return formulation
 
 
-def _local_biases(parameters, _is_causal, distance: Tensor, rows: slice) -> Tensor:
+def _positions(table: Tensor, rows: slice, offset: int) -> Tensor:
+    """Rows of a table by position for the queries ``rows``; beyond its end none is seen, or the caller is told."""
+    position = torch.arange(rows.start, rows.stop, device=table.device) + offset
+    outside = (position < 0) | (position >= table.shape[0])
+    if table.device.type != "meta" and bool(outside.any()):
+        raise ValueError(f"aft: position: expected positions of queries from 0 to {table.shape[0] - 1}, got others")
+    return table[position]
+
+
+def _full_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
+    keys = distance.shape[1]
+    *_, z = parameters
+    columns = z[:, :keys] if len(parameters) == 1 else z[:keys]
+    if columns.shape[1 if len(parameters) == 1 else 0] != keys:
+        raise ValueError(f"aft-full: keys: expected at most {z.shape[0]} positions, got {keys}")
+    if len(parameters) == 1:
+        return _positions(columns, rows, offset)[None]
+    return (_positions(parameters[0], rows, offset) @ columns.T)[None]
+
+
+def _local_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
     (w,) = parameters
     column = distance + w.shape[1] // 2
     inside = (column >= 0) & (column < w.shape[1])
-    near = w[rows].gather(1, column.clamp(0, w.shape[1] - 1))
+    own = _positions(w, rows, offset) if settings.get("by_position") else w[rows]
+    near = own.gather(1, column.clamp(0, w.shape[1] - 1))
     return torch.where(inside, near, 0)[None]
 
 
-def _conv_biases(parameters, is_causal: bool, distance: Tensor, _rows: slice) -> Tensor:
+def _conv_biases(
+    parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
+) -> Tensor:
     w, *scale = parameters
     if scale:
         gamma, beta = scale
@@ -486,7 +607,16 @@ def _conv_biases(parameters, is_causal: bool, distance: Tensor, _rows: slice) ->
     return torch.where(inside, w[:, column.clamp(0, taps - 1)], 0)
 
 
-def _softmax(q, k, v, _parameters, settings, is_causal, offset, key_padding_mask) -> Tensor:
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
     """`longspan.ops.softmax_attention`, a few rows of all pairs at a time."""
     k, v, there = _without_padding(k, v, key_padding_mask)
     group = q.shape[1] // max(k.shape[1], 1)
@@ -513,6 +643,7 @@ _FORMULATIONS = {
     "shaw": _kernelized,
     "fourier": _fourier,
     "toeplitz": _toeplitz,
+    "aft-full": _aft(_full_biases),
     "aft-local": _aft(_local_biases),
     "aft-simple": _aft(lambda *_: None),
     "aft-conv": _aft(_conv_biases),

@@ -9,55 +9,123 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _calls
 from . import _operators
 from ._chunked import chunked_attention
+from ._states import TensorState
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float64, *_HALF)
 
 
 def attend(
-    operation, mechanism, options, q, k, v, parameters,
-    is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None, output_final_state=False,
-    token_major=False,
-):  # fmt: skip
+    operation: str,
+    mechanism: str,
+    options: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    parameters: tuple[Any, ...],
+    is_causal: bool = False,
+    offset: int = 0,
+    key_padding_mask: Any = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    token_major: bool = False,
+) -> Any:
     """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some.
 
     With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
     """
     tensors = (q, k, v, *parameters)
-    if not _simple(tensors):
-        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
-        if not q.is_cpu or (initial_state is None and not output_final_state and _watched(tensors)):
+    with_state = initial_state is not None or output_final_state
+    simple = _simple(tensors)
+    if not simple:
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+        if not q.is_cpu or (not with_state and _watched(tensors)):
             return _attend_watched(
-                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens,
-                initial_state is not None or output_final_state,
+                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
             )  # fmt: skip
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(f"{operation}: initial_state and output_final_state: expected tensors without gradients, "
-                             "because none flows through a state; use torch.no_grad()")  # fmt: skip
     elif key_padding_mask is not None:
-        check(operation, tensors, ops._names(mechanism, parameters), key_padding_mask)
-    ops._check_state(operation, "initial_state", initial_state)
-    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
-    arrays, back = as_arrays(operation, tensors, ops._names(mechanism, parameters))
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+    if with_state and _learning(tensors, initial_state):
+        return _attend_with_states(
+            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
+            output_final_state,
+        )  # fmt: skip
+    if with_state:
+        initial_state = _calls.plain_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
+    back: Callable[[np.ndarray[Any, Any]], Tensor]
+    if simple:
+        arrays, back = [_as_array(tensor) for tensor in tensors], torch.from_numpy
+    else:
+        arrays, back = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = ops._mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    out, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
-    out = back(out)
-    return (out, state) if output_final_state else out
+    return (back(out), state) if output_final_state else back(out)
+
+
+def _as_array(tensor: Tensor) -> Any:
+    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+
+
+def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
+    """Whether a gradient is to flow through this call."""
+    if not torch.is_grad_enabled():
+        return False
+    state = isinstance(initial_state, TensorState) and initial_state.numbers.requires_grad
+    return state or any(tensor.requires_grad for tensor in tensors)
+
+
+def _attend_with_states(
+    operation: str,
+    mechanism: str,
+    options: str,
+    tensors: Sequence[Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Any,
+    cu_seqlens: Any,
+    initial_state: Any,
+    output_final_state: bool,
+) -> Any:
+    if cu_seqlens is not None:
+        raise ValueError(f"{operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
+                         "each its own batch entry")  # fmt: skip
+    if initial_state is not None and not isinstance(initial_state, TensorState):
+        plain = _calls.plain_state(operation, "initial_state", initial_state)
+        initial_state = None if plain is None else TensorState.of(plain)
+    shape = None if initial_state is None else (initial_state.mechanism, initial_state.parts)
+    initial = None if initial_state is None else initial_state.numbers
+    found: list[Any] = []
+    rest = (mechanism, options, operation, is_causal, offset)
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        # Under autocast, as the operator does.
+        tensors = [tensor.float() for tensor in tensors]
+    out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
+    return (out, TensorState(found[0], found[1], numbers)) if output_final_state else out
 
 
 def _attend_watched(
-    operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
-):  # fmt: skip
+    operation: str,
+    mechanism: str,
+    options: str,
+    tensors: Sequence[Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Any,
+    cu_seqlens: Any,
+    with_state: bool,
+) -> Any:
     """What is to be differentiated, compiled, or computed elsewhere."""
     q, k, v, *parameters = tensors
-    packed = None if cu_seqlens is None else ops._pair_of_boundaries(operation, cu_seqlens)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if q.device.type == "cpu":
         queries, keys = (None, None) if packed is None else packed
         call = _operators.attention if _traced(tensors) else _operators.Eager.apply
@@ -83,11 +151,13 @@ _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mo
 
 def _traced(tensors: Sequence[Tensor]) -> bool:
     """Whether a compiler, a transform, autocast or another kind of tensor wants to see an operator."""
+    return _looking() or any(type(t) not in _PLAIN_TYPES for t in tensors)
+
+
+def _looking() -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
         return True
-    if _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None:
-        return True
-    return any(type(t) not in _PLAIN_TYPES for t in tensors)
+    return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
@@ -97,21 +167,18 @@ def _watched(tensors: Sequence[Tensor]) -> bool:
 
 def _simple(tensors: Sequence[Any]) -> bool:
     """Whether these are plain float32 or float64 tensors on the CPU that nobody watches: the quick way for most calls."""
-    if torch.compiler.is_compiling() or _unusual(tensors):
+    if _looking():
         return False
-    return not _watched(tensors)
-
-
-def _unusual(tensors: Sequence[Any]) -> bool:
+    grad = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
     if dtype is not torch.float32 and dtype is not torch.float64:
-        return True
+        return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or tensor.dtype is not dtype or not tensor.is_cpu:
-            return True
-        if tensor.layout is not torch.strided:
-            return True
-    return False
+            return False
+        if tensor.layout is not torch.strided or (grad and tensor.requires_grad):
+            return False
+    return True
 
 
 def _autocast(device: torch.device) -> bool:
@@ -144,7 +211,7 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
 
 def as_arrays(
     operation: str, tensors: Sequence[Any], names: Sequence[str]
-) -> tuple[list[np.ndarray], Callable[[np.ndarray], Tensor]]:
+) -> tuple[list[np.ndarray[Any, Any]], Callable[[np.ndarray[Any, Any]], Tensor]]:
     """CPU tensors as arrays on the same memory (half precision as float32), and the way back for a result."""
     q = tensors[0]
     dtype = q.dtype
@@ -153,9 +220,13 @@ def as_arrays(
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
-    if dtype in _HALF:
+    if dtype in _HALF or _autocast(q.device):
+        if any(tensor.dtype != dtype for tensor in tensors) and _autocast(q.device):
+            # As the operator does.
+            return [tensor.detach().float().numpy() for tensor in tensors], torch.from_numpy
         for name, tensor in zip(names, tensors):
             if tensor.dtype != dtype:
                 raise TypeError(f"{operation}: {name}: expected {dtype} like q, got {tensor.dtype}")
-        return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
-    return [(tensor.detach() if tensor.requires_grad else tensor).numpy() for tensor in tensors], torch.from_numpy
+        if dtype in _HALF:
+            return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
+    return [_as_array(tensor) for tensor in tensors], torch.from_numpy

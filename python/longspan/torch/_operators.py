@@ -5,23 +5,30 @@ One operator serves every mechanism: its name and its options (JSON) are text, i
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _calls
+from .._native import State
+from ._states import TensorState
+
+#: Boundaries of packed sequences on the query and the key axis.
+Packed = Optional[tuple[list[int], list[int]]]
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+    array: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+    return array
 
 
-def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     # NumPy and torch differ in the strides of nothing.
     tensor = torch.from_numpy(array) if array.size else torch.empty(array.shape, dtype=dtype)
     return tensor.to(dtype)
@@ -35,27 +42,59 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
 
-def _forward(q, k, v, parameters, key_padding_mask, packed, mechanism, options, operation, is_causal, offset):
-    out, denominators, _ = ops._mechanism(mechanism, options, operation, parameters, q, offset).forward(
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    key_padding_mask: Tensor | None,
+    packed: Packed,
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor, State | None]:
+    out, denominators, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed, None, False, True, True,
+        None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
+        True, True,
     )  # fmt: skip
+    assert denominators is not None
     batch, heads, queries, _ = q.shape
     if out.size == 0:
         out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
     else:
         out_tensor = torch.from_numpy(out).to(q.dtype)
-    return out_tensor, _tensor(denominators, _dtype_of_denominators(q))
+    return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
 
 
 def _backward(
-    d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
-    mechanism, options, operation, is_causal, offset,
-):  # fmt: skip
-    dq, dk, dv, d_parameters = ops._mechanism(mechanism, options, operation, parameters, q, offset).backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    key_padding_mask: Tensor | None,
+    packed: Packed,
+    out: Tensor,
+    denominators: Tensor,
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+    initial_state: State | None = None,
+    d_final_state: State | None = None,
+) -> tuple[list[Tensor], State | None]:
+    dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
+        mechanism, options, operation, parameters, q, offset
+    ).backward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        _array(out), _array(denominators), _array(d_out), True,
+        _array(out), _array(denominators), _array(d_out), initial_state, d_final_state, True,
     )  # fmt: skip
     gradients = []
     for like, gradient in zip((q, k, v), (dq, dk, dv)):
@@ -66,7 +105,7 @@ def _backward(
             gradients.append(torch.from_numpy(gradient).to(like.dtype))
     for like, gradient in zip(parameters, d_parameters):
         gradients.append(_tensor(gradient, like.dtype))
-    return gradients
+    return gradients, d_initial
 
 
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
@@ -87,11 +126,25 @@ def attention(
     """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
     projection after it reads without a copy."""
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
-    return _forward(q, k, v, parameters, key_padding_mask, packed, mechanism, options, operation, is_causal, offset)
+    rest = (mechanism, options, operation, is_causal, offset)
+    return _forward(q, k, v, parameters, key_padding_mask, packed, *rest)[:2]
 
 
 @attention.register_fake
-def _(q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, mechanism, options, operation, is_causal, offset):
+def _attention_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    cu_queries: Optional[list[int]],
+    cu_keys: Optional[list[int]],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
     out = _token_major(q, batch, heads, queries, v.shape[3])
     return out, q.new_empty((batch, heads, queries), dtype=_dtype_of_denominators(q))
@@ -120,19 +173,18 @@ def attention_backward(
     return _backward(
         d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
         mechanism, options, operation, is_causal, offset,
-    )  # fmt: skip
+    )[0]  # fmt: skip
 
 
 @attention_backward.register_fake
-def _(
-    d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
-    mechanism, options, operation, is_causal, offset,
-):  # fmt: skip
+def _gradient_shapes(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
+) -> list[Tensor]:
     gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, parameters, key_padding_mask, *rest = inputs
     out, denominators = output
     ctx.mark_non_differentiable(denominators)
@@ -140,7 +192,7 @@ def _save(ctx, inputs, output):
     ctx.rest = rest
 
 
-def _gradient(ctx, d_out, _d_denominators):
+def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
     q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
     cu_queries, cu_keys, mechanism, options, operation, is_causal, offset = ctx.rest
     dq, dk, dv, *d_parameters = attention_backward(
@@ -160,18 +212,75 @@ class Eager(torch.autograd.Function):
     transform looks at."""
 
     @staticmethod
-    def forward(ctx, key_padding_mask, packed, mechanism, options, operation, is_causal, offset, q, k, v, *parameters):
+    def forward(
+        ctx: Any,
+        key_padding_mask: Tensor | None,
+        packed: Packed,
+        mechanism: str,
+        options: str,
+        operation: str,
+        is_causal: bool,
+        offset: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         rest = (mechanism, options, operation, is_causal, offset)
-        out, denominators = _forward(q, k, v, parameters, key_padding_mask, packed, *rest)
+        out, denominators, _ = _forward(q, k, v, parameters, key_padding_mask, packed, *rest)
         ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
         ctx.packed, ctx.rest = packed, rest
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
-        gradients = _backward(
+        gradients, _ = _backward(
             d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, *ctx.rest
         )  # fmt: skip
         return (None,) * 7 + tuple(gradients)
+
+
+class EagerWithStates(torch.autograd.Function):
+    """The same from a state and to one, with gradients through both.
+
+    ``initial`` is the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Gives the output and the
+    final state's numbers; what the latter's shape is goes into ``found``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        key_padding_mask: Tensor | None,
+        rest: tuple[str, str, str, bool, int],
+        shape: tuple[str, tuple[int, ...]] | None,
+        found: list[Any],
+        initial: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        before = None if shape is None or initial is None else TensorState(shape[0], shape[1], initial).detach()
+        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
+        assert state is not None
+        ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        final = TensorState.of(state)
+        ctx.shape = (final.mechanism, final.parts)
+        found.extend(ctx.shape)
+        return out, final.numbers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+        initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        name, parts = ctx.shape
+        states = [None if x is None else TensorState(name, parts, x).detach() for x in (initial, d_final)]
+        gradients, d_initial = _backward(
+            d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
+        )  # fmt: skip
+        return None, None, None, None, None if d_initial is None else TensorState.of(d_initial).numbers, *gradients

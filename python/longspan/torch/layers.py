@@ -20,7 +20,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 class _Layer(nn.Module):
-    def __init__(self, d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, norms, place):
+    def __init__(
+        self,
+        d_model: int,
+        dim_feedforward: int,
+        dropout: float,
+        activation: str | Callable[[Tensor], Tensor],
+        layer_norm_eps: float,
+        norm_first: bool,
+        bias: bool,
+        norms: int,
+        place: dict[str, Any],
+    ) -> None:
         super().__init__()
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
             raise ValueError(f"{type(self).__name__}: activation: expected relu, gelu or a function, got {activation!r}")
@@ -35,10 +46,12 @@ class _Layer(nn.Module):
 
     def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
         norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
-        return x + dropout(branch(norm(x))) if self.norm_first else norm(x + dropout(branch(x)))
+        out: Tensor = x + dropout(branch(norm(x))) if self.norm_first else norm(x + dropout(branch(x)))
+        return out
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return out
 
 
 class TransformerEncoderLayer(_Layer):
@@ -78,9 +91,10 @@ class TransformerEncoderLayer(_Layer):
         """As torch's. ``src_mask`` may say no more than ``is_causal`` does."""
 
         def attend(x: Tensor) -> Tensor:
-            return self.self_attn(
+            out: Tensor = self.self_attn(
                 x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal
             )[0]
+            return out
 
         return self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
 
@@ -143,15 +157,17 @@ class TransformerDecoderLayer(_Layer):
         """As torch's. The masks of pairs may say no more than ``tgt_is_causal`` and ``memory_is_causal`` do."""
 
         def attend(x: Tensor) -> Tensor:
-            return self.self_attn(
+            out: Tensor = self.self_attn(
                 x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal
             )[0]
+            return out
 
         def attend_to_memory(x: Tensor) -> Tensor:
-            return self.multihead_attn(
+            out: Tensor = self.multihead_attn(
                 x, memory, memory, key_padding_mask=memory_key_padding_mask, attn_mask=memory_mask,
                 is_causal=memory_is_causal,
             )[0]  # fmt: skip
+            return out
 
         x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
         return self._residual(x, 3, self._feed_forward)

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import _calls, _options
 from .._native import State
 from . import _dispatch
+from ._states import TensorState
 
 
 class Attention(nn.Module):
@@ -32,13 +33,18 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self._options = options
 
+    @property
+    def key_dim(self) -> int:
+        """Numbers in a key of one head."""
+        return self.head_dim
+
     def _learned(self) -> tuple[Tensor, ...]:
         """The mechanism's parameters in the kernels' order."""
         return ()
 
     def _check(self) -> None:
         """Refuses wrong options when the module is made rather than when it is first called."""
-        ops._mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
+        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
 
     def forward(
         self,
@@ -50,7 +56,7 @@ class Attention(nn.Module):
         offset: int = 0,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Any = None,
-        initial_state: State | None = None,
+        initial_state: State | TensorState | None = None,
         output_final_state: bool = False,
     ) -> Any:
         """``[batch, head, query, feature]``, laid out token by token; with the state if it is wanted."""
@@ -60,9 +66,18 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     @torch.no_grad()
-    def step(self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None
+    ) -> tuple[Tensor, State]:
         """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in."""
-        return ops._step(type(self).__name__, self.mechanism, self._options, q, k, v, self._learned(), state)
+        name = type(self).__name__
+        out: tuple[Tensor, State] = _calls.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
+        return out
+
+    def combine(self, earlier: State, later: State) -> State:
+        """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
+        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
+        return native.combine(earlier, later)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
@@ -89,7 +104,7 @@ class KernelizedAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
-        options = ops._kernel_options(type(self).__name__, None, feature_map, decay, normalize, algorithm)
+        options = _options.kernel(type(self).__name__, None, feature_map, decay, normalize, algorithm)
         super().__init__(num_heads, head_dim, options)
         self._check()
 
@@ -125,7 +140,7 @@ class ShawAttention(Attention):
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
         shape = (2 * radius + 1, head_dim) if shared else (num_heads, 2 * radius + 1, head_dim)
         rel = torch.empty(shape, device=device, dtype=dtype)
-        options = ops._shaw_options(
+        options = _options.shaw(
             name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options)
@@ -164,11 +179,11 @@ class FourierAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:
         place = {"device": device, "dtype": dtype}
-        names = () if wave == "pairs" else ("b", *ops._FREE.get(normalizer, ()))
+        names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
         angles = head_dim // 2 if wave == "pairs" else head_dim
         each = {name: torch.empty((num_heads, head_dim), **place) for name in names}
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
-        options, _ = ops._fourier(
+        options, _ = _options.fourier(
             type(self).__name__, None, torch.empty((num_heads, angles, 1)), each.get("b"), each.get("c"),
             each.get("beta"), None, None, normalizer, wave, feature_map, decay, algorithm,
         )  # fmt: skip
@@ -192,6 +207,129 @@ class FourierAttention(Attention):
         return (self.a, *(getattr(self, name) for name in self._each))
 
 
+class ToeplitzAttention(Attention):
+    """`longspan.ops.toeplitz_attention` as a module; it learns ``bias``, which starts close to 0: every distance alike.
+
+    ``kind`` says which distances have a bias of their own: ``"clipped"`` those up to ``radius``, ``"table"`` those below
+    ``reach`` (calls with farther ones are refused), ``"buckets"`` T5's ``buckets`` up to ``max_distance``, ``"grid"``
+    displacements in an image of ``height`` times ``width`` pixels.
+    """
+
+    mechanism = "toeplitz"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        kind: str = "clipped",
+        radius: int = 64,
+        reach: int = 1024,
+        buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        height: int = 32,
+        width: int = 32,
+        feature_map: str = "elu+1",
+        normalize: bool = True,
+        algorithm: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        for argument, size in (("radius", radius + 1), ("reach", reach), ("buckets", buckets), ("height", height),
+                               ("width", width)):  # fmt: skip
+            _expect_size(name, argument, size)
+        shapes = {"clipped": (2 * radius + 1,), "table": (2 * reach - 1,), "buckets": (buckets,),
+                  "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
+        bias = torch.empty((num_heads, *shapes.get(kind, (1,))), device=device, dtype=dtype)
+        options = _options.toeplitz(
+            name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True
+        )  # fmt: skip
+        super().__init__(num_heads, head_dim, options)
+        self.bias = nn.Parameter(bias)
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.bias, std=0.02)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.bias,)
+
+
+def _expect_size(module: str, name: str, size: int) -> None:
+    if not isinstance(size, int) or not 1 <= size < 1 << 24:
+        raise ValueError(f"{module}: {name}: expected an integer from 1 to 2**24 - 1, got {size!r}")
+
+
+class AftFull(Attention):
+    """`longspan.ops.aft_full` for sequences of up to ``length`` tokens as a module.
+
+    It learns ``u`` and ``z``, ``[length, rank]`` each, or with ``rank=None`` ``w``, ``[length, length]``; they start close
+    to no bias.
+    """
+
+    mechanism = "aft-full"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        length: int = 1024,
+        rank: int | None = 64,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, "{}")
+        _expect_size("AftFull", "length", length)
+        _expect_size("AftFull", "rank", 1 if rank is None else rank)
+        for name in ("w",) if rank is None else ("u", "z"):
+            table = torch.empty((length, length if rank is None else rank), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(table))
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        for table in self._learned():
+            nn.init.normal_(table, std=0.01 if len(self._learned()) == 1 else 0.1)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return tuple(self.parameters())
+
+
+class AftLocal(Attention):
+    """`longspan.ops.aft_local` for sequences of up to ``length`` tokens as a module; it learns ``w``,
+    ``[length, 2 * window - 1]``, which starts close to no bias."""
+
+    mechanism = "aft-local"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int = 8,
+        length: int = 1024,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _expect_size("AftLocal", "window", window)
+        _expect_size("AftLocal", "length", length)
+        w = torch.empty((length, 2 * window - 1), device=device, dtype=dtype)
+        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True))
+        self.w = nn.Parameter(w)
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w, std=0.01)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.w,)
+
+
 class AftSimple(Attention):
     """`longspan.ops.aft_simple` as a module; it learns nothing."""
 
@@ -202,10 +340,75 @@ class AftSimple(Attention):
         self._check()
 
 
+class AftConv(Attention):
+    """`longspan.ops.aft_conv` as a module, with keys ``[batch, head, token, 1]``: one number a head.
+
+    It learns ``w``, ``[num_heads, taps]``, and unless ``normalized`` is false ``gamma`` and ``beta``, ``[num_heads]``,
+    which start at 0, as published.
+    """
+
+    mechanism = "aft-conv"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        taps: int = 15,
+        normalized: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _expect_size("AftConv", "taps", taps)
+        super().__init__(num_heads, head_dim, _options.as_object(normalized=normalized))
+        place = {"device": device, "dtype": dtype}
+        self.w = nn.Parameter(torch.empty((num_heads, taps), **place))
+        self._scale = ("gamma", "beta") if normalized else ()
+        for name in self._scale:
+            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, **place)))
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w, std=1.0 if self._scale else 0.01)
+        for name in self._scale:
+            nn.init.zeros_(getattr(self, name))
+
+    @property
+    def key_dim(self) -> int:
+        return 1
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.w, *(getattr(self, name) for name in self._scale))
+
+
+class SoftmaxAttention(Attention):
+    """`longspan.ops.softmax_attention`, the baseline, as a module; it learns nothing."""
+
+    mechanism = "softmax"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        capacity: int = 4096,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, _options.softmax("SoftmaxAttention", scale, capacity))
+        self._check()
+
+
 #: What ``attention="..."`` of `MultiheadAttention` may be.
 MODULES: dict[str, type[Attention]] = {
-    module.mechanism: module for module in (KernelizedAttention, ShawAttention, FourierAttention, AftSimple)
-}
+    module.mechanism: module
+    for module in (
+        KernelizedAttention, ShawAttention, FourierAttention, ToeplitzAttention, AftFull, AftLocal, AftSimple, AftConv,
+        SoftmaxAttention,
+    )
+}  # fmt: skip
 
 
 def build(attention: str | Callable[..., nn.Module], num_heads: int, head_dim: int, **options: Any) -> nn.Module:
@@ -214,4 +417,5 @@ def build(attention: str | Callable[..., nn.Module], num_heads: int, head_dim: i
         return attention(num_heads, head_dim, **options)
     if attention not in MODULES:
         raise ValueError(f"unknown attention {attention!r}; known are {', '.join(MODULES)}")
-    return MODULES[attention](num_heads, head_dim, **options)
+    make: Callable[..., Attention] = MODULES[attention]
+    return make(num_heads, head_dim, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
+from ._states import TensorState
 from .mechanisms import build
 
 
@@ -19,7 +20,8 @@ class MultiheadAttention(nn.Module):
 
     ``attention`` names the mechanism (``"kernelized"``, ``"shaw"`` ...) or is a function of ``(num_heads, head_dim)``
     that makes a module; further arguments are the mechanism's options: ``MultiheadAttention(512, 8, batch_first=True,
-    attention="shaw", radius=16)``.
+    attention="shaw", radius=16)``. The projection of ``"aft-conv"`` gives one number a head for keys; its
+    ``in_proj_weight`` is narrower by that.
 
     What differs, because the weights of pairs are never formed: ``forward`` returns ``None`` for them; ``dropout`` drops
     numbers of the heads' outputs; ``attn_mask`` may say no more than ``is_causal`` does. ``add_bias_kv`` and
@@ -60,21 +62,23 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         place = {"device": device, "dtype": dtype}
+        self.attention = build(attention, num_heads, self.head_dim, **attention_options, **place)
+        # Widths of projected queries, keys and values.
+        self._widths = (embed_dim, num_heads * getattr(self.attention, "key_dim", self.head_dim), embed_dim)
         if self._qkv_same_embed_dim:
-            self.in_proj_weight = nn.Parameter(torch.empty((3 * embed_dim, embed_dim), **place))
+            self.in_proj_weight = nn.Parameter(torch.empty((sum(self._widths), embed_dim), **place))
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 self.register_parameter(name, None)
         else:
             self.q_proj_weight = nn.Parameter(torch.empty((embed_dim, embed_dim), **place))
-            self.k_proj_weight = nn.Parameter(torch.empty((embed_dim, self.kdim), **place))
+            self.k_proj_weight = nn.Parameter(torch.empty((self._widths[1], self.kdim), **place))
             self.v_proj_weight = nn.Parameter(torch.empty((embed_dim, self.vdim), **place))
             self.register_parameter("in_proj_weight", None)
         if bias:
-            self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **place))
+            self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), **place))
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
-        self.attention = build(attention, num_heads, self.head_dim, **attention_options, **place)
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -130,28 +134,31 @@ class MultiheadAttention(nn.Module):
         return (out if batched else out.squeeze(axis)), None
 
     @torch.no_grad()
-    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(self, token: Tensor, state: State | TensorState | None = None) -> tuple[Tensor, State]:
         """One token of causal self-attention, ``[batch, embed_dim]``: its output and the state with it taken in, in time
         and memory that do not depend on how many came before."""
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in self._project(token, token, token))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self._project(token, token, token))
         dtype = self.out_proj.weight.dtype
-        out, state = self.attention.step(q, k, v, state)
-        return self.out_proj(out.flatten(1).to(dtype)), state
+        step: Any = self.attention.step
+        out, after = step(q, k, v, state)
+        return self.out_proj(out.flatten(1).to(dtype)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        biases: Sequence[Tensor | None] = (None, None, None)
         if self.in_proj_weight is None:
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
-        if query is key and key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        weights = self.in_proj_weight.chunk(3)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif query is key and key is value:
+            all_three = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return tuple(all_three.split(self._widths, dim=-1))
+        else:
+            weights = self.in_proj_weight.split(self._widths)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.split(self._widths)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
 
     def _heads(self, x: Tensor, batch_axis: int) -> Tensor:
         """``[batch, head, token, feature]``: the projection's own memory."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        x = x.unflatten(-1, (self.num_heads, -1))
         return x.transpose(1, 2) if batch_axis == 0 else x.permute(1, 2, 0, 3)
 
 

@@ -9,7 +9,7 @@ file                                                          shape             
 ``source_embedding.weight``, ``target_embedding.weight``      ``[vocab, d_model]``     the same
 ``encoder.i.attention.query_key_value.{weight,bias}``         ``[d_model, 3 d_model]`` the same, weight transposed
 ``encoder.i.attention.output.{weight,bias}``                  ``[d_model, d_model]``   the same, weight transposed
-``encoder.i.attention.attention.relative``                    ``[heads, 2R+1, d]``     ``...attention.rel``
+``encoder.i.attention.attention....``                         see below                see below
 ``encoder.i.feed_forward.{inner,outer}.{weight,bias}``        ``[in, out]``            the same, weight transposed
 ``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``            ``...{weight,bias}``
 ``decoder.i....``, and ``decoder.i.cross_attention...``       as the encoder's
@@ -17,7 +17,20 @@ file                                                          shape             
 ``output.{weight,bias}``                                      ``[d_model, vocab]``     the same, weight transposed
 ============================================================  =======================  =====================================
 
-A shared table of relative positions is ``[1, 2R+1, d]`` in the file and ``[2R+1, d]`` here.
+What the mechanism of ``attention`` and ``cross_attention`` learns:
+
+==============  =======================================================================================================
+shaw            ``relative`` ``[heads, 2R+1, d]``, here ``rel``; a shared one is ``[1, 2R+1, d]`` there, ``[2R+1, d]`` here
+fourier         ``a`` ``[heads, d, 1]`` (rotary: ``[heads, d/2, 1]``), ``b``, ``c``, ``beta`` ``[heads, d]`` as far as free
+toeplitz        ``bias`` ``[heads, entries]``; a grid's is ``[heads, rows, columns]`` here
+aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense: ``w`` ``[length, length]``
+aft-local       ``w`` ``[length, 2 window - 1]``
+aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
+others          nothing
+==============  =======================================================================================================
+
+A decoder with AFT attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
+itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax) get sines and cosines.
 """
 
 from __future__ import annotations
@@ -25,6 +38,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +48,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .mechanisms import Attention, KernelizedAttention, ShawAttention
+from .mechanisms import (
+    AftConv,
+    AftFull,
+    AftLocal,
+    AftSimple,
+    Attention,
+    FourierAttention,
+    KernelizedAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    ToeplitzAttention,
+)
 
 #: Ids that every tokenizer of the command shares; what it knows itself comes after.
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
@@ -80,19 +105,22 @@ class Tokenizer:
 class _MultiHead(nn.Module):
     def __init__(self, d_model: int, heads: int, attention: Attention) -> None:
         super().__init__()
-        self.query_key_value = nn.Linear(d_model, 3 * d_model)
+        self.widths = (d_model, heads * attention.key_dim, d_model)
+        self.query_key_value = nn.Linear(d_model, sum(self.widths))
         self.output = nn.Linear(d_model, d_model)
         self.attention = attention
         self.heads = heads
 
     def forward(self, x: Tensor, memory: Tensor | None = None, **mask: Any) -> Tensor:
         if memory is None:
-            q, k, v = self.query_key_value(x).chunk(3, -1)
+            q, k, v = self.query_key_value(x).split(self.widths, -1)
         else:
-            (wq, wk, wv), (bq, bk, bv) = self.query_key_value.weight.chunk(3), self.query_key_value.bias.chunk(3)
-            q, k, v = F.linear(x, wq, bq), F.linear(memory, wk, bk), F.linear(memory, wv, bv)
+            weight, bias = self.query_key_value.weight, self.query_key_value.bias
+            of = zip((x, memory, memory), weight.split(self.widths), bias.split(self.widths))
+            q, k, v = (F.linear(x, w, b) for x, w, b in of)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        return self.output(self.attention(q, k, v, **mask).transpose(1, 2).flatten(2))
+        out: Tensor = self.output(self.attention(q, k, v, **mask).transpose(1, 2).flatten(2))
+        return out
 
 
 class _FeedForward(nn.Module):
@@ -102,7 +130,8 @@ class _FeedForward(nn.Module):
         self.outer = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(F.relu(self.inner(x)))
+        out: Tensor = self.outer(F.relu(self.inner(x)))
+        return out
 
 
 class _Block(nn.Module):
@@ -112,7 +141,10 @@ class _Block(nn.Module):
         self.attention = _MultiHead(width, heads, _attention(config))
         self.attention_norm = nn.LayerNorm(width)
         if decoder:
-            self.cross_attention = _MultiHead(width, heads, _attention(config))
+            # AFT's queries only gate a mean that is the same for all of them, and cannot look anything up.
+            other = {"attention": "shaw"} if config["attention"].startswith("aft-") else {}
+            sizes = {"heads": heads, "d_model": width}
+            self.cross_attention = _MultiHead(width, heads, _attention({**sizes, **other} if other else config))
             self.cross_attention_norm = nn.LayerNorm(width)
         self.feed_forward = _FeedForward(width, config["d_ff"])
         self.feed_forward_norm = nn.LayerNorm(width)
@@ -121,8 +153,10 @@ class _Block(nn.Module):
 
     def _residual(self, x: Tensor, norm: nn.Module, branch: Any) -> Tensor:
         if self.norm_first:
-            return x + self.dropout(branch(norm(x)))
-        return norm(x + self.dropout(branch(x)))
+            out: Tensor = x + self.dropout(branch(norm(x)))
+        else:
+            out = norm(x + self.dropout(branch(x)))
+        return out
 
     def forward(self, x: Tensor, ignored: Tensor | None, memory: Tensor | None = None) -> Tensor:
         if memory is None:
@@ -135,22 +169,66 @@ class _Block(nn.Module):
         return self._residual(x, self.feed_forward_norm, self.feed_forward)
 
 
+def _kernel(config: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = config.get("attention_options", {}).get("kernel", {})
+    return {"feature_map": config.get("feature_map", "elu+1"), **own}
+
+
+def _kernelized(config: dict[str, Any]) -> dict[str, Any]:
+    return _kernel(config)
+
+
+def _shaw(config: dict[str, Any]) -> dict[str, Any]:
+    options = {"radius": config.get("radius", 16), **config.get("attention_options", {}).get("relative", {})}
+    return {
+        "radius": options["radius"], "shared": options.get("shared", False), "kernelized": options.get("content", True),
+        "rel_feature_map": "identity" if options.get("raw", False) else "same", **_kernel(config),
+    }  # fmt: skip
+
+
+def _fourier(config: dict[str, Any]) -> dict[str, Any]:
+    options = config.get("attention_options", {})
+    kernel = _kernel(config)
+    # What there is to divide by is the normaliser's to say.
+    if not kernel.pop("normalize", True):
+        raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
+    normalizer = options.get("normalizer", "one-plus").replace("-", "_")
+    return {"normalizer": normalizer, "wave": "pairs" if options.get("rotary", False) else "each", **kernel}
+
+
+def _toeplitz(config: dict[str, Any]) -> dict[str, Any]:
+    options = dict(config.get("attention_options", {}))
+    return {**options.pop("bias", {}), **options}
+
+
+def _as_they_are(config: dict[str, Any]) -> dict[str, Any]:
+    return dict(config.get("attention_options", {}))
+
+
+#: For each mechanism its module and how the module's options follow from a run's settings.
+_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "kernelized": (KernelizedAttention, _kernelized),
+    "shaw": (ShawAttention, _shaw),
+    "fourier": (FourierAttention, _fourier),
+    "toeplitz": (ToeplitzAttention, _toeplitz),
+    "aft-full": (AftFull, _as_they_are),
+    "aft-local": (AftLocal, _as_they_are),
+    "aft-simple": (AftSimple, _as_they_are),
+    "aft-conv": (AftConv, _as_they_are),
+    "softmax": (SoftmaxAttention, _as_they_are),
+}
+
+
 def _attention(config: dict[str, Any]) -> Attention:
     """The mechanism that a run's settings name."""
-    heads = config["heads"]
-    options = config.get("attention_options", {})
-    kernel = {"feature_map": config.get("feature_map", "elu+1"), **options.get("kernel", {})}
     name = config["attention"]
-    if name == "kernelized":
-        return KernelizedAttention(heads, config["d_model"] // heads, **kernel)
-    if name == "shaw":
-        relative = {"radius": config.get("radius", 16), **options.get("relative", {})}
-        return ShawAttention(
-            heads, config["d_model"] // heads, radius=relative["radius"], shared=relative.get("shared", False),
-            kernelized=relative.get("content", True),
-            rel_feature_map="identity" if relative.get("raw", False) else "same", **kernel,
-        )  # fmt: skip
-    raise ValueError(f"config.json: attention: expected kernelized or shaw, got {name!r}")
+    if name not in _MECHANISMS:
+        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
+    module, options = _MECHANISMS[name]
+    try:
+        return module(config["heads"], config["d_model"] // config["heads"], **options(config))
+    except TypeError as error:
+        raise ValueError(f"config.json: attention_options: {error}") from error
 
 
 class Seq2Seq(nn.Module):
@@ -171,16 +249,17 @@ class Seq2Seq(nn.Module):
         self.output = nn.Linear(width, target_vocab)
         self.dropout = nn.Dropout(config.get("dropout", 0.0))
         # Where the mechanism does not see the order of tokens the command adds sines and cosines.
-        self.sinusoidal = config["attention"] == "kernelized"
+        self.sinusoidal = config["attention"] in ("kernelized", "aft-simple", "softmax")
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-        x = embedding(tokens)
+        x: Tensor = embedding(tokens)
         if self.sinusoidal:
             column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
             position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
             angle = position[:, None] / 1e4 ** (column // 2 * 2 / x.shape[2])
             x = x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
-        return self.dropout(x)
+        dropped: Tensor = self.dropout(x)
+        return dropped
 
     def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
         """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
@@ -197,7 +276,8 @@ class Seq2Seq(nn.Module):
         for block in self.decoder:
             x = block(x, ignored, memory)
         x = self.decoder_norm(x) if hasattr(self, "decoder_norm") else x
-        return self.output(x)
+        logits: Tensor = self.output(x)
+        return logits
 
 
 @dataclass
@@ -240,7 +320,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     return Run(model.eval(), config, source, target)
 
 
-_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
 
 
 def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tensor]:
@@ -252,6 +332,10 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
         return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
     if isinstance(module, ShawAttention):
         return f"{prefix}.relative", tensor if tensor.dim() == 3 else tensor[None]
+    if isinstance(module, ToeplitzAttention):
+        return name, tensor.flatten(1)
+    if isinstance(module, AftFull) and last == "u":
+        return f"{prefix}.w", tensor
     return name, tensor
 
 

@@ -1,22 +1,27 @@
 //! AFT-conv's reparametrised kernel, `γ·(w − mean w)/std w + β` for each head, and its gradient. In doubles: it is a few
 //! numbers, and the deviation of a nearly constant kernel is a difference of nearly equal ones.
 
+use smallvec::SmallVec;
+
 use crate::real::Real;
 
+/// A kernel of usual length stands on the stack: steps form theirs for every token.
+type Taps = SmallVec<[f64; 64]>;
+
 /// One head's kernel before `γ` and `β`: `(w − mean)/std` and `1/std`; all 0 where the taps are equal, as one alone is.
-fn standardize<T: Real>(w: &[T]) -> (Vec<f64>, f64) {
+fn standardize<T: Real>(w: &[T]) -> (Taps, f64) {
     let taps = w.len() as f64;
     let mean = w.iter().map(|x| x.to_f64()).sum::<f64>() / taps;
-    let centred: Vec<f64> = w.iter().map(|x| x.to_f64() - mean).collect();
+    let centred: Taps = w.iter().map(|x| x.to_f64() - mean).collect();
     let deviation = (centred.iter().map(|x| x * x).sum::<f64>() / taps).sqrt();
     let inverse = if deviation == 0.0 { 0.0 } else { 1.0 / deviation };
     (centred.iter().map(|x| x * inverse).collect(), inverse)
 }
 
-/// The kernels of all heads, `[heads, taps]`.
-pub(super) fn normalized<T: Real>(parameters: &[&[T]], taps: usize) -> Vec<T> {
+/// The kernels of all heads, `[heads, taps]`, in a list of the caller's kind.
+pub(super) fn normalized<T: Real, K: Default + Extend<T>>(parameters: &[&[T]], taps: usize) -> K {
     let [w, gamma, beta] = [0, 1, 2].map(|n| parameters[n]);
-    let mut kernels = Vec::with_capacity(w.len());
+    let mut kernels = K::default();
     for (w, (gamma, beta)) in w.chunks_exact(taps).zip(gamma.iter().zip(beta)) {
         let (unit, _) = standardize(w);
         kernels.extend(unit.into_iter().map(|x| T::from_f64(gamma.to_f64() * x + beta.to_f64())));

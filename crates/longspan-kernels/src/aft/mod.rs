@@ -25,13 +25,16 @@ mod step;
 mod tiles;
 mod walk;
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
 use crate::mask::{Mask, Order};
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_initial_gradient, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_initial_gradient, check_output,
 };
+use crate::rates::{Rate, Rates, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -129,27 +132,27 @@ impl<T: Real> Mechanism<T> for Aft {
         }
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         match self.variant {
-            Variant::Simple => Vec::new(),
-            Variant::Full { length, rank: None } => vec![Parameter { name: "w", shape: vec![length, length] }],
+            Variant::Simple => Parameters::new(),
+            Variant::Full { length, rank: None } => smallvec![Parameter::new("w", [length, length])],
             Variant::Full { length, rank: Some(rank) } => {
-                ["u", "z"].map(|name| Parameter { name, shape: vec![length, rank] }).into()
+                smallvec![Parameter::new("u", [length, rank]), Parameter::new("z", [length, rank])]
             }
             Variant::Local { window, length } => {
                 let columns = window.saturating_mul(2).saturating_sub(1);
-                vec![Parameter { name: "w", shape: vec![length.unwrap_or(dims.queries), columns] }]
+                smallvec![Parameter::new("w", [length.unwrap_or(dims.queries), columns])]
             }
             Variant::Conv { normalized, .. } | Variant::Conv2d { normalized, .. } => {
-                let mut shape = vec![dims.heads];
-                match self.variant {
-                    Variant::Conv2d { taps, .. } => shape.extend(taps),
-                    Variant::Conv { taps, .. } => shape.push(taps),
-                    _ => (),
-                }
-                let mut parameters = vec![Parameter { name: "w", shape }];
+                let taps: &[usize] = match &self.variant {
+                    Variant::Conv2d { taps, .. } => taps,
+                    Variant::Conv { taps, .. } => std::slice::from_ref(taps),
+                    _ => &[],
+                };
+                let shape = std::iter::once(dims.heads).chain(taps.iter().copied());
+                let mut parameters = smallvec![Parameter::new("w", shape)];
                 if normalized {
-                    parameters.extend(["gamma", "beta"].map(|name| Parameter { name, shape: vec![dims.heads] }));
+                    parameters.extend(["gamma", "beta"].map(|name| Parameter::new(name, [dims.heads])));
                 }
                 parameters
             }
@@ -164,24 +167,35 @@ impl<T: Real> Mechanism<T> for Aft {
         let causal = mask.order == Order::Causal;
         let (back, ahead) = problem::reach(self, causal);
         let full = matches!(self.variant, Variant::Full { .. });
-        let tiled = full || back.saturating_add(ahead) >= problem::TILED;
+        let banded = match self.variant {
+            Variant::Conv { taps, .. } => Some(taps),
+            Variant::Conv2d { taps, .. } => Some(taps[0].saturating_mul(taps[1])),
+            _ => None,
+        };
+        let tiled = full || banded.is_some() || back.saturating_add(ahead) >= problem::TILED;
         // A tile's rows share the keys of all their windows.
         let shared = if tiled { problem::CHUNK } else { 1 };
-        let near = back.saturating_add(ahead).saturating_add(shared).min(dims.keys) as f64;
+        let window = banded.unwrap_or(back.saturating_add(ahead).saturating_add(shared));
+        let near = window.min(dims.keys) as f64;
         let near = if full && causal { near / 2.0 } else { near };
         let channels = (dims.batch * dims.heads * dims.head_dim) as f64;
         let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
-        let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
-        // Processor time of one core with AVX-512, 8 heads of 4096 tokens and 64 channels: aft-simple 4 ms, 5 taps of
-        // aft-conv 8 ms, aft-local with a window of 64 20 ms, aft-full 316 ms.
-        let pair = if tiled { 37e-12 } else { 0.4e-9 };
+        // With one key a head a pair has one weight, and so one product.
+        let pair_flops = if banded.is_some() { 2.0 } else { [20.0, 4.0][usize::from(tiled)] };
+        let flops = rows * near * pair_flops + 20.0 * tokens;
+        let pair = if tiled { Rate::AftTiled } else { Rate::AftJoined };
+        let pairs = if near > 1.0 { rows * near / dims.head_dim.max(1) as f64 } else { 0.0 };
+        let counts = [(Rate::AftWeight, pairs), (pair, rows * near), (Rate::AftNumber, tokens)];
+        let work = Work::new(1.0, Rate::AftCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,
             flops,
             published_elements: (dims.keys * dims.head_dim) as f64,
             scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near.min(64.0)),
-            seconds: rows * near * pair + 1e-9 * tokens,
+            seconds: work.seconds(Rates::current()),
+            work,
+            automatic: true,
         };
         Plan {
             algorithm: Algorithm::Chunked,
@@ -255,7 +269,7 @@ impl<T: Real> Mechanism<T> for Aft {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

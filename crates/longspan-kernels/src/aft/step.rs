@@ -1,5 +1,7 @@
 //! One token at a time: what the forward pass would give for the last row.
 
+use smallvec::SmallVec;
+
 use super::keys::write_item;
 use super::problem::{reach, table_length};
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
@@ -8,13 +10,10 @@ use super::{Aft, Variant, kernel};
 use crate::error::{Error, expect};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
-use crate::scratch::padded;
+use crate::scratch::{StepMemory, padded};
 use crate::shape::Dims;
 use crate::simd::log_sum::PARTS;
 use crate::state::State;
-
-/// Channels up to which a step's means stand on the stack: 6 kB in singles.
-const SMALL: usize = 128;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
@@ -36,12 +35,12 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             )?;
         }
     }
-    if width == 0 || heads == 0 {
+    if heads == 0 {
         return Ok(());
     }
 
     let padded = padded::<T>(width);
-    let kernels: Vec<T>;
+    let kernels: SmallVec<[T; 512]>;
     let kernels = match aft.variant {
         Variant::Conv { taps, normalized: true } => {
             kernels = kernel::normalized(token.parameters, taps);
@@ -52,15 +51,8 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let ops = T::ops();
     let ring = reach(aft, true).0;
     let mean = PARTS * padded;
-    // No allocation for usual widths.
-    let (mut small, mut large) = ([T::ZERO; 3 * PARTS * SMALL], Vec::new());
-    let work = if padded <= SMALL {
-        &mut small[..3 * mean]
-    } else {
-        large.resize(3 * mean, T::ZERO);
-        &mut large[..]
-    };
-    let (far, rest) = work.split_at_mut(mean);
+    let mut memory = StepMemory::new();
+    let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
     for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {

@@ -11,8 +11,10 @@
 pub(crate) mod reference;
 pub(crate) mod rotation;
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::error::{Error, expect};
-use crate::mechanism::Parameter;
+use crate::mechanism::{Parameter, Parameters};
 use crate::shape::Dims;
 
 /// Fourier relative positions: the shape of the weights, their normaliser, and what positions are.
@@ -123,24 +125,35 @@ impl Fourier {
     }
 
     /// The parameters for a map of `features`.
-    pub(crate) fn parameters(&self, dims: &Dims, features: usize) -> Vec<Parameter> {
+    pub(crate) fn parameters(&self, dims: &Dims, features: usize) -> Parameters {
         let axes = self.positions.axes();
-        let each = || vec![dims.heads, features];
-        let mut list = vec![Parameter { name: "a", shape: vec![dims.kv_heads, self.angles(features), axes] }];
+        let each = |name| Parameter::new(name, [dims.heads, features]);
+        let mut list = smallvec![Parameter::new("a", [dims.kv_heads, self.angles(features), axes])];
         if self.wave == Wave::Each {
-            list.push(Parameter { name: "b", shape: each() });
+            list.push(each("b"));
         }
         if self.has_gain() {
-            list.push(Parameter { name: "c", shape: each() });
+            list.push(each("c"));
         }
         if self.has_rest() {
-            list.push(Parameter { name: "beta", shape: each() });
+            list.push(each("beta"));
         }
         if let Positions::Given { axes } = self.positions {
-            list.push(Parameter { name: "query_positions", shape: vec![dims.batch, dims.queries, axes] });
-            list.push(Parameter { name: "key_positions", shape: vec![dims.batch, dims.keys, axes] });
+            list.push(Parameter::new("query_positions", [dims.batch, dims.queries, axes]));
+            list.push(Parameter::new("key_positions", [dims.batch, dims.keys, axes]));
         }
         list
+    }
+
+    /// The parameters of one key/value head and its query heads; given positions belong to every head.
+    pub(crate) fn of_head<'a, T>(&self, all: &[&'a [T]], kv_heads: usize, kv_head: usize) -> SmallVec<[&'a [T]; 6]> {
+        let positions = if self.positions == Positions::Counted { 0 } else { 2 };
+        let own = all.len() - positions;
+        let part = |(n, tensor): (usize, &&'a [T])| {
+            let len = tensor.len() / kv_heads;
+            if n < own { &tensor[kv_head * len..][..len] } else { *tensor }
+        };
+        all.iter().enumerate().map(part).collect()
     }
 
     /// Takes the parameters apart.

@@ -1,5 +1,7 @@
 //! The angles of a call: from the parameters and positions to what turns the rows of one chunk.
 
+use smallvec::{SmallVec, smallvec};
+
 use super::{Fourier, FourierNormalizer, Tensors, Wave};
 use crate::error::{Error, expect};
 use crate::real::Real;
@@ -45,6 +47,9 @@ impl Span<'_> {
     }
 }
 
+/// Numbers of one head's angles or features, which a step forms for every token: on the stack. More go to the heap.
+type Angular<T> = SmallVec<[T; 64]>;
+
 /// The parameters of a call, ready for use.
 pub(crate) struct Rotations<'a, T: 'static> {
     pub fourier: Fourier,
@@ -55,16 +60,16 @@ pub(crate) struct Rotations<'a, T: 'static> {
     axes: usize,
     dims: Dims,
     /// Turns for a step, `[kv_heads, axes, angles]`.
-    rates: Vec<Rate>,
+    rates: Angular<Rate>,
     /// The same in radians: what takes the gradients of angles to positions.
-    slopes: Vec<T>,
+    slopes: Angular<T>,
     /// Turns, `[heads, angles]`, or empty.
-    phases: Vec<f64>,
+    phases: Angular<f64>,
     /// `c`, `[heads, features]`, or empty.
-    gains: Vec<T>,
+    gains: Angular<T>,
     /// What queries' unturned features are multiplied by, `[heads, features]`, or empty where that is 1.
-    rests: Vec<T>,
-    ones: Vec<T>,
+    rests: Angular<T>,
+    ones: Angular<T>,
     positions: Option<(&'a [T], &'a [T])>,
 }
 
@@ -108,11 +113,45 @@ impl Rate {
     }
 }
 
+/// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
+pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
+    let turns: Vec<f64> = a.iter().map(|a| Rate::new(a.to_f64()).after::<T>(steps)).collect();
+    let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
+    T::ops().cos_sin(&turns, &mut cos, &mut sin);
+    [cos, sin]
+}
+
 /// Working memory of one task.
 pub(crate) struct RotationBuffers<'s, T> {
     /// For counted positions: the angles of `0, 1, 2, …` steps, `rows × angles` each.
     table: [&'s mut [T]; 2],
     sides: [SideAngles<'s, T>; 2],
+}
+
+/// Checks that the given positions of queries, and of keys that are not ignored, are finite.
+pub(crate) fn check_positions<T: Real>(
+    fourier: &Fourier,
+    operation: &'static str,
+    dims: &Dims,
+    parameters: &[&[T]],
+    ignored: impl Fn(usize, usize) -> bool,
+) -> Result<(), Error> {
+    let Some((queries, keys)) = fourier.tensors(parameters).positions else { return Ok(()) };
+    let axes = fourier.positions.axes();
+    for (name, positions, tokens) in [("query_positions", queries, dims.queries), ("key_positions", keys, dims.keys)] {
+        for (n, position) in positions.chunks_exact(axes.max(1)).enumerate() {
+            let (batch, token) = (n / tokens, n % tokens);
+            let matters = name == "query_positions" || !ignored(batch, token);
+            expect(
+                !matters || position.iter().all(|x| x.is_finite()),
+                operation,
+                name,
+                || "finite numbers".into(),
+                || format!("{position:?} for token {token} of batch entry {batch}"),
+            )?;
+        }
+    }
+    Ok(())
 }
 
 impl<'a, T: Real> Rotations<'a, T> {
@@ -121,8 +160,8 @@ impl<'a, T: Real> Rotations<'a, T> {
         let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
         let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
         let a = a.unwrap_or(&[]);
-        let mut rates = vec![Rate::default(); a.len()];
-        let mut slopes = vec![T::ZERO; a.len()];
+        let mut rates: Angular<_> = smallvec![Rate::default(); a.len()];
+        let mut slopes: Angular<_> = smallvec![T::ZERO; a.len()];
         for head in 0..dims.kv_heads {
             for k in 0..angles {
                 for axis in 0..axes {
@@ -137,8 +176,8 @@ impl<'a, T: Real> Rotations<'a, T> {
                 let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
                 c.iter().zip(beta).map(|(c, beta)| T::from_f64(c.to_f64().abs() + softplus(beta.to_f64()))).collect()
             }
-            (_, Some(beta), _) => beta.to_vec(),
-            _ => Vec::new(),
+            (_, Some(beta), _) => Angular::from_slice(beta),
+            _ => Angular::new(),
         };
         Self {
             fourier,
@@ -150,37 +189,11 @@ impl<'a, T: Real> Rotations<'a, T> {
             rates,
             slopes,
             phases: b.unwrap_or(&[]).iter().map(|b| Rate::new(b.to_f64()).after::<T>(1.0)).collect(),
-            gains: c.unwrap_or(&[]).to_vec(),
+            gains: Angular::from_slice(c.unwrap_or(&[])),
             rests,
-            ones: vec![T::ONE; features],
+            ones: smallvec![T::ONE; features],
             positions,
         }
-    }
-
-    /// Checks that the given positions of queries, and of keys that are not ignored, are finite.
-    pub fn check_positions(
-        &self,
-        operation: &'static str,
-        ignored: impl Fn(usize, usize) -> bool,
-    ) -> Result<(), Error> {
-        let Some((queries, keys)) = self.positions else { return Ok(()) };
-        let axes = self.axes;
-        for (name, positions, tokens) in
-            [("query_positions", queries, self.dims.queries), ("key_positions", keys, self.dims.keys)]
-        {
-            for (n, position) in positions.chunks_exact(axes.max(1)).enumerate() {
-                let (batch, token) = (n / tokens, n % tokens);
-                let matters = name == "query_positions" || !ignored(batch, token);
-                expect(
-                    !matters || position.iter().all(|x| x.is_finite()),
-                    operation,
-                    name,
-                    || "finite numbers".into(),
-                    || format!("{position:?} for token {token} of batch entry {batch}"),
-                )?;
-            }
-        }
-        Ok(())
     }
 
     /// Whether positions are given, so that they have gradients.
@@ -213,7 +226,7 @@ impl<'a, T: Real> Rotations<'a, T> {
             return;
         }
         let rates = self.rates(kv_head, 0);
-        let mut turns = vec![0.0; self.angles];
+        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
         let [cos, sin] = &mut buffers.table;
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
         for (row, (cos, sin)) in rows.enumerate() {

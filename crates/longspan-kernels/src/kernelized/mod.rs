@@ -33,14 +33,16 @@ mod tile;
 
 mod reference;
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_initial_gradient, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
@@ -181,14 +183,13 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         &Self::ALGORITHMS[..count]
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
+    fn parameters(&self, dims: &Dims) -> Parameters {
         if let Score::Fourier(fourier) = self.score {
             return fourier.parameters(dims, dims.head_dim);
         }
-        let Some(shaw) = self.score.shaw() else { return Vec::new() };
-        let rows = shaw.rows();
-        let shape = if shaw.shared { vec![rows, dims.head_dim] } else { vec![dims.heads, rows, dims.head_dim] };
-        vec![Parameter { name: "relative", shape }]
+        let Some(shaw) = self.score.shaw() else { return Parameters::new() };
+        let shape = [dims.heads, shaw.rows(), dims.head_dim];
+        smallvec![Parameter::new("relative", shape.into_iter().skip(usize::from(shaw.shared)))]
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -282,8 +283,8 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         Ok(state::empty(self, dims))
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
+    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later, parameters)
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

@@ -8,7 +8,7 @@ use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::fourier::Positions;
-use crate::fourier::rotation::Rotations;
+use crate::fourier::rotation::{self, Rotations};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
 use crate::real::Real;
@@ -116,14 +116,13 @@ impl<'a, T: Real> Problem<'a, T> {
         let rotations = match attention.score {
             Score::Fourier(fourier) => {
                 fourier.check(operation, layout.mapped)?;
-                let rotations = Rotations::new(fourier, dims, layout.mapped, call.parameters);
                 // Packed sequences share one batch entry and ignore nothing.
                 let ignored = |batch: usize, key: usize| {
                     let sequence: Option<&Sequence<'_>> = sequences.get(batch).filter(|_| !call.mask.is_packed());
                     sequence.is_some_and(|s| key >= s.keys || s.padding.is_some_and(|padding| padding[key]))
                 };
-                rotations.check_positions(operation, ignored)?;
-                Some(rotations)
+                rotation::check_positions(&fourier, operation, &dims, call.parameters, ignored)?;
+                Some(Rotations::new(fourier, dims, layout.mapped, call.parameters))
             }
             _ => None,
         };

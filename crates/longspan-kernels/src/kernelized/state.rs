@@ -5,6 +5,7 @@ use super::features::FeatureLayout;
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::Positions;
+use crate::fourier::rotation::angles_after;
 use crate::mechanism::Mechanism;
 use crate::real::Real;
 use crate::shape::Dims;
@@ -151,23 +152,18 @@ pub(super) fn check<T: Real>(
 ///
 /// With `n` later tokens, everything earlier has fallen by `γⁿ`: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
 /// brought to the larger exponent. The later ring holds its last `min(n, R)` tokens; before them come the earlier
-/// ring's, and those that no longer fit become far.
+/// ring's, and those that no longer fit become far. Under counted positions the later keys, which counted from 0, turn by
+/// the angles of as many steps as there are earlier tokens.
 pub(super) fn combine<T: Real>(
     attention: &KernelizedAttention,
     earlier: &State<T>,
     later: &State<T>,
+    parameters: &[&[T]],
 ) -> Result<State<T>, Error> {
     let operation = Mechanism::<T>::name(attention);
     let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
     let (mut weighed, mut head_dim) = (features, features);
     if let Some(fourier) = attention.score.fourier() {
-        if fourier.positions == Positions::Counted {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "the sum of two states with counted Fourier positions",
-                mend: "start the later stretch from the earlier state, or give positions",
-            });
-        }
         let (blocks, weigh) = fourier.blocks();
         head_dim = features / if weigh < blocks { blocks - weigh } else { weigh };
         weighed = head_dim * weigh;
@@ -177,6 +173,19 @@ pub(super) fn combine<T: Real>(
     check(attention, &dims, earlier, "earlier state")?;
     check(attention, &dims, later, "later state")?;
     attention.check_decay(operation, kv_heads)?;
+    let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
+    let mut rates: &[T] = &[];
+    let angles = counted.map_or(0, |fourier| fourier.angles(head_dim));
+    if counted.is_some() {
+        rates = parameters.first().copied().unwrap_or_default();
+        expect(
+            rates.len() == kv_heads * angles,
+            operation,
+            "a",
+            || format!("shape {:?}, so {} elements", [kv_heads, angles, 1], kv_heads * angles),
+            || format!("{} elements", rates.len()),
+        )?;
+    }
 
     let mut state = empty(attention, &dims);
     for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
@@ -184,6 +193,20 @@ pub(super) fn combine<T: Real>(
         let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);
         let decay = |tokens: u64| T::from_f64(if gamma == 1.0 { 1.0 } else { gamma.powf(tokens as f64) });
         let tokens = second.tokens();
+        let (mut sum, mut keys);
+        let mut second = second;
+        if let Some(fourier) = counted.filter(|_| first.tokens() > 0) {
+            let rates = &rates[index % kv_heads * angles..][..angles];
+            let turn = angles_after(rates, first.tokens() as f64);
+            (sum, keys) = (second.sum.to_vec(), second.keys.to_vec());
+            turn_rows(&mut sum, value_dim, &turn);
+            // Denominators of their own are sums of features that do not turn.
+            let (blocks, weigh) = fourier.blocks();
+            if weigh == blocks {
+                turn_rows(&mut keys, 1, &turn);
+            }
+            (second.sum, second.keys) = (&sum, &keys);
+        }
 
         let shift = first.marks[SHIFT].max(second.marks[SHIFT]);
         let scale = |state: &Head<&[T]>| {
@@ -215,6 +238,16 @@ pub(super) fn combine<T: Real>(
         to.set_tokens(first.tokens() + tokens);
     }
     Ok(state)
+}
+
+/// Turns the features of summed keys further: rows `k` and `k + angles` of a sum as a pair, each `width` numbers, by the
+/// `k`-th of some angles. Both kinds of wave have their pairs there, and what does not turn after them.
+fn turn_rows<T: Real>(sum: &mut [T], width: usize, [cos, sin]: &[Vec<T>; 2]) {
+    let (first, second) = sum.split_at_mut(cos.len() * width);
+    for (n, (x, y)) in first.iter_mut().zip(second).enumerate() {
+        let (cos, sin) = (cos[n / width], sin[n / width]);
+        (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
+    }
 }
 
 /// Writes `a·x + b·y`.

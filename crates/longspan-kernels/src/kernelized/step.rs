@@ -8,21 +8,18 @@ use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::fourier::rotation::{Rotations, Side, Span};
-use crate::mechanism::{Mechanism, Token, check_token, token_dims};
+use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
+use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
-use crate::scratch::{Arena, padded};
+use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
-use crate::shaw::RelativeMap;
+use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
 use crate::state::State;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread updates about this many.
 const PARALLEL_NUMBERS: usize = 1 << 17;
-
-/// Features whose working memory fits the stack of a task.
-const STACK: usize = 512;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(
@@ -33,52 +30,44 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(attention);
     let dims = token_dims(attention, token, token.k, state)?;
-    let Dims { batch: _, heads, kv_heads, head_dim, value_dim, .. } = dims;
+    let Dims { kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;
     check_token(attention, &dims, token, out)?;
     attention.check_decay(operation, kv_heads)?;
 
     let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
-    let rotations = match attention.score {
-        Score::Fourier(fourier) => {
-            fourier.check(operation, layout.mapped)?;
-            let rotations = Rotations::new(fourier, dims, layout.mapped, token.parameters);
-            rotations.check_positions(operation, |_, _| false)?;
-            Some(rotations)
-        }
-        _ => None,
-    };
+    if let Score::Fourier(fourier) = attention.score {
+        fourier.check(operation, layout.mapped)?;
+        rotation::check_positions(&fourier, operation, &dims, token.parameters, |_, _| false)?;
+    }
     let negative = NegativeRows::new(attention.wants_positive());
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let token = HeadToken {
             attention,
             layout,
-            rotations: rotations.as_ref(),
             negative: &negative,
+            dims: &dims,
             batch: index / kv_heads,
-            heads,
+            kv_head: index % kv_heads,
             ops,
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
-            table: token.parameters.first().copied(),
-            first_head: index % kv_heads * group,
+            parameters: token.parameters,
             gamma: attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
         };
-        token.step(head, out);
+        token.step(head, out, memory);
     };
-    if value_dim == 0 {
-        return Ok(());
-    }
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
-        tasks.for_each(run);
+        let mut memory = StepMemory::new();
+        tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each(run);
+        tasks.into_par_iter().for_each_init(StepMemory::new, run);
     }
     negative.report(operation, &dims)
 }
@@ -87,46 +76,51 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
-    rotations: Option<&'a Rotations<'a, T>>,
     negative: &'a NegativeRows,
+    dims: &'a Dims,
     batch: usize,
-    heads: usize,
+    kv_head: usize,
     ops: &'static Ops<T>,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
-    table: Option<&'a [T]>,
-    first_head: usize,
+    parameters: &'a [&'a [T]],
     gamma: f64,
 }
 
+/// The Fourier positions of one head's token, with their working memory.
+struct Turns<'s, 'a, T: 'static> {
+    rotations: &'s Rotations<'a, T>,
+    buffers: RotationBuffers<'s, T>,
+    mapped: &'s mut [T],
+}
+
 impl<T: Real> HeadToken<'_, T> {
-    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T]) {
+    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
         let (weighed, denominators) = self.layout.counts();
         let from = if self.layout.separate().is_some() { weighed } else { 0 };
         let (head_dim, features) = (self.k.len(), from + denominators);
-        let width = padded::<T>(features);
-        let mut stack = [T::ZERO; STACK];
-        let mut heap = Vec::new();
-        let work: &mut [T] = if 3 * width <= STACK {
-            &mut stack[..3 * width]
-        } else {
-            heap.resize(3 * width, T::ZERO);
-            &mut heap
-        };
-        let (q, work) = work.split_at_mut(width);
-        let (k, relative) = work.split_at_mut(width);
-        let map = self.attention.feature_map;
-        let exp = map == FeatureMap::Exp;
-        let content = self.attention.score.content();
         let shaw = self.attention.score.shaw();
+        let rotations = self.rotations();
+        let width = padded::<T>(features);
+        let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
+        let turning = rotations.as_ref().map_or(0, |r| padded::<T>(head_dim) + r.buffers_len(1));
+        let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning));
+        let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));
+        let mut turns = rotations.as_ref().map(|rotations| {
+            let mapped = arena.take(padded::<T>(head_dim));
+            let mut buffers = rotations.buffers(1, &mut arena);
+            rotations.start(0, &mut buffers);
+            Turns { rotations, buffers, mapped }
+        });
+        let exp = self.attention.feature_map == FeatureMap::Exp;
+        let content = self.attention.score.content();
 
-        // The exponents of an exponential map: of keys seen so far, of the table, and of both.
+        // The exponent that an exponential map subtracts from the keys seen so far.
         let mut shift = T::ZERO;
-        let mut table_shift = T::ZERO;
-        if exp {
-            if content {
-                let top = largest(self.k);
+        if content {
+            if exp {
+                let top = self.ops.largest(self.k);
                 let old = state.marks[SHIFT];
                 if top > old {
                     if old.is_finite() {
@@ -138,34 +132,20 @@ impl<T: Real> HeadToken<'_, T> {
                 }
                 shift = state.marks[SHIFT];
             }
-            if let Some(table) = self.table
-                && shaw.is_some_and(|shaw| shaw.map == RelativeMap::Same)
-            {
-                let top = largest(table);
-                table_shift = if top.is_finite() { top } else { T::ZERO };
-            }
-        }
-        if content {
-            self.features(Side::Key, shift, self.k, state.tokens() as f64, k);
+            self.features(Side::Key, shift, self.k, state.tokens() as f64, k, &mut turns);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
         }
-        let scale = if exp && content && shaw.is_some() { shift.max(table_shift) } else { shift };
-        let (content_scale, relative_scale) = if exp && shaw.is_some() {
-            let scale = if content { scale } else { table_shift };
-            ((shift - scale).exp(), (table_shift - scale).exp())
-        } else {
-            (T::ONE, T::ONE)
-        };
 
         let value_dim = self.v.len();
-        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
-            let q_shift = if exp { largest(raw) } else { T::ZERO };
-            let q_shift = if q_shift.is_finite() { q_shift } else { T::ZERO };
-            self.features(Side::Query(self.first_head + n), q_shift, raw, state.tokens() as f64, q);
+        for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
+            let q_shift = if exp { finite(self.ops.largest(raw)) } else { T::ZERO };
+            self.features(Side::Query(n), q_shift, raw, state.tokens() as f64, q, &mut turns);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
+            // The exponent that `out` and `sum` stand under.
+            let mut scale = shift;
             if content {
                 if n == 0 {
                     self.ops.absorb_token(state.sum, &k[..weighed], self.v, q, out);
@@ -174,23 +154,35 @@ impl<T: Real> HeadToken<'_, T> {
                     self.ops.read_token(state.sum, &q[..weighed], out);
                 }
                 sum = self.ops.dot(state.keys, &q[from..]);
-                if content_scale != T::ONE {
-                    self.ops.scale(out, content_scale);
-                    sum *= content_scale;
-                }
             }
+            let head = self.kv_head * self.dims.group() + n;
             if let Some(shaw) = shaw {
-                sum +=
-                    self.add_relative(shaw, self.first_head + n, table_shift, relative_scale, q, relative, &state, out);
+                let table = self.table(shaw, head);
+                let (map, table_shift) = match shaw.map {
+                    RelativeMap::Identity => (FeatureMap::Identity, T::ZERO),
+                    RelativeMap::Same if exp => (FeatureMap::Exp, finite(self.ops.largest(table))),
+                    RelativeMap::Same => (self.attention.feature_map, T::ZERO),
+                };
+                if exp {
+                    scale = if content { shift.max(table_shift) } else { table_shift };
+                    if scale != shift {
+                        let factor = (shift - scale).exp();
+                        self.ops.scale(out, factor);
+                        sum *= factor;
+                    }
+                }
+                self.ops.feature_dots(map, table_shift, table, head_dim, q, weights);
+                if scale != table_shift {
+                    self.ops.scale(weights, (table_shift - scale).exp());
+                }
+                sum += self.add_relative(shaw.radius, weights, &state, out);
             }
             if !self.attention.normalizes() {
                 if exp {
-                    let scale = if content { scale } else { table_shift };
                     self.ops.scale(out, (scale + q_shift).exp());
                 }
             } else if self.negative.gives_nothing(sum) {
-                let heads = self.heads;
-                self.negative.see(sum, self.batch * heads + self.first_head + n);
+                self.negative.see(sum, self.batch * self.dims.heads + head);
                 out.fill(T::ZERO);
             } else {
                 self.ops.scale(out, T::ONE / sum);
@@ -205,26 +197,41 @@ impl<T: Real> HeadToken<'_, T> {
         }
     }
 
-    /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
-    fn features(&self, side: Side, shift: T, x: &[T], tokens: f64, to: &mut [T]) {
-        let Some(rotations) = self.rotations else {
-            return self.map(self.attention.feature_map, shift, x, to);
-        };
-        let mut mapped = vec![T::ZERO; padded::<T>(x.len())];
-        self.map(self.attention.feature_map, shift, x, &mut mapped);
-        let mut memory = vec![T::ZERO; rotations.buffers_len(1)];
-        let mut buffers = rotations.buffers(1, &mut Arena::new(&mut memory));
-        let kv_head = self.first_head / (self.q.len() / x.len().max(1)).max(1);
-        rotations.start(kv_head, &mut buffers);
-        let span = Span { side, batch: self.batch, kv_head, token: 0, count: 1, position: tokens, ignored: None };
-        let row = to.len();
-        rotations.rotate(&span, &mapped, mapped.len(), to, row, self.layout.mapped, &mut buffers);
+    /// The Fourier positions of this head and its queries alone.
+    fn rotations(&self) -> Option<Rotations<'_, T>> {
+        let fourier = self.attention.score.fourier()?;
+        let dims = Dims { heads: self.dims.group(), kv_heads: 1, ..*self.dims };
+        let own = fourier.of_head(self.parameters, self.dims.kv_heads, self.kv_head);
+        Some(Rotations::new(fourier, dims, self.layout.mapped, &own))
     }
 
-    /// `φ(x − shift)` into a block row.
-    fn map(&self, map: FeatureMap, shift: T, x: &[T], to: &mut [T]) {
+    /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
+    fn features(&self, side: Side, shift: T, x: &[T], tokens: f64, to: &mut [T], turns: &mut Option<Turns<'_, '_, T>>) {
+        let map = |to: &mut [T]| {
+            let row = to.len();
+            self.ops.load(
+                self.attention.feature_map,
+                shift,
+                Rows { data: x, stride: x.len() },
+                1,
+                x.len(),
+                None,
+                to,
+                row,
+            );
+        };
+        let Some(Turns { rotations, buffers, mapped }) = turns else { return map(to) };
+        map(mapped);
+        let span = Span { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
         let row = to.len();
-        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
+        rotations.rotate(&span, mapped, mapped.len(), to, row, self.layout.mapped, buffers);
+    }
+
+    /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".
+    fn table(&self, shaw: Shaw, head: usize) -> &[T] {
+        let head_dim = self.k.len();
+        let start = if shaw.shared { 0 } else { head * shaw.rows() * head_dim };
+        &self.parameters[0][start..][..(shaw.radius + 1) * head_dim]
     }
 
     /// The oldest row of the ring becomes far, the token's value takes its place. Without a ring the value is far.
@@ -246,45 +253,32 @@ impl<T: Real> HeadToken<'_, T> {
         state.marks[OLDEST] = T::from_f64(((oldest + 1) % radius) as f64);
     }
 
-    /// Adds the relative term of one query head to `out`; returns its share of the denominator.
-    #[allow(clippy::too_many_arguments)]
-    fn add_relative(
-        &self,
-        shaw: crate::Shaw,
-        head: usize,
-        table_shift: T,
-        scale: T,
-        q: &[T],
-        entry: &mut [T],
-        state: &Head<&mut [T]>,
-        out: &mut [T],
-    ) -> T {
-        let (head_dim, value_dim) = (self.k.len(), self.v.len());
-        let Some(table) = self.table else { return T::ZERO };
-        let table = &table[if shaw.shared { 0 } else { head * shaw.rows() * head_dim }..];
-        let map = match shaw.map {
-            RelativeMap::Same => self.attention.feature_map,
-            RelativeMap::Identity => FeatureMap::Identity,
-        };
-        let mut sum = T::ZERO;
-        let mut add = |row: usize, decay: T, values: &[T]| {
-            self.map(map, table_shift, &table[row * head_dim..][..head_dim], entry);
-            let weight = self.ops.dot(entry, q) * scale * decay;
-            self.ops.add_scaled(out, weight, &values[..value_dim]);
-            sum += weight * values[value_dim];
-        };
-        add(0, T::ONE, state.far);
-        let oldest = state.marks[OLDEST].to_f64() as usize;
-        for back in 0..shaw.radius {
-            // `back` tokens ago: distance −back, table row R − back.
-            let row = (oldest + 2 * shaw.radius - 1 - back) % shaw.radius;
-            let decay = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(back as f64)) };
-            add(shaw.radius - back, decay, &state.ring[row * (value_dim + 1)..][..value_dim + 1]);
+    /// Adds the relative term of one query head to `out`, given the products of its query with the table's rows; returns
+    /// its share of the denominator.
+    fn add_relative(&self, radius: usize, weights: &mut [T], state: &Head<&mut [T]>, out: &mut [T]) -> T {
+        let (far, near) = weights.split_at_mut(1);
+        if self.gamma != 1.0 {
+            // Table row R is the token itself, each row before it one token earlier.
+            let mut decay = 1.0;
+            for weight in near.iter_mut().rev() {
+                *weight *= T::from_f64(decay);
+                decay *= self.gamma;
+            }
+        }
+        let mut sum = self.ops.add_weighed_values(state.far, far, out);
+        if radius > 0 {
+            // The ring's oldest row is R − 1 tokens ago: table row 1.
+            let oldest = state.marks[OLDEST].to_f64() as usize % radius;
+            let (later, earlier) = state.ring.split_at(oldest * (self.v.len() + 1));
+            let (first, second) = near.split_at(radius - oldest);
+            sum += self.ops.add_weighed_values(earlier, first, out);
+            sum += self.ops.add_weighed_values(later, second, out);
         }
         sum
     }
 }
 
-fn largest<T: Real>(x: &[T]) -> T {
-    x.iter().copied().fold(T::NEG_INFINITY, T::max)
+/// `x`, or 0 where nothing finite was there to be subtracted.
+fn finite<T: Real>(x: T) -> T {
+    if x.is_finite() { x } else { T::ZERO }
 }

@@ -155,7 +155,7 @@ unsafe fn tile<V: Vector, const N: usize>(
 
 /// `φ(x − shift)` of a register.
 #[inline(always)]
-unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V
+pub(super) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V
 where
     V::Element: Constants,
 {
@@ -164,8 +164,8 @@ where
         let zero = V::splat(V::Element::ZERO);
         match map {
             FeatureMap::EluPlusOne => {
-                // min keeps its second operand where the first is NaN.
-                let exp = exp_nonpositive(zero.min(x));
+                // Where x is positive nobody looks at it.
+                let exp = exp_nonpositive(x);
                 x.if_positive(x.add(V::splat(V::Element::ONE)), exp)
             }
             FeatureMap::Relu => zero.max(x),
@@ -372,6 +372,25 @@ pub(crate) unsafe fn dot<V: Vector>(x: &[V::Element], y: &[V::Element]) -> V::El
         sum += x[column] * y[column];
     }
     sum
+}
+
+/// The largest number that is not NaN; −∞ for none.
+#[inline(always)]
+pub(crate) unsafe fn largest<V: Vector>(x: &[V::Element]) -> V::Element {
+    let whole = x.len() / V::LANES * V::LANES;
+    let mut lanes = [V::Element::NEG_INFINITY; 16];
+    // SAFETY: `whole` numbers lie in the slice, a register in `lanes`.
+    unsafe {
+        let mut top = V::load(lanes.as_ptr());
+        let mut column = 0;
+        while column < whole {
+            // The second operand stays where the first is NaN.
+            top = V::load(x.as_ptr().add(column)).max(top);
+            column += V::LANES;
+        }
+        top.store(lanes.as_mut_ptr());
+    }
+    lanes[..V::LANES].iter().chain(&x[whole..]).copied().fold(V::Element::NEG_INFINITY, V::Element::max)
 }
 
 /// `to[i] += block[i]·vector` for each row.

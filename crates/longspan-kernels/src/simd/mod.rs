@@ -2,14 +2,17 @@
 //!
 //! [`block`] holds the operations, generic over a [`vector::Vector`]; this module compiles each of them for every
 //! instruction set of the target and hands out, once a process, the table [`Ops`] for the best one the processor has.
-//! `LONGSPAN_SIMD=portable|avx2|avx512` forces another.
+//! `LONGSPAN_SIMD=portable|neon|avx2|avx512` forces another.
 
 pub(crate) mod block;
 pub(crate) mod log_sum;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 pub(crate) mod rotation;
 pub(crate) mod softmax;
 pub(crate) mod toeplitz;
+mod token;
 mod vector;
 pub(crate) mod window;
 #[cfg(target_arch = "x86_64")]
@@ -31,6 +34,8 @@ use window::{Entering, Line, Tops};
 pub enum InstructionSet {
     /// Whatever the compiler makes of plain loops.
     Portable,
+    /// NEON, which every 64-bit Arm processor has.
+    Neon,
     /// AVX2 with fused products.
     Avx2,
     /// AVX-512 F, DQ, BW and VL.
@@ -38,12 +43,13 @@ pub enum InstructionSet {
 }
 
 impl InstructionSet {
-    const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    const ALL: [Self; 4] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512];
 
     /// The name that the environment variable takes.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
         }
@@ -53,6 +59,7 @@ impl InstructionSet {
     pub fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
+            Self::Neon => cfg!(target_arch = "aarch64"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
@@ -156,6 +163,7 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
+    pub(crate) use super::token::{add_weighed_values, feature_dots};
     pub(crate) use super::window::{
         add_row_dot, add_window, exp_all, gated_row, gated_row_cotangent, run_rows, window_dots, window_tops,
         window_weights,
@@ -175,6 +183,7 @@ operations! {
     transpose(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize);
     add_column_sums(block: &[T], row_length: usize, rows: usize, to: &mut [T]);
     dot(x: &[T], y: &[T]) -> T;
+    largest(x: &[T]) -> T;
     add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
     mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
@@ -185,6 +194,8 @@ operations! {
     running_dots(sum: &mut [T], run: Run<'_, T>, with: &[T], with_row: usize, dots: &mut [T]);
     absorb_token(sum: &mut [T], k: &[T], v: &[T], q: &[T], out: &mut [T]);
     read_token(sum: &[T], q: &[T], out: &mut [T]);
+    feature_dots(map: FeatureMap, shift: T, rows: &[T], width: usize, q: &[T], to: &mut [T]);
+    add_weighed_values(rows: &[T], weights: &[T], to: &mut [T]) -> T;
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
     softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);
@@ -224,6 +235,10 @@ operations! {
 
 table!(portable_f32, f32, portable::Array<f32>);
 table!(portable_f64, f64, portable::Array<f64>);
+#[cfg(target_arch = "aarch64")]
+table!(neon_f32, f32, neon::F32x4);
+#[cfg(target_arch = "aarch64")]
+table!(neon_f64, f64, neon::F64x2);
 #[cfg(target_arch = "x86_64")]
 table!(avx2_f32, f32, x86::F32x8, "avx2,fma");
 #[cfg(target_arch = "x86_64")]
@@ -234,12 +249,14 @@ table!(avx512_f32, f32, x86::F32x16, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fm
 table!(avx512_f64, f64, x86::F64x8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 
 macro_rules! element {
-    ($t:ident, $portable:ident, $avx2:ident, $avx512:ident) => {
+    ($t:ident, $portable:ident, $neon:ident, $avx2:ident, $avx512:ident) => {
         impl Element for $t {
             #[allow(private_interfaces)]
             fn ops() -> &'static Ops<Self> {
                 // `Mechanism::check` has reported a bad environment variable before any kernel comes here.
                 match InstructionSet::selected().unwrap_or(InstructionSet::Portable) {
+                    #[cfg(target_arch = "aarch64")]
+                    InstructionSet::Neon => &$neon::TABLE,
                     #[cfg(target_arch = "x86_64")]
                     InstructionSet::Avx512 => &$avx512::TABLE,
                     #[cfg(target_arch = "x86_64")]
@@ -250,5 +267,5 @@ macro_rules! element {
         }
     };
 }
-element!(f32, portable_f32, avx2_f32, avx512_f32);
-element!(f64, portable_f64, avx2_f64, avx512_f64);
+element!(f32, portable_f32, neon_f32, avx2_f32, avx512_f32);
+element!(f64, portable_f64, neon_f64, avx2_f64, avx512_f64);

@@ -33,10 +33,42 @@ pub(crate) trait Vector: Copy {
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self;
     /// `|self|`.
     unsafe fn abs(self) -> Self;
-    /// `2ⁿ` for `self = MAGIC + n` as [`exp_nonpositive`] forms it, with n ≥ −126 (f32) or ≥ −1022 (f64).
+    /// `2ⁿ` for `self = MAGIC + n` as [`exp_nonpositive`](Self::exp_nonpositive) forms it, with n ≥ −126 (f32) or
+    /// ≥ −1022 (f64).
     unsafe fn power_of_two(self) -> Self;
     /// The sum of the lanes, in an order of the implementor's own.
     unsafe fn sum(self) -> Self::Element;
+
+    /// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN; any number for `x > 0`.
+    ///
+    /// `x = n ln 2 + r`, `eˣ = 2ⁿ eʳ`. The sign of the input is known, so overflow needs no care.
+    #[inline(always)]
+    unsafe fn exp_nonpositive(self) -> Self
+    where
+        Self::Element: Constants,
+    {
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            let constant = |x: f64| Self::splat(Self::Element::from_f64(x));
+            let low = constant(Self::Element::EXP_LOW);
+            let bounded = low.max(self);
+            let magic = constant(Self::Element::MAGIC);
+            let rounded = bounded.mul_add(constant(std::f64::consts::LOG2_E), magic);
+            let n = rounded.sub(magic);
+            let r = n.mul_add(constant(-LN_2[0]), bounded);
+            let r = n.mul_add(constant(-LN_2[1]), r);
+            let coefficients = Self::Element::EXP;
+            let mut y = constant(coefficients[coefficients.len() - 1]);
+            for &c in coefficients[..coefficients.len() - 1].iter().rev() {
+                y = y.mul_add(r, constant(c));
+            }
+            let y = y.mul(rounded.power_of_two());
+            // Where x < low the clamp gave the least normal number: make it 0. NaN − low is not positive either, but
+            // there y is NaN and so is y · 0.
+            let zero = Self::splat(Self::Element::ZERO);
+            self.sub(low).if_positive(y, y.mul(zero))
+        }
+    }
 
     /// Writes the transpose of a `LANES × LANES` tile.
     #[inline(always)]
@@ -51,6 +83,9 @@ pub(crate) trait Vector: Copy {
         }
     }
 }
+
+/// ln 2 in two parts; the first has so few bits that n times it is exact without a fused product too.
+pub(super) const LN_2: [f64; 2] = [0.693_359_375, -2.121_944_400_546_905_8e-4];
 
 /// The constants of a number type's polynomials.
 pub(crate) trait Constants: Real {
@@ -107,9 +142,7 @@ impl Constants for f64 {
     const SINE_TERMS: usize = 9;
 }
 
-/// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN.
-///
-/// `x = n ln 2 + r`, `eˣ = 2ⁿ eʳ`. The sign of the input is known, so overflow needs no care.
+/// [`Vector::exp_nonpositive`].
 ///
 /// # Safety
 /// As for [`Vector`].
@@ -119,27 +152,7 @@ where
     V::Element: Constants,
 {
     // SAFETY: forwarded to the caller.
-    unsafe {
-        let constant = |x: f64| V::splat(V::Element::from_f64(x));
-        let low = constant(V::Element::EXP_LOW);
-        let bounded = low.max(x);
-        let magic = constant(V::Element::MAGIC);
-        let rounded = bounded.mul_add(constant(std::f64::consts::LOG2_E), magic);
-        let n = rounded.sub(magic);
-        // ln 2 in two parts; the first has so few bits that n times it is exact without a fused product too.
-        let r = n.mul_add(constant(-0.693_359_375), bounded);
-        let r = n.mul_add(constant(2.121_944_400_546_905_8e-4), r);
-        let coefficients = V::Element::EXP;
-        let mut y = constant(coefficients[coefficients.len() - 1]);
-        for &c in coefficients[..coefficients.len() - 1].iter().rev() {
-            y = y.mul_add(r, constant(c));
-        }
-        let y = y.mul(rounded.power_of_two());
-        // Where x < low the clamp gave the least normal number: make it 0. NaN − low is not positive either, but there
-        // y is NaN and so is y · 0.
-        let zero = V::splat(V::Element::ZERO);
-        x.sub(low).if_positive(y, y.mul(zero))
-    }
+    unsafe { x.exp_nonpositive() }
 }
 
 /// `log(1 + y)` for `0 ≤ y ≤ 1`, as `2 atanh(y / (2 + y))`.

@@ -2,7 +2,27 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::Vector;
+use super::vector::{Constants, LN_2, Vector};
+
+/// `2^(n/16)`.
+static ROOTS: [f32; 16] = [
+    1.0,
+    1.044_273_8,
+    1.090_507_7,
+    1.138_788_6,
+    1.189_207_1,
+    1.241_857_8,
+    1.296_839_6,
+    1.354_255_5,
+    1.414_213_5,
+    1.476_826_1,
+    1.542_210_8,
+    1.610_490_3,
+    1.681_792_8,
+    1.756_252_2,
+    1.834_008_1,
+    1.915_206_6,
+];
 
 /// One implementation: the intrinsics that differ only by their names, and the rest written out.
 macro_rules! vector {
@@ -101,6 +121,27 @@ vector! {
     unsafe fn sum(self) -> f32 {
         // SAFETY: the caller has the instructions.
         unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+    // `n` in sixteenths: a register holds 2^(0/16) … 2^(15/16), eʳ for the |r| < 0.022 that is left takes three terms,
+    // and one instruction multiplies by a power of two or clears: 11 instructions where the other form takes 18.
+    unsafe fn exp_nonpositive(self) -> Self {
+        /// Adding it rounds to sixteenths and leaves their number in the lowest bits.
+        const MAGIC: f32 = 786_432.0;
+        // SAFETY: the caller has the instructions.
+        Self(unsafe {
+            let constant = |x: f64| _mm512_set1_ps(x as f32);
+            let rounded = _mm512_fmadd_ps(self.0, constant(std::f64::consts::LOG2_E), _mm512_set1_ps(MAGIC));
+            let n = _mm512_sub_ps(rounded, _mm512_set1_ps(MAGIC));
+            let r = _mm512_fnmadd_ps(n, constant(LN_2[0]), self.0);
+            let r = _mm512_fnmadd_ps(n, constant(LN_2[1]), r);
+            let root = _mm512_permutexvar_ps(_mm512_castps_si512(rounded), _mm512_loadu_ps(ROOTS.as_ptr()));
+            let series = _mm512_fmadd_ps(r, constant(1.0 / 6.0), constant(0.5));
+            let series = _mm512_fmadd_ps(series, r, constant(1.0));
+            let y = _mm512_fmadd_ps(_mm512_mul_ps(root, r), series, root);
+            // True for NaN too.
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(self.0, constant(f32::EXP_LOW));
+            _mm512_maskz_scalef_ps(normal, y, n)
+        })
     }
     unsafe fn transpose(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
         // SAFETY: the caller has the instructions and tiles of 16 rows of 16 numbers.

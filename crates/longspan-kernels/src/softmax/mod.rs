@@ -22,8 +22,9 @@ use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_gradients, check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients, check_output,
 };
+use crate::rates::{Rate, Rates, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -49,9 +50,6 @@ impl Default for SoftmaxAttention {
     }
 }
 
-/// Flops a second of its tiles on one thread, as measured with 4096 tokens of 64 features on a Zen 5 core with AVX-512.
-const TILE_RATE: f64 = 170e9;
-
 impl<T: Real> Mechanism<T> for SoftmaxAttention {
     fn name(&self) -> &'static str {
         "softmax"
@@ -61,8 +59,8 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         &[Algorithm::Tiled]
     }
 
-    fn parameters(&self, _: &Dims) -> Vec<Parameter> {
-        Vec::new()
+    fn parameters(&self, _: &Dims) -> Parameters {
+        Parameters::new()
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -71,13 +69,23 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         let widths = (dims.head_dim + dims.value_dim) as f64;
-        let flops = (dims.batch * dims.heads) as f64 * mask.visible_pairs(dims) * 2.0 * widths;
+        let heads = (dims.batch * dims.heads) as f64;
+        let pairs = mask.visible_pairs(dims);
+        let flops = heads * pairs * 2.0 * widths;
+        let counts = [
+            (Rate::SoftmaxNumber, (dims.queries + dims.keys) as f64 * widths),
+            (Rate::SoftmaxWeight, pairs),
+            (Rate::SoftmaxFlop, pairs * 2.0 * widths),
+        ];
+        let work = Work::new(heads, Rate::SoftmaxCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Tiled,
             flops,
             published_elements: dims.queries as f64 * dims.keys as f64,
             scratch_bytes: 4.0 * problem::ROWS as f64 * (3.0 * widths + problem::KEYS as f64),
-            seconds: flops / TILE_RATE,
+            seconds: work.seconds(Rates::current()),
+            work,
+            automatic: true,
         };
         Plan { algorithm: Algorithm::Tiled, estimates: vec![estimate], reason: "there is no other".to_owned() }
     }
@@ -125,7 +133,7 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         state::empty(self, dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

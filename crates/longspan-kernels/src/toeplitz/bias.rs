@@ -1,6 +1,8 @@
 //! The learned bias: which entry of the table belongs to which distance.
 
 use super::OPERATION;
+use smallvec::{SmallVec, smallvec};
+
 use crate::error::{Error, expect};
 use crate::mask::{Order, Sequence};
 
@@ -65,11 +67,11 @@ impl Bias {
     }
 
     /// The shape of the tables of `heads` heads.
-    pub(crate) fn shape(&self, heads: usize) -> Vec<usize> {
+    pub(crate) fn shape(&self, heads: usize) -> SmallVec<[usize; 4]> {
         match *self {
-            Self::Table { count, .. } => vec![heads, count],
-            Self::Buckets { buckets, .. } => vec![heads, buckets],
-            Self::Grid { height, width } => vec![heads, side(height), side(width)],
+            Self::Table { count, .. } => smallvec![heads, count],
+            Self::Buckets { buckets, .. } => smallvec![heads, buckets],
+            Self::Grid { height, width } => smallvec![heads, side(height), side(width)],
         }
     }
 

@@ -17,6 +17,7 @@ use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
 use super::problem::{Problem, Shared, TILE, Unit, top};
+use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
@@ -438,7 +439,7 @@ pub(super) fn backward<T: Real>(
     d_bias: &mut [T],
     scratch: &mut Scratch<T>,
 ) {
-    tiled::backward_with(problem, cotangent, sink, d_bias, scratch, |shared, d_lines| {
+    tiled::backward_with(problem, cotangent, sink, d_bias, StateGradients::NONE, scratch, |shared, d_lines| {
         let mut planner = RealFftPlanner::new();
         let (mut tasks, mut units) = (Vec::new(), Vec::new());
         for unit in (0..problem.units()).map(|index| problem.unit(index)) {
@@ -509,7 +510,7 @@ impl<T: Real> Whole<'_, '_, T> {
             let (dq, spectrum) = self.features(&keys, columns, certified.then_some(&mut dk));
             self.write_queries(head, &keys, columns, dq, tasks, &mut work);
             if let Some(spectrum) = spectrum {
-                let d_line = &mut lines[n * problem.line_width()..][..problem.line_width()];
+                let d_line = &mut lines[n * super::gradient::line_len(problem)..][..problem.line_width()];
                 self.biases(head, &keys, columns, spectrum, d_line, &mut work);
             }
         }

@@ -5,12 +5,14 @@
 
 use rayon::prelude::*;
 
+use super::piecewise::{self, Sums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
-use super::tiled::{GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
+use super::state::{EXPONENT, Last, StateGradients};
+use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, padded, parallel};
-use crate::shape::ViewMut;
+use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
 
 /// At most so many tasks share the keys of a unit, each with a line of biases' gradients of its own: that bounds their
@@ -22,9 +24,15 @@ fn segments<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.most_keys().div_ceil(STRIP).clamp(1, SEGMENTS)
 }
 
-/// Numbers of the biases' gradients of all tasks, `[units, segments, group, line_width]`.
+/// Numbers of one line of biases' gradients: of each index of the line, then of the weights of the farthest keys before
+/// and after where they are met by sums.
+pub(super) fn line_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.line_width() + 2
+}
+
+/// Numbers of the biases' gradients of all tasks, `[units, segments, group, line_len]`.
 pub(super) fn lines_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    padded::<T>(problem.units() * segments(problem) * problem.dims.group() * problem.line_width())
+    padded::<T>(problem.units() * segments(problem) * problem.dims.group() * line_len(problem))
 }
 
 /// Key blocks that are kept while rows pass by.
@@ -42,19 +50,27 @@ struct Buffers<'s, T> {
     dk: [&'s mut [T]; KEPT],
     dv: [&'s mut [T]; KEPT],
     weights: Weights<'s, T>,
+    /// A sum turned, and what a block makes of it.
+    turned: &'s mut [T],
+    far_tile: &'s mut [T],
+    /// The gradient of the final state's sums, its rows filled up with 0.
+    last: &'s mut [T],
 }
 
-/// Numbers of one task's working memory.
-pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+/// Numbers of one task's working memory; `sums` says whether it meets any.
+pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>, sums: bool) -> usize {
     let widths = problem.head_width + problem.value_width;
+    let far = problem.head_width * (2 * problem.value_width + 1) + TILE * problem.head_width.max(problem.value_width);
     TILE * (widths + 2)
         + 2 * TILE * TILE
         + KEPT * (KeyBlock::len(problem, true) + TILE * widths)
         + Weights::len(problem)
+        + if sums { far } else { 0 }
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
-    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+    fn new(problem: &Problem<'_, T>, sums: bool, arena: &mut Arena<'s, T>) -> Self {
+        let sums = usize::from(sums);
         Self {
             q: arena.take(TILE * problem.head_width),
             q_shifts: arena.take(TILE),
@@ -66,188 +82,366 @@ impl<'s, T: Real> Buffers<'s, T> {
             dk: std::array::from_fn(|_| arena.take(TILE * problem.head_width)),
             dv: std::array::from_fn(|_| arena.take(TILE * problem.value_width)),
             weights: Weights::new(problem, arena),
+            turned: arena.take(sums * problem.head_width * problem.value_width),
+            far_tile: arena.take(sums * TILE * problem.head_width.max(problem.value_width)),
+            last: arena.take(sums * problem.head_width * (problem.value_width + 1)),
         }
     }
 }
 
-/// Computes the gradients of all keys and values of some units, and adds those of the biases to `lines`.
-pub(super) fn keys<T: Real>(
-    problem: &Problem<'_, T>,
-    shared: &Shared<'_, T>,
-    cotangent: &Cotangent<'_, T>,
-    units: &[usize],
-    sink: GradientSink<'_, T>,
-    lines: &mut [T],
-    (scratch, per_worker): (&mut [T], usize),
-) {
-    let segments = segments(problem);
-    let per_task = problem.dims.group() * problem.line_width();
-    let mut lines = ViewMut::strided(lines, [per_task, 0, 0]);
-    let lines = lines.shared();
-    parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
-        let (unit, segment) = (problem.unit(units[task / segments]), task % segments);
-        // SAFETY: each task has lines of its own.
-        let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
-        let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
-        let keys = unit.sequence.keys;
-        // Strips by turns, because later keys are seen by fewer rows.
-        for strip in (segment * STRIP..keys).step_by(segments * STRIP) {
-            let end = (strip + STRIP).min(keys) as isize;
-            let mut from = strip as isize;
-            while from < end {
-                from = key_blocks(problem, shared, cotangent, &unit, (from, end), sink, lines, &mut buffers);
-            }
-        }
-        if segment == 0 {
-            for key in keys..keys + unit.sequence.absent {
-                write(problem, &unit, key, sink, None);
-            }
-        }
-    });
+/// The pass over the keys: gradients of keys, values and biases, and that of an initial state.
+pub(super) struct KeyPass<'x, 'a, T: 'static> {
+    pub problem: &'x Problem<'a, T>,
+    pub shared: &'x Shared<'x, T>,
+    pub cotangent: &'x Cotangent<'x, T>,
+    pub sink: GradientSink<'x, T>,
+    /// The rows that lie far from each strip of keys; without them all rows are met by tiles.
+    pub rows: Option<&'x Sums<'x, T>>,
+    pub states: StateGradients<'x, T>,
 }
 
-/// Computes the gradients of the next few blocks of keys from `from` on and before `end`; returns where they end.
-#[allow(clippy::too_many_arguments)]
-fn key_blocks<T: Real>(
-    problem: &Problem<'_, T>,
-    shared: &Shared<'_, T>,
-    cotangent: &Cotangent<'_, T>,
-    unit: &Unit<'_, T>,
-    (from, end): (isize, isize),
-    sink: GradientSink<'_, T>,
-    lines: &mut [T],
-    buffers: &mut Buffers<'_, T>,
-) -> isize {
-    let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let head_dim = problem.dims.head_dim;
-    let (ops, rows) = (problem.ops, unit.sequence.queries);
-    let mut loaded = 0;
-    let mut next = from;
-    while next < end && loaded < KEPT {
-        buffers.keys[loaded].load(problem, unit, next, end);
-        buffers.dk[loaded].fill(T::ZERO);
-        buffers.dv[loaded].fill(T::ZERO);
-        next += buffers.keys[loaded].count as isize;
-        loaded += 1;
-    }
-    // Rows before this one see none of the keys.
-    let first = if problem.causal { (from - problem.offset).clamp(0, rows as isize) as usize / TILE * TILE } else { 0 };
-    for (n, head) in problem.heads(unit).enumerate() {
-        let line = shared.line(head);
-        let d_line = &mut lines[n * problem.line_width()..][..problem.line_width()];
-        let queries = problem.queries(unit, head);
-        for row in (first..rows).step_by(TILE) {
-            let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights } = &mut *buffers;
-            let span = row..(row + TILE).min(rows);
-            problem.load_queries(queries, row, span.len(), q, q_shifts);
-            load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
-            let finite = ops.all_finite(crate::shape::Rows { data: q, stride: head_width }, span.len(), head_width)
-                && ops.all_finite(crate::shape::Rows { data: d, stride: value_width }, span.len(), value_width)
-                && c[..span.len()].iter().all(|c| c.is_finite());
-            let mut tile_of = |block: Block<T>, which: usize| {
-                let keys = &keys[which];
-                let visible = keys.visible(&block);
-                if visible == 0 {
-                    return;
+/// Where a task stands.
+struct Strip<'x, 'a, T> {
+    unit: Unit<'a, T>,
+    /// The strip of the unit's keys.
+    index: usize,
+    keys: std::ops::Range<isize>,
+    /// What the final state gives.
+    last: Option<Last<'x, T>>,
+}
+
+impl<T: Real> KeyPass<'_, '_, T> {
+    /// Computes the gradients of all keys and values of some units, and adds those of the biases to `lines`.
+    pub fn run(&self, units: &[usize], lines: &mut [T], (scratch, per_worker): (&mut [T], usize)) {
+        let problem = self.problem;
+        let segments = segments(problem);
+        let per_task = problem.dims.group() * line_len(problem);
+        let mut lines = ViewMut::strided(lines, [per_task, 0, 0]);
+        let lines = lines.shared();
+        let lasts: Vec<Option<Last<'_, T>>> = units
+            .par_iter()
+            .map(|&unit| self.states.last.map(|state| Last::new(problem, &problem.unit(unit), state)))
+            .collect();
+        let strip_len = if self.rows.is_some() { piecewise::ROWS } else { STRIP };
+        parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
+            let (unit, segment) = (problem.unit(units[task / segments]), task % segments);
+            // SAFETY: each task has lines of its own.
+            let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
+            let mut buffers = Buffers::new(problem, self.rows.is_some(), &mut Arena::new(scratch));
+            let last = lasts[task / segments];
+            if let Some(last) = &last {
+                self.load_last(last, &mut buffers);
+            }
+            let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
+            // Strips by turns, because later keys are seen by fewer rows.
+            for index in (segment..((keys - begin) as usize).div_ceil(strip_len)).step_by(segments) {
+                let from = begin + (index * strip_len) as isize;
+                let strip = Strip { unit, index, keys: from..(from + strip_len as isize).min(keys), last };
+                // What is beyond the final ring does not share a block, and so an exponent, with what is not.
+                let ring_from = last.map_or(begin, |last| last.ring_from);
+                let mut from = from;
+                while from < strip.keys.end {
+                    let end = if from < ring_from { ring_from.min(strip.keys.end) } else { strip.keys.end };
+                    from = self.key_blocks(&strip, (from, end), lines, &mut buffers);
                 }
-                let at = block.row - row;
-                let band = keys.band(problem, &block);
-                let transposed = if problem.causal { Band::starting_at(keys.from - block.stands) } else { Band::ALL };
-                let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
-                ops.product(&mut Product {
-                    a: q,
-                    a_row: head_width,
-                    a_column: 1,
-                    b: keys.k_columns,
-                    b_row: TILE,
-                    c: tile,
-                    c_row: TILE,
-                    rows: block.rows,
-                    columns: visible,
-                    depth: head_dim,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: band,
-                });
-                value_products(problem, d, &c[at..], keys, (block.rows, visible, band), products);
-                let mut unused = [T::ZERO; TILE];
-                let unused = &mut unused[..block.rows];
-                let factors = weights.form(problem, unit, line, &block, keys);
-                ops.weigh(tile, TILE, visible, factors, band, unused);
-                ops.product(&mut Product {
-                    a: tile,
-                    a_row: 1,
-                    a_column: TILE,
-                    b: d,
-                    b_row: value_width,
-                    c: dv[which],
-                    c_row: value_width,
-                    rows: visible,
-                    columns: value_width,
-                    depth: block.rows,
-                    accumulate: true,
-                    a_band: transposed,
-                    c_band: Band::ALL,
-                });
-                // Unseen elements of the tile are 0, but those of the products may be anything.
-                ops.mask(products, TILE, block.rows, visible, band);
-                for r in 0..block.rows {
-                    let weights = &mut tile[r * TILE..][..visible];
-                    ops.multiply(weights, &products[r * TILE..][..visible]);
-                    each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
-                        ops.add_scaled(&mut d_line[index..][..len], T::ONE, &weights[column..][..len]);
+            }
+            if segment == 0 {
+                self.past(&unit, last.as_ref(), lines);
+                for key in unit.sequence.keys..unit.sequence.keys + unit.sequence.absent {
+                    write(problem, &unit, key, self.sink, None);
+                }
+            }
+        });
+    }
+
+    /// Lays out the gradient of the final state's sums as sums of rows are.
+    fn load_last(&self, last: &Last<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let (problem, value_dim) = (self.problem, self.problem.dims.value_dim);
+        let (outer, features) = match buffers.last.len() {
+            // A bias without a far end has no sums.
+            0 => return,
+            _ => buffers.last.split_at_mut(problem.head_width * problem.value_width),
+        };
+        outer.fill(T::ZERO);
+        features.fill(T::ZERO);
+        features[..last.head.keys.len()].copy_from_slice(last.head.keys);
+        for feature in 0..last.head.keys.len() {
+            outer[feature * problem.value_width..][..value_dim]
+                .copy_from_slice(&last.head.sum[feature * value_dim..][..value_dim]);
+        }
+    }
+
+    /// The sum of the rows far on one side of a strip of keys (strip 0 is what lies before all keys).
+    fn far(&self, unit: &Unit<'_, T>, head: usize, side: usize, strip: usize) -> Option<Far<'_, T>> {
+        let (problem, group) = (self.problem, self.problem.dims.group());
+        let bias = &problem.toeplitz.bias;
+        let entry = if side == 0 { bias.far() } else { bias.after().map(|(_, entry)| entry) };
+        let bias = entry.map(|entry| problem.table(head)[entry]);
+        self.rows?.get(unit.index * group + head % group, side, strip, bias)
+    }
+
+    /// The gradient of the initial state's sums, and what they add to that of their bias.
+    fn past(&self, unit: &Unit<'_, T>, last: Option<&Last<'_, T>>, lines: &mut [T]) {
+        let problem = self.problem;
+        let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
+        let (value_dim, value_width, ops) = (problem.dims.value_dim, problem.value_width, problem.ops);
+        let features = past.head.keys.len();
+        // SAFETY: one task a unit comes here.
+        let mut parts = self.states.first.as_ref().map(|first| unsafe {
+            (first.part(unit.index, 0, 0, features * value_dim), first.part(unit.index, 1, 0, features))
+        });
+        if let (Some((sum, keys)), Some(last)) = (&mut parts, last) {
+            let factor = (past.head.marks[EXPONENT] - last.exponent).exp();
+            ops.store(last.head.sum, factor, sum);
+            ops.store(last.head.keys, factor, keys);
+        }
+        for (n, head) in problem.heads(unit).enumerate() {
+            let Some(far) = self.far(unit, head, 0, 0) else { continue };
+            let weight = ((far.exponent + past.head.marks[EXPONENT]) + far.bias).exp();
+            let mut dots = T::ZERO;
+            for feature in 0..features {
+                let outer = &far.outer[feature * value_width..][..value_dim];
+                dots += ops.dot(&past.head.sum[feature * value_dim..][..value_dim], outer);
+                dots += past.head.keys[feature] * far.features[feature];
+                if let Some((sum, keys)) = &mut parts {
+                    ops.add_scaled(&mut sum[feature * value_dim..][..value_dim], weight, outer);
+                    keys[feature] += weight * far.features[feature];
+                }
+            }
+            lines[n * line_len(problem) + problem.line_width()] += weight * dots;
+        }
+    }
+
+    /// Adds to the gradients of a block of keys and of the biases what far rows give, and then what the final state does.
+    fn add_fars(&self, strip: &Strip<'_, '_, T>, which: usize, lines: &mut [T], buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (self.problem, &strip.unit);
+        let Buffers { keys, dk, dv, turned, far_tile, last, .. } = buffers;
+        let (keys, dk, dv) = (&keys[which], &mut *dk[which], &mut *dv[which]);
+        let mut add = |far: Far<'_, T>| {
+            // At most a little above 0: each of these rows counts from at least what it sees here.
+            let weight = ((far.exponent + keys.exponent) + far.bias).exp();
+            let memory = (&mut **turned, &mut **far_tile);
+            let d_bias = far.add_features(problem, weight, (keys.v, None), keys.count, keys.k, dk, memory);
+            far.add_values(problem, weight, keys.k, keys.count, dv, far_tile);
+            d_bias
+        };
+        for (n, head) in problem.heads(unit).enumerate() {
+            for side in 0..2 {
+                if let Some(far) = self.far(unit, head, side, strip.index + 1) {
+                    lines[n * line_len(problem) + problem.line_width() + side] += add(far);
+                }
+            }
+        }
+        if let Some(ends) = strip.last.filter(|ends| keys.from < ends.ring_from && ends.exponent > T::NEG_INFINITY) {
+            let (outer, features) = last.split_at(problem.head_width * problem.value_width);
+            add(Far { outer, features, exponent: -ends.exponent, bias: T::ZERO });
+        }
+    }
+
+    /// Computes the gradients of the next few blocks of keys from `from` on and before `end`; returns where they end.
+    fn key_blocks(
+        &self,
+        strip: &Strip<'_, '_, T>,
+        (from, end): (isize, isize),
+        lines: &mut [T],
+        buffers: &mut Buffers<'_, T>,
+    ) -> isize {
+        let Self { problem, shared, cotangent, .. } = *self;
+        let unit = &strip.unit;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let head_dim = problem.dims.head_dim;
+        let (ops, rows) = (problem.ops, unit.sequence.queries);
+        let mut loaded = 0;
+        let mut next = from;
+        while next < end && loaded < KEPT {
+            buffers.keys[loaded].load(problem, unit, next, end);
+            buffers.dk[loaded].fill(T::ZERO);
+            buffers.dv[loaded].fill(T::ZERO);
+            next += buffers.keys[loaded].count as isize;
+            loaded += 1;
+        }
+        // Rows before the first see none of the keys.
+        let first = if problem.causal { (from - problem.offset).clamp(0, rows as isize) as usize } else { 0 };
+        let near = if self.rows.is_some() { piecewise::near_rows(problem, unit, &strip.keys) } else { 0..rows };
+        let near = first.max(near.start)..near.end;
+        for (n, head) in problem.heads(unit).enumerate() {
+            let line = shared.line(head);
+            let d_line = &mut lines[n * line_len(problem)..][..problem.line_width()];
+            let queries = problem.queries(unit, head);
+            for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
+                let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, .. } = &mut *buffers;
+                let span = row.max(near.start)..(row + TILE).min(near.end);
+                let row = span.start;
+                problem.load_queries(queries, row, span.len(), q, q_shifts);
+                load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
+                let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
+                    && ops.all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
+                    && c[..span.len()].iter().all(|c| c.is_finite());
+                let mut tile_of = |block: Block<T>, which: usize| {
+                    let keys = &keys[which];
+                    let visible = keys.visible(&block);
+                    if visible == 0 {
+                        return;
+                    }
+                    let at = block.row - row;
+                    let band = keys.band(problem, &block);
+                    let transposed =
+                        if problem.causal { Band::starting_at(keys.from - block.stands) } else { Band::ALL };
+                    let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
+                    ops.product(&mut Product {
+                        a: q,
+                        a_row: head_width,
+                        a_column: 1,
+                        b: keys.k_columns,
+                        b_row: TILE,
+                        c: tile,
+                        c_row: TILE,
+                        rows: block.rows,
+                        columns: visible,
+                        depth: head_dim,
+                        accumulate: false,
+                        a_band: Band::ALL,
+                        c_band: band,
                     });
-                }
-                ops.weigh(products, TILE, visible, factors, band, unused);
-                ops.product(&mut Product {
-                    a: products,
-                    a_row: 1,
-                    a_column: TILE,
-                    b: q,
-                    b_row: head_width,
-                    c: dk[which],
-                    c_row: head_width,
-                    rows: visible,
-                    columns: head_width,
-                    depth: block.rows,
-                    accumulate: true,
-                    a_band: transposed,
-                    c_band: Band::ALL,
+                    value_products(problem, d, &c[at..], keys, (block.rows, visible, band), products);
+                    let mut unused = [T::ZERO; TILE];
+                    let unused = &mut unused[..block.rows];
+                    let factors = weights.form(problem, unit, line, &block, keys);
+                    ops.weigh(tile, TILE, visible, factors, band, unused);
+                    ops.product(&mut Product {
+                        a: tile,
+                        a_row: 1,
+                        a_column: TILE,
+                        b: d,
+                        b_row: value_width,
+                        c: dv[which],
+                        c_row: value_width,
+                        rows: visible,
+                        columns: value_width,
+                        depth: block.rows,
+                        accumulate: true,
+                        a_band: transposed,
+                        c_band: Band::ALL,
+                    });
+                    // Unseen elements of the tile are 0, but those of the products may be anything.
+                    ops.mask(products, TILE, block.rows, visible, band);
+                    for r in 0..block.rows {
+                        let weights = &mut tile[r * TILE..][..visible];
+                        ops.multiply(weights, &products[r * TILE..][..visible]);
+                        each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
+                            ops.add_scaled(&mut d_line[index..][..len], T::ONE, &weights[column..][..len]);
+                        });
+                    }
+                    ops.weigh(products, TILE, visible, factors, band, unused);
+                    ops.product(&mut Product {
+                        a: products,
+                        a_row: 1,
+                        a_column: TILE,
+                        b: q,
+                        b_row: head_width,
+                        c: dk[which],
+                        c_row: head_width,
+                        rows: visible,
+                        columns: head_width,
+                        depth: block.rows,
+                        accumulate: true,
+                        a_band: transposed,
+                        c_band: Band::ALL,
+                    });
+                };
+                shared.blocks(problem, unit, head, span, |block| {
+                    if finite || !problem.causal {
+                        (0..loaded).for_each(|which| tile_of(block, which));
+                        return;
+                    }
+                    // A product of 0 and NaN would reach keys that a row which is NaN does not see.
+                    for row in block.row..block.row + block.rows {
+                        let stands = problem.stands(row);
+                        let block = Block { row, rows: 1, stands, end: problem.end(unit, row), ..block };
+                        (0..loaded).for_each(|which| tile_of(block, which));
+                    }
                 });
+            }
+        }
+        let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
+        for which in 0..loaded {
+            for row in (0..buffers.keys[which].count).filter(|&row| buffers.keys[which].from + row as isize >= seen) {
+                // No row has given anything but what stood in memory.
+                buffers.dk[which][row * head_width..][..head_width].fill(T::ZERO);
+                buffers.dv[which][row * value_width..][..value_width].fill(T::ZERO);
+            }
+            if self.rows.is_some() {
+                self.add_fars(strip, which, lines, buffers);
+            }
+            self.write_block(strip, which, seen, buffers);
+        }
+        next
+    }
+
+    /// Writes the gradients of a block of keys and values, those of an initial state to its ring.
+    fn write_block(&self, strip: &Strip<'_, '_, T>, which: usize, seen: isize, buffers: &mut Buffers<'_, T>) {
+        let (problem, unit, ops) = (self.problem, &strip.unit, self.problem.ops);
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+        let Buffers { q, keys, dk, dv, .. } = buffers;
+        let (block, dk, dv) = (&keys[which], &mut *dk[which], &mut *dv[which]);
+        // Rows of the ring of an initial state are features already.
+        let kept = ((-block.from).max(0) as usize).min(block.count);
+        let start = (block.from + kept as isize) as usize;
+        let (own, raw) = (&mut dk[kept * head_width..], unit.k.skip(start));
+        ops.pull_back(problem.map, raw, &block.k[kept * head_width..], own, block.count - kept, head_dim, head_width);
+        for row in 0..block.count {
+            let key = block.from + row as isize;
+            let (dk, dv) = (&mut dk[row * head_width..][..head_width], &mut dv[row * value_width..][..value_width]);
+            let ring = strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
+            let Ok(key) = usize::try_from(key) else {
+                let (Some(first), Some(past)) = (&self.states.first, &unit.past) else { continue };
+                if past.ignores(key) {
+                    continue;
+                }
+                let slot = past.ring_slot(key);
+                // SAFETY: each key belongs to one task.
+                let (to_k, to_v) = unsafe {
+                    (
+                        first.part(unit.index, 3, slot * head_dim, head_dim),
+                        first.part(unit.index, 5, slot * (value_dim + 1), value_dim),
+                    )
+                };
+                let factor = past.head.ring_exponents.get(slot).map_or(T::ONE, |&own| (own - block.exponent).exp());
+                ops.store(dk, factor, to_k);
+                ops.store(dv, T::ONE, to_v);
+                if let Some((d_keys, d_values)) = ring {
+                    ops.add_scaled(to_k, T::ONE, d_keys);
+                    ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
+                }
+                continue;
             };
-            shared.blocks(problem, unit, head, span, |block| {
-                if finite || !problem.causal {
-                    (0..loaded).for_each(|which| tile_of(block, which));
-                    return;
-                }
-                // A product of 0 and NaN would reach keys that a row which is NaN does not see.
-                for row in block.row..block.row + block.rows {
-                    let stands = problem.stands(row);
-                    let block = Block { row, rows: 1, stands, end: problem.end(unit, row), ..block };
-                    (0..loaded).for_each(|which| tile_of(block, which));
-                }
-            });
+            if unit.ignores(key) || (key as isize >= seen && strip.last.is_none()) {
+                write(problem, unit, key, self.sink, None);
+                continue;
+            }
+            let Some((d_keys, d_values)) = ring else {
+                write(problem, unit, key, self.sink, Some((dk, dv)));
+                continue;
+            };
+            // The ring's key counts from an exponent of its own.
+            let (phi, d_phi) = q.split_at_mut(head_width);
+            let d_phi = &mut d_phi[..head_width];
+            let (exponent, raw) = (problem.key_block(unit, key as isize, key as isize + 1).1, unit.k.skip(key));
+            ops.load(problem.map, exponent, raw, 1, head_dim, None, phi, head_width);
+            d_phi.fill(T::ZERO);
+            d_phi[..head_dim].copy_from_slice(d_keys);
+            ops.pull_back(problem.map, raw, phi, d_phi, 1, head_dim, head_width);
+            ops.add_scaled(dk, T::ONE, d_phi);
+            ops.add_scaled(&mut dv[..value_dim], T::ONE, d_values);
+            write(problem, unit, key, self.sink, Some((dk, dv)));
         }
     }
-    let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
-    for which in 0..loaded {
-        let block = &buffers.keys[which];
-        let (start, count) = (block.from as usize, block.count);
-        let dk = &mut *buffers.dk[which];
-        ops.pull_back(problem.map, unit.k.skip(start), block.k, dk, count, head_dim, head_width);
-        for row in 0..count {
-            let key = start + row;
-            let there = (key as isize) < seen && !unit.ignores(key);
-            let rows = (&dk[row * head_width..], &buffers.dv[which][row * value_width..]);
-            write(problem, unit, key, sink, there.then_some(rows));
-        }
-    }
-    next
 }
 
 /// The lines of a unit's heads in the first of its segments.
 pub(super) fn unit_lines<'l, T: Real>(problem: &Problem<'_, T>, lines: &'l mut [T], unit: usize) -> &'l mut [T] {
-    let per_task = problem.dims.group() * problem.line_width();
+    let per_task = problem.dims.group() * line_len(problem);
     &mut lines[unit * segments(problem) * per_task..][..per_task]
 }
 
@@ -281,15 +475,18 @@ pub(super) fn write<T: Real>(
 
 /// Sums the lines of all tasks into the gradient of the tables.
 pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mut [T]) {
-    let (entries, width, group) = (problem.toeplitz.bias.entries(), problem.line_width(), problem.dims.group());
+    let (bias, len, group) = (&problem.toeplitz.bias, line_len(problem), problem.dims.group());
     let segments = segments(problem);
-    d_bias.par_chunks_exact_mut(entries).enumerate().for_each(|(head, to)| {
+    let entry = |index: usize| match index.checked_sub(problem.line_width()) {
+        None => problem.line_difference(index).and_then(|difference| bias.entry(difference)),
+        Some(0) => bias.far(),
+        Some(_) => bias.after().map(|(_, entry)| entry),
+    };
+    d_bias.par_chunks_exact_mut(bias.entries()).enumerate().for_each(|(head, to)| {
         to.fill(T::ZERO);
         let mut run = (None, 0.0);
-        for index in 0..width {
-            let Some(entry) = problem.line_difference(index).and_then(|d| problem.toeplitz.bias.entry(d)) else {
-                continue;
-            };
+        for index in 0..len {
+            let Some(entry) = entry(index) else { continue };
             if run.0 != Some(entry) {
                 if let (Some(entry), sum) = run {
                     to[entry] += T::from_f64(sum);
@@ -299,7 +496,7 @@ pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mu
             for sequence in 0..problem.sequences.len() {
                 let unit = sequence * problem.dims.kv_heads + head / group;
                 for segment in 0..segments {
-                    run.1 += lines[((unit * segments + segment) * group + head % group) * width + index].to_f64();
+                    run.1 += lines[((unit * segments + segment) * group + head % group) * len + index].to_f64();
                 }
             }
         }

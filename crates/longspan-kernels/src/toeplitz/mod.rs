@@ -28,19 +28,22 @@ mod tiled;
 
 pub use bias::{Beyond, Bias};
 
+use smallvec::smallvec;
+
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Reference, Token, check_final_mask, check_gradients,
-    check_output,
+    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
+    check_initial_gradient, check_output,
 };
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
 use crate::state::State;
 use problem::Problem;
+use state::StateGradients;
 
 /// The mechanism's name, in errors too.
 const OPERATION: &str = "toeplitz";
@@ -56,7 +59,8 @@ pub struct Toeplitz {
     pub bias: Bias,
     /// Divide by the sum of the weights. Without it the output is `N`.
     pub normalize: bool,
-    /// How it is computed. Calls with an initial state run tiled whatever stands here.
+    /// How it is computed. Calls with an initial state, and the gradient through a final one, run piecewise where the
+    /// bias extends and tiled where it does not, whatever stands here.
     pub algorithm: Algorithm,
 }
 
@@ -69,11 +73,13 @@ impl Toeplitz {
     /// The algorithms that can be forced; the first always can.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Tiled, Algorithm::Fft, Algorithm::Piecewise];
 
-    /// The algorithm that a call runs; the same for its backward.
-    fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
-        match call.initial_state {
-            Some(_) => Algorithm::Tiled,
-            None => cost::plan(self, &call.dims, &call.mask).algorithm,
+    /// The algorithm that a call runs, and its backward unless it comes through a final state (`through`).
+    fn chosen<T: Real>(&self, call: &Call<'_, T>, through: bool) -> Algorithm {
+        match self.bias.far() {
+            _ if call.initial_state.is_none() && !through => cost::plan(self, &call.dims, &call.mask).algorithm,
+            // A state's sum of earlier tokens is one of those that pieces are met by.
+            Some(_) => Algorithm::Piecewise,
+            None => Algorithm::Tiled,
         }
     }
 }
@@ -87,8 +93,8 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         &Self::ALGORITHMS
     }
 
-    fn parameters(&self, dims: &Dims) -> Vec<Parameter> {
-        vec![Parameter { name: "bias", shape: self.bias.shape(dims.heads) }]
+    fn parameters(&self, dims: &Dims) -> Parameters {
+        smallvec![Parameter::new("bias", self.bias.shape(dims.heads))]
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -105,17 +111,12 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         check_output(self, dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
-            to.check(OPERATION, "final_state", state::shape(self, dims))?;
-            check_final_mask(OPERATION, &call.mask)?;
-            for unit in (0..problem.units()).map(|index| problem.unit(index)) {
-                let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
-                state::check_reach(self, "final_state", tokens)?;
-            }
+            problem.check_final_state(to, "final_state")?;
         }
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        match self.chosen(call) {
+        match self.chosen(call, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
             Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
             _ => tiled::forward(&problem, sink, scratch),
@@ -135,18 +136,23 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
-        if call.initial_state.is_some() || cotangent.final_state.is_some() || initial_state.is_some() {
-            return Err(Error::Unsupported {
-                operation: OPERATION,
-                combination: "the gradient of a call with an initial state, or through a final one",
-                mend: "run forward and backward over the whole sequence",
-            });
+        if let Some(state) = cotangent.final_state {
+            problem.check_final_state(state, "gradient of the final state")?;
         }
+        if let Some(to) = &gradients.initial_state {
+            to.check(OPERATION, "gradient of the initial state", state::shape(self, &problem.dims))?;
+            check_initial_gradient(OPERATION, call)?;
+        }
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        match self.chosen(call) {
+        let mut first = initial_state.map(state::FirstGradient::new);
+        let states = StateGradients { last: cotangent.final_state, first: first.as_mut().map(|first| first.shared()) };
+        match self.chosen(call, cotangent.final_state.is_some()) {
             Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters[0], scratch),
-            _ => tiled::backward(&problem, cotangent, sink, parameters[0], scratch),
+            Algorithm::Piecewise => {
+                piecewise::backward(&problem, cotangent, sink, parameters[0], states, scratch);
+            }
+            _ => tiled::backward(&problem, cotangent, sink, parameters[0], states, scratch),
         }
         Ok(())
     }
@@ -160,7 +166,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
+    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 

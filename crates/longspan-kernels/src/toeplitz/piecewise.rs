@@ -1,25 +1,30 @@
 //! Tables that end in one weight for all farther keys, in linear time: those keys enter as one sum `Σ k̄_j v⁺_jᵀ` a strip
-//! of rows, the nearer ones by tiles.
+//! of rows, the nearer ones by tiles. Rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each strip of keys that they lie so far from.
 //!
-//! Sums run forward over the keys before and backward over the keys after; nothing is ever taken away from a sum.
+//! Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from a sum.
 
-use super::problem::{Problem, Unit};
-use super::tiled::{self, Far, KeyBlock, Sink};
+use std::ops::Range;
+
+use super::gradient::{self, KeyPass};
+use super::problem::{Problem, Shared, TILE, Unit};
+use super::state::{EXPONENT, StateGradients};
+use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
+use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
-use crate::shape::ViewMut;
+use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product};
 
-/// Rows that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile that is
-/// 128 keys wider than the table reaches costs about what reading the sums does.
+/// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
+/// that is 128 keys wider than the table reaches costs about what reading the sums does.
 pub(super) const ROWS: usize = 128;
 
-/// The keys `from..to` that rows meet by tiles; those before and after have one weight each.
-fn span<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: &std::ops::Range<usize>) -> (isize, isize) {
+/// The keys that some rows meet by tiles; those before and after have one weight each.
+fn span<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: &Range<usize>) -> (isize, isize) {
     let bias = &problem.toeplitz.bias;
     let (first, last) = (problem.stands(rows.start), problem.stands(rows.end - 1));
-    let keys = unit.sequence.keys as isize;
-    let from = if bias.far().is_some() { (first - bias.near() as isize + 1).clamp(0, keys) } else { 0 };
+    let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
+    let from = if bias.far().is_some() { (first - bias.near() as isize + 1).clamp(begin, keys) } else { begin };
     let to = match bias.after() {
         _ if problem.causal => problem.end(unit, rows.end - 1),
         Some((distance, _)) => (last + distance).clamp(from, keys),
@@ -28,34 +33,119 @@ fn span<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: &std::ops::
     (from, to)
 }
 
+/// The rows that some keys meet by tiles: those before have the weight of the farthest keys after, those from there on
+/// that of the farthest keys before.
+pub(super) fn near_rows<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, keys: &Range<isize>) -> Range<usize> {
+    let (bias, rows) = (&problem.toeplitz.bias, unit.sequence.queries as isize);
+    let end = match bias.far() {
+        Some(_) => (bias.near() as isize + keys.end - 1 - problem.offset).clamp(0, rows),
+        None => rows,
+    };
+    let start = match bias.after() {
+        Some((distance, _)) if !problem.causal => (keys.start - distance - problem.offset + 1).clamp(0, end),
+        _ => 0,
+    };
+    start as usize..end as usize
+}
+
 /// The rows of a strip.
-fn rows(strip: usize, queries: usize) -> std::ops::Range<usize> {
+fn rows(strip: usize, queries: usize) -> Range<usize> {
     strip * ROWS..((strip + 1) * ROWS).min(queries)
 }
 
-/// Numbers of one sum: `head_width × value_width`, then `Σ k̄_j`, then the exponent subtracted from both.
+/// The keys of a strip.
+pub(super) fn keys<T>(unit: &Unit<'_, T>, strip: usize) -> Range<isize>
+where
+    T: Real,
+{
+    let (first, end) = (unit.begin() + (strip * ROWS) as isize, unit.sequence.keys as isize);
+    first.min(end)..(first + ROWS as isize).min(end)
+}
+
+/// Sums on both sides of every strip of several owners.
+#[derive(Clone, Copy)]
+pub(super) struct Sums<'s, T> {
+    numbers: &'s [T],
+    sides: usize,
+    strips: usize,
+    head_width: usize,
+    len: usize,
+}
+
+impl<'s, T: Real> Sums<'s, T> {
+    /// One side's sum of a strip, if there is anything in it, with the bias of its keys.
+    pub fn get(&self, owner: usize, side: usize, strip: usize, bias: Option<T>) -> Option<Far<'s, T>> {
+        if side >= self.sides {
+            return None;
+        }
+        let numbers = &self.numbers[((owner * self.sides + side) * self.strips + strip) * self.len..][..self.len];
+        let (numbers, exponent) = numbers.split_at(self.len - padded::<T>(1));
+        let (outer, features) = numbers.split_at(numbers.len() - self.head_width);
+        let exponent = exponent[0];
+        bias.filter(|_| exponent > T::NEG_INFINITY).map(|bias| Far { outer, features, exponent, bias })
+    }
+}
+
+/// Sides on which keys may lie far from rows.
+fn sides<T: Real>(problem: &Problem<'_, T>) -> usize {
+    if problem.causal { 1 } else { 2 }
+}
+
+/// Numbers of one sum: `head_width × value_width`, then one a feature, then the exponent subtracted from both.
 fn sum_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.head_width * (problem.value_width + 1) + padded::<T>(1)
 }
 
-/// Adds what is relative to `exponent` and stands in `add` to a sum.
+/// Brings a sum to an exponent that is at least its own.
+fn raise<T: Real>(problem: &Problem<'_, T>, sum: &mut [T], to: T) {
+    let len = sum.len() - padded::<T>(1);
+    let old = sum[len];
+    if old < to {
+        if old > T::NEG_INFINITY {
+            problem.ops.scale(&mut sum[..len], (old - to).exp());
+        }
+        sum[len] = to;
+    }
+}
+
+/// Adds a sum to another.
 fn merge<T: Real>(problem: &Problem<'_, T>, sum: &mut [T], add: &[T]) {
-    let len = problem.head_width * (problem.value_width + 1);
-    let (old, new) = (sum[len], add[len]);
-    if new == T::NEG_INFINITY {
+    let len = sum.len() - padded::<T>(1);
+    if add[len] == T::NEG_INFINITY {
         return;
     }
-    if old < new {
-        if old > T::NEG_INFINITY {
-            problem.ops.scale(&mut sum[..len], (old - new).exp());
-        }
-        sum[len] = new;
-    }
-    let factor = if new < old { (new - old).exp() } else { T::ONE };
+    raise(problem, sum, add[len]);
+    let factor = (add[len] - sum[len]).exp();
     problem.ops.add_scaled(&mut sum[..len], factor, &add[..len]);
 }
 
-/// Sums `k̄_j v⁺_jᵀ` over the keys `from..to`.
+/// Makes a sum one of nothing.
+fn clear<T: Real>(sum: &mut [T]) {
+    let len = sum.len() - padded::<T>(1);
+    sum.fill(T::ZERO);
+    sum[len] = T::NEG_INFINITY;
+}
+
+/// Adds `Σ x_j y_jᵀ` of some rows of a block.
+fn add_outer<T: Real>(problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize, sum: &mut [T]) {
+    problem.ops.product(&mut Product {
+        a: x,
+        a_row: 1,
+        a_column: problem.head_width,
+        b: y,
+        b_row: problem.value_width,
+        c: sum,
+        c_row: problem.value_width,
+        rows: problem.head_width,
+        columns: problem.value_width,
+        depth: count,
+        accumulate: true,
+        a_band: Band::ALL,
+        c_band: Band::ALL,
+    });
+}
+
+/// Adds `k̄_j v⁺_jᵀ` of the keys `from..to`.
 fn add_keys<T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
@@ -64,109 +154,289 @@ fn add_keys<T: Real>(
     sum: &mut [T],
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let len = head_width * (value_width + 1);
-    sum.fill(T::ZERO);
-    sum[len] = T::NEG_INFINITY;
+    let exponent = sum.len() - padded::<T>(1);
     let mut next = from;
     while next < to {
         keys.load(problem, unit, next, to);
-        let (old, new) = (sum[len], keys.exponent);
-        if old < new {
-            if old > T::NEG_INFINITY {
-                problem.ops.scale(&mut sum[..len], (old - new).exp());
-            }
-            sum[len] = new;
-        } else if new < old {
-            problem.ops.scale(&mut keys.k[..keys.count * head_width], (new - old).exp());
+        raise(problem, sum, keys.exponent);
+        if keys.exponent < sum[exponent] {
+            problem.ops.scale(&mut keys.k[..keys.count * head_width], (keys.exponent - sum[exponent]).exp());
         }
         let (outer, features) = sum.split_at_mut(head_width * value_width);
-        problem.ops.product(&mut Product {
-            a: keys.k,
-            a_row: 1,
-            a_column: head_width,
-            b: keys.v,
-            b_row: value_width,
-            c: outer,
-            c_row: value_width,
-            rows: head_width,
-            columns: value_width,
-            depth: keys.count,
-            accumulate: true,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        add_outer(problem, keys.k, keys.v, keys.count, outer);
         problem.ops.add_column_sums(keys.k, head_width, keys.count, &mut features[..head_width]);
         next += keys.count as isize;
     }
+}
+
+/// Adds the tokens beyond the ring of an initial state.
+fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut [T]) {
+    let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
+    let (value_dim, value_width, ops) = (problem.dims.value_dim, problem.value_width, problem.ops);
+    let exponent = sum.len() - padded::<T>(1);
+    raise(problem, sum, past.head.marks[EXPONENT]);
+    let factor = (past.head.marks[EXPONENT] - sum[exponent]).exp();
+    let (outer, features) = sum.split_at_mut(problem.head_width * value_width);
+    for (feature, &number) in past.head.keys.iter().enumerate() {
+        let row = &past.head.sum[feature * value_dim..][..value_dim];
+        ops.add_scaled(&mut outer[feature * value_width..][..value_dim], factor, row);
+        features[feature] += factor * number;
+    }
+}
+
+/// Sums the keys before and after each strip of rows.
+fn key_sums<'s, T: Real>(
+    problem: &Problem<'_, T>,
+    numbers: &'s mut [T],
+    (scratch, per_worker): (&mut [T], usize),
+) -> Sums<'s, T> {
+    let (len, sides, strips) = (sum_len(problem), sides(problem), problem.most_queries().div_ceil(ROWS));
+    let mut places = ViewMut::strided(&mut *numbers, [len, 0, 0]);
+    let places = places.shared();
+    parallel(problem.units() * sides * strips, scratch, per_worker, |task, scratch| {
+        let (unit, side, strip) = (problem.unit(task / strips / sides), task / strips % sides, task % strips);
+        let queries = unit.sequence.queries;
+        // SAFETY: each sum is one task's own.
+        let sum = unsafe { places.row(task, 0, 0, len) };
+        clear(sum);
+        if strip * ROWS >= queries {
+            return;
+        }
+        let span = |strip: usize| span(problem, &unit, &rows(strip, queries));
+        let own = match side {
+            0 if strip == 0 => (unit.begin(), span(0).0),
+            0 => (span(strip - 1).0, span(strip).0),
+            _ if (strip + 1) * ROWS < queries => (span(strip).1, span(strip + 1).1),
+            _ => (span(strip).1, unit.sequence.keys as isize),
+        };
+        if side == 0 && strip == 0 {
+            add_past(problem, &unit, sum);
+        }
+        add_keys(problem, &unit, own, &mut KeyBlock::new(problem, false, &mut Arena::new(scratch)), sum);
+    });
+    accumulate(problem, places, problem.units(), strips, |side, n| match side {
+        // What lies before a strip is all that lies before the one above it, and more.
+        0 => (n, n - 1),
+        _ => (strips - 1 - n, strips - n),
+    });
+    Sums { numbers, sides, strips, head_width: problem.head_width, len }
+}
+
+/// Adds to the sum of one strip after the other that of its neighbour: `order(side, n)` says which, `1 ≤ n < strips`.
+fn accumulate<T: Real>(
+    problem: &Problem<'_, T>,
+    places: SharedRows<'_, T>,
+    owners: usize,
+    strips: usize,
+    order: impl Fn(usize, usize) -> (usize, usize) + Sync,
+) {
+    use rayon::prelude::*;
+    let sides = sides(problem);
+    (0..owners * sides).into_par_iter().for_each(|task| {
+        for n in 1..strips {
+            let (to, from) = order(task % sides, n);
+            // SAFETY: each side of an owner is one task's own, and no two rows are the same.
+            let sum = |strip: usize| unsafe { places.row(task * strips + strip, 0, 0, sum_len(problem)) };
+            merge(problem, sum(to), sum(from));
+        }
+    });
+}
+
+/// Numbers of all sums over keys.
+fn key_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.units() * sides(problem) * problem.most_queries().div_ceil(ROWS) * sum_len(problem)
+}
+
+/// The sums before and after one strip of rows of a head.
+fn fars<'s, T: Real>(
+    problem: &Problem<'_, T>,
+    sums: &Sums<'s, T>,
+    owner: usize,
+    head: usize,
+    strip: usize,
+) -> [Option<Far<'s, T>>; 2] {
+    [(0, problem.toeplitz.bias.far()), (1, problem.toeplitz.bias.after().map(|(_, entry)| entry))]
+        .map(|(side, entry)| sums.get(owner, side, strip, entry.map(|entry| problem.table(head)[entry])))
+}
+
+/// Calls `body` for every strip of rows of every head.
+fn each_strip<T: Real>(
+    problem: &Problem<'_, T>,
+    (scratch, per_worker): (&mut [T], usize),
+    body: impl Fn(Unit<'_, T>, usize, usize, Range<usize>, &mut [T]) + Sync,
+) {
+    let (group, strips) = (problem.dims.group(), problem.most_queries().div_ceil(ROWS));
+    parallel(problem.units() * group * strips, scratch, per_worker, |task, scratch| {
+        let unit = problem.unit(task / (group * strips));
+        let (head, strip) = (unit.kv_head * group + task / strips % group, task % strips);
+        let rows = rows(strip, unit.sequence.queries);
+        if !rows.is_empty() {
+            body(unit, head, strip, rows, scratch);
+        }
+    });
 }
 
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = tiled::forward_len(problem).max(KeyBlock::len(problem, false));
     let workers = rayon::current_num_threads();
-    let (strips, sum_len) = (problem.most_queries().div_ceil(ROWS), sum_len(problem));
-    let sides = if problem.causal { 1 } else { 2 };
-    let units = problem.units();
-    let sums_len = units * sides * strips * sum_len;
+    let sums_len = key_sums_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + workers * per_worker));
     let shared = problem.shared(&mut arena);
     let sums = arena.take(sums_len);
     let rest = arena.rest();
+    let sums = key_sums(problem, sums, (&mut *rest, per_worker));
+    each_strip(problem, (rest, per_worker), |unit, head, strip, rows, scratch| {
+        let span = span(problem, &unit, &rows);
+        let fars = fars(problem, &sums, unit.index, head, strip);
+        tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
+    });
+}
 
-    {
-        let mut places = ViewMut::strided(&mut *sums, [sum_len, 0, 0]);
-        let places = places.shared();
-        parallel(units * sides * strips, rest, per_worker, |task, scratch| {
-            let (unit, side, strip) = (problem.unit(task / strips / sides), task / strips % sides, task % strips);
-            let queries = unit.sequence.queries;
-            // SAFETY: each sum is one task's own.
-            let sum = unsafe { places.row(task, 0, 0, sum_len) };
-            let keys = &mut KeyBlock::new(problem, false, &mut Arena::new(scratch));
-            if strip * ROWS >= queries {
-                return add_keys(problem, &unit, (0, 0), keys, sum);
-            }
-            let span = |strip: usize| span(problem, &unit, &rows(strip, queries));
-            let own = match side {
-                0 => (if strip == 0 { 0 } else { span(strip - 1).0 }, span(strip).0),
-                _ if (strip + 1) * ROWS < queries => (span(strip).1, span(strip + 1).1),
-                _ => (span(strip).1, unit.sequence.keys as isize),
-            };
-            add_keys(problem, &unit, own, keys, sum);
-        });
-        // What lies before a strip is all that lies before the one above it, and more.
-        parallel(units * sides, rest, padded::<T>(1), |task, _| {
-            // SAFETY: each side of a unit is one task's own, and no two rows are the same.
-            let sum = |strip: usize| unsafe { places.row(task * strips + strip, 0, 0, sum_len) };
-            for n in 1..strips {
-                let (to, from) = if task % sides == 0 { (n, n - 1) } else { (strips - 1 - n, strips - n) };
-                merge(problem, sum(to), sum(from));
-            }
-        });
+/// Working memory of a task that sums rows.
+struct RowBlock<'s, T> {
+    q: &'s mut [T],
+    q_shifts: &'s mut [T],
+    d: &'s mut [T],
+    c: &'s mut [T],
+}
+
+impl<'s, T: Real> RowBlock<'s, T> {
+    fn len(problem: &Problem<'_, T>) -> usize {
+        TILE * (problem.head_width + problem.value_width + 2)
     }
 
-    let (sums, group) = (&*sums, problem.dims.group());
-    parallel(units * group * strips, rest, per_worker, |task, scratch| {
-        let unit = problem.unit(task / (group * strips));
-        let (head, strip) = (unit.kv_head * group + task / strips % group, task % strips);
-        let rows = rows(strip, unit.sequence.queries);
-        if rows.is_empty() {
-            return;
+    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+        Self {
+            q: arena.take(TILE * problem.head_width),
+            q_shifts: arena.take(TILE),
+            d: arena.take(TILE * problem.value_width),
+            c: arena.take(TILE),
         }
-        let table = &problem.call.parameters[0][head * problem.toeplitz.bias.entries()..];
-        let far = |side: usize, entry: Option<usize>| {
-            let numbers = &sums[((unit.index * sides + side) * strips + strip) * sum_len..][..sum_len];
-            let (sum, rest) = numbers.split_at(problem.head_width * problem.value_width);
-            let exponent = rest[problem.head_width];
-            entry.filter(|_| exponent > T::NEG_INFINITY).map(|entry| Far {
-                sum,
-                keys: &rest[..problem.head_width],
-                exponent,
-                bias: table[entry],
-            })
+    }
+}
+
+/// Adds `q̄_i dN⁺_iᵀ e^{−s_i}` of some rows of a head.
+fn add_rows<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    (unit, head): (&Unit<'_, T>, usize),
+    rows: Range<usize>,
+    block: &mut RowBlock<'_, T>,
+    sum: &mut [T],
+) {
+    let (head_width, value_width, ops) = (problem.head_width, problem.value_width, problem.ops);
+    let exponents = rows.clone().filter(|&row| problem.sees(unit, row)).map(|row| -shared.level(unit, head, row));
+    let highest = exponents.fold(T::NEG_INFINITY, T::max);
+    if highest == T::NEG_INFINITY {
+        return;
+    }
+    raise(problem, sum, highest);
+    let exponent = sum[sum.len() - padded::<T>(1)];
+    let (outer, features) = sum.split_at_mut(head_width * value_width);
+    for first in rows.clone().step_by(TILE) {
+        let span = first..(first + TILE).min(rows.end);
+        let RowBlock { q, q_shifts, d, c } = &mut *block;
+        problem.load_queries(problem.queries(unit, head), first, span.len(), q, q_shifts);
+        load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
+        for (at, row) in span.clone().enumerate() {
+            // A row that sees nothing has gradients of 0, whatever it counts from.
+            let factor =
+                if problem.sees(unit, row) { (-shared.level(unit, head, row) - exponent).exp() } else { T::ZERO };
+            if factor != T::ONE {
+                ops.scale(&mut d[at * value_width..][..value_width], factor);
+                c[at] *= factor;
+            }
+            ops.add_scaled(&mut features[..head_width], c[at], &q[at * head_width..][..head_width]);
+        }
+        add_outer(problem, q, d, span.len(), outer);
+    }
+}
+
+/// Strips of sums over rows: one for each strip of keys, and before them one of all rows, for the tokens beyond the ring
+/// of an initial state.
+fn row_strips<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.most_keys().div_ceil(ROWS) + 1
+}
+
+/// Numbers of all sums over rows.
+fn row_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.units() * problem.dims.group() * sides(problem) * row_strips(problem) * sum_len(problem)
+}
+
+/// Sums the rows that each strip of keys is far from: strip `n` of keys finds them in strip `n + 1`.
+fn row_sums<'s, T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    numbers: &'s mut [T],
+    (scratch, per_worker): (&mut [T], usize),
+) -> Sums<'s, T> {
+    let (len, sides, strips, group) = (sum_len(problem), sides(problem), row_strips(problem), problem.dims.group());
+    let mut places = ViewMut::strided(&mut *numbers, [len, 0, 0]);
+    let places = places.shared();
+    let owners = problem.units() * group;
+    parallel(owners * sides * strips, scratch, per_worker, |task, scratch| {
+        let (owner, side, strip) = (task / strips / sides, task / strips % sides, task % strips);
+        let unit = problem.unit(owner / group);
+        let near = |strip: usize| match strip {
+            0 => 0..0,
+            _ => near_rows(problem, &unit, &keys(&unit, strip - 1)),
         };
-        let before = far(0, problem.toeplitz.bias.far());
-        let after = if sides == 2 { far(1, problem.toeplitz.bias.after().map(|(_, entry)| entry)) } else { None };
-        let span = span(problem, &unit, &rows);
-        tiled::far_strip(problem, &shared, &unit, head, rows, span, [before, after], sink, scratch);
+        // SAFETY: each sum is one task's own.
+        let sum = unsafe { places.row(task, 0, 0, len) };
+        clear(sum);
+        // Strips beyond the last key are no one's.
+        let used = (unit.sequence.keys as isize - unit.begin()) as usize;
+        let used = used.div_ceil(ROWS) + 1;
+        let own = match side {
+            _ if strip >= used || (strip == 0 && !unit.has_far()) => 0..0,
+            0 if strip + 1 < used => near(strip).end..near(strip + 1).end,
+            0 => near(strip).end..unit.sequence.queries,
+            _ if strip == 0 => 0..0,
+            _ => near(strip - 1).start..near(strip).start,
+        };
+        let head = unit.kv_head * group + owner % group;
+        let mut block = RowBlock::new(problem, &mut Arena::new(scratch));
+        add_rows(problem, shared, cotangent, (&unit, head), own, &mut block, sum);
     });
+    accumulate(problem, places, owners, strips, |side, n| match side {
+        0 => (strips - 1 - n, strips - n),
+        _ => (n, n - 1),
+    });
+    Sums { numbers, sides, strips, head_width: problem.head_width, len }
+}
+
+/// Computes every gradient of a call.
+pub(super) fn backward<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    d_bias: &mut [T],
+    states: StateGradients<'_, T>,
+    scratch: &mut Scratch<T>,
+) {
+    let per_worker = tiled::query_len(problem).max(gradient::buffers_len(problem, true)).max(RowBlock::len(problem));
+    let workers = rayon::current_num_threads();
+    // Sums over keys are done with before those over rows begin.
+    let sums_len = key_sums_len(problem).max(row_sums_len(problem));
+    let lines = gradient::lines_len(problem);
+    let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + sums_len + workers * per_worker));
+    let shared = problem.shared(&mut arena);
+    let d_lines = arena.take(lines);
+    d_lines.fill(T::ZERO);
+    let numbers = arena.take(sums_len);
+    let rest = arena.rest();
+    let sums = key_sums(problem, &mut *numbers, (&mut *rest, per_worker));
+    each_strip(problem, (&mut *rest, per_worker), |unit, head, strip, rows, scratch| {
+        let span = span(problem, &unit, &rows);
+        let fars = fars(problem, &sums, unit.index, head, strip);
+        tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, scratch);
+    });
+    let sums = row_sums(problem, &shared, cotangent, &mut *numbers, (&mut *rest, per_worker));
+    let units: Vec<usize> = (0..problem.units()).collect();
+    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: Some(&sums), states };
+    pass.run(&units, d_lines, (rest, per_worker));
+    gradient::reduce(problem, d_lines, d_bias);
 }

@@ -1,15 +1,18 @@
 //! A checked call: sequences, heads, the line of biases, and the exponents that weights are counted from.
 
+use rayon::prelude::*;
+
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, check_call, check_initial_mask};
+use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
 use crate::real::Real;
 use crate::scratch::{Arena, padded, parallel};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
+use crate::state::State;
 
 /// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
 /// second-level cache while the rows of a [`STRIP`] pass by.
@@ -22,6 +25,9 @@ pub(super) const STRIP: usize = 4 * TILE;
 /// How far the exponents of rows in one tile, or of keys in one block, may lie apart: beyond it they are taken one row
 /// at a time, so that e⁻³⁰ of the precision range is the most that a row can lose to its neighbours.
 const RISE: f64 = 30.0;
+
+/// Numbers of a list that one task fills: some ten microseconds of work.
+const PART: usize = 4096;
 
 /// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
@@ -63,6 +69,22 @@ pub(super) struct Past<'a, T> {
     pub slot: usize,
     /// Tokens that the ring can hold.
     pub near: usize,
+}
+
+/// The largest entries of a unit's keys from its first on, under [`FeatureMap::Exp`]: of each key (−∞ where it does not
+/// count), of all before it, and of it and all after it.
+#[derive(Clone, Copy)]
+struct Tops<'s, T> {
+    own: &'s [T],
+    before: &'s [T],
+    after: &'s [T],
+}
+
+impl<'s, T> Tops<'s, T> {
+    fn new(numbers: &'s [T]) -> Self {
+        let len = numbers.len() / 3;
+        Self { own: &numbers[..len], before: &numbers[len..2 * len], after: &numbers[2 * len..] }
+    }
 }
 
 /// Consecutive rows that are computed together.
@@ -148,6 +170,17 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
+    /// Whether the call may have a final state, or the gradient of one, of this shape, and whether its bias reaches it.
+    pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state.check(OPERATION, argument, state::shape(self.toeplitz, &self.dims))?;
+        check_final_mask(OPERATION, &self.call.mask)?;
+        for unit in (0..self.units()).map(|index| self.unit(index)) {
+            let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
+            state::check_reach(self.toeplitz, argument, tokens)?;
+        }
+        Ok(())
+    }
+
     /// Independent (sequence, key/value head) pairs.
     pub fn units(&self) -> usize {
         self.sequences.len() * self.dims.kv_heads
@@ -182,14 +215,21 @@ impl<'a, T: Real> Problem<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
 
+    /// The biases of one head.
+    pub fn table(&self, head: usize) -> &'a [T] {
+        let entries = self.toeplitz.bias.entries();
+        &self.call.parameters[0][head * entries..][..entries]
+    }
+
     /// Queries of the longest sequence.
     pub fn most_queries(&self) -> usize {
         self.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0)
     }
 
-    /// Keys of the longest sequence.
+    /// Keys of the longest unit, those of an initial state's ring among them.
     pub fn most_keys(&self) -> usize {
-        self.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
+        let keys = |unit: Unit<'_, T>| (unit.sequence.keys as isize - unit.begin()) as usize;
+        (0..self.units()).map(|index| keys(self.unit(index))).max().unwrap_or(0)
     }
 
     /// The place that row `row` stands at.
@@ -201,6 +241,11 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn end(&self, unit: &Unit<'_, T>, row: usize) -> isize {
         let keys = unit.sequence.keys as isize;
         if self.causal { (self.stands(row) + 1).clamp(unit.begin(), keys) } else { keys }
+    }
+
+    /// Whether a row sees any key at all.
+    pub fn sees(&self, unit: &Unit<'_, T>, row: usize) -> bool {
+        self.end(unit, row) > unit.begin() || unit.has_far()
     }
 
     /// Numbers of one head's line.
@@ -235,22 +280,38 @@ impl<'a, T: Real> Problem<'a, T> {
         padded::<T>(self.dims.heads * self.line_width())
             + padded::<T>(heads * self.most_queries())
             + padded::<T>(heads * self.blocks())
+            + padded::<T>(self.units() * self.tops_len())
             + rayon::current_num_threads() * padded::<T>(1)
+    }
+
+    /// Numbers of the [`Tops`] of one unit.
+    fn tops_len(&self) -> usize {
+        if self.map == FeatureMap::Exp { 3 * (self.most_keys() + 1) } else { 0 }
     }
 
     /// Lays out the biases, and finds each row's exponent.
     pub fn shared<'s>(&self, arena: &mut Arena<'s, T>) -> Shared<'s, T> {
         let (line_width, group, queries) = (self.line_width(), self.dims.group(), self.most_queries());
         let lines = arena.take(self.dims.heads * line_width);
-        for (head, line) in lines.chunks_exact_mut(line_width).enumerate() {
-            let table = &self.call.parameters[0][head * self.toeplitz.bias.entries()..];
-            for (index, b) in line.iter_mut().enumerate() {
-                let entry = self.line_difference(index).and_then(|d| self.toeplitz.bias.entry(d));
-                // What no row sees has weight 0.
-                *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
-            }
-        }
+        // The entries of all heads are the same ones.
+        let entries = self.toeplitz.bias.entries();
+        let heads = lines.par_chunks_exact_mut(line_width).zip(self.call.parameters[0].par_chunks_exact(entries));
+        heads.for_each(|(line, table)| {
+            line.par_chunks_mut(PART).enumerate().for_each(|(part, line)| {
+                for (index, b) in line.iter_mut().enumerate() {
+                    let entry = self.line_difference(part * PART + index).and_then(|d| self.toeplitz.bias.entry(d));
+                    // What no row sees has weight 0.
+                    *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
+                }
+            });
+        });
         let lines = &*lines;
+        let tops_len = self.tops_len();
+        let tops = arena.take(self.units() * tops_len);
+        if tops_len > 0 {
+            tops.par_chunks_exact_mut(tops_len).enumerate().for_each(|(index, to)| self.find_tops(index, to));
+        }
+        let tops = &*tops;
         let levels = arena.take(self.units() * group * queries);
         let splits = arena.take(self.units() * group * self.blocks());
         let mut level_rows = ViewMut::strided(&mut *levels, [queries, 0, 0]);
@@ -274,9 +335,33 @@ impl<'a, T: Real> Problem<'a, T> {
                 let levels = level_rows.row(index, 0, 0, rows.end);
                 (&mut levels[rows.start..], &mut split_rows.row(index, block, 0, 1)[0])
             };
-            *split = if self.levels(&unit, head, line, rows, levels) { T::ONE } else { T::ZERO };
+            let tops = Tops::new(&tops[index / group * tops_len..][..tops_len]);
+            *split = if self.levels(&unit, head, line, tops, rows, levels) { T::ONE } else { T::ZERO };
         });
         Shared { lines, line_width, levels, splits, queries, group }
+    }
+
+    /// Finds the largest entry of every key of a unit under [`FeatureMap::Exp`], and of all keys before and after each.
+    fn find_tops(&self, index: usize, to: &mut [T]) {
+        let unit = self.unit(index);
+        let len = to.len() / 3;
+        let (own, rest) = to.split_at_mut(len);
+        let (before, after) = rest.split_at_mut(len);
+        let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
+        own.fill(T::NEG_INFINITY);
+        own[..(keys - begin) as usize].par_iter_mut().enumerate().with_min_len(PART).for_each(|(n, to)| {
+            *to = self.key_top(&unit, begin + n as isize).unwrap_or(T::NEG_INFINITY);
+        });
+        let mut highest = T::NEG_INFINITY;
+        for (to, &own) in before.iter_mut().zip(&*own) {
+            *to = highest;
+            highest = highest.max(own);
+        }
+        let mut highest = T::NEG_INFINITY;
+        for (to, &own) in after.iter_mut().zip(&*own).rev() {
+            highest = highest.max(own);
+            *to = highest;
+        }
     }
 
     /// Finds the exponents of a block's rows; returns whether they must be taken one by one.
@@ -285,39 +370,26 @@ impl<'a, T: Real> Problem<'a, T> {
         unit: &Unit<'_, T>,
         head: usize,
         line: &[T],
+        tops: Tops<'_, T>,
         rows: std::ops::Range<usize>,
         levels: &mut [T],
     ) -> bool {
         let (first, last) = (rows.start, rows.end - 1);
         let (begin, end) = (unit.begin(), self.end(unit, last));
         let finite = |level: T| if level.is_finite() { level } else { T::ZERO };
-        let Some(seeing) = rows.clone().find(|&row| self.end(unit, row) > begin || unit.has_far()) else {
+        let Some(seeing) = rows.clone().find(|&row| self.sees(unit, row)) else {
             levels.fill(T::ZERO);
             return false;
         };
         let far = self.far_exponent(unit, head, T::ZERO);
-        let mut level = far;
-        if self.map == FeatureMap::Exp {
-            let mut key = begin;
-            while key < end {
-                let (count, exponent) = self.key_block(unit, key, end);
-                level = level.max(exponent + self.highest(line, key, key + count as isize, first, last));
-                key += count as isize;
-            }
-        } else {
-            level = level.max(self.highest(line, begin, end, first, last));
-        }
-        let own = |row: usize| {
-            let end = self.end(unit, row);
-            if self.map == FeatureMap::Exp {
-                (begin..end).fold(far, |level, key| match self.key_top(unit, key) {
-                    Some(top) => level.max(top + line[self.bias_index(unit, key, row)]),
-                    None => level,
-                })
-            } else {
-                far.max(self.highest(line, begin, end, row, row))
-            }
+        let highest = |end: isize, first: usize, last: usize| {
+            far.max(match self.map {
+                FeatureMap::Exp => self.highest_weight(unit, line, tops, end, (first, last)),
+                _ => self.highest(line, begin, end, first, last),
+            })
         };
+        let level = highest(end, first, last);
+        let own = |row: usize| highest(self.end(unit, row), row, row);
         let lowest = own(seeing);
         let last_level = own(last);
         let lowest = if lowest < last_level { lowest } else { last_level };
@@ -338,12 +410,49 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn far_exponent(&self, unit: &Unit<'_, T>, head: usize, level: T) -> T {
         match (&unit.past, self.toeplitz.bias.far()) {
             // The large numbers first: their difference is exact where it matters.
-            (Some(past), Some(entry)) => {
-                (past.head.marks[EXPONENT] - level)
-                    + self.call.parameters[0][head * self.toeplitz.bias.entries() + entry]
-            }
+            (Some(past), Some(entry)) => (past.head.marks[EXPONENT] - level) + self.table(head)[entry],
             _ => T::NEG_INFINITY,
         }
+    }
+
+    /// The largest exponent, key and bias together, between the keys before `end` and the rows `first..=last`, or more;
+    /// exactly it for a single row. For [`FeatureMap::Exp`].
+    fn highest_weight(
+        &self,
+        unit: &Unit<'_, T>,
+        line: &[T],
+        tops: Tops<'_, T>,
+        end: isize,
+        (first, last): (usize, usize),
+    ) -> T {
+        let (bias, begin) = (&self.toeplitz.bias, unit.begin());
+        let place = |key: isize| (key - begin) as usize;
+        let (mut from, mut to, mut level) = (begin, end, T::NEG_INFINITY);
+        // Keys beyond the ends of the table share a bias, and the largest of them is known.
+        if bias.far().is_some() {
+            from = (self.stands(first) - bias.near() as isize + 1).clamp(begin, end);
+            if from > begin {
+                level = tops.before[place(from)] + line[self.bias_index(unit, from - 1, first)];
+            }
+        }
+        if let Some((distance, _)) = bias.after().filter(|_| !self.causal) {
+            to = (self.stands(last) + distance).clamp(from, end);
+            if to < end {
+                level = level.max(tops.after[place(to)] + line[self.bias_index(unit, to, last)]);
+            }
+        }
+        if first == last {
+            let exponents = (from..to).map(|key| tops.own[place(key)] + line[self.bias_index(unit, key, first)]);
+            return exponents.fold(level, T::max);
+        }
+        let table_top = if self.is_grid() { top(line) } else { None };
+        while from < to {
+            let next = (from + TILE as isize).min(to);
+            let highest = tops.own[place(from)..place(next)].iter().copied().fold(T::NEG_INFINITY, T::max);
+            level = level.max(highest + table_top.unwrap_or_else(|| self.highest(line, from, next, first, last)));
+            from = next;
+        }
+        level
     }
 
     /// The largest bias between the keys `from..to` and the rows `first..=last`, or more.
@@ -457,8 +566,14 @@ impl<'a, T: Real> Past<'a, T> {
         (self.slot + self.near - key.unsigned_abs()) % self.near
     }
 
+    /// Whether a kept key was ignored.
+    pub fn ignores(&self, key: isize) -> bool {
+        let width = self.head.ring_values.len() / self.near;
+        self.head.ring_values[(self.ring_slot(key) + 1) * width - 1] != T::ONE
+    }
+
     /// The exponent of a kept key, unless it was ignored.
-    fn exponent(&self, key: isize) -> Option<T> {
+    pub fn exponent(&self, key: isize) -> Option<T> {
         let exponent = self.head.ring_exponents[self.ring_slot(key)];
         exponent.is_finite().then_some(exponent)
     }

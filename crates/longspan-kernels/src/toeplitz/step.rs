@@ -4,10 +4,10 @@ use rayon::prelude::*;
 
 use super::problem::top;
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
-use super::{OPERATION, Toeplitz};
+use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::mechanism::{Token, check_token, token_dims};
+use crate::mechanism::{Token, check_token, step_rows, token_dims};
 use crate::real::Real;
 use crate::scratch::padded;
 use crate::shape::{Dims, Rows};
@@ -36,9 +36,6 @@ pub(super) fn step<T: Real>(
     for index in 0..batch * kv_heads {
         state::check_reach(toeplitz, "state", Head::from(state.head(0, index)).mark(TOKENS) + 1)?;
     }
-    if value_dim == 0 {
-        return Ok(());
-    }
 
     let group = dims.group();
     let numbers = state.numbers().len();
@@ -55,7 +52,7 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(out.chunks_exact_mut(group * value_dim)).enumerate();
+    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
         tasks.for_each(run);
     } else {
@@ -85,41 +82,64 @@ impl<T: Real> HeadToken<'_, T> {
         let mut writer = Writer::new(near, state);
         writer.push(&features[..head_dim], exponent, self.v, T::ONE);
         let state = writer.head;
-        let (slot, tokens) = (state.mark(SLOT), state.mark(TOKENS));
-        let mut weights = vec![T::ZERO; tokens];
+        let tokens = state.mark(TOKENS);
+        let oldest = (state.mark(SLOT) + near - tokens) % near.max(1);
+        // The tokens in their order stand in two stretches of the ring.
+        let until = (oldest + tokens).min(near);
+        let stretches = [(oldest..until, 0), (0..tokens - (until - oldest), until - oldest)];
+        let (mut weights, mut dots) = (vec![T::ZERO; tokens], vec![T::ZERO; tokens]);
+        let mut exponentials = vec![T::ZERO; padded::<T>(tokens)];
         let mut far_sum = vec![T::ZERO; value_dim];
         let entries = self.toeplitz.bias.entries();
-        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(out.chunks_exact_mut(value_dim)).enumerate() {
+        let nearest = self.entries(tokens);
+        for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
             let q_shift = self.map(q, &mut features);
             let q = &features[..head_dim];
             let bias = &self.bias[n * entries..][..entries];
             // The exponents first, because weights count from the largest.
-            let mut level = T::NEG_INFINITY;
-            for (age, weight) in weights.iter_mut().enumerate() {
-                let b = self.entry(tokens, age).map_or(T::NEG_INFINITY, |entry| bias[entry]);
-                let own = state.ring_exponents.get(ring_slot(slot, near, age)).copied().unwrap_or(T::ZERO);
-                *weight = b;
-                level = level.max(b + own);
+            match &nearest {
+                Entries::Run(run) => weights.copy_from_slice(&bias[run.clone()]),
+                Entries::Each(each) => {
+                    for (weight, entry) in weights.iter_mut().zip(each) {
+                        *weight = entry.map_or(T::NEG_INFINITY, |entry| bias[entry]);
+                    }
+                }
             }
+            let own =
+                stretches.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
+            let mut level = if state.ring_exponents.is_empty() {
+                weights.iter().copied().fold(T::NEG_INFINITY, T::max)
+            } else {
+                weights.iter().zip(own.clone()).fold(T::NEG_INFINITY, |level, (&b, &own)| level.max(b + own))
+            };
             let far = self.toeplitz.bias.far().map_or(T::NEG_INFINITY, |entry| bias[entry]);
             level = level.max(far + state.marks[EXPONENT]);
             if !level.is_finite() {
                 level = T::ZERO;
             }
+            let mut shift = level;
+            if !state.ring_exponents.is_empty() {
+                // The large numbers first: their difference is exact where it matters.
+                weights.iter_mut().zip(own).for_each(|(weight, &own)| *weight += own - level);
+                shift = T::ZERO;
+            }
+            let rows = Rows { data: &weights, stride: tokens };
+            let width = exponentials.len();
+            self.ops.load(FeatureMap::Exp, shift, rows, 1, tokens, None, &mut exponentials, width);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
-            for (age, weight) in weights.iter().enumerate() {
-                let from = ring_slot(slot, near, age);
-                let row = &state.ring_values[from * (value_dim + 1)..][..value_dim + 1];
-                let own = state.ring_exponents.get(from).copied().unwrap_or(T::ZERO);
-                // The large numbers first: their difference is exact where it matters.
-                let weight = (*weight + (own - level)).exp();
-                if row[value_dim] != T::ONE || weight == T::ZERO {
-                    continue;
+            dots.fill(T::ZERO);
+            for (slots, first) in &stretches {
+                let dots = &mut dots[*first..][..slots.len()];
+                self.ops.add_row_dots(&state.ring_keys[slots.start * head_dim..], head_dim, q, dots);
+                let rows = state.ring_values[slots.start * (value_dim + 1)..].chunks_exact(value_dim + 1);
+                for ((&weight, &dot), row) in exponentials[*first..].iter().zip(&*dots).zip(rows) {
+                    // What is ignored has no number that counts, whatever it is.
+                    if row[value_dim] == T::ONE && weight != T::ZERO {
+                        self.ops.add_scaled(out, weight * dot, &row[..value_dim]);
+                        sum += weight * dot;
+                    }
                 }
-                let weight = weight * self.ops.dot(q, &state.ring_keys[from * head_dim..][..head_dim]);
-                self.ops.add_scaled(out, weight, &row[..value_dim]);
-                sum += weight;
             }
             let weight = (far + (state.marks[EXPONENT] - level)).exp();
             if weight > T::ZERO {
@@ -138,12 +158,18 @@ impl<T: Real> HeadToken<'_, T> {
         }
     }
 
-    /// The entry of the token `age` tokens before this one, which is the last of `tokens` in the ring.
-    fn entry(&self, tokens: usize, age: usize) -> Option<usize> {
+    /// The entries of the last `tokens` tokens, the oldest first.
+    fn entries(&self, tokens: usize) -> Entries {
         let bias = &self.toeplitz.bias;
+        if let Bias::Table { first, count, .. } = *bias
+            && let Ok(start) = usize::try_from(1 - first - tokens as isize)
+            && start + tokens <= count
+        {
+            return Entries::Run(start..start + tokens);
+        }
         // A grid's ring holds the image from its first pixel on; elsewhere only the difference counts.
         let query = tokens as isize - 1;
-        bias.entry(bias.place(query - age as isize) - bias.place(query))
+        Entries::Each((0..=query).map(|key| bias.between(query, key)).collect())
     }
 
     /// `φ(x)` relative to the exponent that it returns.
@@ -156,7 +182,10 @@ impl<T: Real> HeadToken<'_, T> {
     }
 }
 
-/// The ring's row of `age` tokens before the last.
-fn ring_slot(slot: usize, near: usize, age: usize) -> usize {
-    (slot + 2 * near - 1 - age) % near
+/// Which entries of the table some tokens have.
+enum Entries {
+    /// Neighbours.
+    Run(std::ops::Range<usize>),
+    /// One for each token, where it has any.
+    Each(Vec<Option<usize>>),
 }

@@ -1,8 +1,9 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
+use super::gradient::KeyPass;
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
-use super::state::{Head, Writer};
+use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
@@ -258,17 +259,83 @@ pub(super) fn run<T: Real>(
     });
 }
 
-/// The sum of keys that rows see with one weight.
+/// The sum of keys that rows see with one weight, or of rows that see keys with one.
 #[derive(Clone, Copy)]
 pub(super) struct Far<'s, T> {
-    /// `Σ k̄_j v_jᵀ`, `head_width × value_width`.
-    pub sum: &'s [T],
-    /// `Σ k̄_j`.
-    pub keys: &'s [T],
+    /// `Σ k̄_j v_jᵀ` or `Σ q̄_i dN_iᵀ`, `head_width × value_width`.
+    pub outer: &'s [T],
+    /// `Σ k̄_j` or `Σ c_i q̄_i`: the column of the ones in `v⁺`.
+    pub features: &'s [T],
     /// The exponent subtracted from both.
     pub exponent: T,
-    /// The keys' bias.
+    /// The bias between them and what they meet.
     pub bias: T,
+}
+
+impl<T: Real> Far<'_, T> {
+    /// Adds to a block of `dN⁺` or `v⁺` what the sum makes of it: `to_i += weight·(S y_i + ones_i·z)` with `y_i` in `y` and
+    /// where `ones` is none 1. `turned` and `tile` are working memory. Returns `weight · Σ x_i·(S y_i + ones_i·z)`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn add_features(
+        &self,
+        problem: &Problem<'_, T>,
+        weight: T,
+        (y, ones): (&[T], Option<&[T]>),
+        count: usize,
+        x: &[T],
+        to: &mut [T],
+        (turned, tile): (&mut [T], &mut [T]),
+    ) -> T {
+        let (head_width, value_width, ops) = (problem.head_width, problem.value_width, problem.ops);
+        ops.transpose(self.outer, value_width, head_width, value_width, turned, head_width);
+        ops.product(&mut Product {
+            a: y,
+            a_row: value_width,
+            a_column: 1,
+            b: turned,
+            b_row: head_width,
+            c: tile,
+            c_row: head_width,
+            rows: count,
+            columns: head_width,
+            depth: problem.dims.value_dim,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        let mut sum = T::ZERO;
+        for row in 0..count {
+            let line = &mut tile[row * head_width..][..head_width];
+            ops.add_scaled(line, ones.map_or(T::ONE, |ones| ones[row]), self.features);
+            sum += ops.dot(&x[row * head_width..][..head_width], line);
+            ops.add_scaled(&mut to[row * head_width..][..head_width], weight, line);
+        }
+        weight * sum
+    }
+
+    /// Adds `weight·Sᵀ x_i` for each row of a block of features.
+    pub fn add_values(&self, problem: &Problem<'_, T>, weight: T, x: &[T], count: usize, to: &mut [T], tile: &mut [T]) {
+        let value_width = problem.value_width;
+        problem.ops.product(&mut Product {
+            a: x,
+            a_row: problem.head_width,
+            a_column: 1,
+            b: self.outer,
+            b_row: value_width,
+            c: tile,
+            c_row: value_width,
+            rows: count,
+            columns: value_width,
+            depth: problem.dims.head_dim,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+        for row in 0..count {
+            let line = &tile[row * value_width..][..value_width];
+            problem.ops.add_scaled(&mut to[row * value_width..][..value_width], weight, line);
+        }
+    }
 }
 
 /// Computes the outputs of one strip of rows from the keys of a span by tiles and from sums of all others.
@@ -357,39 +424,10 @@ fn strip<T: Real>(
             // The large numbers first: their difference is exact where it matters.
             let weight = ((far.exponent - block.level) + far.bias).exp();
             let at = block.row - rows.start;
-            ops.product(&mut Product {
-                a: &q[at * head_width..],
-                a_row: head_width,
-                a_column: 1,
-                b: far.sum,
-                b_row: value_width,
-                c: tile,
-                c_row: value_width,
-                rows: block.rows,
-                columns: value_width,
-                depth: head_dim,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: Band::ALL,
-            });
+            let q = &q[at * head_width..];
+            far.add_values(problem, weight, q, block.rows, &mut o[at * value_width..], tile);
             for row in 0..block.rows {
-                let o = &mut o[(at + row) * value_width..][..value_width];
-                ops.add_scaled(o, weight, &tile[row * value_width..][..value_width]);
-                sums[at + row] += weight * ops.dot(far.keys, &q[(at + row) * head_width..][..head_width]);
-            }
-        });
-    }
-    if unit.has_far() {
-        shared.blocks(problem, unit, head, rows.clone(), |block| {
-            let weight = problem.far_exponent(unit, head, block.level).exp();
-            let Some(past) = unit.past.filter(|_| weight > T::ZERO) else { return };
-            for row in block.row - rows.start..block.row - rows.start + block.rows {
-                let q = &q[row * head_width..][..head_dim];
-                let sum = &mut tile[..value_dim];
-                sum.fill(T::ZERO);
-                ops.read_token(past.head.sum, q, sum);
-                ops.add_scaled(&mut o[row * value_width..][..value_dim], weight, sum);
-                sums[row] += weight * ops.dot(q, past.head.keys);
+                sums[at + row] += weight * ops.dot(far.features, &q[row * head_width..][..head_width]);
             }
         });
     }
@@ -398,7 +436,7 @@ fn strip<T: Real>(
         let token = unit.sequence.query_start + row;
         // SAFETY: each (batch, head, token) belongs to one task.
         let out = unsafe { sink.out.row(unit.sequence.batch, head, token, value_dim) };
-        let sees = problem.end(unit, row) > unit.begin() || unit.has_far();
+        let sees = problem.sees(unit, row);
         let mut denominator = if sees { sums[at] } else { T::ZERO };
         if !problem.toeplitz.normalize {
             let level = shared.level(unit, head, row);
@@ -484,7 +522,7 @@ pub(super) fn load_cotangent<T: Real>(
         let at = row - rows.start;
         let line = &mut d[at * width..][..width];
         c[at] = T::ZERO;
-        if problem.end(unit, row) <= unit.begin() {
+        if !problem.sees(unit, row) {
             line.fill(T::ZERO);
         } else if !problem.toeplitz.normalize {
             problem.ops.scale(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
@@ -533,9 +571,10 @@ pub(super) fn backward<T: Real>(
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
     d_bias: &mut [T],
+    states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
-    backward_with(problem, cotangent, sink, d_bias, scratch, |_, _| {
+    backward_with(problem, cotangent, sink, d_bias, states, scratch, |_, _| {
         (strips(problem, 0..problem.units()), (0..problem.units()).collect())
     });
 }
@@ -543,15 +582,17 @@ pub(super) fn backward<T: Real>(
 /// Computes the gradients that `others` leaves: first those of the queries in the tasks that it gives, then those of
 /// keys, values and biases of the units that it gives, strip of keys by strip. Both passes form the weights anew.
 /// `others` is given lines of 0 for the gradients of biases.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn backward_with<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
     d_bias: &mut [T],
+    states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
     others: impl FnOnce(&Shared<'_, T>, &mut [T]) -> (Vec<Task>, Vec<usize>),
 ) {
-    let per_worker = QueryBuffers::len(problem).max(super::gradient::buffers_len(problem));
+    let per_worker = QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, false));
     let workers = rayon::current_num_threads();
     let lines = super::gradient::lines_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + workers * per_worker));
@@ -562,10 +603,13 @@ pub(super) fn backward_with<T: Real>(
     let rest = arena.rest();
     parallel(tasks.len(), rest, per_worker, |task, scratch| {
         let Task { unit, head, rows } = &tasks[task];
-        let mut buffers = QueryBuffers::new(problem, &mut Arena::new(scratch));
-        query_strip(problem, &shared, cotangent, &problem.unit(*unit), *head, rows.clone(), sink, &mut buffers);
+        let mut buffers = QueryBuffers::new(problem, false, &mut Arena::new(scratch));
+        let unit = problem.unit(*unit);
+        let span = (unit.begin(), problem.end(&unit, rows.end - 1));
+        query_strip(problem, &shared, cotangent, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers);
     });
-    super::gradient::keys(problem, &shared, cotangent, &units, sink, d_lines, (rest, per_worker));
+    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states };
+    pass.run(&units, d_lines, (rest, per_worker));
     super::gradient::reduce(problem, d_lines, d_bias);
 }
 
@@ -579,28 +623,55 @@ struct QueryBuffers<'s, T> {
     tile: &'s mut [T],
     keys: KeyBlock<'s, T>,
     weights: Weights<'s, T>,
+    /// A transposed sum of far keys.
+    turned: &'s mut [T],
+}
+
+/// Numbers of working memory of a worker of [`far_query_strip`].
+pub(super) fn query_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    QueryBuffers::len(problem, true)
 }
 
 impl<'s, T: Real> QueryBuffers<'s, T> {
-    fn len(problem: &Problem<'_, T>) -> usize {
+    fn len(problem: &Problem<'_, T>, far: bool) -> usize {
         STRIP * (2 * problem.head_width + problem.value_width + 2)
-            + TILE * TILE
+            + TILE * TILE.max(problem.head_width)
             + KeyBlock::len(problem, true)
             + Weights::len(problem)
+            + if far { problem.head_width * problem.value_width } else { 0 }
     }
 
-    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+    fn new(problem: &Problem<'_, T>, far: bool, arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(STRIP * problem.head_width),
             q_shifts: arena.take(STRIP),
             d: arena.take(STRIP * problem.value_width),
             c: arena.take(STRIP),
             dq: arena.take(STRIP * problem.head_width),
-            tile: arena.take(TILE * TILE),
+            tile: arena.take(TILE * TILE.max(problem.head_width)),
             keys: KeyBlock::new(problem, true, arena),
             weights: Weights::new(problem, arena),
+            turned: arena.take(if far { problem.head_width * problem.value_width } else { 0 }),
         }
     }
+}
+
+/// Computes the gradients of one strip of queries from the keys of a span by tiles and from sums of all others.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn far_query_strip<T: Real>(
+    problem: &Problem<'_, T>,
+    shared: &Shared<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    rows: std::ops::Range<usize>,
+    span: (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
+    sink: GradientSink<'_, T>,
+    scratch: &mut [T],
+) {
+    let mut buffers = QueryBuffers::new(problem, true, &mut Arena::new(scratch));
+    query_strip(problem, shared, cotangent, unit, head, rows, span, fars, sink, &mut buffers);
 }
 
 /// Computes the gradients of one strip of queries.
@@ -612,18 +683,18 @@ fn query_strip<T: Real>(
     unit: &Unit<'_, T>,
     head: usize,
     rows: std::ops::Range<usize>,
+    (mut from, end): (isize, isize),
+    fars: [Option<Far<'_, T>>; 2],
     sink: GradientSink<'_, T>,
     buffers: &mut QueryBuffers<'_, T>,
 ) {
-    let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights } = buffers;
+    let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights, turned } = buffers;
     let (head_width, value_width, head_dim) = (problem.head_width, problem.value_width, problem.dims.head_dim);
     let (line, ops) = (shared.line(head), problem.ops);
     let queries = problem.queries(unit, head);
     problem.load_queries(queries, rows.start, rows.len(), q, q_shifts);
     load_cotangent(problem, shared, cotangent, unit, head, rows.clone(), q_shifts, d, c);
     dq[..rows.len() * head_width].fill(T::ZERO);
-    let end = problem.end(unit, rows.end - 1);
-    let mut from = unit.begin();
     while from < end {
         keys.load(problem, unit, from, end);
         shared.blocks(problem, unit, head, rows.clone(), |block| {
@@ -655,12 +726,21 @@ fn query_strip<T: Real>(
         });
         from += keys.count as isize;
     }
+    for far in fars.iter().flatten() {
+        shared.blocks(problem, unit, head, rows.clone(), |block| {
+            let weight = ((far.exponent - block.level) + far.bias).exp();
+            let at = block.row - rows.start;
+            let (q, dq) = (&q[at * head_width..], &mut dq[at * head_width..]);
+            let d = (&d[at * value_width..], Some(&c[at..]));
+            far.add_features(problem, weight, d, block.rows, q, dq, (&mut *turned, &mut *tile));
+        });
+    }
     ops.pull_back(problem.map, queries.skip(rows.start), q, dq, rows.len(), head_dim, head_width);
     for row in rows.clone() {
         let token = unit.sequence.query_start + row;
         // SAFETY: each (batch, head, token) belongs to one task.
         let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
-        if problem.end(unit, row) <= unit.begin() {
+        if !problem.sees(unit, row) {
             to.fill(T::ZERO);
         } else {
             ops.store(&dq[(row - rows.start) * head_width..], T::ONE, to);

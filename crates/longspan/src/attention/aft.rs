@@ -248,8 +248,8 @@ impl Layer for AftAttention {
         Mechanism::<f32>::name(&*self.aft)
     }
 
-    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
-        Some(self.aft.clone())
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        self.aft.clone()
     }
 
     fn heads(&self) -> Heads {

@@ -191,8 +191,8 @@ impl Layer for FourierAttention {
         Mechanism::<f32>::name(&*self.options)
     }
 
-    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
-        Some(self.options.clone())
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        self.options.clone()
     }
 
     fn heads(&self) -> Heads {

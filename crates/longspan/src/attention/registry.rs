@@ -206,8 +206,8 @@ impl Attention {
         backend::step(self.layer(), q, k, v, state)
     }
 
-    /// The kernel behind it, with the module's options; `None` where tensor operations serve on the CPU as well.
-    pub fn kernel(&self) -> Option<Arc<dyn Kernel>> {
+    /// The kernel behind it, with the module's options.
+    pub fn kernel(&self) -> Arc<dyn Kernel> {
         self.layer().kernel()
     }
 

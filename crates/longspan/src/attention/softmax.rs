@@ -6,6 +6,7 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor};
+use longspan_kernels as kernels;
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
@@ -64,8 +65,12 @@ impl Layer for SoftmaxAttention {
         "softmax"
     }
 
-    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
-        None
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        Arc::new(kernels::SoftmaxAttention::default())
+    }
+
+    fn keeps_past(&self) -> bool {
+        true
     }
 
     fn heads(&self) -> Heads {

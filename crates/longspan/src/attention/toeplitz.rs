@@ -146,8 +146,8 @@ impl Layer for ToeplitzAttention {
         Mechanism::<f32>::name(&*self.toeplitz)
     }
 
-    fn kernel(&self) -> Option<Arc<dyn Kernel>> {
-        Some(self.toeplitz.clone())
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        self.toeplitz.clone()
     }
 
     fn heads(&self) -> Heads {

@@ -26,7 +26,7 @@ use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
 use burn::tensor::{DType, FloatDType};
 use burn::tensor::{Device, Tensor};
-use longspan_kernels::{Call, Dims, KernelizedAttention, Mechanism, Parameter, View};
+use longspan_kernels::{Call, Dims, Mechanism, Parameter, View};
 
 #[cfg(feature = "flex")]
 use state::Inner;
@@ -47,8 +47,14 @@ pub(crate) trait Layer: Debug {
     /// The mechanism's name.
     fn name(&self) -> &'static str;
 
-    /// The kernel with the module's options; `None` where tensor operations serve on the CPU as well.
-    fn kernel(&self) -> Option<Arc<dyn Kernel>>;
+    /// The kernel with the module's options.
+    fn kernel(&self) -> Arc<dyn Kernel>;
+
+    /// Whether a state is all keys and values so far, which may grow as long as a sequence does: the kernel's has room for a
+    /// number of tokens fixed before, so steps run in tensor operations.
+    fn keeps_past(&self) -> bool {
+        false
+    }
 
     /// Numbers of heads and their width.
     fn heads(&self) -> Heads;
@@ -57,7 +63,7 @@ pub(crate) trait Layer: Debug {
     fn key_dim(&self) -> usize {
         let Heads { heads, kv_heads, head_dim } = self.heads();
         let dims = Dims { batch: 0, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
-        self.kernel().map_or(head_dim, |kernel| Mechanism::<f32>::key_dim(&*kernel, &dims))
+        Mechanism::<f32>::key_dim(&*self.kernel(), &dims)
     }
 
     /// The learned tensors, flat, in the kernel's order.
@@ -105,9 +111,7 @@ pub(crate) fn attend(
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
     #[cfg(feature = "flex")]
-    if is_flex(&q)
-        && let Some(kernel) = layer.kernel()
-    {
+    if is_flex(&q) {
         let dtype = q.dtype();
         let mut parameters = flat(layer);
         let (mut q, mut k, mut v) = (q, k, v);
@@ -116,7 +120,7 @@ pub(crate) fn attend(
             let wide = FloatDType::F32;
             (q, k, v, parameters) = (q.cast(wide), k.cast(wide), v.cast(wide), parameters.map(|all| all.cast(wide)));
         }
-        let settings = flex::Settings { kernel, mask: mask.clone() };
+        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone() };
         let out = autodiff::attend(settings, q, k, v, parameters)?;
         return Ok(if out.dtype() == dtype { out } else { out.cast(dtype) });
     }
@@ -201,12 +205,8 @@ pub(crate) fn step(
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
     #[cfg(feature = "flex")]
-    if is_flex(&q)
-        && !q.device().is_autodiff()
-        && flex::supports(q.dtype())
-        && let Some(kernel) = layer.kernel()
-    {
-        return step_kernel(layer, &*kernel, q, k, v, state);
+    if is_flex(&q) && !q.device().is_autodiff() && flex::supports(q.dtype()) && !layer.keeps_past() {
+        return step_kernel(layer, q, k, v, state);
     }
     let mut inner = match state.inner.take() {
         None => None,
@@ -268,7 +268,6 @@ fn step_in_tensors(
 #[cfg(feature = "flex")]
 fn step_kernel(
     layer: &dyn Layer,
-    kernel: &dyn Kernel,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
@@ -277,6 +276,7 @@ fn step_kernel(
     fn primitive<const D: usize>(x: Tensor<D>) -> Result<burn_flex::FlexTensor> {
         x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
     }
+    let kernel = &*layer.kernel();
     let parameters = flat(layer).map(primitive).transpose()?;
     let operands =
         flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
@@ -343,8 +343,7 @@ pub(crate) fn check_by_kernel(
 ) -> Result<()> {
     let ([batch, heads, queries, head_dim], [_, kv_heads, keys, key_dim]) = (q.dims(), k.dims());
     let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: v.dims()[3] };
-    // The plainest kernel refuses what all of them refuse.
-    let kernel = layer.kernel().unwrap_or_else(|| Arc::new(KernelizedAttention::default()));
+    let kernel = layer.kernel();
     let kernel: &dyn Mechanism<f32> = &*kernel;
     // One row of zeros stands for all rows.
     let zeros = vec![0.0_f32; head_dim.max(key_dim).max(dims.value_dim)];

@@ -316,8 +316,8 @@ mod fused {
         fn name(&self) -> &'static str {
             Mechanism::<f64>::name(&*self.options)
         }
-        fn kernel(&self) -> Option<Arc<dyn Kernel>> {
-            Some(self.options.clone())
+        fn kernel(&self) -> Arc<dyn Kernel> {
+            self.options.clone()
         }
         fn heads(&self) -> Heads {
             self.heads

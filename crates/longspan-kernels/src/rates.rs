@@ -1,0 +1,364 @@
+//! What each thing that an algorithm does takes on a machine: the rates that cost models multiply their counts by.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::error::{Error, expect};
+
+/// What errors call the rates.
+const OPERATION: &str = "rates";
+
+/// Generates [`Rate`], its names and the built-in values.
+macro_rules! rates {
+    ($( $(#[$doc:meta])* $rate:ident = $name:literal, $seconds:expr; )*) => {
+        /// A rate of the cost models: the seconds that one of something takes an algorithm, in `f32` on one thread.
+        ///
+        /// A name says mechanism, algorithm, and what is counted.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Rate { $( $(#[$doc])* $rate, )* }
+
+        impl Rate {
+            /// Every rate.
+            pub const ALL: &'static [Self] = &[$(Self::$rate),*];
+
+            /// The name in files and tables.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$rate => $name,)* }
+            }
+
+            /// What it is where nothing else was [installed](Rates::install).
+            pub fn built_in(self) -> f64 {
+                match self { $(Self::$rate => $seconds,)* }
+            }
+        }
+    };
+}
+
+// Fits to the times of one thread of a Zen 5 core with AVX-512, as `longspan bench --calibrate` takes them. Only ratios
+// decide.
+rates! {
+    /// A call.
+    NaiveCall = "kernelized.naive.call", 0.0;
+    /// A head.
+    NaiveHead = "kernelized.naive.head", 162e-9;
+    /// A query or key.
+    NaiveToken = "kernelized.naive.token", 3.4e-9;
+    /// A number of queries, keys, values and outputs.
+    NaiveNumber = "kernelized.naive.number", 0.169e-9;
+    /// An angle of Fourier positions.
+    NaiveAngle = "kernelized.naive.angle", 0.0;
+    /// A number of queries and keys that Fourier positions turn.
+    NaiveTurned = "kernelized.naive.turned", 0.0;
+    /// A query or key of a call with relative positions.
+    NaiveScanToken = "kernelized.naive.scan-token", 7.9e-9;
+    /// A number of the table of relative positions.
+    NaiveTable = "kernelized.naive.table", 0.235e-9;
+    /// A pair that sees each other.
+    NaiveWeight = "kernelized.naive.weight", 0.138e-9;
+    /// What relative positions add to a pair.
+    NaiveRelativeWeight = "kernelized.naive.relative-weight", 0.102e-9;
+    /// A floating-point operation.
+    NaiveFlop = "kernelized.naive.flop", 3.51e-12;
+    /// A call.
+    CumsumCall = "kernelized.cumsum.call", 0.0;
+    /// A head.
+    CumsumHead = "kernelized.cumsum.head", 69e-9;
+    /// A query or key.
+    CumsumToken = "kernelized.cumsum.token", 48.9e-9;
+    /// A number of queries, keys, values and outputs.
+    CumsumNumber = "kernelized.cumsum.number", 0.33e-9;
+    /// A number of the table of relative positions.
+    CumsumTable = "kernelized.cumsum.table", 0.186e-9;
+    /// A number of the cumulated `φ(k) v⁺ᵀ`.
+    CumsumState = "kernelized.cumsum.state", 0.048e-9;
+    /// A floating-point operation.
+    CumsumFlop = "kernelized.cumsum.flop", 17.3e-12;
+    /// A call.
+    ChunkedCall = "kernelized.chunked.call", 0.0;
+    /// A head.
+    ChunkedHead = "kernelized.chunked.head", 444e-9;
+    /// A query or key.
+    ChunkedToken = "kernelized.chunked.token", 5.9e-9;
+    /// A number of queries, keys, values and outputs.
+    ChunkedNumber = "kernelized.chunked.number", 0.132e-9;
+    /// An angle of Fourier positions.
+    ChunkedAngle = "kernelized.chunked.angle", 0.0;
+    /// A number of queries and keys that Fourier positions turn.
+    ChunkedTurned = "kernelized.chunked.turned", 0.0;
+    /// A query or key, for each pass that relative positions ask for.
+    ChunkedScanToken = "kernelized.chunked.scan-token", 7.1e-9;
+    /// A number of queries, keys, values and outputs, for each such pass.
+    ChunkedScanNumber = "kernelized.chunked.scan-number", 0.0735e-9;
+    /// A number of the table of relative positions.
+    ChunkedTable = "kernelized.chunked.table", 0.339e-9;
+    /// A pair inside a chunk or a near band.
+    ChunkedWeight = "kernelized.chunked.weight", 0.25e-9;
+    /// A number of the running `Σ φ(k) vᵀ`.
+    ChunkedState = "kernelized.chunked.state", 0.123e-9;
+    /// A floating-point operation.
+    ChunkedFlop = "kernelized.chunked.flop", 3.91e-12;
+    /// A call.
+    TiledCall = "toeplitz.tiled.call", 0.0;
+    /// A head.
+    TiledHead = "toeplitz.tiled.head", 0.0;
+    /// A number of queries, keys, values and outputs.
+    TiledNumber = "toeplitz.tiled.number", 0.0;
+    /// A pair that sees each other.
+    TiledWeight = "toeplitz.tiled.weight", 0.0;
+    /// A floating-point operation.
+    TiledFlop = "toeplitz.tiled.flop", 5.56e-12;
+    /// A call.
+    FftCall = "toeplitz.fft.call", 0.0;
+    /// A head.
+    FftHead = "toeplitz.fft.head", 0.0;
+    /// A number that enters or leaves a transform.
+    FftNumber = "toeplitz.fft.number", 0.0;
+    /// A floating-point operation of a transform in doubles, counted as 2.5 N log₂N.
+    FftFlop = "toeplitz.fft.flop", 167e-12;
+    /// A call.
+    PiecewiseCall = "toeplitz.piecewise.call", 0.0;
+    /// A head.
+    PiecewiseHead = "toeplitz.piecewise.head", 0.0;
+    /// A number of queries, keys, values and outputs.
+    PiecewiseNumber = "toeplitz.piecewise.number", 0.0;
+    /// A pair of a row and a key near it.
+    PiecewiseWeight = "toeplitz.piecewise.weight", 0.0;
+    /// A number of the sums carried from strip to strip.
+    PiecewiseState = "toeplitz.piecewise.state", 0.25e-9;
+    /// A floating-point operation of tiles and sums of short strips.
+    PiecewiseFlop = "toeplitz.piecewise.flop", 6.67e-12;
+    /// A call.
+    AftCall = "aft.chunked.call", 0.0;
+    /// A pair of a row and a key in its window.
+    AftWeight = "aft.chunked.weight", 0.0;
+    /// A pair of a row and a key in its window, for a channel, in tiles.
+    AftTiled = "aft.chunked.tiled", 37e-12;
+    /// The same where keys are joined one by one.
+    AftJoined = "aft.chunked.joined", 0.4e-9;
+    /// A number of queries and keys.
+    AftNumber = "aft.chunked.number", 1e-9;
+    /// A call.
+    SoftmaxCall = "softmax.tiled.call", 0.0;
+    /// A number of queries, keys, values and outputs.
+    SoftmaxNumber = "softmax.tiled.number", 0.0;
+    /// A pair that sees each other.
+    SoftmaxWeight = "softmax.tiled.weight", 0.0;
+    /// A floating-point operation.
+    SoftmaxFlop = "softmax.tiled.flop", 5.88e-12;
+}
+
+impl Rate {
+    /// Its place in the list of all.
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+impl fmt::Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A value for every [`Rate`], in seconds.
+#[derive(Clone, PartialEq)]
+pub struct Rates([f64; Rate::ALL.len()]);
+
+/// Those that this process runs with.
+static INSTALLED: OnceLock<Rates> = OnceLock::new();
+
+impl Default for Rates {
+    /// The built-in ones.
+    fn default() -> Self {
+        let mut rates = Self([0.0; Rate::ALL.len()]);
+        Rate::ALL.iter().for_each(|&rate| rates.0[rate.index()] = rate.built_in());
+        rates
+    }
+}
+
+impl Rates {
+    /// Rates by name, each once, none missing: rates of two machines beside each other would compare nothing.
+    ///
+    /// # Errors
+    /// For a name that no rate has, one that is missing or comes twice, and a value that is negative or not finite.
+    pub fn from_names<'n>(named: impl IntoIterator<Item = (&'n str, f64)>) -> Result<Self, Error> {
+        let mut found = [None; Rate::ALL.len()];
+        for (name, seconds) in named {
+            let Some(rate) = Rate::ALL.iter().find(|rate| rate.name() == name) else {
+                let known = Rate::ALL.iter().map(|rate| rate.name()).collect::<Vec<_>>().join(", ");
+                return Err(Error::UnknownName { kind: "rate", got: name.into(), known });
+            };
+            let place = &mut found[rate.index()];
+            expect(
+                seconds.is_finite() && seconds >= 0.0,
+                OPERATION,
+                rate.name(),
+                || "seconds, finite and not negative".into(),
+                || seconds.to_string(),
+            )?;
+            expect(place.is_none(), OPERATION, rate.name(), || "one value".into(), || "two".into())?;
+            *place = Some(seconds);
+        }
+        let mut rates = Self::default();
+        for &rate in Rate::ALL {
+            let Some(seconds) = found[rate.index()] else {
+                return Err(Error::Argument {
+                    operation: OPERATION,
+                    argument: rate.name(),
+                    expected: "a value for every rate".into(),
+                    got: "none".into(),
+                });
+            };
+            rates.0[rate.index()] = seconds;
+        }
+        Ok(rates)
+    }
+
+    /// The value of one.
+    pub fn get(&self, rate: Rate) -> f64 {
+        self.0[rate.index()]
+    }
+
+    /// The same with another value for one of them.
+    ///
+    /// # Errors
+    /// For a value that is negative or not finite.
+    pub fn with(mut self, rate: Rate, seconds: f64) -> Result<Self, Error> {
+        expect(
+            seconds.is_finite() && seconds >= 0.0,
+            OPERATION,
+            rate.name(),
+            || "seconds, finite and not negative".into(),
+            || seconds.to_string(),
+        )?;
+        self.0[rate.index()] = seconds;
+        Ok(self)
+    }
+
+    /// Every rate with its value.
+    pub fn iter(&self) -> impl Iterator<Item = (Rate, f64)> + '_ {
+        Rate::ALL.iter().map(|&rate| (rate, self.get(rate)))
+    }
+
+    /// Those that the plans of this process read: the installed ones, else the built-in ones.
+    pub fn current() -> &'static Self {
+        INSTALLED.get_or_init(Self::default)
+    }
+
+    /// Makes these the rates of this process. They can be set once, before the first plan: a backward call must find the
+    /// algorithm that its forward call ran.
+    ///
+    /// # Errors
+    /// If rates were installed, or a call was planned, before.
+    pub fn install(self) -> Result<(), Error> {
+        INSTALLED.set(self).map_err(|_| Error::Unsupported {
+            operation: OPERATION,
+            combination: "installing rates a second time, or after a call",
+            mend: "install them once, when the program starts",
+        })
+    }
+}
+
+impl fmt::Debug for Rates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter().map(|(rate, seconds)| (rate.name(), seconds))).finish()
+    }
+}
+
+/// The most things that one algorithm counts.
+const MOST: usize = 12;
+
+/// How often an algorithm does each thing that has a rate. Things that it does not do are left out.
+#[derive(Clone, Copy, PartialEq)]
+pub struct Work {
+    counts: [(Rate, f64); MOST],
+    len: usize,
+}
+
+impl Work {
+    /// From counts, of which those that are 0 are dropped; all times `heads`, but for the first, which is a call.
+    pub(crate) fn new<const N: usize>(heads: f64, call: Rate, counts: [(Rate, f64); N]) -> Self {
+        const { assert!(N < MOST, "more counts than a list of work holds") };
+        let mut work = Self { counts: [(call, 1.0); MOST], len: 1 };
+        for (rate, count) in counts {
+            if count * heads > 0.0 {
+                work.counts[work.len] = (rate, count * heads);
+                work.len += 1;
+            }
+        }
+        work
+    }
+
+    /// What is done, and how often.
+    pub fn counts(&self) -> &[(Rate, f64)] {
+        &self.counts[..self.len]
+    }
+
+    /// How long all of it takes by these rates, in seconds.
+    pub fn seconds(&self, rates: &Rates) -> f64 {
+        self.counts().iter().map(|&(rate, count)| count * rates.get(rate)).sum()
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.counts().iter().map(|(rate, count)| (rate.name(), count))).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named() -> Vec<(&'static str, f64)> {
+        Rates::default().iter().map(|(rate, seconds)| (rate.name(), seconds)).collect()
+    }
+
+    #[test]
+    fn names_are_unique_and_give_the_rates_back() {
+        for (n, rate) in Rate::ALL.iter().enumerate() {
+            assert_eq!(rate.index(), n);
+            assert!(Rate::ALL[n + 1..].iter().all(|other| other.name() != rate.name()), "{rate}");
+        }
+        let mut reversed = named();
+        reversed.reverse();
+        assert_eq!(Rates::from_names(reversed), Ok(Rates::default()));
+    }
+
+    #[test]
+    fn names_and_values_that_mean_nothing_are_refused() {
+        let refused = |change: &dyn Fn(&mut Vec<(&'static str, f64)>)| {
+            let mut rates = named();
+            change(&mut rates);
+            Rates::from_names(rates).expect_err("rates that mean nothing").to_string()
+        };
+        let foreign = refused(&|rates| rates[3].0 = "kernelized.naive.coffee");
+        assert!(foreign.contains("unknown rate") && foreign.contains("coffee"), "{foreign}");
+        let missing = refused(&|rates| drop(rates.remove(3)));
+        assert!(missing.contains(Rate::ALL[3].name()) && missing.contains("got none"), "{missing}");
+        let twice = refused(&|rates| rates.push(rates[3]));
+        assert!(twice.contains(Rate::ALL[3].name()) && twice.contains("got two"), "{twice}");
+        for wrong in [-1.0, f64::NAN, f64::INFINITY] {
+            let error = refused(&|rates| rates[3].1 = wrong);
+            assert!(error.contains(Rate::ALL[3].name()) && error.contains("not negative"), "{error}");
+            Rates::default().with(Rate::NaiveFlop, wrong).expect_err("a rate that means nothing");
+        }
+    }
+
+    #[test]
+    fn work_is_what_is_done_times_what_it_takes() {
+        let work =
+            Work::new(4.0, Rate::NaiveCall, [(Rate::NaiveHead, 1.0), (Rate::NaiveTable, 0.0), (Rate::NaiveFlop, 10.0)]);
+        assert_eq!(work.counts(), [(Rate::NaiveCall, 1.0), (Rate::NaiveHead, 4.0), (Rate::NaiveFlop, 40.0)]);
+        let rates = [(Rate::NaiveCall, 5.0), (Rate::NaiveHead, 2.0), (Rate::NaiveFlop, 0.5)];
+        let rates = rates.into_iter().fold(Rates::default(), |all, (rate, s)| all.with(rate, s).expect("a rate"));
+        assert_eq!(work.seconds(&rates), 5.0 + 8.0 + 20.0);
+    }
+
+    #[test]
+    fn rates_are_installed_once() {
+        // Whether another test has planned a call by now, the second time is one too many.
+        let _ = Rates::default().install();
+        assert!(Rates::default().install().expect_err("a second time").to_string().contains("when the program starts"));
+    }
+}

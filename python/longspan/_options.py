@@ -1,0 +1,215 @@
+"""Options of a call: checked, and made into the JSON text that names a compiled mechanism.
+
+Text, because that is what a torch operator can take, and what a cache can be searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def as_json(value: Any) -> str:
+    """JSON of an option. Not the module json, which torch.compile cannot look into."""
+    if value is None:
+        return "null"
+    if value is True:
+        return "true"
+    if value is False:
+        return "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join([as_json(entry) for entry in value]) + "]"
+    return repr(value)
+
+
+def as_object(**options: Any) -> str:
+    return "{" + ", ".join([f'"{name}": {as_json(value)}' for name, value in options.items()]) + "}"
+
+
+def expect_type(operation: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{operation}: {name}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
+    if decay is None:
+        return None
+    if isinstance(decay, (int, float)):
+        numbers = [float(decay)] * (k.shape[1] if getattr(k, "ndim", 0) > 1 else 1)
+    else:
+        try:
+            numbers = [float(gamma) for gamma in decay]
+        except TypeError:
+            kind = type(decay).__name__
+            raise TypeError(f"{operation}: decay: expected a number or a sequence of numbers, got {kind}") from None
+    for gamma in numbers:
+        if not 0.0 < gamma <= 1.0:
+            raise ValueError(f"{operation}: decay: expected numbers in (0, 1], got {gamma}")
+    return numbers
+
+
+def kernel(
+    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
+) -> str:
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
+    expect_type(operation, "normalize", normalize, bool)
+    if not more and decay is None:
+        return _plain(feature_map, normalize, algorithm)
+    decay = decays(operation, k, decay)
+    return as_object(feature_map=feature_map, decay=decay, normalize=normalize, algorithm=algorithm, **more)
+
+
+def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
+    return f'{{"feature_map": {as_json(feature_map)}, "normalize": {as_json(normalize)}, "algorithm": {as_json(algorithm)}}}'
+
+
+def shaw(
+    operation: str,
+    k: Any,
+    rel: Any,
+    kernelized: bool,
+    feature_map: str,
+    rel_feature_map: str,
+    decay: Any,
+    normalize: bool,
+    algorithm: str,
+) -> str:
+    expect_type(operation, "kernelized", kernelized, bool)
+    if rel_feature_map not in ("same", "identity"):
+        raise ValueError(f"{operation}: rel_feature_map: expected 'same' or 'identity', got {rel_feature_map!r}")
+    shape = getattr(rel, "shape", None)
+    if shape is None:
+        raise TypeError(f"{operation}: rel: expected an array like q, got {type(rel).__name__}")
+    if len(shape) not in (2, 3) or shape[-2] % 2 != 1:
+        raise ValueError(
+            f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
+        )
+    return kernel(
+        operation, k, feature_map, decay, normalize, algorithm, kernelized=kernelized, rel_feature_map=rel_feature_map
+    )  # fmt: skip
+
+
+def softmax(operation: str, scale: float | None, capacity: int) -> str:
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"{operation}: scale: expected a number or None, got {type(scale).__name__}")
+    if scale is not None and not abs(scale) < float("inf"):
+        raise ValueError(f"{operation}: scale: expected a finite number, got {scale}")
+    if not isinstance(capacity, int):
+        raise TypeError(f"{operation}: capacity: expected an integer, got {type(capacity).__name__}")
+    if not 0 <= capacity <= 1 << 32:
+        raise ValueError(f"{operation}: capacity: expected between 0 and 2**32 tokens, got {capacity}")
+    return as_object(scale=None if scale is None else float(scale), capacity=capacity)
+
+
+#: Which parameters a normaliser of Fourier positions leaves free, besides ``b``.
+FREE: dict[str, tuple[str, ...]] = {"one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",)}
+
+
+def fourier(
+    operation: str,
+    k: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    beta: Any,
+    q_positions: Any,
+    k_positions: Any,
+    normalizer: str,
+    wave: str,
+    feature_map: str,
+    decay: Any,
+    algorithm: str,
+) -> tuple[str, tuple[Any, ...]]:
+    if normalizer not in FREE:
+        raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
+    if wave not in ("each", "pairs"):
+        raise ValueError(f"{operation}: wave: expected 'each' or 'pairs', got {wave!r}")
+    wanted = () if wave == "pairs" else ("b", *FREE[normalizer])
+    parameters = [a]
+    for name, value in (("b", b), ("c", c), ("beta", beta)):
+        if (value is not None) != (name in wanted):
+            expected, got = ("an array", "None") if name in wanted else ("None", "an array")
+            raise ValueError(f"{operation}: {name}: expected {expected} with wave={wave!r} and "
+                             f"normalizer={normalizer!r}, got {got}")  # fmt: skip
+        if value is not None:
+            parameters.append(value)
+    if (q_positions is None) != (k_positions is None):
+        raise ValueError(f"{operation}: k_positions: expected both q_positions and k_positions or neither, got one")
+    axes = None
+    if q_positions is not None:
+        axes = int(a.shape[-1]) if len(getattr(a, "shape", ())) == 3 else 1
+        parameters += [q_positions, k_positions]
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
+    options = as_object(
+        wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, decay=decays(operation, k, decay),
+        algorithm=algorithm,
+    )  # fmt: skip
+    return options, tuple(parameters)
+
+
+def expect_axes(operation: str, name: str, value: Any, axes: int, shape: str) -> None:
+    given = getattr(value, "shape", None)
+    if given is None:
+        raise TypeError(f"{operation}: {name}: expected an array like q, got {type(value).__name__}")
+    if len(given) != axes:
+        raise ValueError(f"{operation}: {name}: expected shape {shape}, got shape {tuple(given)}")
+
+
+_KINDS = ("table", "clipped", "buckets", "grid")
+
+
+def toeplitz(
+    operation: str,
+    bias: Any,
+    kind: str,
+    max_distance: int,
+    bidirectional: bool,
+    feature_map: str,
+    normalize: bool,
+    algorithm: str,
+    centred: bool,
+) -> str:
+    if kind not in _KINDS:
+        raise ValueError(f"{operation}: kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    if kind == "grid":
+        expect_axes(operation, "bias", bias, 3, "(heads, 2 * height - 1, 2 * width - 1)")
+    else:
+        expect_axes(operation, "bias", bias, 2, "(heads, distances)")
+    centred = centred and kind == "table"
+    if (centred or kind in ("clipped", "grid")) and any(n % 2 != 1 for n in bias.shape[1:]):
+        expected = {"table": "(heads, 2n - 1) with a state", "clipped": "(heads, 2R + 1)",
+                    "grid": "(heads, 2 * height - 1, 2 * width - 1)"}[kind]  # fmt: skip
+        raise ValueError(f"{operation}: bias: expected shape {expected}, got shape {tuple(bias.shape)}")
+    expect_type(operation, "max_distance", max_distance, int)
+    if not 0 < max_distance < 1 << 40:
+        raise ValueError(f"{operation}: max_distance: expected a distance from 1 on, got {max_distance}")
+    expect_type(operation, "bidirectional", bidirectional, bool)
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
+    expect_type(operation, "normalize", normalize, bool)
+    return as_object(
+        kind=kind, centred=centred, max_distance=max_distance, bidirectional=bidirectional, feature_map=feature_map,
+        normalize=normalize, algorithm=algorithm,
+    )  # fmt: skip
+
+
+def aft_local(operation: str, w: Any, by_position: bool) -> str:
+    expect_axes(operation, "w", w, 2, "(queries, 2s - 1)")
+    if w.shape[1] % 2 != 1:
+        raise ValueError(f"{operation}: w: expected shape (queries, 2s - 1), got shape {tuple(w.shape)}")
+    return as_object(by_position=by_position)
+
+
+def aft_conv(
+    operation: str, k: Any, w: Any, gamma: Any, beta: Any, axes: int
+) -> tuple[Any, tuple[Any, ...], str]:
+    expect_axes(operation, "k", k, axes, "(batch, heads, keys)" if axes == 3 else "(batch, heads)")
+    expect_axes(operation, "w", w, 2, "(heads, taps)")
+    if (gamma is None) != (beta is None):
+        raise ValueError(f"{operation}: beta: expected both gamma and beta or neither, got one")
+    normalized = gamma is not None
+    return k[..., None], (w, gamma, beta) if normalized else (w,), as_object(normalized=normalized)

@@ -1,0 +1,58 @@
+"""States that carry a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._native import State
+
+
+@dataclass(frozen=True, eq=False)
+class TensorState:
+    """A `longspan.State` whose numbers are a tensor, so that gradients flow through it: from a loss over later tokens back
+    to earlier ones, or to a state that is itself learned.
+
+    Functions of `longspan.ops` and modules return one in the place of a `State` where one of their tensors requires a
+    gradient, and take either. What no gradient has a meaning for, such as a count of tokens, has a gradient of 0.
+    """
+
+    #: Name of the mechanism whose state it is.
+    mechanism: str
+    #: Numbers in each part of one head's state.
+    parts: tuple[int, ...]
+    #: ``[batch, kv_heads, sum(parts)]``, float32 or float64.
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, state: State) -> TensorState:
+        """The same numbers, as a tensor of their own."""
+        return cls(state.mechanism, tuple(state.parts), torch.from_numpy(state.numbers))
+
+    @property
+    def batch(self) -> int:
+        """Independent sequences."""
+        return self.numbers.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.numbers.shape[1]
+
+    def detach(self) -> State:
+        """The plain state, without gradient: what truncated backpropagation carries on."""
+        return State.from_numbers(
+            self.mechanism, self.batch, self.kv_heads, self.parts, self.numbers.detach().contiguous().numpy()
+        )
+
+    def clone(self) -> TensorState:
+        """A state of its own with the same numbers and the same gradient."""
+        return TensorState(self.mechanism, self.parts, self.numbers.clone())
+
+    def select(self, indices: Sequence[int]) -> TensorState:
+        """The states of the batch entries ``indices``, in that order; an entry may come several times (beam search)."""
+        chosen = torch.as_tensor(indices, dtype=torch.long)
+        return TensorState(self.mechanism, self.parts, self.numbers.index_select(0, chosen))

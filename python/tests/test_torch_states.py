@@ -1,0 +1,204 @@
+"""Gradients through states: of a loss over later tokens with respect to earlier ones, and to a state itself."""
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import longspan  # noqa: E402
+from longspan import ops  # noqa: E402
+from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
+
+LENGTH = 12
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def inputs():
+    return [draw(2, 2, LENGTH, 4, seed=seed) for seed in (1, 2, 3)]
+
+
+CASES = {
+    "kernelized": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, **o), []),
+    "kernelized, decay": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, decay=[0.5, 0.9], **o), []),
+    "kernelized, exp": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, feature_map="exp", **o), []),
+    "shaw": (lambda q, k, v, rel, **o: ops.shaw_attention(q, k, v, rel, **o), [draw(2, 7, 4)]),
+    "shaw, positions alone": (
+        lambda q, k, v, rel, **o: ops.shaw_attention(q, k, v, rel, kernelized=False, **o), [draw(2, 7, 4)],
+    ),
+    "fourier": (lambda q, k, v, a, b, **o: ops.fourier_attention(q, k, v, a, b, **o), [draw(2, 4, 1), draw(2, 4)]),
+    "rotary": (
+        lambda q, k, v, a, **o: ops.fourier_attention(q, k, v, a, wave="pairs", normalizer="unrotated", **o),
+        [draw(2, 2, 1)],
+    ),
+    "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=64, **o), []),
+    "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 7)]),
+    "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
+    "aft-local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
+    "aft-full": (lambda q, k, v, w, **o: ops.aft_full(q, k, v, w, **o), [draw(LENGTH, LENGTH)]),
+    "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(2, 4)]),
+}  # fmt: skip
+#: Whose kernels say that there is no gradient through their states.
+WITHOUT = ("toeplitz", "aft-simple", "aft-local", "aft-full", "aft-conv")
+WITH = pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
+
+
+def in_pieces(function, tensors, cuts):
+    q, k, v, *parameters = tensors
+    state, pieces = None, []
+    for a, b in zip([0, *cuts], [*cuts, LENGTH]):
+        part = [t[:, :, a:b] for t in (q, k, v)]
+        out, state = function(*part, *parameters, is_causal=True, initial_state=state, output_final_state=True)
+        assert isinstance(state, TensorState) and state.numbers.requires_grad
+        pieces.append(out)
+    return torch.cat(pieces, 2), state
+
+
+@WITH
+@pytest.mark.parametrize("cuts", [[5], [1, 2, 9], [0, LENGTH]], ids=str)
+def test_chunk_after_chunk_has_the_gradients_of_the_whole(name, cuts):
+    function, parameters = CASES[name]
+    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    whole, end = function(*tensors, is_causal=True, output_final_state=True)
+    pieces, last = in_pieces(function, tensors, cuts)
+    torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
+    weights = draw(*whole.shape, seed=9)
+    # Only the later half, so that all that earlier keys and values get comes through the state.
+    weights[:, :, : LENGTH // 2] = 0
+    expected = torch.autograd.grad((whole * weights).sum(), tensors, retain_graph=True)
+    got = torch.autograd.grad((pieces * weights).sum(), tensors, retain_graph=True)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    assert expected[2][:, :, 0].abs().sum() > 0
+
+
+@WITH
+def test_the_final_state_has_a_gradient(name):
+    """What a token after the end says of all before it, through the state alone."""
+    function, parameters = CASES[name]
+    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    q, k, v, *rest = tensors
+    head = [t[:, :, :-1] for t in (q, k, v)]
+    tail = [t[:, :, -1:] for t in (q, k, v)]
+    _, state = function(*head, *rest, is_causal=True, output_final_state=True)
+    last = function(*tail, *rest, is_causal=True, initial_state=state)
+    whole = function(*tensors, is_causal=True)[:, :, -1:]
+    torch.testing.assert_close(last, whole, rtol=1e-9, atol=1e-9)
+    for a, b in zip(torch.autograd.grad(last.square().sum(), tensors), torch.autograd.grad(whole.square().sum(), tensors)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_gradcheck_of_a_learned_state():
+    """Every number of a kernelized state is a sum that a gradient has a meaning for, but for the marks at its end."""
+    q, k, v = (t[:, :, :3].clone().requires_grad_() for t in inputs())
+    _, state = ops.kernelized_attention(*inputs(), is_causal=True, output_final_state=True)
+    sums = sum(state.parts[:2])
+    numbers = torch.from_numpy(state.numbers)
+    learned = numbers[..., :sums].clone().requires_grad_()
+
+    def call(learned, q, k, v):
+        whole = torch.cat([learned, numbers[..., sums:]], -1)
+        start = TensorState(state.mechanism, tuple(state.parts), whole)
+        out, end = ops.kernelized_attention(q, k, v, is_causal=True, initial_state=start, output_final_state=True)
+        return out, end.numbers[..., :sums]
+
+    assert torch.autograd.gradcheck(call, (learned, q, k, v))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_mechanisms_without_say_so(name):
+    function, parameters = CASES[name]
+    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    pieces, _ = in_pieces(function, tensors, [5])
+    with pytest.raises(ValueError, match="state"):
+        pieces.sum().backward()
+
+
+def test_states_without_gradients_are_plain():
+    tensors = inputs()
+    _, state = ops.kernelized_attention(*tensors, is_causal=True, output_final_state=True)
+    assert isinstance(state, longspan.State)
+    learning = [t.clone().requires_grad_() for t in tensors]
+    with torch.no_grad():
+        _, state = ops.kernelized_attention(*learning, is_causal=True, output_final_state=True)
+    assert isinstance(state, longspan.State)
+    # A plain state goes into a call that learns, as a constant.
+    out, end = ops.kernelized_attention(*learning, is_causal=True, initial_state=state, output_final_state=True)
+    out.sum().backward()
+    assert all(t.grad is not None for t in learning)
+    assert end.detach() == ops.kernelized_attention(
+        *tensors, is_causal=True, initial_state=state, output_final_state=True
+    )[1]
+    # And one with a gradient into one that does not, and into NumPy's.
+    with torch.no_grad():
+        torch.testing.assert_close(ops.kernelized_attention(*learning, is_causal=True, initial_state=end),
+                                   ops.kernelized_attention(*tensors, is_causal=True, initial_state=end.detach()))
+    ops.kernelized_attention(*(t.numpy() for t in tensors), is_causal=True, initial_state=end)
+
+
+def test_a_state_with_a_gradient_is_a_value():
+    tensors = [t.clone().requires_grad_() for t in inputs()]
+    _, state = ops.kernelized_attention(*tensors, is_causal=True, output_final_state=True)
+    assert (state.batch, state.kv_heads, state.mechanism) == (2, 2, "kernelized")
+    for other in (state.clone(), state.select([0, 1])):
+        (gradient,) = torch.autograd.grad(other.numbers.sum(), tensors[2], retain_graph=True)
+        assert gradient.abs().sum() > 0
+    assert state.select([1]).detach() == state.detach().select([1])
+    assert pickle.loads(pickle.dumps(state.detach())) == state.detach()
+    leaf = TensorState.of(state.detach())
+    assert copy.deepcopy(leaf).detach() == leaf.detach() == pickle.loads(pickle.dumps(leaf)).detach()
+
+
+def test_truncated_backpropagation_through_a_module():
+    module = KernelizedAttention(2, 4)
+    state = None
+    q, k, v = (t.float().requires_grad_() for t in inputs())
+    for a in range(0, LENGTH, 4):
+        part = [t[:, :, a : a + 4] for t in (q, k, v)]
+        out, state = module(*part, is_causal=True, initial_state=state, output_final_state=True)
+        assert out.requires_grad
+        state = state.detach()
+    expected = module(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected[:, :, -4:])
+
+
+def test_half_precision_and_autocast():
+    q, k, v = (t.bfloat16().requires_grad_() for t in inputs())
+    out, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    assert out.dtype == torch.bfloat16 and state.numbers.dtype == torch.float32
+    state.numbers.sum().backward()
+    assert k.grad.dtype == torch.bfloat16 and k.grad.isfinite().all()
+    rel = draw(2, 7, 4).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
+        assert out.dtype == torch.float32
+        with torch.no_grad():
+            token = (t[:, :, 0] for t in (q, k, v))
+            assert ops.shaw_attention_step(*token, rel, state)[0].dtype == torch.float32
+    out.sum().backward()
+    assert rel.grad.abs().sum() > 0
+
+
+WRONG = [
+    (TypeError, "initial_state: expected a longspan.State, got Tensor", lambda q, k, v, s: dict(initial_state=q)),
+    (ValueError, "cu_seqlens: expected None with a state", lambda q, k, v, s: dict(initial_state=s, cu_seqlens=[0, 12])),
+    (ValueError, "final state", lambda q, k, v, s: dict(output_final_state=True, is_causal=False)),
+    (ValueError, "state", lambda q, k, v, s: dict(initial_state=s.select([0]))),
+    (TypeError, "initial_state: expected a state of float64 like q, got float32", lambda q, k, v, s: dict(
+        initial_state=TensorState(s.mechanism, s.parts, s.numbers.float()))),
+    (ValueError, "state", lambda q, k, v, s: dict(initial_state=TensorState("shaw", s.parts, s.numbers))),
+    (ValueError, "numbers", lambda q, k, v, s: dict(initial_state=TensorState(s.mechanism, s.parts, s.numbers[..., 1:]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, options", WRONG, ids=[message[:40] for _, message, _ in WRONG])
+def test_wrong_calls(kind, message, options):
+    q, k, v = (t.requires_grad_() for t in inputs())
+    _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    with pytest.raises(kind, match=message):
+        ops.kernelized_attention(q, k, v, **{"is_causal": True, **options(q, k, v, state)})

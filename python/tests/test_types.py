@@ -1,0 +1,63 @@
+"""The package's annotations hold, its stubs say what there is, and a type checker finds out what a call returns."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("mypy")
+
+SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
+
+CALLS = """
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing import Any
+from typing_extensions import assert_type
+import longspan
+from longspan import ops
+
+x: NDArray[np.float32] = np.zeros((1, 1, 3, 2), np.float32)
+t = torch.zeros(1, 1, 3, 2)
+assert_type(ops.kernelized_attention(t, t, t, is_causal=True), torch.Tensor)
+assert_type(ops.aft_simple(t, t, t, is_causal=True, output_final_state=True), tuple[torch.Tensor, longspan.State])
+out, state = ops.shaw_attention(x, x, x, x[0], is_causal=True, output_final_state=True)
+ops.shaw_attention_step(x[:, :, 0], x[:, :, 0], x[:, :, 0], x[0], state)
+assert_type(longspan.explain("shaw", radius=3).algorithm, str)
+"""
+WRONG = """
+import torch
+from longspan import ops
+t = torch.zeros(1, 1, 3, 2)
+ops.kernelized_attention(t, t, t, is_causl=True)
+ops.kernelized_attention(t, t, t).no_such_method()
+"""
+
+
+def check(*arguments, cwd):
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+
+
+def test_the_package(tmp_path):
+    done = check("mypy", "--config-file", SETTINGS, "-p", "longspan", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_stubs_say_what_there_is(tmp_path):
+    done = check("mypy.stubtest", "longspan.ops", "longspan._native", "--mypy-config-file", SETTINGS, cwd=tmp_path)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("error") and "disjoint base" not in line
+             and "_native.__all__" not in line]  # fmt: skip
+    assert not wrong, done.stdout
+    assert "checked 2 modules" in done.stdout or done.returncode == 0, done.stdout + done.stderr
+
+
+def test_calls(tmp_path):
+    for text, good in ((CALLS, True), (WRONG, False)):
+        (tmp_path / "calls.py").write_text(text)
+        done = check("mypy", "--strict", "calls.py", cwd=tmp_path)
+        assert (done.returncode == 0) == good, done.stdout
+    assert "is_causl" in done.stdout and "no_such_method" in done.stdout
