@@ -430,9 +430,20 @@ fn query_side<'a, T: Real>(
             if strip_of.replace(index) != Some(index) {
                 strip.forget();
             }
-            tiles::means(problem.ops, &items, window, chunk, edges, Parts::Denominators, bias, strip, work, |i, row| {
-                visit(i, row);
-            });
+            tiles::means(
+                problem.ops,
+                &items,
+                window,
+                chunk,
+                edges,
+                Parts::Denominators,
+                bias,
+                strip,
+                work,
+                |i, row| {
+                    visit(i, row);
+                },
+            );
             let (from, to) = window.chunk(chunk);
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
