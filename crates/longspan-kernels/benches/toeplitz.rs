@@ -8,7 +8,10 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use longspan_bench::machine::Limits;
-use longspan_kernels::{Algorithm, Bias, Call, Dims, Mask, Mechanism, Output, Scratch, Toeplitz, View, ViewMut};
+use longspan_kernels::{
+    Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, Mask, Mechanism, Output, Scratch, Toeplitz, View,
+    ViewMut,
+};
 use longspan_testing::random::Random;
 use realfft::RealFftPlanner;
 
@@ -22,6 +25,9 @@ struct Subject {
     inputs: [Vec<f32>; 3],
     bias: Vec<f32>,
     out: Vec<f32>,
+    denominators: Vec<f32>,
+    gradients: [Vec<f32>; 3],
+    d_bias: Vec<f32>,
     scratch: Scratch<f32>,
 }
 
@@ -40,12 +46,15 @@ impl Subject {
             inputs: [draw(len), draw(len), draw(len)],
             bias: draw(entries),
             out: vec![0.0; len],
+            denominators: vec![0.0; heads * length],
+            gradients: std::array::from_fn(|_| vec![0.0; len]),
+            d_bias: vec![0.0; entries],
             scratch: Scratch::new(),
         }
     }
 
-    /// Seconds of one run.
-    fn run(&mut self) -> f64 {
+    /// Seconds of one forward run, and of one backward, if it is wanted.
+    fn run(&mut self, backward: bool) -> [f64; 2] {
         let shape = self.dims.q();
         let call = Call {
             dims: self.dims,
@@ -56,10 +65,34 @@ impl Subject {
             mask: if self.causal { Mask::causal() } else { Mask::bidirectional() },
             initial_state: None,
         };
-        let output = Output { out: ViewMut::contiguous(&mut self.out, shape), denominators: None, final_state: None };
+        let output = Output {
+            out: ViewMut::contiguous(&mut self.out, shape),
+            denominators: Some(&mut self.denominators),
+            final_state: None,
+        };
         let start = Instant::now();
         self.toeplitz.forward(&call, output, &mut self.scratch).expect("the benchmark's call makes sense");
-        start.elapsed().as_secs_f64()
+        let forward = start.elapsed().as_secs_f64();
+        if !backward {
+            return [forward, 0.0];
+        }
+        let cotangent = Cotangent {
+            out: View::contiguous(&self.out, shape),
+            denominators: &self.denominators,
+            d_out: View::contiguous(&self.inputs[0], shape),
+            final_state: None,
+        };
+        let [dq, dk, dv] = &mut self.gradients;
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(dq, shape),
+            dk: ViewMut::contiguous(dk, shape),
+            dv: ViewMut::contiguous(dv, shape),
+            parameters: &mut [&mut self.d_bias],
+            initial_state: None,
+        };
+        let start = Instant::now();
+        self.toeplitz.backward(&call, &cotangent, gradients, &mut self.scratch).expect("as the forward call");
+        [forward, start.elapsed().as_secs_f64()]
     }
 
     fn flops(&self) -> f64 {
@@ -101,7 +134,7 @@ fn main() {
             let mut subject = Subject::new(1, 1024, causal, Algorithm::Tiled, Bias::symmetric(1024));
             let mut times = Vec::new();
             for _ in 0..if quick { 20 } else { 60 } {
-                times.push(subject.run());
+                times.push(subject.run(false)[0]);
                 limits.measure();
                 limits.measure_large();
             }
@@ -117,30 +150,44 @@ fn main() {
                 100.0 * rate / large.max(machine.tiles)
             );
         }
+        println!("\nbidirectional, milliseconds; fft/own: over the transforms alone; clip: of radius 64, by sums");
         println!(
-            "\n{:>8} {:>10} {:>10} {:>14} {:>8} {:>16}",
-            "tokens", "tiled ms", "fft ms", "transforms ms", "fft/own", "clip 64, ms"
+            "{:>8} {:>10} {:>10} {:>10} {:>8} {:>10} {:>10} {:>14} {:>14}",
+            "tokens", "tiled", "backward", "fft", "fft/own", "clip", "backward", "clip by tiles", "exp clip"
         );
         for length in if quick { vec![512, 2048] } else { vec![1024, 4096, 16384, 32768] } {
-            let full = Bias::symmetric(length);
-            let mut subjects =
-                [(Algorithm::Tiled, full), (Algorithm::Fft, full), (Algorithm::Piecewise, Bias::clipped(64))]
-                    .map(|(algorithm, bias)| Subject::new(1, length, false, algorithm, bias));
-            let mut times = [const { Vec::new() }; 4];
+            let (full, clip) = (Bias::symmetric(length), Bias::clipped(64));
+            let mut subjects = [
+                (Algorithm::Tiled, full),
+                (Algorithm::Fft, full),
+                (Algorithm::Piecewise, clip),
+                (Algorithm::Tiled, clip),
+                (Algorithm::Piecewise, clip),
+            ]
+            .map(|(algorithm, bias)| Subject::new(1, length, false, algorithm, bias));
+            subjects[4].toeplitz.feature_map = FeatureMap::Exp;
+            let mut times = [const { [Vec::new(), Vec::new()] }; 5];
+            let mut own = Vec::new();
             for _ in 0..if length > 8192 { 2 } else { 8 } {
-                for (subject, times) in subjects.iter_mut().zip(&mut times) {
-                    times.push(subject.run());
+                for (n, (subject, times)) in subjects.iter_mut().zip(&mut times).enumerate() {
+                    // The gradient by transforms takes six of them where the output takes two.
+                    let [forward, backward] = subject.run(n != 1);
+                    times[0].push(forward);
+                    times[1].push(backward);
                 }
-                times[3].push(transforms(length));
+                own.push(transforms(length));
             }
-            let [tiled, fft, clip, own] = times.map(fastest);
+            let [tiled, fft, clip, slow, exp] = times.map(|times| times.map(|times| fastest(times) * 1e3));
             println!(
-                "{length:>8} {:>10.2} {:>10.2} {:>14.2} {:>8.2} {:>16.2}",
-                tiled * 1e3,
-                fft * 1e3,
-                own * 1e3,
-                fft / own,
-                clip * 1e3
+                "{length:>8} {:>10.2} {:>10.2} {:>10.2} {:>8.2} {:>10.2} {:>10.2} {:>14.2} {:>14.2}",
+                tiled[0],
+                tiled[1],
+                fft[0],
+                fft[0] / 1e3 / fastest(own),
+                clip[0],
+                clip[1],
+                slow[0] + slow[1],
+                exp[0] + exp[1],
             );
         }
     });

@@ -336,7 +336,9 @@ mod tests {
         };
         let foreign = refused(&|rates| rates[3].0 = "kernelized.naive.coffee");
         assert!(foreign.contains("unknown rate") && foreign.contains("coffee"), "{foreign}");
-        let missing = refused(&|rates| drop(rates.remove(3)));
+        let missing = refused(&|rates| {
+            rates.remove(3);
+        });
         assert!(missing.contains(Rate::ALL[3].name()) && missing.contains("got none"), "{missing}");
         let twice = refused(&|rates| rates.push(rates[3]));
         assert!(twice.contains(Rate::ALL[3].name()) && twice.contains("got two"), "{twice}");

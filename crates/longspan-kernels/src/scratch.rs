@@ -51,22 +51,24 @@ impl<T: Real> StepMemory<T> {
 #[derive(Debug, Default)]
 pub struct Scratch<T> {
     buffer: Vec<T>,
+    /// For the few algorithms that count in doubles whatever `T` is.
+    doubles: Vec<f64>,
 }
 
 impl<T: Real> Scratch<T> {
     /// No memory yet.
     pub fn new() -> Self {
-        Self { buffer: Vec::new() }
+        Self { buffer: Vec::new(), doubles: Vec::new() }
     }
 
-    /// Memory for `len` numbers, all of them `fill`: NaN shows a kernel that reads what it never wrote.
+    /// Memory for `len` numbers, and as many doubles, all of them `fill`: NaN shows a kernel that reads what it never wrote.
     pub fn filled(len: usize, fill: T) -> Self {
-        Self { buffer: vec![fill; len] }
+        Self { buffer: vec![fill; len], doubles: vec![fill.to_f64(); len] }
     }
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        std::mem::size_of_val(self.buffer.as_slice())
+        std::mem::size_of_val(self.buffer.as_slice()) + std::mem::size_of_val(self.doubles.as_slice())
     }
 
     /// Memory for `len` numbers, or none if the machine has not that much: for calls that ask for more than any machine
@@ -83,15 +85,25 @@ impl<T: Real> Scratch<T> {
 
     /// `len` numbers that start on a cache line, with any contents.
     pub(crate) fn take(&mut self, len: usize) -> &mut [T] {
-        let line = line::<T>();
-        let wanted = len + line;
-        if self.buffer.len() < wanted {
-            // Not `resize`: nothing of the old contents is worth a copy.
-            self.buffer = vec![T::ZERO; wanted];
-        }
-        let start = self.buffer.as_ptr().align_offset(LINE_BYTES).min(line);
-        &mut self.buffer[start..start + len]
+        aligned(&mut self.buffer, len)
     }
+
+    /// The same, and beside it `doubles` doubles.
+    pub(crate) fn take_with_doubles(&mut self, len: usize, doubles: usize) -> (&mut [T], &mut [f64]) {
+        (aligned(&mut self.buffer, len), aligned(&mut self.doubles, doubles))
+    }
+}
+
+/// `len` numbers of a buffer that grows to hold them, the first on a cache line.
+fn aligned<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    let line = line::<T>();
+    let wanted = len + line;
+    if buffer.len() < wanted {
+        // Not `resize`: nothing of the old contents is worth a copy.
+        *buffer = vec![T::ZERO; wanted];
+    }
+    let start = buffer.as_ptr().align_offset(LINE_BYTES).min(line);
+    &mut buffer[start..start + len]
 }
 
 /// Hands out parts of a scratch buffer, each starting on a cache line.

@@ -396,6 +396,37 @@ fn threads_do_not_matter_for_long_sequences() {
     over(&long().into_iter().step_by(5).flat_map(each).collect::<Vec<_>>(), threads::threads_do_not_matter::<f32>);
 }
 
+/// In doubles rows, keys and distances of few pairs lose digits in transforms, which have none to spare, and go by tiles.
+#[test]
+fn transforms_keep_their_digits_in_doubles() {
+    let cases = long().into_iter().chain(cases(16, 120, &grid::LENGTHS));
+    for (toeplitz, case) in cases {
+        let of = |algorithm| subject(&Toeplitz { algorithm, ..toeplitz.clone() });
+        let (tiled, fft) = (of(Algorithm::Tiled), of(Algorithm::Fft));
+        let check = || -> Result<(), Failure> {
+            let inputs = execute::random(&tiled, &case);
+            let forward = execute::forward::<f64>(&tiled, &case, &inputs)?;
+            let expected = execute::backward(&tiled, &case, &inputs, &forward)?;
+            let scale = accuracy::backward_scale(&tiled, &case, &inputs)?;
+            let got = execute::backward(&fft, &case, &inputs, &forward)?;
+            for (n, name) in accuracy::gradient_names(&inputs).iter().enumerate() {
+                let (expected, scale) = (&expected.gradients[n], &scale.gradients[n]);
+                longspan_testing::compare::close(
+                    name,
+                    &got.gradients[n],
+                    expected,
+                    scale,
+                    accuracy::gradient_terms(&case),
+                )?;
+            }
+            Ok(())
+        };
+        if let Err(failure) = check() {
+            panic!("{failure}\n    {toeplitz:?}\n    {case:?}");
+        }
+    }
+}
+
 /// Every algorithm gives the outputs and gradients of every other.
 #[test]
 fn algorithms_agree() {

@@ -25,6 +25,7 @@ use crate::feature_map::FeatureMap;
 use crate::shape::Rows;
 use block::{Band, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
+use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
 use toeplitz::Factors;
 use window::{Entering, Line, Tops};
@@ -163,6 +164,7 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
+    pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_weighed_values, feature_dots};
     pub(crate) use super::window::{
         add_row_dot, add_window, exp_all, gated_row, gated_row_cotangent, run_rows, window_dots, window_tops,
@@ -228,6 +230,9 @@ operations! {
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]
     );
+    add_products(to: &mut [T], x: &[T], y: &[T]);
+    multiply_spectrum(x: &mut [Complex<T>], by: &[Complex<T>], conjugate: bool);
+    add_conjugate_products(to: &mut [Complex<T>], x: &[Complex<T>], y: &[Complex<T>]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);

@@ -1,4 +1,6 @@
-//! Weights that depend on the distance, over a tile of scores.
+//! Weights that depend on the distance: over a tile of scores, and in the spectra of whole sequences.
+
+use realfft::num_complex::Complex;
 
 use super::block::Band;
 use super::vector::Vector;
@@ -51,5 +53,56 @@ pub(crate) unsafe fn weigh<V: Vector>(
             }
             *total += sum.sum();
         }
+    }
+}
+
+/// `to[i] += x[i] · y[i]`.
+#[inline(always)]
+pub(crate) unsafe fn add_products<V: Vector>(to: &mut [V::Element], x: &[V::Element], y: &[V::Element]) {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len() && y.len() >= to.len());
+    // SAFETY: `whole` numbers lie in all three slices.
+    unsafe {
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            V::load(x.as_ptr().add(at)).mul_add(V::load(y.as_ptr().add(at)), V::load(place)).store(place);
+            at += V::LANES;
+        }
+    }
+    for at in whole..to.len() {
+        to[at] += x[at] * y[at];
+    }
+}
+
+/// `x[i] ← x[i] · by[i]`, or by its conjugate.
+// Plain loops: under the features that each table is compiled for, the compiler makes vectors of them.
+#[inline(always)]
+pub(crate) unsafe fn multiply_spectrum<V: Vector>(
+    x: &mut [Complex<V::Element>],
+    by: &[Complex<V::Element>],
+    conjugate: bool,
+) {
+    if conjugate {
+        for (x, y) in x.iter_mut().zip(by) {
+            *x = Complex { re: x.re * y.re + x.im * y.im, im: x.im * y.re - x.re * y.im };
+        }
+    } else {
+        for (x, y) in x.iter_mut().zip(by) {
+            *x = Complex { re: x.re * y.re - x.im * y.im, im: x.im * y.re + x.re * y.im };
+        }
+    }
+}
+
+/// `to[i] += conj(x[i]) · y[i]`.
+#[inline(always)]
+pub(crate) unsafe fn add_conjugate_products<V: Vector>(
+    to: &mut [Complex<V::Element>],
+    x: &[Complex<V::Element>],
+    y: &[Complex<V::Element>],
+) {
+    for ((to, x), y) in to.iter_mut().zip(x).zip(y) {
+        to.re += x.re * y.re + x.im * y.im;
+        to.im += x.re * y.im - x.im * y.re;
     }
 }

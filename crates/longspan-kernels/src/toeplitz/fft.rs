@@ -3,7 +3,7 @@
 //! With `x_fg = k̄_f ∘ v⁺_g` (keys in order) and `c_δ = e^{b_δ − max b}`, `N⁺_ig = Σ_f q̄_if (c ⋆ x_fg)_i`. One column of
 //! values at a time goes through, so that memory is O(L) for each thread beside the transposes of one head.
 //!
-//! Doubles stand in vectors of the call's own, because a scratch is of the number type.
+//! Spectra and columns are doubles whatever the number type; a scratch holds both.
 //!
 //! The error of a transform is relative to the largest numbers that go into it, so a row whose weights are all small
 //! may lose every digit. Each row therefore carries a certificate, `ε log₂N ‖c‖ ‖B‖ ‖q̄_i‖ ≤ tol·D_i` with
@@ -12,17 +12,20 @@
 
 use std::sync::Arc;
 
-use rayon::prelude::*;
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
+use super::gradient::{KeyUnit, Left};
 use super::problem::{Problem, Shared, TILE, Unit, top};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::feature_map::FeatureMap;
+use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch};
+use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::shape::ViewMut;
+use crate::simd::{Element, Ops};
 
 /// What a certified row or key may lose to a transform, in units of `ε √L` of the number type: sums of as many terms
 /// lose about as much by rounding anyway.
@@ -65,54 +68,90 @@ struct Line {
     length: usize,
     forward: Arc<dyn RealToComplex<f64>>,
     inverse: Arc<dyn ComplexToReal<f64>>,
+    ops: &'static Ops<f64>,
 }
 
-/// Buffers of one task.
-struct Work {
-    signal: Vec<f64>,
-    spectrum: Vec<Complex<f64>>,
-    scratch: Vec<Complex<f64>>,
+/// Buffers of one transform.
+struct Work<'s> {
+    signal: &'s mut [f64],
+    spectrum: &'s mut [Complex<f64>],
+    scratch: &'s mut [Complex<f64>],
+}
+
+/// Doubles as complex numbers, half as many.
+fn complex(numbers: &mut [f64]) -> &mut [Complex<f64>] {
+    // SAFETY: a complex number is its two doubles in order (`repr(C)`), and `len / 2` of them lie in the slice.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len() / 2) }
+}
+
+/// Doubles that an arena hands out for pieces of these sizes.
+fn doubles(pieces: &[usize]) -> usize {
+    pieces.iter().map(|&piece| padded::<f64>(piece)).sum()
 }
 
 impl Line {
-    fn new<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, planner: &mut RealFftPlanner<f64>) -> Self {
-        let (keys, queries) = (unit.sequence.keys, unit.sequence.queries);
+    fn new<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>, planner: &mut RealFftPlanner<f64>) -> Self {
+        let (keys, queries) = (sequence.keys, sequence.queries);
         let place = |token: isize| problem.toeplitz.bias.place(token);
         let places = |first: isize, count: usize| -> Vec<usize> {
             (0..count as isize).map(|n| (place(first + n) - place(first)) as usize).collect()
         };
-        let span = |places: &[usize]| places.last().map_or(0, |last| last + 1);
-        let (key_places, query_places) = (places(0, keys), places(problem.offset, queries));
-        let length = transform_length(span(&key_places), span(&query_places));
-        let grid = problem.is_grid();
+        let (mut key_places, mut query_places) = (None, None);
+        let (mut key_span, mut query_span) = (keys, queries);
+        if problem.is_grid() {
+            let span = |places: &[usize]| places.last().map_or(0, |last| last + 1);
+            let (of_keys, of_queries) = (places(0, keys), places(problem.offset, queries));
+            (key_span, query_span) = (span(&of_keys), span(&of_queries));
+            (key_places, query_places) = (Some(of_keys), Some(of_queries));
+        }
+        let length = transform_length(key_span, query_span);
         Self {
             origin: place(problem.offset) - place(0),
             key_count: keys,
             query_count: queries,
-            keys: grid.then_some(key_places),
-            queries: grid.then_some(query_places),
+            keys: key_places,
+            queries: query_places,
             length,
             forward: planner.plan_fft_forward(length),
             inverse: planner.plan_fft_inverse(length),
+            ops: f64::ops(),
         }
     }
 
-    fn work(&self) -> Work {
+    /// Doubles of a spectrum.
+    fn spectrum_len(&self) -> usize {
+        2 * (self.length / 2 + 1)
+    }
+
+    fn scratch_len(&self) -> usize {
+        2 * self.forward.get_scratch_len().max(self.inverse.get_scratch_len())
+    }
+
+    fn work_len(&self) -> usize {
+        doubles(&[self.length, self.spectrum_len(), self.scratch_len()])
+    }
+
+    fn work<'s>(&self, arena: &mut Arena<'s, f64>) -> Work<'s> {
         Work {
-            signal: vec![0.0; self.length],
-            spectrum: vec![Complex::default(); self.length / 2 + 1],
-            scratch: vec![Complex::default(); self.forward.get_scratch_len().max(self.inverse.get_scratch_len())],
+            signal: arena.take(self.length),
+            spectrum: complex(arena.take(self.spectrum_len())),
+            scratch: complex(arena.take(self.scratch_len())),
         }
     }
 
     /// Transforms the signal that has `a[n] · b[n]` (or `a[n]`) at the place of token `n`.
-    fn transform(&self, places: &Option<Vec<usize>>, a: &[f64], b: Option<&[f64]>, work: &mut Work) {
-        let filled = if places.is_none() { a.len() } else { 0 };
-        work.signal[filled..].fill(0.0);
-        match (places, b) {
-            (None, Some(b)) => work.signal.iter_mut().zip(a).zip(b).for_each(|((to, a), b)| *to = a * b),
-            (None, None) => work.signal[..a.len()].copy_from_slice(a),
-            (Some(places), _) => {
+    fn transform(&self, places: &Option<Vec<usize>>, a: &[f64], b: Option<&[f64]>, work: &mut Work<'_>) {
+        match places {
+            None => {
+                let (filled, rest) = work.signal.split_at_mut(a.len());
+                filled.copy_from_slice(a);
+                rest.fill(0.0);
+                if let Some(b) = b {
+                    self.ops.multiply(filled, b);
+                }
+            }
+            Some(places) => {
+                work.signal.fill(0.0);
                 for (n, (&place, a)) in places.iter().zip(a).enumerate() {
                     work.signal[place] = a * b.map_or(1.0, |b| b[n]);
                 }
@@ -121,16 +160,18 @@ impl Line {
         self.forward_signal(work);
     }
 
-    fn forward_signal(&self, work: &mut Work) {
+    fn forward_signal(&self, work: &mut Work<'_>) {
         let Work { signal, spectrum, scratch } = work;
+        let scratch = &mut scratch[..self.forward.get_scratch_len()];
         // Lengths are those of the plan.
         let done = self.forward.process_with_scratch(signal, spectrum, scratch);
         debug_assert!(done.is_ok());
     }
 
     /// Transforms the spectrum back.
-    fn inverse(&self, work: &mut Work) {
+    fn inverse(&self, work: &mut Work<'_>) {
         let Work { signal, spectrum, scratch } = work;
+        let scratch = &mut scratch[..self.inverse.get_scratch_len()];
         // What rounding left in the two numbers that are real.
         spectrum[0].im = 0.0;
         spectrum[self.length / 2].im = 0.0;
@@ -138,11 +179,17 @@ impl Line {
         debug_assert!(done.is_ok());
     }
 
+    /// Convolves what was transformed last with a kernel, or with a kernel reversed.
+    fn convolve(&self, kernel: &Kernel<'_>, reversed: bool, work: &mut Work<'_>) {
+        self.ops.multiply_spectrum(work.spectrum, kernel.spectrum, reversed);
+        self.inverse(work);
+    }
+
     /// `to[n] += factor[n] · signal` at the place of token `n`.
     fn add(&self, places: &Option<Vec<usize>>, factor: Option<&[f64]>, signal: &[f64], to: &mut [f64]) {
         match (places, factor) {
-            (None, Some(factor)) => to.iter_mut().zip(factor).zip(signal).for_each(|((to, f), s)| *to += f * s),
-            (None, None) => to.iter_mut().zip(signal).for_each(|(to, s)| *to += s),
+            (None, Some(factor)) => self.ops.add_products(to, factor, signal),
+            (None, None) => self.ops.add_scaled(to, 1.0, signal),
             (Some(places), _) => {
                 for (n, (&place, to)) in places.iter().zip(to).enumerate() {
                     *to += factor.map_or(1.0, |factor| factor[n]) * signal[place];
@@ -157,17 +204,38 @@ impl Line {
     }
 }
 
+/// The lines of all sequences that transforms may take.
+fn lines<T: Real>(problem: &Problem<'_, T>) -> Vec<Option<Line>> {
+    let mut planner = RealFftPlanner::new();
+    let line = |sequence: &Sequence<'_>| {
+        let any = sequence.keys > 0 && sequence.queries > 0;
+        any.then(|| Line::new(problem, sequence, &mut planner))
+    };
+    problem.sequences.iter().map(line).collect()
+}
+
+/// The largest of some size of the lines.
+fn most(lines: &[Option<Line>], size: impl Fn(&Line) -> usize) -> usize {
+    lines.iter().flatten().map(size).max().unwrap_or(0)
+}
+
 /// `e^{b − max b}` of one head over one sequence.
-struct Kernel {
-    spectrum: Vec<Complex<f64>>,
+struct Kernel<'s> {
+    spectrum: &'s [Complex<f64>],
     /// `max b`.
     largest: f64,
     /// `‖c‖`.
     norm: f64,
 }
 
-impl Kernel {
-    fn new<T: Real>(problem: &Problem<'_, T>, line: &Line, biases: &[T], work: &mut Work) -> Self {
+impl<'s> Kernel<'s> {
+    fn new<T: Real>(
+        problem: &Problem<'_, T>,
+        line: &Line,
+        biases: &[T],
+        work: &mut Work<'_>,
+        to: &'s mut [f64],
+    ) -> Self {
         let (low, high) = line.differences();
         let value = |difference: isize| biases[problem.line_index(difference) as usize].to_f64();
         let known = |difference: &isize| {
@@ -185,20 +253,23 @@ impl Kernel {
             work.signal[line.kernel_index(difference)] = c / line.length as f64;
         }
         line.forward_signal(work);
-        Self { spectrum: work.spectrum.clone(), largest, norm: squares.sqrt() }
+        let spectrum = complex(to);
+        spectrum.copy_from_slice(work.spectrum);
+        Self { spectrum, largest, norm: squares.sqrt() }
     }
 }
 
 impl Line {
     /// `Σ x_j y_i` over the pairs of a key and a query, by where their difference stands in the kernel.
-    fn pairs(&self, x: &[f64], y: &[f64], work: &mut Work) -> Vec<f64> {
+    fn pairs(&self, x: &[f64], y: &[f64], work: &mut Work<'_>, spectrum: &mut [f64], to: &mut [f64]) {
         self.transform(&self.keys, x, None, work);
-        let spectrum = work.spectrum.clone();
+        let spectrum = complex(spectrum);
+        spectrum.copy_from_slice(work.spectrum);
         self.transform(&self.queries, y, None, work);
-        work.spectrum.iter_mut().zip(&spectrum).for_each(|(y, x)| *y *= x.conj());
+        self.ops.multiply_spectrum(work.spectrum, spectrum, true);
         self.inverse(work);
-        let length = self.length as f64;
-        work.signal.iter().map(|sum| sum / length).collect()
+        to.fill(0.0);
+        self.ops.add_scaled(to, 1.0 / self.length as f64, work.signal);
     }
 
     /// The least and largest `key − query` of places.
@@ -212,15 +283,15 @@ impl Line {
 }
 
 /// Keys, values and queries by columns, in doubles.
-struct Columns {
+struct Columns<'s> {
     /// `columns × count`.
-    numbers: Vec<f64>,
+    numbers: &'s mut [f64],
     count: usize,
 }
 
-impl Columns {
-    fn new(columns: usize, count: usize) -> Self {
-        Self { numbers: vec![0.0; columns * count], count }
+impl<'s> Columns<'s> {
+    fn new(columns: usize, count: usize, arena: &mut Arena<'s, f64>) -> Self {
+        Self { numbers: arena.take(columns * count), count }
     }
 
     fn column(&self, column: usize) -> &[f64] {
@@ -238,29 +309,38 @@ impl Columns {
     }
 
     /// The norm of each row.
-    fn norms(&self) -> Vec<f64> {
-        let mut squares = vec![0.0; self.count];
+    fn norms(&self, to: &'s mut [f64]) -> &'s [f64] {
+        to.fill(0.0);
         for column in self.numbers.chunks_exact(self.count.max(1)) {
-            squares.iter_mut().zip(column).for_each(|(s, x)| *s += x * x);
+            f64::ops().add_products(to, column, column);
         }
-        squares.iter().map(|s| s.sqrt()).collect()
+        to.iter_mut().for_each(|s| *s = s.sqrt());
+        to
     }
 }
 
 /// What the transforms of one key/value head start from.
-struct Keys {
+struct Keys<'s> {
     /// `φ(k)`, features × keys, 0 where ignored.
-    k: Columns,
+    k: Columns<'s>,
     /// `v⁺ = [v, 1]`, (values + 1) × keys, 0 where ignored.
-    v: Columns,
+    v: Columns<'s>,
     /// The exponent subtracted from the keys.
     exponent: f64,
-    /// `‖k̄_j‖ ‖v⁺_j‖`.
-    norms: Vec<f64>,
+    /// `‖k̄_j‖`, `‖v⁺_j‖` and their products.
+    k_norms: &'s [f64],
+    v_norms: &'s [f64],
+    norms: &'s [f64],
 }
 
-impl Keys {
-    fn new<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Self {
+impl<'s> Keys<'s> {
+    fn len<T: Real>(problem: &Problem<'_, T>, line: &Line) -> usize {
+        let (keys, dims) = (line.key_count, &problem.dims);
+        doubles(&[dims.head_dim * keys, (dims.value_dim + 1) * keys, keys, keys, keys])
+    }
+
+    /// `block` holds a block of keys or values.
+    fn new<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, block: &mut [T], arena: &mut Arena<'s, f64>) -> Self {
         let (keys, head_dim, value_dim) = (unit.sequence.keys, problem.dims.head_dim, problem.dims.value_dim);
         let mut exponent = T::ZERO;
         if problem.map == FeatureMap::Exp {
@@ -268,38 +348,45 @@ impl Keys {
             let highest = tops.fold(T::NEG_INFINITY, |a, b| a.max(b));
             exponent = if highest.is_finite() { highest } else { T::ZERO };
         }
-        let (mut k, mut v) = (Columns::new(head_dim, keys), Columns::new(value_dim + 1, keys));
-        let mut block = vec![T::ZERO; TILE * problem.head_width.max(problem.value_width)];
+        let (mut k, mut v) = (Columns::new(head_dim, keys, arena), Columns::new(value_dim + 1, keys, arena));
         for first in (0..keys).step_by(TILE) {
             let rows = (keys - first).min(TILE);
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
             let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, padding, &mut block, problem.head_width);
-            k.put(first, rows, &block, problem.head_width, head_dim);
+            problem.ops.load(problem.map, exponent, from, rows, head_dim, padding, block, problem.head_width);
+            k.put(first, rows, block, problem.head_width, head_dim);
             let (from, identity) = (unit.v.skip(first), FeatureMap::Identity);
-            problem.ops.load(identity, T::ZERO, from, rows, value_dim, padding, &mut block, problem.value_width);
-            v.put(first, rows, &block, problem.value_width, value_dim);
+            problem.ops.load(identity, T::ZERO, from, rows, value_dim, padding, block, problem.value_width);
+            v.put(first, rows, block, problem.value_width, value_dim);
         }
         for key in 0..keys {
             v.numbers[value_dim * keys + key] = if unit.ignores(key) { 0.0 } else { 1.0 };
         }
-        let norms = k.norms().iter().zip(v.norms()).map(|(k, v)| k * v).collect();
-        Self { k, v, exponent: exponent.to_f64(), norms }
+        let (k_norms, v_norms) = (k.norms(arena.take(keys)), v.norms(arena.take(keys)));
+        let norms = arena.take(keys);
+        norms.copy_from_slice(k_norms);
+        f64::ops().multiply(norms, v_norms);
+        Self { k, v, exponent: exponent.to_f64(), k_norms, v_norms, norms }
     }
 }
 
-/// Mapped queries by columns, and the exponents subtracted from them.
-fn query_columns<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize) -> (Columns, Vec<T>) {
+/// Mapped queries by columns. `block` holds a block of them.
+fn query_columns<'s, T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    head: usize,
+    block: &mut [T],
+    arena: &mut Arena<'s, f64>,
+) -> Columns<'s> {
     let (queries, head_dim) = (unit.sequence.queries, problem.dims.head_dim);
-    let mut columns = Columns::new(head_dim, queries);
-    let mut shifts = vec![T::ZERO; queries];
-    let mut block = vec![T::ZERO; TILE * problem.head_width];
+    let mut columns = Columns::new(head_dim, queries, arena);
+    let mut shifts = [T::ZERO; TILE];
     for first in (0..queries).step_by(TILE) {
         let rows = (queries - first).min(TILE);
-        problem.load_queries(problem.queries(unit, head), first, rows, &mut block, &mut shifts[first..]);
-        columns.put(first, rows, &block, problem.head_width, head_dim);
+        problem.load_queries(problem.queries(unit, head), first, rows, block, &mut shifts);
+        columns.put(first, rows, block, problem.head_width, head_dim);
     }
-    (columns, shifts)
+    columns
 }
 
 fn norm(x: &[f64]) -> f64 {
@@ -312,7 +399,7 @@ fn norm_of(x: &[f64], y: &[f64]) -> f64 {
 }
 
 /// The bound on what the transforms of a signal lose, relative to its norm.
-fn lost(line: &Line, kernel: &Kernel) -> f64 {
+fn lost(line: &Line, kernel: &Kernel<'_>) -> f64 {
     f64::EPSILON * (line.length as f64).log2() * kernel.norm
 }
 
@@ -328,110 +415,186 @@ fn clear(x: &mut f64, bound: f64) {
     }
 }
 
+/// Whether transforms may take a unit: a NaN or infinity would spread to all its rows.
+fn transforms<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> bool {
+    unit.sequence.queries > 0 && unit.sequence.keys > 0 && unit.is_finite(problem, 0, unit.sequence.keys as isize)
+}
+
+/// Doubles of working memory of one unit in the forward pass.
+fn forward_len<T: Real>(problem: &Problem<'_, T>, line: &Line) -> usize {
+    let (group, dims, queries) = (problem.dims.group(), &problem.dims, line.query_count);
+    Keys::len(problem, line)
+        + line.work_len()
+        + group * doubles(&[line.spectrum_len(), dims.head_dim * queries, queries])
+        + doubles(&[group * (dims.value_dim + 1) * queries])
+}
+
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = tiled::forward_len(problem);
     let workers = rayon::current_num_threads();
-    let mut arena = Arena::new(scratch.take(problem.shared_len() + workers * per_worker));
+    let lines = lines(problem);
+    // A transform of keys is multiplied by the kernel of each head that reads them.
+    let works = if problem.dims.group() > 1 { 2 } else { 1 };
+    let per_transform = most(&lines, |line| works * line.work_len());
+    let unit_len = most(&lines, |line| forward_len(problem, line));
+    let (numbers, doubles) =
+        scratch.take_with_doubles(problem.shared_len() + workers * per_worker, unit_len + workers * per_transform);
+    let mut arena = Arena::new(numbers);
     let shared = problem.shared(&mut arena);
-    let mut planner = RealFftPlanner::new();
+    let rest = arena.rest();
     let mut tasks = Vec::new();
     for unit in (0..problem.units()).map(|index| problem.unit(index)) {
-        let keys = unit.sequence.keys as isize;
-        if keys == 0 || unit.sequence.queries == 0 || !unit.is_finite(problem, 0, keys) {
-            for head in problem.heads(&unit) {
-                tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+        match &lines[unit.index / problem.dims.kv_heads] {
+            Some(line) if transforms(problem, &unit) => {
+                let memory = (&mut *rest, &mut *doubles, per_transform);
+                forward_unit(problem, &shared, &unit, line, memory, sink, &mut tasks);
             }
-            continue;
-        }
-        let line = Line::new(problem, &unit, &mut planner);
-        let columns = Keys::new(problem, &unit);
-        for head in problem.heads(&unit) {
-            forward_head(problem, &shared, &unit, head, &line, &columns, sink, &mut tasks);
+            _ => {
+                for head in problem.heads(&unit) {
+                    tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+                }
+            }
         }
     }
-    tiled::run(problem, &shared, &tasks, sink, (arena.rest(), per_worker));
+    tiled::run(problem, &shared, &tasks, sink, (rest, per_worker));
 }
 
-/// Computes the outputs of one head, and tells of the rows that tiles must compute.
-#[allow(clippy::too_many_arguments)]
-fn forward_head<T: Real>(
+/// Computes the outputs of one unit, and tells of the rows that tiles must compute.
+fn forward_unit<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     unit: &Unit<'_, T>,
-    head: usize,
     line: &Line,
-    keys: &Keys,
+    (block, doubles, per_transform): (&mut [T], &mut [f64], usize),
     sink: Sink<'_, T>,
     tasks: &mut Vec<Task>,
 ) {
     let (head_dim, value_dim, queries) = (problem.dims.head_dim, problem.dims.value_dim, unit.sequence.queries);
-    let kernel = Kernel::new(problem, line, shared.line(head), &mut line.work());
-    let (q, q_shifts) = query_columns(problem, unit, head);
-    let mut sums = Columns::new(value_dim + 1, queries);
-    sums.numbers.par_chunks_exact_mut(queries).enumerate().for_each_init(
-        || line.work(),
-        |work, (value, to)| {
+    let group = problem.dims.group();
+    let mut arena = Arena::new(doubles);
+    let mut work = line.work(&mut arena);
+    let keys = Keys::new(problem, unit, block, &mut arena);
+    let heads: Vec<(Kernel<'_>, Columns<'_>)> = problem
+        .heads(unit)
+        .map(|head| {
+            let kernel = Kernel::new(problem, line, shared.line(head), &mut work, arena.take(line.spectrum_len()));
+            (kernel, query_columns(problem, unit, head, block, &mut arena))
+        })
+        .collect();
+    let q_norms: Vec<&[f64]> = heads.iter().map(|(_, q)| q.norms(arena.take(queries))).collect();
+    // `[values + 1, group, queries]`
+    let sums = arena.take((value_dim + 1) * group * queries);
+    {
+        let mut places = ViewMut::strided(&mut *sums, [group * queries, queries, 0]);
+        let places = places.shared();
+        parallel(value_dim + 1, arena.rest(), per_transform, |value, memory| {
+            let mut arena = Arena::new(memory);
+            let mut work = line.work(&mut arena);
+            let mut other = (group > 1).then(|| line.work(&mut arena));
+            // SAFETY: each column of values is one task's own.
+            let sums = unsafe { places.row(value, 0, 0, group * queries) };
+            sums.fill(0.0);
             for feature in 0..head_dim {
-                line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), work);
-                work.spectrum.iter_mut().zip(&kernel.spectrum).for_each(|(x, c)| *x *= c);
-                line.inverse(work);
-                line.add(&line.queries, Some(q.column(feature)), &work.signal, to);
-            }
-        },
-    );
-
-    let q_norms = q.norms();
-    let k_norms = keys.k.norms();
-    for (value, sums) in sums.numbers.chunks_exact_mut(queries).enumerate() {
-        let bound = lost(line, &kernel) * norm_of(&k_norms, keys.v.column(value));
-        sums.iter_mut().zip(&q_norms).for_each(|(sum, q)| clear(sum, bound * q));
-    }
-    let bound = lost(line, &kernel) * norm(&keys.norms) / allowed::<T>(line);
-    let denominators = sums.column(value_dim);
-    for first in (0..queries).step_by(TILE) {
-        let rows = first..(first + TILE).min(queries);
-        let sees = |row: usize| problem.end(unit, row) > unit.begin();
-        // What fails goes by tiles in runs of rows, and its neighbours do not know of it: a NaN fails nothing.
-        let fails = |row: &usize| sees(*row) && bound * q_norms[*row] > denominators[*row].abs();
-        let mut row = rows.start;
-        while row < rows.end {
-            let run = (row..rows.end).take_while(&fails).count();
-            if run > 0 {
-                tiled::push_strips(tasks, unit.index, head, row..row + run);
-            }
-            row += run.max(1);
-        }
-        for row in rows.filter(|row| !fails(row)) {
-            let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
-            // SAFETY: each (batch, head, token) is written once, here or by the tiles of a failing block.
-            let out = unsafe { sink.out.row(batch, head, token, value_dim) };
-            let level = shared.level(unit, head, row).to_f64();
-            let exponent = kernel.largest + keys.exponent;
-            let mut denominator = T::from_f64(denominators[row] * (exponent - level).exp());
-            let mut factor = 1.0 / denominators[row];
-            if !problem.toeplitz.normalize {
-                (factor, denominator) = ((exponent + q_shifts[row].to_f64()).exp(), T::ONE);
-            }
-            if !sees(row) || denominator.vanishes() {
-                out.fill(T::ZERO);
-                denominator = if problem.toeplitz.normalize { T::ZERO } else { T::ONE };
-            } else {
-                for (value, out) in out.iter_mut().enumerate() {
-                    *out = T::from_f64(sums.column(value)[row] * factor);
+                line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), &mut work);
+                for ((kernel, q), to) in heads.iter().zip(sums.chunks_exact_mut(queries)) {
+                    let work = match &mut other {
+                        None => &mut work,
+                        Some(other) => {
+                            other.spectrum.copy_from_slice(work.spectrum);
+                            other
+                        }
+                    };
+                    line.convolve(kernel, false, work);
+                    line.add(&line.queries, Some(q.column(feature)), work.signal, to);
                 }
             }
-            if let Some(places) = sink.denominators {
-                // SAFETY: as above.
-                unsafe { places.row(batch, head, token, 1)[0] = denominator };
+        });
+    }
+    for (n, (head, (kernel, _))) in problem.heads(unit).zip(&heads).enumerate() {
+        let lost = lost(line, kernel);
+        for (value, sums) in sums.chunks_exact_mut(group * queries).enumerate() {
+            let bound = lost * norm_of(keys.k_norms, keys.v.column(value));
+            let sums = &mut sums[n * queries..][..queries];
+            sums.iter_mut().zip(q_norms[n]).for_each(|(sum, q)| clear(sum, bound * q));
+        }
+        let column = |value: usize| &sums[(value * group + n) * queries..][..queries];
+        let bound = lost * norm(keys.norms) / allowed::<T>(line);
+        let whole = HeadRows { problem, shared, unit, head, q_norms: q_norms[n], bound, sink };
+        whole.write(kernel.largest + keys.exponent, column(value_dim), column, tasks);
+    }
+}
+
+/// What the rows of one head are certified and written by.
+struct HeadRows<'x, 'a, T: 'static> {
+    problem: &'x Problem<'a, T>,
+    shared: &'x Shared<'x, T>,
+    unit: &'x Unit<'a, T>,
+    head: usize,
+    q_norms: &'x [f64],
+    /// What transforms may have lost of a denominator, over `‖q̄‖` and over what it may lose.
+    bound: f64,
+    sink: Sink<'x, T>,
+}
+
+impl<T: Real> HeadRows<'_, '_, T> {
+    /// Writes the rows that keep their digits; adds the others to `tasks`.
+    fn write<'c>(
+        &self,
+        exponent: f64,
+        denominators: &[f64],
+        column: impl Fn(usize) -> &'c [f64],
+        tasks: &mut Vec<Task>,
+    ) {
+        let Self { problem, shared, unit, head, sink, .. } = *self;
+        let queries = unit.sequence.queries;
+        let sees = |row: usize| problem.end(unit, row) > unit.begin();
+        for first in (0..queries).step_by(TILE) {
+            let rows = first..(first + TILE).min(queries);
+            // What fails goes by tiles in runs of rows, and its neighbours do not know of it: a NaN fails nothing.
+            let fails = |row: &usize| sees(*row) && self.bound * self.q_norms[*row] > denominators[*row].abs();
+            let mut row = rows.start;
+            while row < rows.end {
+                let run = (row..rows.end).take_while(&fails).count();
+                if run > 0 {
+                    tiled::push_strips(tasks, unit.index, head, row..row + run);
+                }
+                row += run.max(1);
+            }
+            // A row's own exponent, which cancels but without normalisation.
+            let mut q_shift = [T::ZERO; TILE];
+            if problem.map == FeatureMap::Exp && !problem.toeplitz.normalize {
+                problem.query_shifts(problem.queries(unit, head), first, &mut q_shift[..rows.len()]);
+            }
+            for row in rows.filter(|row| !fails(row)) {
+                let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
+                // SAFETY: each (batch, head, token) is written once, here or by the tiles of a failing block.
+                let out = unsafe { sink.out.row(batch, head, token, problem.dims.value_dim) };
+                let level = shared.level(unit, head, row).to_f64();
+                let mut denominator = T::from_f64(denominators[row] * (exponent - level).exp());
+                let mut factor = 1.0 / denominators[row];
+                if !problem.toeplitz.normalize {
+                    (factor, denominator) = ((exponent + q_shift[row - first].to_f64()).exp(), T::ONE);
+                }
+                if !sees(row) || denominator.vanishes() {
+                    out.fill(T::ZERO);
+                    denominator = if problem.toeplitz.normalize { T::ZERO } else { T::ONE };
+                } else {
+                    for (value, out) in out.iter_mut().enumerate() {
+                        *out = T::from_f64(column(value)[row] * factor);
+                    }
+                }
+                if let Some(places) = sink.denominators {
+                    // SAFETY: as above.
+                    unsafe { places.row(batch, head, token, 1)[0] = denominator };
+                }
             }
         }
     }
 }
 
-/// Computes every gradient of a call. Blocks of queries in which a certificate fails go by tiles; keys, values and biases
-/// of a key/value head do so altogether if any row, key or distance fails, because what such a row adds to the gradients
-/// of keys would drown in those of others.
+/// Computes every gradient of a call. Blocks of queries, blocks of keys and distances in which a certificate fails go by
+/// tiles; those of an image's keys and distances do so altogether if any fails.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -439,26 +602,33 @@ pub(super) fn backward<T: Real>(
     d_bias: &mut [T],
     scratch: &mut Scratch<T>,
 ) {
-    tiled::backward_with(problem, cotangent, sink, d_bias, StateGradients::NONE, scratch, |shared, d_lines| {
-        let mut planner = RealFftPlanner::new();
+    let lines = lines(problem);
+    let unit_len = most(&lines, |line| Whole::memory(problem, line));
+    let per_transform = most(&lines, |line| 2 * line.work_len());
+    let doubles_len = unit_len + rayon::current_num_threads() * per_transform;
+    let others = |shared: &Shared<'_, T>, d_lines: &mut [T], block: &mut [T], doubles: &mut [f64]| {
         let (mut tasks, mut units) = (Vec::new(), Vec::new());
         for unit in (0..problem.units()).map(|index| problem.unit(index)) {
-            let keys = unit.sequence.keys as isize;
-            if keys == 0 || unit.sequence.queries == 0 || !unit.is_finite(problem, 0, keys) {
+            let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
+            let Some(line) = line else {
                 for head in problem.heads(&unit) {
                     tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
                 }
-                units.push(unit.index);
+                units.push(KeyUnit::whole(unit.index));
                 continue;
-            }
-            let lines = super::gradient::unit_lines(problem, d_lines, unit.index);
-            let whole = Whole { problem, shared, cotangent, unit, line: Line::new(problem, &unit, &mut planner), sink };
-            if !whole.backward(&mut tasks, lines) {
-                units.push(unit.index);
+            };
+            let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
+            let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform };
+            let index = unit.index;
+            match whole.backward(&mut tasks, d_lines, block, doubles) {
+                None => units.push(KeyUnit::whole(index)),
+                Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
+                Some(_) => {}
             }
         }
         (tasks, units)
-    });
+    };
+    tiled::backward_with(problem, cotangent, sink, d_bias, StateGradients::NONE, scratch, doubles_len, others);
 }
 
 /// One unit of the backward pass.
@@ -467,169 +637,243 @@ struct Whole<'x, 'a, T: 'static> {
     shared: &'x Shared<'x, T>,
     cotangent: &'x Cotangent<'x, T>,
     unit: Unit<'a, T>,
-    line: Line,
+    line: &'x Line,
     sink: GradientSink<'x, T>,
+    /// Doubles of working memory of a task of transforms.
+    per_transform: usize,
 }
 
 /// What one query head brings into the gradients of its unit.
-struct HeadColumns {
-    kernel: Kernel,
-    q: Columns,
+struct HeadColumns<'s> {
+    kernel: Kernel<'s>,
+    q: Columns<'s>,
     /// `dN⁺_i` relative to the kernel's largest factor, (values + 1) × queries.
-    d: Columns,
-    q_norms: Vec<f64>,
-    d_norms: Vec<f64>,
+    d: Columns<'s>,
+    /// `‖q̄_i‖`, `‖dN⁺_i‖` and their products.
+    q_norms: &'s [f64],
+    d_norms: &'s [f64],
+    norms: &'s [f64],
 }
 
-impl HeadColumns {
-    /// `‖q̄_i‖ ‖dN⁺_i‖`.
-    fn norms(&self) -> Vec<f64> {
-        self.q_norms.iter().zip(&self.d_norms).map(|(q, d)| q * d).collect()
+/// Working memory for sums that are taken once a head.
+struct Sums<'s> {
+    keys: &'s mut [f64],
+    queries: &'s mut [f64],
+    spectrum: &'s mut [f64],
+    pairs: [&'s mut [f64]; 2],
+}
+
+impl<'x, T: Real> Whole<'x, '_, T> {
+    /// Doubles that one unit takes, beside those of tasks.
+    fn memory(problem: &Problem<'_, T>, line: &Line) -> usize {
+        let (dims, keys, queries) = (&problem.dims, line.key_count, line.query_count);
+        let head = [line.spectrum_len(), dims.head_dim * queries, (dims.value_dim + 1) * queries];
+        let head = doubles(&head) + 3 * doubles(&[queries]);
+        Keys::len(problem, line)
+            + dims.group() * head
+            + doubles(&[dims.head_dim * keys, dims.value_dim * keys, dims.head_dim * queries])
+            + doubles(&[keys, queries, line.spectrum_len(), line.length, line.length])
+            + (GROUPS + 1) * doubles(&[line.spectrum_len()])
+            + line.work_len()
     }
-}
 
-impl<T: Real> Whole<'_, '_, T> {
-    /// Computes the gradients of queries, but for those that it adds to `tasks`, and, unless it says false, of keys,
-    /// values and biases.
-    fn backward(&self, tasks: &mut Vec<Task>, lines: &mut [T]) -> bool {
+    /// Computes the gradients of queries, but for those that it adds to `tasks`, and, unless it gives `None`, of keys,
+    /// values and biases but for those that it gives.
+    fn backward(&self, tasks: &mut Vec<Task>, lines: &mut [T], block: &mut [T], memory: &mut [f64]) -> Option<Left> {
         let Self { problem, unit, line, .. } = self;
-        let keys = Keys::new(problem, unit);
-        let mut work = line.work();
-        let heads: Vec<HeadColumns> = problem
+        let (dims, key_count, queries) = (&problem.dims, line.key_count, line.query_count);
+        let mut arena = Arena::new(memory);
+        let keys = Keys::new(problem, unit, block, &mut arena);
+        let mut work = line.work(&mut arena);
+        let heads: Vec<HeadColumns<'_>> = problem
             .heads(unit)
             .map(|head| {
-                let kernel = Kernel::new(problem, line, self.shared.line(head), &mut work);
-                let (q, q_shifts) = query_columns(problem, unit, head);
-                let d = self.cotangent_columns(head, &kernel, &keys, &q_shifts);
-                HeadColumns { kernel, q_norms: q.norms(), d_norms: d.norms(), q, d }
+                let spectrum = arena.take(line.spectrum_len());
+                let kernel = Kernel::new(problem, line, self.shared.line(head), &mut work, spectrum);
+                let q = query_columns(problem, unit, head, block, &mut arena);
+                let mut d = Columns::new(dims.value_dim + 1, queries, &mut arena);
+                self.cotangent_columns(head, &kernel, &keys, block, &mut d);
+                let (q_norms, d_norms) = (q.norms(arena.take(queries)), d.norms(arena.take(queries)));
+                let norms = arena.take(queries);
+                norms.copy_from_slice(q_norms);
+                line.ops.multiply(norms, d_norms);
+                HeadColumns { kernel, q, d, q_norms, d_norms, norms }
             })
             .collect();
-        let certified = heads.iter().all(|columns| self.certified(&keys, columns, &mut work));
-        let mut dk = Columns::new(problem.dims.head_dim, unit.sequence.keys);
+        let mut sums = Sums {
+            keys: arena.take(key_count),
+            queries: arena.take(queries),
+            spectrum: arena.take(line.spectrum_len()),
+            pairs: [arena.take(line.length), arena.take(line.length)],
+        };
+        let mut failing = vec![false; key_count];
+        let distances: Option<Vec<Vec<bool>>> =
+            heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
+        let left = distances.map(|distances| Left::new(&failing, &distances));
+        // What is left of an image would be scattered over its tiles.
+        let left = left.filter(|left| !problem.is_grid() || !left.any());
+        let certified = left.is_some();
+        let mut dk = Columns::new(dims.head_dim, key_count, &mut arena);
+        let mut dv = Columns::new(dims.value_dim, key_count, &mut arena);
+        let mut dq = Columns::new(dims.head_dim, queries, &mut arena);
+        let spectra = arena.take(GROUPS * line.spectrum_len());
+        let rest = arena.rest();
+        dk.numbers.fill(0.0);
         for (n, (head, columns)) in problem.heads(unit).zip(&heads).enumerate() {
-            let (dq, spectrum) = self.features(&keys, columns, certified.then_some(&mut dk));
-            self.write_queries(head, &keys, columns, dq, tasks, &mut work);
-            if let Some(spectrum) = spectrum {
+            self.features(&keys, columns, &mut dq, certified.then_some((&mut dk, &mut *spectra)), rest);
+            self.write_queries(head, &keys, columns, &mut dq, (tasks, block), &mut sums, &mut work);
+            if let Some(left) = &left {
                 let d_line = &mut lines[n * super::gradient::line_len(problem)..][..problem.line_width()];
-                self.biases(head, &keys, columns, spectrum, d_line, &mut work);
+                self.biases((n, head), &keys, columns, spectra, left, d_line, &mut work);
             }
         }
         if certified {
-            let dv = self.values(&keys, &heads);
-            self.write_keys(&keys, &heads, dk, dv);
+            self.values(&keys, &heads, &mut dv, rest);
+            self.write_keys(&keys, &heads, &mut dk, &mut dv, block);
         }
-        certified
+        left
     }
 
-    /// Whether every row, key and distance of a head keeps its digits in the gradients of keys, values and biases: what
-    /// transforms may lose is compared with sums of norms, themselves correlated by transforms.
-    fn certified(&self, keys: &Keys, columns: &HeadColumns, work: &mut Work) -> bool {
+    /// Marks the keys of a head that lose digits in their gradients, and gives marks for the distances that do, by index
+    /// of the head's line: what transforms may lose is compared with sums of norms, themselves correlated by transforms.
+    /// `None` if there are numbers that are not finite.
+    fn certify(
+        &self,
+        keys: &Keys<'_>,
+        columns: &HeadColumns<'_>,
+        failing: &mut [bool],
+        sums: &mut Sums<'_>,
+        work: &mut Work<'_>,
+    ) -> Option<Vec<bool>> {
         let Self { problem, unit, line, .. } = self;
-        let numbers = columns.q.numbers.iter().chain(&columns.d.numbers);
-        if !numbers.clone().all(|x| x.is_finite()) {
-            return false;
+        if !columns.q.numbers.iter().chain(&*columns.d.numbers).all(|x| x.is_finite()) {
+            return None;
         }
         let (lost, allowed) = (lost(line, &columns.kernel), allowed::<T>(line));
-        let row_norms = columns.norms();
-        let mut scales = vec![0.0; unit.sequence.keys];
-        line.transform(&line.queries, &row_norms, None, work);
-        work.spectrum.iter_mut().zip(&columns.kernel.spectrum).for_each(|(x, c)| *x *= c.conj());
-        line.inverse(work);
-        line.add(&line.keys, None, &work.signal, &mut scales);
+        line.transform(&line.queries, columns.norms, None, work);
+        line.convolve(&columns.kernel, true, work);
+        sums.keys.fill(0.0);
+        line.add(&line.keys, None, work.signal, sums.keys);
         let seen = problem.end(unit, unit.sequence.queries - 1);
-        let bound = lost * norm(&row_norms);
-        let keys_pass = scales.iter().enumerate().all(|(key, &scale)| {
-            key as isize >= seen || unit.ignores(key) || keys.norms[key] == 0.0 || bound <= allowed * scale.abs()
-        });
-        if !keys_pass {
-            return false;
+        let bound = lost * norm(columns.norms);
+        for (key, (failing, &scale)) in failing.iter_mut().zip(&*sums.keys).enumerate() {
+            let counts = (key as isize) < seen && !unit.ignores(key) && keys.norms[key] != 0.0;
+            // A scale that is NaN passes nothing.
+            let passes = bound <= allowed * scale.abs();
+            *failing |= counts && !passes;
         }
         // Distances: how many pairs have one at all is a whole number, which no transform loses.
-        let sign = |x: &[f64]| -> Vec<f64> { x.iter().map(|&x| if x > 0.0 { 1.0 } else { 0.0 }).collect() };
-        let pairs = line.pairs(&sign(&keys.norms), &sign(&row_norms), work);
-        let scales = line.pairs(&keys.norms, &row_norms, work);
-        let bound = f64::EPSILON * (line.length as f64).log2() * norm(&keys.norms) * norm(&row_norms);
-        pairs.iter().zip(&scales).all(|(pairs, scale)| pairs.round() == 0.0 || bound <= allowed * scale)
+        let sign = |x: &[f64], to: &mut [f64]| {
+            to.iter_mut().zip(x).for_each(|(to, &x)| *to = if x > 0.0 { 1.0 } else { 0.0 });
+        };
+        sign(keys.norms, sums.keys);
+        sign(columns.norms, sums.queries);
+        let [pairs, scales] = &mut sums.pairs;
+        line.pairs(sums.keys, sums.queries, work, sums.spectrum, pairs);
+        line.pairs(keys.norms, columns.norms, work, sums.spectrum, scales);
+        let bound = f64::EPSILON * (line.length as f64).log2() * norm(keys.norms) * norm(columns.norms);
+        let mut marks = vec![false; problem.line_width()];
+        let (low, high) = line.differences();
+        for difference in low..=high {
+            let at = line.kernel_index(difference);
+            let index = usize::try_from(problem.line_index(difference)).ok();
+            let index = index.filter(|&index| problem.line_difference(index).is_some());
+            if let Some(mark) = index.and_then(|index| marks.get_mut(index)) {
+                let passes = bound <= allowed * scales[at];
+                *mark = pairs[at].round() != 0.0 && !passes;
+            }
+        }
+        Some(marks)
     }
 
-    /// Gradients of mapped queries; with `dk` those of mapped keys too, and the spectrum of those of the biases.
+    /// Gradients of mapped queries; with `more` those of mapped keys too, which are added, and the spectrum of those of
+    /// the biases, which comes first of [`GROUPS`].
     fn features(
         &self,
-        keys: &Keys,
-        columns: &HeadColumns,
-        dk: Option<&mut Columns>,
-    ) -> (Columns, Option<Vec<Complex<f64>>>) {
-        let line = &self.line;
+        keys: &Keys<'_>,
+        columns: &HeadColumns<'_>,
+        dq: &mut Columns<'_>,
+        more: Option<(&mut Columns<'_>, &mut [f64])>,
+        memory: &mut [f64],
+    ) {
+        let line = self.line;
         let HeadColumns { kernel, q, d, .. } = columns;
-        let (key_count, query_count) = (line.key_count, line.query_count);
+        let (key_count, query_count, spectrum_len) = (line.key_count, line.query_count, line.spectrum_len());
         let (head_dim, value_dim) = (self.problem.dims.head_dim, self.problem.dims.value_dim);
         let width = head_dim.div_ceil(GROUPS).max(1);
-        let mut dq = Columns::new(head_dim, query_count);
-        let with_keys = dk.is_some();
-        let mut unwanted = Vec::new();
-        let dk = match dk {
-            Some(dk) => &mut dk.numbers,
-            None => {
-                unwanted.resize(head_dim * key_count, 0.0);
-                &mut unwanted
-            }
-        };
-        let spectra: Vec<Vec<Complex<f64>>> = dq
-            .numbers
-            .par_chunks_mut(width * query_count)
-            .zip(dk.par_chunks_mut(width * key_count))
-            .enumerate()
-            .map(|(group, (dq, dk))| {
-                let (mut work, mut other) = (line.work(), line.work());
-                let mut bias = vec![Complex::default(); line.length / 2 + 1];
-                let pairs = dq.chunks_exact_mut(query_count).zip(dk.chunks_exact_mut(key_count));
-                for (feature, (dq, dk)) in pairs.enumerate() {
-                    let feature = group * width + feature;
+        let groups = head_dim.div_ceil(width);
+        let mut dq = ViewMut::strided(&mut *dq.numbers, [query_count, 0, 0]);
+        let dq = dq.shared();
+        let mut more = more.map(|(dk, spectra)| {
+            (ViewMut::strided(&mut *dk.numbers, [key_count, 0, 0]), ViewMut::strided(spectra, [spectrum_len, 0, 0]))
+        });
+        {
+            let more = more.as_mut().map(|(dk, spectra)| (dk.shared(), spectra.shared()));
+            parallel(groups, memory, self.per_transform, |group, memory| {
+                let mut arena = Arena::new(memory);
+                let (mut work, mut other) = (line.work(&mut arena), line.work(&mut arena));
+                // SAFETY: each group has a spectrum of its own.
+                let mut bias =
+                    more.as_ref().map(|(_, spectra)| complex(unsafe { spectra.row(group, 0, 0, spectrum_len) }));
+                if let Some(bias) = &mut bias {
+                    bias.fill(Complex::default());
+                }
+                for feature in group * width..((group + 1) * width).min(head_dim) {
+                    // SAFETY: each feature is one group's own.
+                    let dq = unsafe { dq.row(feature, 0, 0, query_count) };
+                    // SAFETY: as above.
+                    let mut dk = more.as_ref().map(|(dk, _)| unsafe { dk.row(feature, 0, 0, key_count) });
+                    dq.fill(0.0);
                     for value in 0..=value_dim {
                         line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), &mut work);
-                        if with_keys {
+                        if let (Some(dk), Some(bias)) = (&mut dk, &mut bias) {
                             line.transform(&line.queries, q.column(feature), Some(d.column(value)), &mut other);
-                            for ((to, x), f) in bias.iter_mut().zip(&work.spectrum).zip(&other.spectrum) {
-                                *to += x.conj() * f;
-                            }
-                            other.spectrum.iter_mut().zip(&kernel.spectrum).for_each(|(x, c)| *x *= c.conj());
-                            line.inverse(&mut other);
-                            line.add(&line.keys, Some(keys.v.column(value)), &other.signal, dk);
+                            line.ops.add_conjugate_products(bias, work.spectrum, other.spectrum);
+                            line.convolve(kernel, true, &mut other);
+                            line.add(&line.keys, Some(keys.v.column(value)), other.signal, dk);
                         }
-                        work.spectrum.iter_mut().zip(&kernel.spectrum).for_each(|(x, c)| *x *= c);
-                        line.inverse(&mut work);
-                        line.add(&line.queries, Some(d.column(value)), &work.signal, dq);
+                        line.convolve(kernel, false, &mut work);
+                        line.add(&line.queries, Some(d.column(value)), work.signal, dq);
                     }
                 }
-                bias
-            })
-            .collect();
-        let mut sum = vec![Complex::default(); line.length / 2 + 1];
-        for spectrum in &spectra {
-            sum.iter_mut().zip(spectrum).for_each(|(to, x)| *to += x);
+            });
         }
-        (dq, with_keys.then_some(sum))
+        if let Some((_, spectra)) = &mut more {
+            let spectra = spectra.shared();
+            for group in 1..groups {
+                // SAFETY: two rows of one thread's.
+                let (to, from) =
+                    unsafe { (spectra.row(0, 0, 0, spectrum_len), spectra.row(group, 0, 0, spectrum_len)) };
+                line.ops.add_scaled(to, 1.0, from);
+            }
+        }
     }
 
-    /// The gradients of a head's biases from their spectrum.
+    /// The gradients of the biases of the `n`-th head from their spectrum.
+    #[allow(clippy::too_many_arguments)]
     fn biases(
         &self,
-        head: usize,
-        keys: &Keys,
-        columns: &HeadColumns,
-        spectrum: Vec<Complex<f64>>,
+        (n, head): (usize, usize),
+        keys: &Keys<'_>,
+        columns: &HeadColumns<'_>,
+        spectrum: &mut [f64],
+        left: &Left,
         d_line: &mut [T],
-        work: &mut Work,
+        work: &mut Work<'_>,
     ) {
         let Self { problem, line, .. } = self;
-        work.spectrum = spectrum;
+        if problem.dims.head_dim == 0 {
+            return;
+        }
+        work.spectrum.copy_from_slice(complex(&mut spectrum[..line.spectrum_len()]));
         line.inverse(work);
         let (low, high) = line.differences();
         let length = line.length as f64;
-        let bound = f64::EPSILON * length.log2() * norm(&keys.norms) * norm(&columns.norms());
+        let bound = f64::EPSILON * length.log2() * norm(keys.norms) * norm(columns.norms);
         for difference in low..=high {
             let index = problem.line_index(difference);
-            if let Some(to) = usize::try_from(index).ok().and_then(|index| d_line.get_mut(index)) {
+            let place = usize::try_from(index).ok().filter(|&index| !left.distance(n, index));
+            if let Some(to) = place.and_then(|index| d_line.get_mut(index)) {
                 let mut sum = work.signal[line.kernel_index(difference)] / length;
                 clear(&mut sum, bound);
                 let c = (self.shared.line(head)[index as usize].to_f64() - columns.kernel.largest).exp();
@@ -639,38 +883,43 @@ impl<T: Real> Whole<'_, '_, T> {
     }
 
     /// The gradients of values.
-    fn values(&self, keys: &Keys, heads: &[HeadColumns]) -> Columns {
-        let line = &self.line;
-        let mut dv = Columns::new(self.problem.dims.value_dim, line.key_count);
-        dv.numbers.par_chunks_exact_mut(line.key_count).enumerate().for_each_init(
-            || line.work(),
-            |work, (value, to)| {
-                for columns in heads {
-                    for feature in 0..self.problem.dims.head_dim {
-                        let (q, d) = (columns.q.column(feature), columns.d.column(value));
-                        line.transform(&line.queries, q, Some(d), work);
-                        work.spectrum.iter_mut().zip(&columns.kernel.spectrum).for_each(|(x, c)| *x *= c.conj());
-                        line.inverse(work);
-                        line.add(&line.keys, Some(keys.k.column(feature)), &work.signal, to);
-                    }
+    fn values(&self, keys: &Keys<'_>, heads: &[HeadColumns<'_>], dv: &mut Columns<'_>, memory: &mut [f64]) {
+        let line = self.line;
+        let mut places = ViewMut::strided(&mut *dv.numbers, [line.key_count, 0, 0]);
+        let places = places.shared();
+        parallel(self.problem.dims.value_dim, memory, self.per_transform, |value, memory| {
+            let mut work = line.work(&mut Arena::new(memory));
+            // SAFETY: each column is one task's own.
+            let to = unsafe { places.row(value, 0, 0, line.key_count) };
+            to.fill(0.0);
+            for columns in heads {
+                for feature in 0..self.problem.dims.head_dim {
+                    let (q, d) = (columns.q.column(feature), columns.d.column(value));
+                    line.transform(&line.queries, q, Some(d), &mut work);
+                    line.convolve(&columns.kernel, true, &mut work);
+                    line.add(&line.keys, Some(keys.k.column(feature)), work.signal, to);
                 }
-            },
-        );
-        dv
+            }
+        });
     }
 
     /// `dN⁺` of every row of a head, relative to the kernel's largest factor and the keys' exponent.
-    fn cotangent_columns(&self, head: usize, kernel: &Kernel, keys: &Keys, q_shifts: &[T]) -> Columns {
+    fn cotangent_columns(
+        &self,
+        head: usize,
+        kernel: &Kernel<'_>,
+        keys: &Keys<'_>,
+        block: &mut [T],
+        columns: &mut Columns<'_>,
+    ) {
         let Self { problem, shared, unit, .. } = self;
         let (queries, value_dim) = (unit.sequence.queries, problem.dims.value_dim);
-        let mut columns = Columns::new(value_dim + 1, queries);
-        let mut block = vec![T::ZERO; TILE * problem.value_width];
-        let mut c = [T::ZERO; TILE];
+        let (mut c, mut shifts) = ([T::ZERO; TILE], [T::ZERO; TILE]);
         for first in (0..queries).step_by(TILE) {
             let rows = first..(first + TILE).min(queries);
-            let shifts = &q_shifts[rows.clone()];
-            load_cotangent(problem, shared, self.cotangent, unit, head, rows.clone(), shifts, &mut block, &mut c);
-            columns.put(first, rows.len(), &block, problem.value_width, value_dim);
+            problem.query_shifts(problem.queries(unit, head), first, &mut shifts[..rows.len()]);
+            load_cotangent(problem, shared, self.cotangent, unit, head, rows.clone(), &shifts, block, &mut c);
+            columns.put(first, rows.len(), block, problem.value_width, value_dim);
             for row in rows {
                 columns.numbers[value_dim * queries + row] = c[row - first].to_f64();
                 let level = shared.level(unit, head, row).to_f64();
@@ -682,37 +931,37 @@ impl<T: Real> Whole<'_, '_, T> {
                 }
             }
         }
-        columns
     }
 
     /// Writes the gradients of one head's queries from those of their features, or leaves them to tiles. Whether it
     /// does depends on keys and values and on the rows of a block alone.
+    #[allow(clippy::too_many_arguments)]
     fn write_queries(
         &self,
         head: usize,
-        keys: &Keys,
-        columns: &HeadColumns,
-        mut dq: Columns,
-        tasks: &mut Vec<Task>,
-        work: &mut Work,
+        keys: &Keys<'_>,
+        columns: &HeadColumns<'_>,
+        dq: &mut Columns<'_>,
+        (tasks, blocks): (&mut Vec<Task>, &mut [T]),
+        sums: &mut Sums<'_>,
+        work: &mut Work<'_>,
     ) {
         let Self { problem, unit, line, .. } = self;
         let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
         let lost = lost(line, &columns.kernel);
-        let v_norms = keys.v.norms();
         for (feature, dq) in dq.numbers.chunks_exact_mut(line.query_count).enumerate() {
-            let bound = lost * norm_of(keys.k.column(feature), &v_norms);
-            dq.iter_mut().zip(&columns.d_norms).for_each(|(x, d)| clear(x, bound * d));
+            let bound = lost * norm_of(keys.k.column(feature), keys.v_norms);
+            dq.iter_mut().zip(columns.d_norms).for_each(|(x, d)| clear(x, bound * d));
         }
-        let mut scales = vec![0.0; line.query_count];
-        line.transform(&line.keys, &keys.norms, None, work);
-        work.spectrum.iter_mut().zip(&columns.kernel.spectrum).for_each(|(x, c)| *x *= c);
-        line.inverse(work);
-        line.add(&line.queries, None, &work.signal, &mut scales);
-        let bound = lost * norm(&keys.norms) / allowed::<T>(line);
+        let scales = &mut *sums.queries;
+        scales.fill(0.0);
+        line.transform(&line.keys, keys.norms, None, work);
+        line.convolve(&columns.kernel, false, work);
+        line.add(&line.queries, None, work.signal, scales);
+        let bound = lost * norm(keys.norms) / allowed::<T>(line);
         let sees = |row: usize| problem.end(unit, row) > unit.begin();
 
-        let (mut phi, mut block) = (vec![T::ZERO; TILE * width], vec![T::ZERO; TILE * width]);
+        let (phi, block) = blocks.split_at_mut(TILE * width);
         let mut shifts = [T::ZERO; TILE];
         let queries = problem.queries(unit, head);
         for first in (0..dq.count).step_by(TILE) {
@@ -721,9 +970,9 @@ impl<T: Real> Whole<'_, '_, T> {
                 tiled::push_strips(tasks, unit.index, head, first..first + rows);
                 continue;
             }
-            problem.load_queries(queries, first, rows, &mut phi, &mut shifts);
-            dq.take(first, rows, &mut block, width);
-            problem.ops.pull_back(problem.map, queries.skip(first), &phi, &mut block, rows, head_dim, width);
+            problem.load_queries(queries, first, rows, phi, &mut shifts);
+            dq.take(first, rows, block, width);
+            problem.ops.pull_back(problem.map, queries.skip(first), phi, block, rows, head_dim, width);
             for row in 0..rows {
                 let token = unit.sequence.query_start + first + row;
                 // SAFETY: each (batch, head, token) belongs to one unit.
@@ -738,36 +987,42 @@ impl<T: Real> Whole<'_, '_, T> {
     }
 
     /// Writes the gradients of the unit's keys and values.
-    fn write_keys(&self, keys: &Keys, heads: &[HeadColumns], mut dk: Columns, mut dv: Columns) {
+    fn write_keys(
+        &self,
+        keys: &Keys<'_>,
+        heads: &[HeadColumns<'_>],
+        dk: &mut Columns<'_>,
+        dv: &mut Columns<'_>,
+        blocks: &mut [T],
+    ) {
         let Self { problem, unit, line, .. } = self;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let head_dim = problem.dims.head_dim;
-        let (k_norms, v_norms) = (keys.k.norms(), keys.v.norms());
         for (feature, dk) in dk.numbers.chunks_exact_mut(line.key_count).enumerate() {
-            let bound = |columns: &HeadColumns| {
-                lost(line, &columns.kernel) * norm_of(columns.q.column(feature), &columns.d_norms)
+            let bound = |columns: &HeadColumns<'_>| {
+                lost(line, &columns.kernel) * norm_of(columns.q.column(feature), columns.d_norms)
             };
             let bound: f64 = heads.iter().map(bound).sum();
-            dk.iter_mut().zip(&v_norms).for_each(|(x, v)| clear(x, bound * v));
+            dk.iter_mut().zip(keys.v_norms).for_each(|(x, v)| clear(x, bound * v));
         }
         for (value, dv) in dv.numbers.chunks_exact_mut(line.key_count).enumerate() {
-            let bound = |columns: &HeadColumns| {
-                lost(line, &columns.kernel) * norm_of(columns.d.column(value), &columns.q_norms)
+            let bound = |columns: &HeadColumns<'_>| {
+                lost(line, &columns.kernel) * norm_of(columns.d.column(value), columns.q_norms)
             };
             let bound: f64 = heads.iter().map(bound).sum();
-            dv.iter_mut().zip(&k_norms).for_each(|(x, k)| clear(x, bound * k));
+            dv.iter_mut().zip(keys.k_norms).for_each(|(x, k)| clear(x, bound * k));
         }
         let exponent = T::from_f64(keys.exponent);
-        let (mut phi, mut d_k) = (vec![T::ZERO; TILE * head_width], vec![T::ZERO; TILE * head_width]);
-        let mut d_v = vec![T::ZERO; TILE * value_width];
+        let (phi, rest) = blocks.split_at_mut(TILE * head_width);
+        let (d_k, d_v) = rest.split_at_mut(TILE * head_width);
         let seen = problem.end(unit, unit.sequence.queries - 1);
         for first in (0..dk.count).step_by(TILE) {
             let rows = (dk.count - first).min(TILE);
             let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, None, &mut phi, head_width);
-            dk.take(first, rows, &mut d_k, head_width);
-            dv.take(first, rows, &mut d_v, value_width);
-            problem.ops.pull_back(problem.map, from, &phi, &mut d_k, rows, head_dim, head_width);
+            problem.ops.load(problem.map, exponent, from, rows, head_dim, None, phi, head_width);
+            dk.take(first, rows, d_k, head_width);
+            dv.take(first, rows, d_v, value_width);
+            problem.ops.pull_back(problem.map, from, phi, d_k, rows, head_dim, head_width);
             for row in 0..rows {
                 let key = first + row;
                 let there = (key as isize) < seen && !unit.ignores(key);
@@ -781,7 +1036,7 @@ impl<T: Real> Whole<'_, '_, T> {
     }
 }
 
-impl Columns {
+impl Columns<'_> {
     /// Takes the rows from `first` on into a block whose rows are filled up with 0.
     fn take<T: Real>(&self, first: usize, rows: usize, block: &mut [T], row_length: usize) {
         block[..rows * row_length].fill(T::ZERO);

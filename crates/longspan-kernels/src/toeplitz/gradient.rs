@@ -100,9 +100,86 @@ pub(super) struct KeyPass<'x, 'a, T: 'static> {
     pub states: StateGradients<'x, T>,
 }
 
+/// A unit of the pass, and what of it is wanted if not all.
+pub(super) struct KeyUnit {
+    pub index: usize,
+    pub left: Option<Left>,
+}
+
+impl KeyUnit {
+    /// All of a unit.
+    pub fn whole(index: usize) -> Self {
+        Self { index, left: None }
+    }
+}
+
+/// The keys and distances of a unit whose gradients transforms leave to tiles. Not for images.
+pub(super) struct Left {
+    keys: Counts,
+    /// By head, indices of its line.
+    distances: Vec<Counts>,
+}
+
+/// How many of the first `n` are marked, for each `n`.
+struct Counts(Vec<u32>);
+
+impl Counts {
+    fn new(marks: impl Iterator<Item = bool>) -> Self {
+        let mut count = 0;
+        Self(
+            std::iter::once(0)
+                .chain(marks.map(|mark| {
+                    count += u32::from(mark);
+                    count
+                }))
+                .collect(),
+        )
+    }
+
+    fn any(&self, from: usize, len: usize) -> bool {
+        let last = self.0.len() - 1;
+        self.0[(from + len).min(last)] > self.0[from.min(last)]
+    }
+}
+
+impl Left {
+    /// From marks for each key, and for each index of the line of each head.
+    pub fn new(keys: &[bool], distances: &[Vec<bool>]) -> Self {
+        let distances = distances.iter().map(|marks| Counts::new(marks.iter().copied())).collect();
+        Self { keys: Counts::new(keys.iter().copied()), distances }
+    }
+
+    /// Whether there is anything to do.
+    pub fn any(&self) -> bool {
+        std::iter::once(&self.keys).chain(&self.distances).any(|counts| counts.any(0, counts.0.len()))
+    }
+
+    /// Whether an index of the `n`-th head's line is left.
+    pub fn distance(&self, n: usize, index: usize) -> bool {
+        self.distances[n].any(index, 1)
+    }
+
+    fn keys_of<T>(&self, block: &KeyBlock<'_, T>) -> bool {
+        self.keys.any(block.from as usize, block.count)
+    }
+
+    /// Whether any distance between a block of keys and of rows is left.
+    fn distances_of<T: Real>(
+        &self,
+        problem: &Problem<'_, T>,
+        n: usize,
+        keys: &KeyBlock<'_, T>,
+        (stands, rows): (isize, usize),
+    ) -> bool {
+        let first = problem.line_index(keys.from - (stands + rows as isize - 1)).max(0);
+        self.distances[n].any(first as usize, keys.count + rows - 1)
+    }
+}
+
 /// Where a task stands.
 struct Strip<'x, 'a, T> {
     unit: Unit<'a, T>,
+    left: Option<&'x Left>,
     /// The strip of the unit's keys.
     index: usize,
     keys: std::ops::Range<isize>,
@@ -112,7 +189,7 @@ struct Strip<'x, 'a, T> {
 
 impl<T: Real> KeyPass<'_, '_, T> {
     /// Computes the gradients of all keys and values of some units, and adds those of the biases to `lines`.
-    pub fn run(&self, units: &[usize], lines: &mut [T], (scratch, per_worker): (&mut [T], usize)) {
+    pub fn run(&self, units: &[KeyUnit], lines: &mut [T], (scratch, per_worker): (&mut [T], usize)) {
         let problem = self.problem;
         let segments = segments(problem);
         let per_task = problem.dims.group() * line_len(problem);
@@ -120,11 +197,12 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let lines = lines.shared();
         let lasts: Vec<Option<Last<'_, T>>> = units
             .par_iter()
-            .map(|&unit| self.states.last.map(|state| Last::new(problem, &problem.unit(unit), state)))
+            .map(|unit| self.states.last.map(|state| Last::new(problem, &problem.unit(unit.index), state)))
             .collect();
         let strip_len = if self.rows.is_some() { piecewise::ROWS } else { STRIP };
         parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
-            let (unit, segment) = (problem.unit(units[task / segments]), task % segments);
+            let KeyUnit { index, left } = &units[task / segments];
+            let (unit, left, segment) = (problem.unit(*index), left.as_ref(), task % segments);
             // SAFETY: each task has lines of its own.
             let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
             let mut buffers = Buffers::new(problem, self.rows.is_some(), &mut Arena::new(scratch));
@@ -136,7 +214,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
             // Strips by turns, because later keys are seen by fewer rows.
             for index in (segment..((keys - begin) as usize).div_ceil(strip_len)).step_by(segments) {
                 let from = begin + (index * strip_len) as isize;
-                let strip = Strip { unit, index, keys: from..(from + strip_len as isize).min(keys), last };
+                let strip = Strip { unit, left, index, keys: from..(from + strip_len as isize).min(keys), last };
                 // What is beyond the final ring does not share a block, and so an exponent, with what is not.
                 let ring_from = last.map_or(begin, |last| last.ring_from);
                 let mut from = from;
@@ -145,7 +223,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     from = self.key_blocks(&strip, (from, end), lines, &mut buffers);
                 }
             }
-            if segment == 0 {
+            if segment == 0 && left.is_none() {
                 self.past(&unit, last.as_ref(), lines);
                 for key in unit.sequence.keys..unit.sequence.keys + unit.sequence.absent {
                     write(problem, &unit, key, self.sink, None);
@@ -272,6 +350,13 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, .. } = &mut *buffers;
                 let span = row.max(near.start)..(row + TILE).min(near.end);
                 let row = span.start;
+                let wanted = |keys: &KeyBlock<'_, T>| {
+                    let rows = (problem.stands(row), span.len());
+                    strip.left.is_none_or(|left| left.keys_of(keys) || left.distances_of(problem, n, keys, rows))
+                };
+                if !keys[..loaded].iter().any(wanted) {
+                    continue;
+                }
                 problem.load_queries(queries, row, span.len(), q, q_shifts);
                 load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
                 let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
@@ -281,6 +366,12 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     let keys = &keys[which];
                     let visible = keys.visible(&block);
                     if visible == 0 {
+                        return;
+                    }
+                    let keys_wanted = strip.left.is_none_or(|left| left.keys_of(keys));
+                    let rows = (block.stands, block.rows);
+                    let bias_wanted = strip.left.is_none_or(|left| left.distances_of(problem, n, keys, rows));
+                    if !keys_wanted && !bias_wanted {
                         return;
                     }
                     let at = block.row - row;
@@ -308,29 +399,42 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     let unused = &mut unused[..block.rows];
                     let factors = weights.form(problem, unit, line, &block, keys);
                     ops.weigh(tile, TILE, visible, factors, band, unused);
-                    ops.product(&mut Product {
-                        a: tile,
-                        a_row: 1,
-                        a_column: TILE,
-                        b: d,
-                        b_row: value_width,
-                        c: dv[which],
-                        c_row: value_width,
-                        rows: visible,
-                        columns: value_width,
-                        depth: block.rows,
-                        accumulate: true,
-                        a_band: transposed,
-                        c_band: Band::ALL,
-                    });
+                    if keys_wanted {
+                        ops.product(&mut Product {
+                            a: tile,
+                            a_row: 1,
+                            a_column: TILE,
+                            b: d,
+                            b_row: value_width,
+                            c: dv[which],
+                            c_row: value_width,
+                            rows: visible,
+                            columns: value_width,
+                            depth: block.rows,
+                            accumulate: true,
+                            a_band: transposed,
+                            c_band: Band::ALL,
+                        });
+                    }
                     // Unseen elements of the tile are 0, but those of the products may be anything.
                     ops.mask(products, TILE, block.rows, visible, band);
                     for r in 0..block.rows {
                         let weights = &mut tile[r * TILE..][..visible];
                         ops.multiply(weights, &products[r * TILE..][..visible]);
                         each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
-                            ops.add_scaled(&mut d_line[index..][..len], T::ONE, &weights[column..][..len]);
+                            let (to, from) = (&mut d_line[index..][..len], &weights[column..][..len]);
+                            match strip.left {
+                                None => ops.add_scaled(to, T::ONE, from),
+                                Some(left) => (0..len).for_each(|at| {
+                                    if left.distance(n, index + at) {
+                                        to[at] += from[at];
+                                    }
+                                }),
+                            }
                         });
+                    }
+                    if !keys_wanted {
+                        return;
                     }
                     ops.weigh(products, TILE, visible, factors, band, unused);
                     ops.product(&mut Product {
@@ -365,6 +469,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
         }
         let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
         for which in 0..loaded {
+            if strip.left.is_some_and(|left| !left.keys_of(&buffers.keys[which])) {
+                continue;
+            }
             for row in (0..buffers.keys[which].count).filter(|&row| buffers.keys[which].from + row as isize >= seen) {
                 // No row has given anything but what stood in memory.
                 buffers.dk[which][row * head_width..][..head_width].fill(T::ZERO);

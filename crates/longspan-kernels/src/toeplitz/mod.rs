@@ -11,7 +11,8 @@
 //! One head's [`State`] keeps the tokens whose weights still change: a ring of φ(k) and v, and for tables that
 //! [extend](Beyond::Extend) or end in a last bucket the sum of all earlier ones. Parts: `Σ φ(k) vᵀ` and `Σ φ(k)` of the
 //! earlier ones, three marks (where the next token goes in the ring, the tokens in it, the exponent of the sums), then
-//! the ring's φ(k), their exponents (under [`FeatureMap::Exp`] only) and `[v, 1]`.
+//! the ring's φ(k), their exponents (under [`FeatureMap::Exp`] only) and `[v, 1]`. In the gradient of a state marks,
+//! exponents, the ones of `[v, 1]` and rows of no token are 0.
 //!
 //! The derivations stand in this folder's `README.md`.
 

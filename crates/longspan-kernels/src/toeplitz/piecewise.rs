@@ -5,14 +5,16 @@
 
 use std::ops::Range;
 
-use super::gradient::{self, KeyPass};
+use rayon::prelude::*;
+
+use super::gradient::{self, KeyPass, KeyUnit};
 use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
-use crate::shape::{SharedRows, ViewMut};
+use crate::shape::ViewMut;
 use crate::simd::block::{Band, Product};
 
 /// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
@@ -106,17 +108,6 @@ fn raise<T: Real>(problem: &Problem<'_, T>, sum: &mut [T], to: T) {
         }
         sum[len] = to;
     }
-}
-
-/// Adds a sum to another.
-fn merge<T: Real>(problem: &Problem<'_, T>, sum: &mut [T], add: &[T]) {
-    let len = sum.len() - padded::<T>(1);
-    if add[len] == T::NEG_INFINITY {
-        return;
-    }
-    raise(problem, sum, add[len]);
-    let factor = (add[len] - sum[len]).exp();
-    problem.ops.add_scaled(&mut sum[..len], factor, &add[..len]);
 }
 
 /// Makes a sum one of nothing.
@@ -214,7 +205,7 @@ fn key_sums<'s, T: Real>(
         }
         add_keys(problem, &unit, own, &mut KeyBlock::new(problem, false, &mut Arena::new(scratch)), sum);
     });
-    accumulate(problem, places, problem.units(), strips, |side, n| match side {
+    accumulate(problem, numbers, problem.units(), strips, |side, n| match side {
         // What lies before a strip is all that lies before the one above it, and more.
         0 => (n, n - 1),
         _ => (strips - 1 - n, strips - n),
@@ -222,24 +213,55 @@ fn key_sums<'s, T: Real>(
     Sums { numbers, sides, strips, head_width: problem.head_width, len }
 }
 
+/// Parts that the numbers of a sum are dealt to: a running sum has an order along the strips and none across a sum.
+const PARTS: usize = 8;
+
 /// Adds to the sum of one strip after the other that of its neighbour: `order(side, n)` says which, `1 ≤ n < strips`.
 fn accumulate<T: Real>(
     problem: &Problem<'_, T>,
-    places: SharedRows<'_, T>,
+    numbers: &mut [T],
     owners: usize,
     strips: usize,
     order: impl Fn(usize, usize) -> (usize, usize) + Sync,
 ) {
-    use rayon::prelude::*;
-    let sides = sides(problem);
-    (0..owners * sides).into_par_iter().for_each(|task| {
+    let (sides, len, ops) = (sides(problem), sum_len(problem), problem.ops);
+    let (end, all) = (len - padded::<T>(1), owners * sides);
+    let part = padded::<T>(end.div_ceil(PARTS));
+    let own: Vec<T> = numbers.chunks_exact(len).map(|sum| sum[end]).collect();
+    let mut places = ViewMut::strided(&mut *numbers, [strips * len, len, 1]);
+    let places = places.shared();
+    (0..all * PARTS).into_par_iter().for_each(|task| {
+        let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
+        let width = part.min(end - from);
+        // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
+        let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
+        let mut running = None;
         for n in 1..strips {
-            let (to, from) = order(task % sides, n);
-            // SAFETY: each side of an owner is one task's own, and no two rows are the same.
-            let sum = |strip: usize| unsafe { places.row(task * strips + strip, 0, 0, sum_len(problem)) };
-            merge(problem, sum(to), sum(from));
+            let (to, before) = order(owner % sides, n);
+            let old = running.unwrap_or(own[owner * strips + before]);
+            let new = own[owner * strips + to];
+            let highest = old.max(new);
+            if new < highest {
+                ops.scale(row(to), factor(new, highest));
+            }
+            if old > T::NEG_INFINITY {
+                ops.add_scaled(row(to), factor(old, highest), row(before));
+            }
+            running = Some(highest);
         }
     });
+    for owner in 0..all {
+        for n in 1..strips {
+            let (to, before) = order(owner % sides, n);
+            let sum = |strip: usize| (owner * strips + strip) * len + end;
+            numbers[sum(to)] = numbers[sum(to)].max(numbers[sum(before)]);
+        }
+    }
+}
+
+/// `e^{from − to}` for `from ≤ to`.
+fn factor<T: Real>(from: T, to: T) -> T {
+    if from == to { T::ONE } else { (from - to).exp() }
 }
 
 /// Numbers of all sums over keys.
@@ -401,7 +423,7 @@ fn row_sums<'s, T: Real>(
         let mut block = RowBlock::new(problem, &mut Arena::new(scratch));
         add_rows(problem, shared, cotangent, (&unit, head), own, &mut block, sum);
     });
-    accumulate(problem, places, owners, strips, |side, n| match side {
+    accumulate(problem, numbers, owners, strips, |side, n| match side {
         0 => (strips - 1 - n, strips - n),
         _ => (n, n - 1),
     });
@@ -435,7 +457,7 @@ pub(super) fn backward<T: Real>(
         tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, scratch);
     });
     let sums = row_sums(problem, &shared, cotangent, &mut *numbers, (&mut *rest, per_worker));
-    let units: Vec<usize> = (0..problem.units()).collect();
+    let units: Vec<KeyUnit> = (0..problem.units()).map(KeyUnit::whole).collect();
     let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: Some(&sums), states };
     pass.run(&units, d_lines, (rest, per_worker));
     gradient::reduce(problem, d_lines, d_bias);

@@ -515,16 +515,25 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn load_queries(&self, queries: Rows<'_, T>, row: usize, rows: usize, to: &mut [T], shifts: &mut [T]) {
         let (width, head_dim) = (self.head_width, self.dims.head_dim);
         let queries = queries.skip(row);
+        self.query_shifts(queries, 0, &mut shifts[..rows]);
         if self.map == FeatureMap::Exp {
             for row in 0..rows {
-                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-                shifts[row] = top(queries.row(row, head_dim)).unwrap_or(T::ZERO);
                 let to = &mut to[row * width..];
                 self.ops.load(self.map, shifts[row], queries.skip(row), 1, head_dim, None, to, width);
             }
         } else {
-            shifts[..rows].fill(T::ZERO);
             self.ops.load(self.map, T::ZERO, queries, rows, head_dim, None, to, width);
+        }
+    }
+
+    /// The exponents subtracted from the rows from `row` on: any number cancels in the division; the row's largest entry
+    /// keeps its features in (0, 1].
+    pub fn query_shifts(&self, queries: Rows<'_, T>, row: usize, shifts: &mut [T]) {
+        for (n, shift) in shifts.iter_mut().enumerate() {
+            *shift = match self.map {
+                FeatureMap::Exp => top(queries.row(row + n, self.dims.head_dim)).unwrap_or(T::ZERO),
+                _ => T::ZERO,
+            };
         }
     }
 }

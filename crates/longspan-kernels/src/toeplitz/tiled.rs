@@ -1,7 +1,7 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
-use super::gradient::KeyPass;
+use super::gradient::{KeyPass, KeyUnit};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
@@ -574,14 +574,14 @@ pub(super) fn backward<T: Real>(
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
-    backward_with(problem, cotangent, sink, d_bias, states, scratch, |_, _| {
-        (strips(problem, 0..problem.units()), (0..problem.units()).collect())
+    backward_with(problem, cotangent, sink, d_bias, states, scratch, 0, |_, _, _, _| {
+        (strips(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
     });
 }
 
 /// Computes the gradients that `others` leaves: first those of the queries in the tasks that it gives, then those of
 /// keys, values and biases of the units that it gives, strip of keys by strip. Both passes form the weights anew.
-/// `others` is given lines of 0 for the gradients of biases.
+/// `others` is given lines of 0 for the gradients of biases, a worker's memory, and as many doubles as it wants.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward_with<T: Real>(
     problem: &Problem<'_, T>,
@@ -590,17 +590,19 @@ pub(super) fn backward_with<T: Real>(
     d_bias: &mut [T],
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
-    others: impl FnOnce(&Shared<'_, T>, &mut [T]) -> (Vec<Task>, Vec<usize>),
+    doubles: usize,
+    others: impl FnOnce(&Shared<'_, T>, &mut [T], &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
 ) {
     let per_worker = QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, false));
     let workers = rayon::current_num_threads();
     let lines = super::gradient::lines_len(problem);
-    let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + workers * per_worker));
+    let (numbers, doubles) = scratch.take_with_doubles(problem.shared_len() + lines + workers * per_worker, doubles);
+    let mut arena = Arena::new(numbers);
     let shared = problem.shared(&mut arena);
     let d_lines = arena.take(lines);
     d_lines.fill(T::ZERO);
-    let (tasks, units) = others(&shared, d_lines);
     let rest = arena.rest();
+    let (tasks, units) = others(&shared, d_lines, &mut *rest, doubles);
     parallel(tasks.len(), rest, per_worker, |task, scratch| {
         let Task { unit, head, rows } = &tasks[task];
         let mut buffers = QueryBuffers::new(problem, false, &mut Arena::new(scratch));
