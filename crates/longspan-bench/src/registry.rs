@@ -16,7 +16,6 @@ pub fn registry() -> Vec<Entry> {
     let relative = |radius| move |algorithm, _| kernelized(Score::Relative(Shaw::new(radius)), algorithm);
     let toeplitz = |algorithm, reach| Toeplitz { algorithm, ..Toeplitz::new(Bias::symmetric(reach)) };
     let clipped = |radius| move |algorithm, _| Toeplitz { algorithm, ..Toeplitz::new(Bias::clipped(radius)) };
-    let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: None });
     let local = |_, reach| Aft::new(Variant::Local { window: 64, length: Some(reach) });
     // Of the rank that keeps the parameters, too, linear in the length.
     let full = |_, reach| Aft::new(Variant::Full { length: reach, rank: Some(64) });
@@ -38,7 +37,6 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
-        Entry::new("aft-full", "AFT-full", full).on_request(),
     ]
 }
 

@@ -114,7 +114,7 @@ rates! {
     /// A number that enters or leaves a transform.
     FftNumber = "toeplitz.fft.number", 0.0;
     /// A floating-point operation of a transform in doubles, counted as 2.5 N log₂N.
-    FftFlop = "toeplitz.fft.flop", 167e-12;
+    FftFlop = "toeplitz.fft.flop", 95e-12;
     /// A call.
     PiecewiseCall = "toeplitz.piecewise.call", 0.0;
     /// A head.
