@@ -25,7 +25,7 @@ _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
     "toeplitz": lambda q, offset, bias: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
     "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
     "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
-    "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1]},
+    "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
 }
 
 
@@ -45,6 +45,14 @@ def cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any
         both = (options.strip()[1:-1], _options.as_object(**dict(shaped))[1:-1])
         options = "{" + ", ".join([part for part in both if part.strip()]) + "}"
     return _native.Mechanism(name, options, operation)
+
+
+@functools.lru_cache(maxsize=256)
+def features(feature_map: str, head_dim: int) -> int:
+    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
+    native = cached("fourier", _options.as_object(feature_map=feature_map), "feature_map")
+    ((_, shape), *_) = native.parameter_shapes(1, 1, 1, 1, 1, head_dim, head_dim)
+    return shape[1]
 
 
 def is_tensor(value: Any) -> bool:
@@ -95,10 +103,15 @@ _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "af
 def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
     """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
     if mechanism == "fourier":
-        return ["q", "k", "v", "a", "b", *(["c, beta or positions"] * len(parameters))]
+        return ["q", "k", "v", "a", "b", *(["c, beta, positions or maps"] * len(parameters))]
     if mechanism == "aft-full":
         return ["q", "k", "v", *(["w"] if len(parameters) == 1 else ["u", "z"])]
-    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ())]
+    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), "maps", "maps"]
+
+
+def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays, or tensors on the CPU, as arrays."""
+    return tuple([array.detach().numpy() if is_tensor(array) else array for array in arrays])
 
 
 def plain_state(operation: str, name: str, state: Any) -> State | None:

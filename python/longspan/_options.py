@@ -105,7 +105,9 @@ def softmax(operation: str, scale: float | None, capacity: int) -> str:
 
 
 #: Which parameters a normaliser of Fourier positions leaves free, besides ``b``.
-FREE: dict[str, tuple[str, ...]] = {"one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",)}
+FREE: dict[str, tuple[str, ...]] = {
+    "one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",),
+}  # fmt: skip
 
 
 def fourier(
@@ -205,11 +207,35 @@ def aft_local(operation: str, w: Any, by_position: bool) -> str:
 
 
 def aft_conv(
-    operation: str, k: Any, w: Any, gamma: Any, beta: Any, axes: int
+    operation: str, k: Any, w: Any, gamma: Any, beta: Any, axes: int, image: Any = None
 ) -> tuple[Any, tuple[Any, ...], str]:
     expect_axes(operation, "k", k, axes, "(batch, heads, keys)" if axes == 3 else "(batch, heads)")
-    expect_axes(operation, "w", w, 2, "(heads, taps)")
+    if image is None:
+        expect_axes(operation, "w", w, 2, "(heads, taps)")
+    else:
+        sides = list(image) if isinstance(image, (tuple, list)) else []
+        if len(sides) != 2 or not all(type(side) is int for side in sides):
+            raise TypeError(f"{operation}: image: expected (height, width), got {image!r}")
+        if not all(0 < side < 1 << 24 for side in sides):
+            raise ValueError(f"{operation}: image: expected a height and a width from 1 on, got {image!r}")
+        expect_axes(operation, "w", w, 3, "(heads, rows of taps, taps)")
     if (gamma is None) != (beta is None):
         raise ValueError(f"{operation}: beta: expected both gamma and beta or neither, got one")
     normalized = gamma is not None
-    return k[..., None], (w, gamma, beta) if normalized else (w,), as_object(normalized=normalized)
+    options = as_object(normalized=normalized) if image is None else as_object(normalized=normalized, image=tuple(image))
+    return k[..., None], (w, gamma, beta) if normalized else (w,), options
+
+
+def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
+    """What a feature map learns, as parameters after those of positions."""
+    learned = isinstance(feature_map, str) and feature_map.startswith("hedgehog")
+    if given is None and not learned:
+        return ()
+    if not learned:
+        raise ValueError(f"{operation}: maps: expected None with feature_map={feature_map!r}, which learns nothing")
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"{operation}: maps: expected (map of queries, map of keys) with feature_map={feature_map!r}, "
+                        f"got {type(given).__name__}")  # fmt: skip
+    for name, matrix in zip(("map of queries", "map of keys"), given):
+        expect_axes(operation, name, matrix, 3, "(heads, width, head_dim)")
+    return tuple(given)

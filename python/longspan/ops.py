@@ -74,6 +74,7 @@ def kernelized_attention(
     v,
     *,
     feature_map="elu+1",
+    maps=None,
     is_causal=False,
     offset=0,
     key_padding_mask=None,
@@ -86,18 +87,27 @@ def kernelized_attention(
 ):
     """``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j)``, in linear time (Katharopoulos 2020).
 
-    ``feature_map`` is ``phi``: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``, ``"identity"``. The other arguments
-    are described at the top of this module.
+    ``feature_map`` is ``phi``. It takes each number by itself: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``,
+    ``"identity"``; or a row of ``d`` numbers to ``m`` features:
+
+    - ``"prf"``: positive random features (Performer), ``"prf:128:seed=7"`` for 128 of them drawn from the seed 7;
+      ``"nprf"`` the same of rows of length 1.
+    - ``"dpfp:2"``: products of neighbours among ``[relu(x), relu(-x)]``, 2 d of them for each of 2 neighbours.
+    - ``"taylor2"``: so that the weight is ``1 + s + s**2 / 2`` with ``s = q . k / sqrt(d)``.
+    - ``"hedgehog"``: softmax of ``[W x, -W x]``, ``"hedgehog:exp"`` their exponentials. ``maps`` is ``W`` for queries,
+      ``[H, width, d]``, and for keys, ``[Hkv, width, d]``; ``"hedgehog:32"`` says a width other than ``d``.
+
+    The other arguments are described at the top of this module.
     """
     operation = "kernelized_attention"
     options = _options.kernel(operation, k, feature_map, decay, normalize, algorithm)
     return _attend(
-        operation, "kernelized", options, q, k, v, (),
+        operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
-def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", decay=None, normalize=True):
+def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", maps=None, decay=None, normalize=True):
     """One token of `kernelized_attention` with ``is_causal=True``: returns ``(output, state)``.
 
     ``q`` is ``[B, H, d]`` (or ``[B, H, 1, d]``, and so the output). ``state`` is changed in place; ``None`` starts one.
@@ -105,7 +115,7 @@ def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", decay
     """
     operation = "kernelized_attention_step"
     options = _options.kernel(operation, k, feature_map, decay, normalize, "auto")
-    return _step(operation, "kernelized", options, q, k, v, (), state)
+    return _step(operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps), state)
 
 
 def shaw_attention(
@@ -116,6 +126,7 @@ def shaw_attention(
     *,
     kernelized=True,
     feature_map="elu+1",
+    maps=None,
     rel_feature_map="same",
     is_causal=False,
     offset=0,
@@ -138,7 +149,7 @@ def shaw_attention(
         operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
     )  # fmt: skip
     return _attend(
-        operation, "shaw", options, q, k, v, (rel,),
+        operation, "shaw", options, q, k, v, (rel, *_options.maps(operation, feature_map, maps)),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
@@ -152,6 +163,7 @@ def shaw_attention_step(
     *,
     kernelized=True,
     feature_map="elu+1",
+    maps=None,
     rel_feature_map="same",
     decay=None,
     normalize=True,
@@ -159,7 +171,8 @@ def shaw_attention_step(
     """One token of `shaw_attention` with ``is_causal=True``; otherwise as `kernelized_attention_step`."""
     operation = "shaw_attention_step"
     options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto")
-    return _step(operation, "shaw", options, q, k, v, (rel,), state)
+    parameters = (rel, *_options.maps(operation, feature_map, maps))
+    return _step(operation, "shaw", options, q, k, v, parameters, state)
 
 
 def fourier_attention(
@@ -176,6 +189,7 @@ def fourier_attention(
     normalizer="one_plus",
     wave="each",
     feature_map="elu+1",
+    maps=None,
     is_causal=False,
     offset=0,
     key_padding_mask=None,
@@ -205,6 +219,7 @@ def fourier_attention(
     options, parameters = _options.fourier(
         operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm
     )  # fmt: skip
+    parameters += _options.maps(operation, feature_map, maps)
     return _attend(
         operation, "fourier", options, q, k, v, parameters,
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
@@ -213,13 +228,14 @@ def fourier_attention(
 
 def fourier_attention_step(
     q, k, v, a, b=None, c=None, beta=None, state=None, *, normalizer="one_plus", wave="each", feature_map="elu+1",
-    decay=None,
+    maps=None, decay=None,
 ):  # fmt: skip
     """One token of `fourier_attention` with ``is_causal=True`` and counted positions; the state counts."""
     operation = "fourier_attention_step"
     options, parameters = _options.fourier(
         operation, k, a, b, c, beta, None, None, normalizer, wave, feature_map, decay, "auto"
     )  # fmt: skip
+    parameters += _options.maps(operation, feature_map, maps)
     return _step(operation, "fourier", options, q, k, v, parameters, state)
 
 
@@ -424,16 +440,19 @@ def aft_simple_step(q, k, v, state=None):
 
 
 def aft_conv(
-    q, k, v, w, *, gamma=None, beta=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
+    q, k, v, w, *, gamma=None, beta=None, image=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
     initial_state=None, output_final_state=False,
 ):  # fmt: skip
     """AFT-conv: `aft_local` with one key a head, ``k`` ``[B, H, L]``, and one kernel a head, ``w`` ``[H, s]``.
 
     The kernel's taps are for the last ``s`` keys under a causal mask, else centred on the query. With ``gamma`` and
     ``beta``, ``[H]`` each, the kernel is ``gamma (w - mean) / std + beta``, as published.
+
+    With ``image=(height, width)`` the tokens are an image's, row after row, and ``w`` is ``[H, rows, s]``, centred on the
+    query in both directions; such a call looks both ways and has no state.
     """
     operation = "aft_conv"
-    k, parameters, options = _options.aft_conv(operation, k, w, gamma, beta, 3)
+    k, parameters, options = _options.aft_conv(operation, k, w, gamma, beta, 3, image)
     return _attend(
         operation, "aft-conv", options, q, k, v, parameters,
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,

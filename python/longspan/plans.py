@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -125,12 +125,15 @@ def explain(
     return Plan(algorithm, reason, tuple(estimates))
 
 
-def combine(mechanism: str, earlier: State, later: State, **options: Any) -> State:
+def combine(
+    mechanism: str, earlier: State, later: State, *, parameters: Sequence[Any] = (), **options: Any
+) -> State:
     """The state after two stretches of tokens, ``earlier`` before ``later``, from the state of each.
 
     ``later`` was computed on its own, from no state. So a long document can be taken in by several machines at once; the
     operation is associative, to rounding. ``options`` are those that the states were computed with, named as for
-    `explain`: ``longspan.combine("shaw", first, second, radius=16)``.
+    `explain`: ``longspan.combine("shaw", first, second, radius=16)``. Fourier positions that are counted also want their
+    ``a``: ``longspan.combine("fourier", first, second, parameters=[a])``.
 
     Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
     """
@@ -138,7 +141,8 @@ def combine(mechanism: str, earlier: State, later: State, **options: Any) -> Sta
         if not isinstance(state, State):
             raise TypeError(f"combine: {name}: expected a longspan.State, got {type(state).__name__}")
     _options.expect_type("combine", "mechanism", mechanism, str)
-    return _named("combine", mechanism, earlier.kv_heads, options).combine(earlier, later)
+    native = _named("combine", mechanism, earlier.kv_heads, options)
+    return native.combine(earlier, later, _calls.plain_arrays(parameters))
 
 
 def _named(operation: str, mechanism: str, kv_heads: int, options: dict[str, Any]) -> _native.Mechanism:

@@ -361,6 +361,17 @@ impl Mechanism {
         (dq.finish()?, dk.finish()?, dv.finish()?, parameters, d_initial.map(T::wrap)).into_pyobject(py)
     }
 
+    fn combine_as<T: Precise>(
+        &self,
+        earlier: &kernels::State<T>,
+        later: &kernels::State<T>,
+        parameters: &[Tensor<'_>],
+    ) -> PyResult<State> {
+        let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
+        let sum = T::kernel(&*self.kernel).combine(earlier, later, &parameters);
+        sum.map(T::wrap).map_err(|e| self.failed(e))
+    }
+
     fn kernel_seconds_as<T: Precise>(&self, py: Python<'_>, inputs: &Inputs<'_>, repeats: usize) -> PyResult<Vec<f64>> {
         let mut out = Fresh::tensor::<T>(py, inputs.dims.out(), false)?;
         let mut seconds = Vec::new();
@@ -560,14 +571,30 @@ impl Mechanism {
     }
 
     /// The state after two stretches of tokens from the state of each, ``later`` computed from no tokens on.
-    fn combine(&self, earlier: PyRef<'_, State>, later: PyRef<'_, State>) -> PyResult<State> {
-        let failed = |e| self.failed(e);
+    #[pyo3(signature = (earlier, later, parameters))]
+    fn combine(
+        &self,
+        earlier: PyRef<'_, State>,
+        later: PyRef<'_, State>,
+        parameters: &Bound<'_, PyTuple>,
+    ) -> PyResult<State> {
+        let precision = earlier.precision();
+        let given = parameters.iter().map(|value| {
+            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| match tensor.precision() {
+                found if found == precision => Ok(tensor),
+                found => {
+                    let expected = format!("{} like the states", precision.name());
+                    Err(error::kind(&self.operation, "parameters", expected, found.name()))
+                }
+            })
+        });
+        let parameters = given.collect::<PyResult<Vec<_>>>()?;
         match (&earlier.numbers, &later.numbers) {
-            (Numbers::F32(a), Numbers::F32(b)) => f32::kernel(&*self.kernel).combine(a, b).map(f32::wrap).map_err(failed),
-            (Numbers::F64(a), Numbers::F64(b)) => f64::kernel(&*self.kernel).combine(a, b).map(f64::wrap).map_err(failed),
+            (Numbers::F32(a), Numbers::F32(b)) => self.combine_as(a, b, &parameters),
+            (Numbers::F64(a), Numbers::F64(b)) => self.combine_as(a, b, &parameters),
             _ => {
-                let [expected, got] = [&earlier, &later].map(|state| state.precision().name());
-                Err(error::kind(&self.operation, "later", format_args!("a state of {expected} like earlier"), got))
+                let expected = format_args!("a state of {} like earlier", precision.name());
+                Err(error::kind(&self.operation, "later", expected, later.precision().name()))
             }
         }
     }

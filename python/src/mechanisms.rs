@@ -87,7 +87,7 @@ pub const TABLE: &[Entry] = &[
     },
     Entry {
         name: "aft-conv",
-        summary: "as aft-local with one key and one kernel of taps for each head",
+        summary: "as aft-local with one key and one kernel of taps for each head, over sequences or images",
         states: &["aft-conv"],
         example: r#"{"taps": 1}"#,
         build: aft_conv,
@@ -384,13 +384,24 @@ fn aft_simple(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
 #[serde(deny_unknown_fields)]
 struct AftConvOptions {
     taps: usize,
+    /// Rows of taps of a kernel over an image.
+    #[serde(default)]
+    tap_rows: Option<usize>,
+    /// Its height and width.
+    #[serde(default)]
+    image: Option<[usize; 2]>,
     #[serde(default)]
     normalized: bool,
 }
 
 fn aft_conv(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
-    let AftConvOptions { taps, normalized } = read(options)?;
-    Ok(Arc::new(Aft::new(Variant::Conv { taps, normalized })))
+    let AftConvOptions { taps, tap_rows, image, normalized } = read(options)?;
+    let variant = match (image, tap_rows) {
+        (Some(image), Some(rows)) => Variant::Conv2d { image, taps: [rows, taps], normalized },
+        (None, None) => Variant::Conv { taps, normalized },
+        _ => return Err(serde_json::Error::custom("image: expected both an image and rows of taps, or neither, got one")),
+    };
+    Ok(Arc::new(Aft::new(variant)))
 }
 
 #[derive(Deserialize)]

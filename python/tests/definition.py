@@ -11,6 +11,28 @@ FEATURE_MAPS = {
 }
 
 
+def lifted(name, x, matrix=None, rows=None):
+    """Maps of whole rows; ``rows`` are the random ones of prf and nprf as they multiply ``x``, ``matrix`` hedgehog's."""
+    kind, *options = name.split(":")
+    if kind in FEATURE_MAPS:
+        return FEATURE_MAPS[kind](x)
+    d = x.shape[-1]
+    if kind == "prf":
+        return np.exp(x @ rows.T - (x**2).sum(-1, keepdims=True) / (2 * d**0.5)) / len(rows) ** 0.5
+    if kind == "nprf":
+        return np.exp(x / np.linalg.norm(x, axis=-1, keepdims=True) @ rows.T - 0.5) / len(rows) ** 0.5
+    if kind == "dpfp":
+        r = np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], -1)
+        return np.concatenate([r * np.roll(r, -n, -1) for n in range(1, int(options[0] if options else 1) + 1)], -1)
+    if kind == "taylor2":
+        x = x / d**0.25
+        squares = (x[..., :, None] * x[..., None, :] / 2**0.5).reshape(*x.shape[:-1], d * d)
+        return np.concatenate([np.ones_like(x[..., :1]), x, squares], -1)
+    exponents = np.concatenate([x @ matrix.swapaxes(-1, -2), -x @ matrix.swapaxes(-1, -2)], -1)
+    weights = np.exp(exponents)
+    return weights if "exp" in options else weights / weights.sum(-1, keepdims=True)
+
+
 def weighted(weights, v, normalize=True):
     """``sum_j w_ij v_j / sum_j w_ij``, 0 where no key is seen."""
     numerators = weights @ v

@@ -116,6 +116,21 @@ def test_aft_conv_as_published():
     close(ops.aft_conv(q, k[..., 0], v, w, gamma=gamma, beta=beta), ops.aft_conv(q, k[..., 0], v, taps))
 
 
+def test_aft_conv_over_an_image():
+    q, k, v = inputs(queries=12, keys=12, kv_heads=4, value_dim=5)
+    row, column = np.divmod(np.arange(12), 4)
+    padding = np.random.default_rng(1).random((2, 12)) < 0.3
+    for rows, taps in ((1, 1), (2, 3), (3, 5), (7, 2)):
+        w = draw(4, rows, taps)
+        down = row[None] - row[:, None] + (rows - 1) // 2
+        right = column[None] - column[:, None] + (taps - 1) // 2
+        inside = (down >= 0) & (down < rows) & (right >= 0) & (right < taps)
+        biases = np.where(inside, w[:, down.clip(0, rows - 1), right.clip(0, taps - 1)], 0)
+        for mask in (None, padding):
+            got = ops.aft_conv(q, k[..., 0], v, w, image=(3, 4), key_padding_mask=mask)
+            close(got, definition.aft(q, k[..., :1], v, biases, key_padding_mask=mask))
+
+
 STREAMS = {
     "fourier": (
         lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 4, 1), draw(4, 4), is_causal=True, **o),
@@ -196,6 +211,9 @@ WRONG = [
     ("max_distance: expected", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 4), kind="buckets", max_distance=0)),
     (r"w: expected shape \(13, 13\)", lambda: ops.aft_full(Q, K, V, draw(13, 12))),
     ("scale: expected a finite", lambda: ops.softmax_attention(Q, K, V, scale=float("nan"))),
+    ("image|places", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3, 3), image=(3, 4))),
+    ("image: expected a height", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3, 3), image=(13, 0))),
+    ("w: expected shape", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3), image=(13, 1))),
     ("beta: expected both", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 5), gamma=draw(4))),
     ("value_dim: expected", lambda: ops.aft_simple(Q, K, V[..., 1:])),
 ]

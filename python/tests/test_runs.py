@@ -36,7 +36,8 @@ def run(request, tmp_path_factory):
     attention, options = request.param
     place = tmp_path_factory.mktemp("run")
     (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
-    settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3", "encoder_layers=1", "decoder_layers=2"]
+    settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3", "encoder_layers=1", "decoder_layers=2",
+                "max_tokens=30"]  # fmt: skip
     settings += [] if options is None else [f"attention_options={{{options}}}"]
     subprocess.run(
         [COMMAND, "train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run",

@@ -141,6 +141,9 @@ SUMS = {
         lambda q, k, v, **o: ops.kernelized_attention(q, k, v, feature_map="exp", **o), {"feature_map": "exp"},
     ),
     "shaw": (lambda q, k, v, **o: ops.shaw_attention(q, k, v, REL, **o), {"radius": 3}),
+    "fourier": (lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 5, 1), draw(4, 5), **o),
+                {"parameters": [draw(4, 5, 1)]}),
+    "toeplitz": (lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 119), **o), {"shape": [119]}),
     "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), {}),
     "aft-conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), **o), {"taps": 5}),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=99, **o), {"capacity": 99}),
@@ -188,8 +191,10 @@ def test_states_that_do_not_add_up():
         longspan.combine("nobody", state, state)
     angles, phases = draw(2, 5, 1), draw(4, 5)
     _, counted = ops.fourier_attention(q, k, v, angles, phases, is_causal=True, output_final_state=True)
-    with pytest.raises(ValueError, match="counted Fourier positions"):
+    with pytest.raises(ValueError, match=r"a: expected shape \[2, 5, 1\]"):
         longspan.combine("fourier", counted, counted)
+    with pytest.raises(TypeError, match="parameters: expected float64 like the states, got float32"):
+        longspan.combine("fourier", counted, counted, parameters=[angles.astype(np.float32)])
 
 
 def stream_on(state, tokens):

@@ -59,6 +59,14 @@ CASES = {
         [draw(4, 5), draw(4), draw(4, seed=1)],
     ),
 }
+#: Cases that only look both ways.
+IMAGES = {
+    "aft conv over an image": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, image=(3, 3), **o), [draw(4, 2, 3)]),
+    "aft conv over an image, as published": (
+        lambda q, k, v, w, g, b, **o: ops.aft_conv(q, k[..., 0], v, w, gamma=g, beta=b, image=(3, 3), **o),
+        [draw(4, 2, 3), draw(4), draw(4, seed=1)],
+    ),
+}
 PADDING = torch.zeros(2, LENGTH, dtype=torch.bool)
 PADDING[0, 5:] = True
 PADDING[1] = True
@@ -97,6 +105,26 @@ def test_chunked_formulation_is_the_operator(name, options, monkeypatch):
     theirs = torch.autograd.grad((expected * weights).sum(), arguments, allow_unused=True)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images(name, monkeypatch):
+    function, parameters = IMAGES[name]
+    for options in ({}, {"key_padding_mask": PADDING}):
+        arguments = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+        assert torch.autograd.gradcheck(lambda *t: function(*t, **options), arguments)
+        expected = function(*arguments, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(_dispatch, "_attend_watched", elsewhere)
+            got = function(*arguments, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        for a, b in zip(torch.autograd.grad(got.square().sum(), arguments),
+                        torch.autograd.grad(expected.square().sum(), arguments)):  # fmt: skip
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    module = MultiheadAttention(16, 4, batch_first=True, attention="aft-conv", image=(3, 3), taps=3)
+    x = torch.randn(2, 9, 16)
+    module(x, x, x)[0].sum().backward()
+    assert module.attention.w.grad.shape == (4, 3, 3)
 
 
 @EVERY
@@ -154,6 +182,14 @@ def test_modules(options, monkeypatch):
         _, first = module.attention(*(t[:, :, :4] for t in key), is_causal=True, output_final_state=True)
         rest = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, initial_state=first)
         torch.testing.assert_close(rest, module.attention(*key, is_causal=True)[:, :, 4:], rtol=1e-4, atol=1e-5)
+        if options["attention"] not in ("aft-full", "aft-local") and options.get("kind") not in ("table", "grid"):
+            # Stretches that are computed apart; tables by position have none.
+            _, second = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, output_final_state=True)
+            _, end = module.attention(*key, is_causal=True, output_final_state=True)
+            again = [t[:, :, :1] for t in key]
+            got, expected = (module.attention(*again, is_causal=True, initial_state=state)
+                             for state in (module.attention.combine(first, second), end))  # fmt: skip
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1, 4:] = True
     memory = torch.randn(2, 7, 8)

@@ -38,14 +38,18 @@ CASES = {
     ),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=64, **o), []),
     "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 7)]),
+    "toeplitz, table": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(2, 2 * LENGTH - 1)],
+    ),
+    "toeplitz, buckets": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="buckets", max_distance=7, **o), [draw(2, 6)],
+    ),
     "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
     "aft-local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
     "aft-full": (lambda q, k, v, w, **o: ops.aft_full(q, k, v, w, **o), [draw(LENGTH, LENGTH)]),
     "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(2, 4)]),
 }  # fmt: skip
-#: Whose kernels say that there is no gradient through their states.
-WITHOUT = ("toeplitz", "aft-simple", "aft-local", "aft-full", "aft-conv")
-WITH = pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
+EVERY = pytest.mark.parametrize("name", CASES)
 
 
 def in_pieces(function, tensors, cuts):
@@ -59,7 +63,7 @@ def in_pieces(function, tensors, cuts):
     return torch.cat(pieces, 2), state
 
 
-@WITH
+@EVERY
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 9], [0, LENGTH]], ids=str)
 def test_chunk_after_chunk_has_the_gradients_of_the_whole(name, cuts):
     function, parameters = CASES[name]
@@ -77,7 +81,7 @@ def test_chunk_after_chunk_has_the_gradients_of_the_whole(name, cuts):
     assert expected[2][:, :, 0].abs().sum() > 0
 
 
-@WITH
+@EVERY
 def test_the_final_state_has_a_gradient(name):
     """What a token after the end says of all before it, through the state alone."""
     function, parameters = CASES[name]
@@ -87,7 +91,7 @@ def test_the_final_state_has_a_gradient(name):
     tail = [t[:, :, -1:] for t in (q, k, v)]
     _, state = function(*head, *rest, is_causal=True, output_final_state=True)
     last = function(*tail, *rest, is_causal=True, initial_state=state)
-    whole = function(*tensors, is_causal=True)[:, :, -1:]
+    whole = function(*tensors, is_causal=True, output_final_state=True)[0][:, :, -1:]
     torch.testing.assert_close(last, whole, rtol=1e-9, atol=1e-9)
     for a, b in zip(torch.autograd.grad(last.square().sum(), tensors), torch.autograd.grad(whole.square().sum(), tensors)):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
@@ -108,15 +112,6 @@ def test_gradcheck_of_a_learned_state():
         return out, end.numbers[..., :sums]
 
     assert torch.autograd.gradcheck(call, (learned, q, k, v))
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_mechanisms_without_say_so(name):
-    function, parameters = CASES[name]
-    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
-    pieces, _ = in_pieces(function, tensors, [5])
-    with pytest.raises(ValueError, match="state"):
-        pieces.sum().backward()
 
 
 def test_states_without_gradients_are_plain():

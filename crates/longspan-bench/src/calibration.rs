@@ -372,8 +372,10 @@ fn choices(points: &[&Point], rates: &Rates, time: fn(&Sample) -> f64) -> Option
 
 /// A table of judgements, before beside after.
 pub fn to_text(before: &[Judgement], after: &[Judgement]) -> String {
+    let names = before.iter().chain(after).map(|judgement| judgement.mechanism.len());
+    let width = names.max().unwrap_or(0) + 2;
     let mut text = format!(
-        "{:<14} {:>25} {:>34} {:>34}\n",
+        "{:<width$} {:>24} {:>35} {:>35}\n",
         "", "predicted / measured", "choice, forward", "choice, forward + backward"
     );
     for (name, judgements) in [("before", before), ("after", after)] {
@@ -384,8 +386,8 @@ pub fn to_text(before: &[Judgement], after: &[Judgement]) -> String {
             let cell = |choices: &Option<Choices>| choices.as_ref().map_or("one algorithm".to_owned(), Choices::text);
             let _ = writeln!(
                 text,
-                "  {:<12} {:>25} {:>34} {:>34}",
-                judgement.mechanism,
+                "{:<width$} {:>24} {:>35} {:>35}",
+                format!("  {}", judgement.mechanism),
                 format!("{median:.2} ({lower:.2} – {upper:.2})"),
                 cell(&judgement.forward),
                 cell(&judgement.both)
@@ -400,15 +402,16 @@ pub fn to_text(before: &[Judgement], after: &[Judgement]) -> String {
         let cell = |(near, all, worst): (usize, usize, f64)| format!("{near} of {all}, worst {worst:.2} ×");
         let _ = writeln!(
             text,
-            "  {:<12} {:>25} {:>34} {:>34}",
-            "all",
+            "{:<width$} {:>24} {:>35} {:>35}",
+            "  all",
             "",
             cell(total(|judgement| judgement.forward)),
             cell(total(|judgement| judgement.both))
         );
     }
     text.push_str(
-        "N of M: sizes where the choice of `auto` took at most 1.1 × the time of the best forced algorithm; (length·width)\n",
+        "N of M: sizes where the choice of `auto` took at most 1.1 × the time of the best forced algorithm;\n\
+         (length·width, c: causal, b: bidirectional)\n",
     );
     text
 }

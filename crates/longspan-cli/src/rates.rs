@@ -108,7 +108,7 @@ fn parse(text: &str) -> Result<Calibration> {
     // The form comes first: with another one all else may be otherwise too.
     match table.get("format").and_then(toml::Value::as_integer) {
         Some(format) if format == i64::from(FORMAT) => {}
-        Some(format) => return Err(anyhow!("outdated: form {format}, this program reads {FORMAT}")),
+        Some(format) => return Err(anyhow!("outdated: format {format}, this program reads {FORMAT}")),
         None => return Err(anyhow!("not a calibration: it does not say its format")),
     }
     let calibration: Calibration =
@@ -175,7 +175,7 @@ mod tests {
         let refused = |text: &str| parse(text).expect_err("a broken file").to_string();
         assert!(refused("").contains("does not say its format"));
         assert!(refused("rates = [").contains("not a calibration"));
-        assert!(refused(&text.replace("format = 1", "format = 99")).contains("outdated: form 99"));
+        assert!(refused(&text.replace("format = 1", "format = 99")).contains("outdated: format 99"));
         assert!(refused(&text.replace("measured =", "tasted =")).contains("tasted"));
         let rate = "\"kernelized.naive.flop\"";
         assert!(text.contains(rate), "{text}");

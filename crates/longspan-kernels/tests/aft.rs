@@ -425,6 +425,11 @@ fn options_without_meaning_are_refused() {
         (Variant::Full { length: 9, rank: Some(2) }, &Case { offset: -1, ..bidirectional.clone() }, "queries"),
         (Variant::Conv { taps: 0, normalized: true }, &bidirectional, "taps"),
         (Variant::Conv { taps: usize::MAX, normalized: false }, &causal, "taps"),
+        (Variant::Conv2d { image: [0, 5], taps: [1, 1], normalized: false }, &bidirectional, "image"),
+        (Variant::Conv2d { image: [usize::MAX, 2], taps: [1, 1], normalized: false }, &bidirectional, "image"),
+        (Variant::Conv2d { image: [1, 5], taps: [3, 0], normalized: false }, &bidirectional, "taps"),
+        (Variant::Conv2d { image: [2, 3], taps: [3, 3], normalized: true }, &bidirectional, "queries"),
+        (Variant::Conv2d { image: [5, 1], taps: [3, 3], normalized: true }, &bidirectional, "keys"),
     ] {
         // Calls that no numbers could be drawn for are spoilt by their options alone.
         let drawn = if matches!(argument, "queries" | "keys" | "value_dim") { variant } else { Variant::Simple };
@@ -440,6 +445,29 @@ fn options_without_meaning_are_refused() {
     }
     let error = Mechanism::<f32>::empty_state(&Aft::new(local(2, None)), &dims).expect_err("a state for one call");
     assert!(error.to_string().contains("length"), "{error}");
+}
+
+/// An image has no order, no offset and no shorter neighbours, and so no state either.
+#[test]
+fn images_are_whole_and_looked_at_both_ways() {
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 2, queries: 6, keys: 6, head_dim: 3, value_dim: 3 };
+    let aft = Aft::new(Variant::Conv2d { image: [2, 3], taps: [3, 3], normalized: false });
+    let whole = Case::new(dims, false);
+    let packed = KeyMask::Packed { queries: vec![0, 6], keys: vec![0, 6] };
+    for case in [
+        Case::new(dims, true),
+        Case { offset: 1, ..whole.clone() },
+        Case { keys: KeyMask::Lengths(vec![6]), ..whole.clone() },
+        Case { keys: packed, ..whole.clone() },
+    ] {
+        let inputs = execute::random(&subject(aft), &case).cast::<f32>();
+        let error = inputs.call(&case, None, |call| Mechanism::<f32>::check(&aft, call)).expect_err("not an image");
+        assert!(error.to_string().contains("an image under"), "{error}");
+    }
+    let inputs = execute::random(&subject(aft), &whole).cast::<f32>();
+    inputs.call(&whole, None, |call| Mechanism::<f32>::check(&aft, call)).expect("an image");
+    let error = Mechanism::<f32>::empty_state(&aft, &dims).expect_err("a state of an image");
+    assert!(error.to_string().contains("image"), "{error}");
 }
 
 /// A table by position ends: the step after its last row is refused, and changes nothing.

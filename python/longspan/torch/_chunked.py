@@ -7,6 +7,7 @@ precision. The kernels' tests hold it to the same definition.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .. import _calls
 
 #: Rows at a time: in-chunk weights are CHUNK x (CHUNK + 2 radius).
 CHUNK = 128
@@ -53,7 +56,7 @@ def chunked_attention(
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parameters = [parameter.to(wide) for parameter in parameters]
-        _check_parameters(mechanism, q, k, parameters, settings)
+        _check_parameters(mechanism, q, k, parameters, settings, is_causal, offset)
         if mechanism == "toeplitz":
             # Counted from the whole call, of which packed sequences are pieces.
             settings["first"] = 1 - q.shape[2] - offset
@@ -78,6 +81,67 @@ def chunked_attention(
         return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
 
 
+def _elementwise(name: str) -> str:
+    """What is left to do with each number of what `_lift` gives."""
+    kind, *options = name.split(":")
+    if kind in _FEATURE_MAPS:
+        return kind
+    return "exp" if kind == "prf" or (kind == "hedgehog" and "exp" in options) else "identity"
+
+
+@functools.lru_cache(maxsize=64)
+def _random_rows(name: str, head_dim: int) -> Any:
+    from .._native import random_rows
+
+    return random_rows(name, head_dim)
+
+
+def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
+    """``[batch, heads, tokens, d]`` to the exponents or features of a map of whole rows; ``x`` itself for others.
+
+    ``matrix`` is what "hedgehog" learns, ``[heads, width, d]``.
+    """
+    kind, *options = name.split(":")
+    width = x.shape[-1]
+    scale = max(width, 1) ** -0.25
+    if kind in ("prf", "nprf"):
+        rows = torch.as_tensor(_random_rows(name, width), dtype=x.dtype, device=x.device)
+        features = max(rows.shape[0], 1)
+        if kind == "prf":
+            return x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)
+        square = x.square().sum(-1, keepdim=True)
+        # A row of zeros has no direction and stays one, with gradient 0.
+        none = square == 0
+        direction = (x / torch.where(none, 1, square).sqrt()).masked_fill(none, 0)
+        return (direction @ rows.T - 0.5).exp() * features**-0.5
+    if kind == "dpfp":
+        parts = torch.cat([torch.relu(x), torch.relu(-x)], -1)
+        order = int(options[0]) if options else 1
+        return torch.cat([parts * parts.roll(-n, -1) for n in range(1, order + 1)], -1)
+    if kind == "taylor2":
+        x = x * scale
+        first, second = torch.triu_indices(width, width, device=x.device)
+        products = x[..., first] * x[..., second] * torch.where(first == second, 0.5**0.5, 1.0).to(x.dtype)
+        return torch.cat([torch.ones_like(x[..., :1]), x, products], -1)
+    if kind == "hedgehog" and matrix is not None:
+        exponents = x @ matrix.transpose(-1, -2)
+        exponents = torch.cat([exponents, -exponents], -1)
+        return exponents if "exp" in options else exponents.softmax(-1)
+    if kind in _FEATURE_MAPS:
+        return x
+    raise ValueError(f"unknown feature map {name!r}; known on {x.device} are {', '.join(_FEATURE_MAPS)}, prf, nprf, dpfp, "
+                     "taylor2, hedgehog")  # fmt: skip
+
+
+def _without_maps(
+    settings: dict[str, Any], parameters: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], tuple[Tensor | None, Tensor | None]]:
+    """The parameters of positions, and what the feature map of queries and of keys learns."""
+    if settings.get("feature_map", "").startswith("hedgehog"):
+        return parameters[:-2], (parameters[-2], parameters[-1])
+    return parameters, (None, None)
+
+
 def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
@@ -99,15 +163,27 @@ def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_m
 
 
 def _check_parameters(
-    mechanism: str, q: Tensor, k: Tensor, parameters: Sequence[Tensor], settings: dict[str, Any]
+    mechanism: str,
+    q: Tensor,
+    k: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
 ) -> None:
     """Shapes that broadcasting would let pass."""
     _, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     wanted: list[tuple[int, ...]]
+    parameters, maps = _without_maps(settings, parameters)
+    for matrix, of in zip(maps, (heads, kv_heads)):
+        if matrix is not None and (matrix.shape[0], matrix.shape[-1]) != (of, head_dim):
+            raise ValueError(f"{mechanism}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
+    features = _calls.features(settings.get("feature_map", "elu+1"), head_dim)
     if mechanism == "shaw":
         rows = parameters[0].shape[-2]
-        wanted = [(heads, rows, head_dim) if parameters[0].ndim == 3 else (rows, head_dim)]
+        width = head_dim if settings.get("rel_feature_map", "same") == "same" else features
+        wanted = [(heads, rows, width) if parameters[0].ndim == 3 else (rows, width)]
     elif mechanism == "toeplitz":
         table = settings.get("kind", "table") == "table" and not settings.get("centred")
         wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
@@ -117,11 +193,14 @@ def _check_parameters(
     elif mechanism == "aft-local":
         wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1])]
     elif mechanism == "aft-conv":
-        wanted = [(heads, parameters[0].shape[1]), (heads,), (heads,)]
+        wanted = [(heads, *parameters[0].shape[1:]), (heads,), (heads,)]
+        if settings.get("image") and (is_causal or offset or queries != keys or queries != math.prod(settings["image"])):
+            raise ValueError(f"{mechanism}: image: expected as many queries and keys as the image has places, "
+                             f"{math.prod(settings['image'])}, no mask of order and no offset")  # fmt: skip
     elif mechanism == "fourier":
         axes = settings.get("axes") or 1
-        angles = head_dim // 2 if settings.get("wave") == "pairs" else head_dim
-        wanted = [(kv_heads, angles, axes), *[(heads, head_dim)] * len(parameters)]
+        angles = features // 2 if settings.get("wave") == "pairs" else features
+        wanted = [(kv_heads, angles, axes), *[(heads, features)] * len(parameters)]
         if settings.get("axes"):
             wanted[len(parameters) - 2 :] = [(q.shape[0], queries, axes), (q.shape[0], keys, axes)]
     else:
@@ -136,8 +215,9 @@ def _slices(
 ) -> Sequence[Tensor]:
     """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
     if mechanism == "fourier" and settings.get("axes"):
-        *others, queries, keys = parameters
-        return [*others, queries[:, a:b], keys[:, c:d]]
+        positions, maps = _without_maps(settings, parameters)
+        *others, queries, keys = positions
+        return [*others, queries[:, a:b], keys[:, c:d], *(matrix for matrix in maps if matrix is not None)]
     if mechanism == "aft-local" and not settings.get("by_position"):
         return [parameters[0][: b - a]]
     return parameters
@@ -166,25 +246,31 @@ def _kernelized(
     (_, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     content = settings.get("kernelized", True)
     normalize = settings.get("normalize", True)
-    name = settings.get("feature_map", "elu+1")
-    if name not in _FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}; known on {q.device} are {', '.join(_FEATURE_MAPS)}")
+    whole = settings.get("feature_map", "elu+1")
+    parameters, (of_queries, of_keys) = _without_maps(settings, parameters)
+    name = _elementwise(whole)
     phi = _FEATURE_MAPS[name]
     table = parameters[0] if parameters else None
-    rho = phi if settings.get("rel_feature_map", "same") == "same" else _FEATURE_MAPS["identity"]
+    same = settings.get("rel_feature_map", "same") == "same"
+    if table is not None and same:
+        if of_keys is not None:
+            raise ValueError("shaw: a table that goes through hedgehog has no meaning; use rel_feature_map='identity'")
+        table = _lift(whole, table if table.ndim == 3 else table[None], None)
+    rho = phi if same else _FEATURE_MAPS["identity"]
 
     if key_padding_mask is not None:
         # Selected, not multiplied: whatever stands in the padding, 0 times it may be NaN.
         ignored = key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(ignored, 0), v.masked_fill(ignored, 0)
+    q, k = _lift(whole, q, of_queries), _lift(whole, k, of_keys)
     if name == "exp" and normalize and keys > 0:
         # Cancels in the division; without it the exponentials overflow.
         q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
         highest = k.amax().detach() if k.numel() else k.new_zeros(())
-        if table is not None and rho is phi:
+        if table is not None and same:
             highest = torch.maximum(highest, table.amax().detach())
         k = k - highest
-        table = table - highest if table is not None and rho is phi else table
+        table = table - highest if table is not None and same else table
     group = heads // max(kv_heads, 1)
     features = phi(k)
     ones = v.new_ones((*v.shape[:3], 1))
@@ -197,7 +283,7 @@ def _kernelized(
     rows = None
     radius = 0
     if table is not None:
-        rows = rho(table) if table.ndim == 3 else rho(table)[None].expand(heads, -1, -1)
+        rows = rho(table if table.ndim == 3 else table[None]).expand(heads, -1, -1)
         radius = rows.shape[1] // 2
     gamma = settings.get("decay")
     if gamma is not None:
@@ -363,10 +449,12 @@ def _without_padding(k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> t
     return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
 
 
-def _features(settings: dict[str, Any], q: Tensor, k: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-    name = settings.get("feature_map", "elu+1")
-    if name not in _FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}; known on {q.device} are {', '.join(_FEATURE_MAPS)}")
+def _features(
+    settings: dict[str, Any], q: Tensor, k: Tensor, normalize: bool, maps: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    whole = settings.get("feature_map", "elu+1")
+    name = _elementwise(whole)
+    q, k = _lift(whole, q, maps[0]), _lift(whole, k, maps[1])
     if name == "exp" and normalize:
         # Cancels in the division; without it the exponentials overflow.
         q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
@@ -388,7 +476,8 @@ def _fourier(
     k, v, there = _without_padding(k, v, key_padding_mask)
     normalizer = settings.get("normalizer", "one_plus")
     pairs = settings.get("wave", "each") == "pairs"
-    queries, keys = _features(settings, q, k, normalizer != "none")
+    parameters, maps = _without_maps(settings, parameters)
+    queries, keys = _features(settings, q, k, normalizer != "none", maps)
     keys = keys * there
     group = q.shape[1] // max(k.shape[1], 1)
     a, *rest = parameters
@@ -400,7 +489,7 @@ def _fourier(
     turn_query = torch.einsum("hmn,bin->bhim", a.repeat_interleave(group, 0), at_query)
     turn_key = torch.einsum("hmn,bjn->bhjm", a, at_key)
     if pairs:
-        half = q.shape[-1] // 2
+        half = queries.shape[-1] // 2
 
         def turned(x: Tensor, angle: Tensor) -> Tensor:
             first, second = x[..., :half], x[..., half:]
@@ -463,7 +552,7 @@ def _toeplitz(
     (bias,) = parameters
     normalize = settings.get("normalize", True)
     k, v, there = _without_padding(k, v, key_padding_mask)
-    left, right = _features(settings, q, k, normalize)
+    left, right = _features(settings, q, k, normalize, (None, None))
     group = q.shape[1] // max(k.shape[1], 1)
     right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     ones = there.expand(-1, q.shape[1], -1, -1)
@@ -594,6 +683,9 @@ def _conv_biases(
     parameters: Sequence[Tensor], settings: dict[str, Any], is_causal: bool, distance: Tensor, rows: slice, offset: int
 ) -> Tensor:
     w, *scale = parameters
+    image = settings.get("image")
+    taps = w.shape[-1]
+    w = w.flatten(1)
     if scale:
         gamma, beta = scale
         centred = w - w.mean(1, keepdim=True)
@@ -601,10 +693,19 @@ def _conv_biases(
         # Where all taps are equal the kernel is beta.
         flat = deviation == 0
         w = gamma[:, None] * torch.where(flat, 0, centred / torch.where(flat, 1, deviation)) + beta[:, None]
-    taps = w.shape[1]
-    column = distance + (taps - 1 if is_causal else (taps - 1) // 2)
-    inside = (column >= 0) & (column < taps)
-    return torch.where(inside, w[:, column.clamp(0, taps - 1)], 0)
+    if image:
+        token = torch.arange(rows.start, rows.stop, device=w.device)[:, None]
+        key = torch.arange(distance.shape[1], device=w.device)[None, :]
+        tap_rows = w.shape[1] // taps
+        down = key // image[1] - token // image[1] + (tap_rows - 1) // 2
+        right = key % image[1] - token % image[1] + (taps - 1) // 2
+        inside = (down >= 0) & (down < tap_rows) & (right >= 0) & (right < taps)
+        column = down.clamp(0, tap_rows - 1) * taps + right.clamp(0, taps - 1)
+    else:
+        column = distance + (taps - 1 if is_causal else (taps - 1) // 2)
+        inside = (column >= 0) & (column < taps)
+        column = column.clamp(0, taps - 1)
+    return torch.where(inside, w[:, column], 0)
 
 
 def _softmax(

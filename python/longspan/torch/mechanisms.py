@@ -32,6 +32,7 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self._options = options
+        self._maps: tuple[str, ...] = ()
 
     @property
     def key_dim(self) -> int:
@@ -41,6 +42,25 @@ class Attention(nn.Module):
     def _learned(self) -> tuple[Tensor, ...]:
         """The mechanism's parameters in the kernels' order."""
         return ()
+
+    def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:
+        """Makes the parameters of a feature map that learns: the identity where they are square."""
+        self._maps = ("map_queries", "map_keys") if feature_map.startswith("hedgehog") else ()
+        width = _calls.features(feature_map, self.head_dim) // 2
+        for name in self._maps:
+            self.register_parameter(name, nn.Parameter(torch.empty((self.num_heads, width, self.head_dim), **place)))
+
+    def _reset_maps(self) -> None:
+        for name in self._maps:
+            matrix = getattr(self, name)
+            if matrix.shape[1] == matrix.shape[2]:
+                with torch.no_grad():
+                    matrix.copy_(torch.eye(self.head_dim, dtype=matrix.dtype, device=matrix.device).expand_as(matrix))
+            else:
+                nn.init.normal_(matrix, std=self.head_dim**-0.5)
+
+    def _learned_maps(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._maps)
 
     def _check(self) -> None:
         """Refuses wrong options when the module is made rather than when it is first called."""
@@ -76,15 +96,17 @@ class Attention(nn.Module):
 
     def combine(self, earlier: State, later: State) -> State:
         """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
-        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
-        return native.combine(earlier, later)
+        learned = self._learned()
+        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
+        return native.combine(earlier, later, _calls.plain_arrays(learned))
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
 
 
 class KernelizedAttention(Attention):
-    """`longspan.ops.kernelized_attention` as a module; it learns nothing.
+    """`longspan.ops.kernelized_attention` as a module; it learns nothing, but for the ``"hedgehog"`` feature map, whose
+    ``map_queries`` and ``map_keys``, ``[num_heads, width, head_dim]``, start as the identity.
 
     ``decay`` may be ``None``, one number, or one for each head.
     """
@@ -106,13 +128,22 @@ class KernelizedAttention(Attention):
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
         options = _options.kernel(type(self).__name__, None, feature_map, decay, normalize, algorithm)
         super().__init__(num_heads, head_dim, options)
+        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
+        self.reset_parameters()
         self._check()
+
+    def reset_parameters(self) -> None:
+        self._reset_maps()
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return self._learned_maps()
 
 
 class ShawAttention(Attention):
     """`longspan.ops.shaw_attention` as a module; it learns ``rel``, ``[num_heads, 2 * radius + 1, head_dim]``.
 
-    ``shared`` makes it ``[2 * radius + 1, head_dim]`` for all heads. Its rows start at random with a standard deviation
+    ``shared`` makes it ``[2 * radius + 1, head_dim]`` for all heads; with ``rel_feature_map="identity"`` rows are as wide as
+    the feature map's. Its rows start at random with a standard deviation
     of 0.5.
     """
 
@@ -138,21 +169,24 @@ class ShawAttention(Attention):
         if not isinstance(radius, int) or radius < 0:
             raise ValueError(f"{name}: radius: expected an integer from 0 on, got {radius!r}")
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
-        shape = (2 * radius + 1, head_dim) if shared else (num_heads, 2 * radius + 1, head_dim)
+        width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
+        shape = (2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width)
         rel = torch.empty(shape, device=device, dtype=dtype)
         options = _options.shaw(
             name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options)
         self.rel = nn.Parameter(rel)
+        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
         self.reset_parameters()
         self._check()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.rel, std=0.5)
+        self._reset_maps()
 
     def _learned(self) -> tuple[Tensor, ...]:
-        return (self.rel,)
+        return (self.rel, *self._learned_maps())
 
 
 class FourierAttention(Attention):
@@ -180,8 +214,9 @@ class FourierAttention(Attention):
     ) -> None:
         place = {"device": device, "dtype": dtype}
         names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
-        angles = head_dim // 2 if wave == "pairs" else head_dim
-        each = {name: torch.empty((num_heads, head_dim), **place) for name in names}
+        features = _calls.features(feature_map, head_dim)
+        angles = features // 2 if wave == "pairs" else features
+        each = {name: torch.empty((num_heads, features), **place) for name in names}
         decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
         options, _ = _options.fourier(
             type(self).__name__, None, torch.empty((num_heads, angles, 1)), each.get("b"), each.get("c"),
@@ -193,6 +228,7 @@ class FourierAttention(Attention):
         for name, value in each.items():
             self.register_parameter(name, nn.Parameter(value))
         self._each = tuple(names)
+        self._learn_maps(feature_map, place)
         self.reset_parameters()
         self._check()
 
@@ -202,9 +238,10 @@ class FourierAttention(Attention):
             self.a.copy_((self.longest**-steps)[None, :, None].to(self.a.dtype))
             for name in self._each:
                 getattr(self, name).fill_(1.0 if name == "c" else 0.0)
+        self._reset_maps()
 
     def _learned(self) -> tuple[Tensor, ...]:
-        return (self.a, *(getattr(self, name) for name in self._each))
+        return (self.a, *(getattr(self, name) for name in self._each), *self._learned_maps())
 
 
 class ToeplitzAttention(Attention):
@@ -344,7 +381,8 @@ class AftConv(Attention):
     """`longspan.ops.aft_conv` as a module, with keys ``[batch, head, token, 1]``: one number a head.
 
     It learns ``w``, ``[num_heads, taps]``, and unless ``normalized`` is false ``gamma`` and ``beta``, ``[num_heads]``,
-    which start at 0, as published.
+    which start at 0, as published. With ``image=(height, width)`` tokens are an image's, row after row, and ``w`` is
+    ``[num_heads, tap_rows, taps]``; ``tap_rows`` is ``taps`` by default.
     """
 
     mechanism = "aft-conv"
@@ -356,13 +394,20 @@ class AftConv(Attention):
         *,
         taps: int = 15,
         normalized: bool = True,
+        image: tuple[int, int] | None = None,
+        tap_rows: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         _expect_size("AftConv", "taps", taps)
-        super().__init__(num_heads, head_dim, _options.as_object(normalized=normalized))
+        tap_rows = taps if tap_rows is None else tap_rows
+        _expect_size("AftConv", "tap_rows", tap_rows)
         place = {"device": device, "dtype": dtype}
-        self.w = nn.Parameter(torch.empty((num_heads, taps), **place))
+        w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
+        scale = torch.empty(num_heads) if normalized else None
+        _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
+        super().__init__(num_heads, head_dim, options)
+        self.w = nn.Parameter(w)
         self._scale = ("gamma", "beta") if normalized else ()
         for name in self._scale:
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, **place)))

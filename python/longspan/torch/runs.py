@@ -26,7 +26,7 @@ toeplitz        ``bias`` ``[heads, entries]``; a grid's is ``[heads, rows, colum
 aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense: ``w`` ``[length, length]``
 aft-local       ``w`` ``[length, 2 window - 1]``
 aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
-others          nothing
+others          nothing; hedgehog feature maps ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================
 
 A decoder with AFT attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
@@ -205,14 +205,20 @@ def _as_they_are(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("attention_options", {}))
 
 
+def _by_position(config: dict[str, Any]) -> dict[str, Any]:
+    # A row for the longest sequence, with the token that it starts with, as the command makes the table.
+    positions = max(config.get("max_tokens") or 0, config.get("answer_tokens") or 0) + 1
+    return {"length": max(1024, positions), **config.get("attention_options", {})}
+
+
 #: For each mechanism its module and how the module's options follow from a run's settings.
 _MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "kernelized": (KernelizedAttention, _kernelized),
     "shaw": (ShawAttention, _shaw),
     "fourier": (FourierAttention, _fourier),
     "toeplitz": (ToeplitzAttention, _toeplitz),
-    "aft-full": (AftFull, _as_they_are),
-    "aft-local": (AftLocal, _as_they_are),
+    "aft-full": (AftFull, _by_position),
+    "aft-local": (AftLocal, _by_position),
     "aft-simple": (AftSimple, _as_they_are),
     "aft-conv": (AftConv, _as_they_are),
     "softmax": (SoftmaxAttention, _as_they_are),
@@ -330,9 +336,11 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
         return name, tensor.T
     if isinstance(module, nn.LayerNorm):
         return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
+    if last in ("map_queries", "map_keys"):
+        return f"{prefix}.map.{last[4:]}", tensor
     if isinstance(module, ShawAttention):
         return f"{prefix}.relative", tensor if tensor.dim() == 3 else tensor[None]
-    if isinstance(module, ToeplitzAttention):
+    if isinstance(module, (ToeplitzAttention, AftConv)) and tensor.dim() == 3:
         return name, tensor.flatten(1)
     if isinstance(module, AftFull) and last == "u":
         return f"{prefix}.w", tensor

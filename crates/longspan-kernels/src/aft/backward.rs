@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use super::forward::{chunks, key_edges, work_len};
+use super::forward::{chunks, groups, key_edges, strip_len, work_len};
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
-use super::tiles::{self, SIDE};
+use super::tiles::{self, Parts, SIDE, Strip};
 use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
@@ -166,7 +166,11 @@ impl Sides {
     fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let line = |len: usize| len.next_multiple_of(64);
         let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
-        walk + line(3 * problem.mean())
+        walk + self.strip_len(problem) + line(3 * problem.mean())
+    }
+
+    fn strip_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        strip_len(problem, &self.by_key).max(strip_len(problem, &self.keys_by_key))
     }
 
     fn tasks(&self, sums: &Sums) -> usize {
@@ -256,8 +260,7 @@ fn block<'a, T: Real>(
         denominator.copy_from_slice(&d_key[..dims.head_dim]);
     });
 
-    parallel(keys_by_key.tasks(), work, per_worker, |task, work| {
-        let (index, kv_head, chunk) = keys_by_key.task(task);
+    let one = |index: usize, kv_head: usize, chunk: usize, mut strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
         let sequence = &problem.sequences[block.sequences.start + index];
         let key_items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
         let (own, work) = work.split_at_mut((3 * mean).next_multiple_of(64));
@@ -306,18 +309,30 @@ fn block<'a, T: Real>(
                 }
             };
             let window = &keys_by_key.windows[index];
-            if problem.tiled() {
+            if let Some(strip) = strip.as_deref_mut() {
                 let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], spare: &mut [T]| {
                     let queries = from as usize..to as usize;
                     problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare);
                     problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
                 };
-                tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
+                tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
             }
+        }
+    };
+    let heads = block.heads.len();
+    let groups = groups(problem, &keys_by_key.windows, heads);
+    let tasks = Chunks::new(keys_by_key.windows.clone(), groups);
+    let strip_len = sides.strip_len(problem);
+    parallel(tasks.tasks(), work, per_worker, |task, work| {
+        let (index, group, chunk) = tasks.task(task);
+        let (strip, work) = work.split_at_mut(strip_len);
+        let mut strip = (strip_len > 0).then(|| Strip::new(strip));
+        for kv_head in group * heads / groups..(group + 1) * heads / groups {
+            one(index, kv_head, chunk, strip.as_mut(), work);
         }
     });
 }
@@ -345,7 +360,12 @@ fn query_side<'a, T: Real>(
     let mut d_bias = ViewMut::strided(d_bias, [0, sums.rows * sums.columns, sums.columns]);
     let d_bias = d_bias.shared();
     let starts = sides.starts(problem);
+    let strip_len = sides.strip_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
+        let (strip_memory, work) = work.split_at_mut(strip_len);
+        // Heads of one sequence have the same biases.
+        let mut strip = (strip_len > 0).then(|| Strip::new(strip_memory));
+        let mut strip_of = None;
         for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
             let (index, local) = (unit / heads, unit % heads);
             let window = &by_key.windows[index];
@@ -378,7 +398,7 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
-            if !problem.tiled() {
+            let Some(strip) = &mut strip else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
@@ -395,13 +415,27 @@ fn query_side<'a, T: Real>(
                     }
                 });
                 continue;
-            }
+            };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
-            tiles::means(problem.ops, &items, window, chunk, edges, bias, work, |i, row| {
-                visit(i, row);
-            });
+            if strip_of.replace(index) != Some(index) {
+                strip.forget();
+            }
+            tiles::means(
+                problem.ops,
+                &items,
+                window,
+                chunk,
+                edges,
+                Parts::Denominators,
+                bias,
+                strip,
+                work,
+                |i, row| {
+                    visit(i, row);
+                },
+            );
             let (from, to) = window.chunk(chunk);
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::keys::KeyItems;
-use super::problem::{Bias, Block, CHUNK, Chunks, Problem};
-use super::tiles;
+use super::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
+use super::tiles::{self, Parts, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -42,6 +42,20 @@ pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> us
     longest.max((CHUNK + 2) * mean).next_multiple_of(64)
 }
 
+/// Numbers of a worker's memory for the biases of a chunk's tiles.
+pub(super) fn strip_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
+    let longest = chunks.windows.iter().map(tiles::strip_len).max().unwrap_or(0);
+    if problem.tiled() { longest.next_multiple_of(64) } else { 0 }
+}
+
+/// Into how many groups heads are dealt that a worker takes one after the other, with the same biases: as few as leave work
+/// for all. The bits do not depend on it.
+pub(super) fn groups<T: Real>(problem: &Problem<'_, T>, windows: &[Window], heads: usize) -> usize {
+    let chunks: usize = windows.iter().map(Window::chunks).sum();
+    let wanted = (4 * rayon::current_num_threads()).div_ceil(chunks.max(1));
+    if problem.tiled() { wanted.clamp(1, heads.max(1)) } else { heads }
+}
+
 /// Writes every output.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>, scratch: &mut Scratch<T>) {
     let (dims, mean) = (&problem.dims, problem.mean());
@@ -50,15 +64,16 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     }
     let all = Block { sequences: 0..problem.sequences.len(), heads: 0..dims.kv_heads };
     let by_key = chunks(problem, all.sequences.clone(), dims.kv_heads);
-    let by_query = chunks(problem, all.sequences.clone(), dims.heads);
-    let per_worker = work_len(problem, &by_key);
+    let groups = groups(problem, &by_key.windows, dims.heads);
+    let by_query = chunks(problem, all.sequences.clone(), groups);
+    let strip_len = strip_len(problem, &by_key);
+    let per_worker = work_len(problem, &by_key) + strip_len;
     let workers = rayon::current_num_threads().min(by_query.tasks()).max(1);
     let edge_len = (by_key.tasks() * mean).next_multiple_of(64);
     let mut arena = Arena::new(scratch.take(2 * edge_len + workers * per_worker + 64));
     let work = arena.take(workers * per_worker);
     let (before, after) = key_edges(problem, &all, &by_key, &mut arena, work);
-    parallel(by_query.tasks(), work, per_worker, |task, work| {
-        let (index, head, chunk) = by_query.task(task);
+    let one = |index: usize, head: usize, chunk: usize, strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
         let items = KeyItems::new(problem, sequence, kv_head);
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
@@ -96,14 +111,22 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
             for i in from..to {
                 visit(i, row);
             }
-        } else if problem.tiled() {
+        } else if let Some(strip) = strip {
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile);
             };
-            tiles::means(problem.ops, &items, window, chunk, edges, bias, work, visit);
+            tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
         } else {
             let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
             walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
+        }
+    };
+    parallel(by_query.tasks(), work, per_worker, |task, work| {
+        let (index, group, chunk) = by_query.task(task);
+        let (strip, work) = work.split_at_mut(strip_len);
+        let mut strip = (strip_len > 0).then(|| Strip::new(strip));
+        for head in group * dims.heads / groups..(group + 1) * dims.heads / groups {
+            one(index, head, chunk, strip.as_mut(), work);
         }
     });
 }

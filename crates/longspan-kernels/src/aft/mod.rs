@@ -176,9 +176,16 @@ impl<T: Real> Mechanism<T> for Aft {
         let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
         let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
-        let pair = if tiled { Rate::AftTiled } else { Rate::AftJoined };
-        let pairs = if near > 1.0 { rows * near / dims.head_dim.max(1) as f64 } else { 0.0 };
-        let counts = [(Rate::AftWeight, pairs), (pair, rows * near), (Rate::AftNumber, tokens)];
+        // A convolution's tile has one weight a pair for all channels, and no maximum to keep.
+        let convolved = matches!(self.variant, Variant::Conv { .. });
+        let (weight, pair) = match (tiled, convolved) {
+            (true, false) => (1.0, Rate::AftTiled),
+            (true, true) => (0.0, Rate::AftConvolved),
+            (false, _) => (0.0, Rate::AftJoined),
+        };
+        let joins = if near > 1.0 { rows * near } else { 0.0 };
+        let weights = weight * joins / dims.head_dim.max(1) as f64;
+        let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftNumber, tokens)];
         let work = Work::new(1.0, Rate::AftCall, counts);
         let estimate = Estimate {
             algorithm: Algorithm::Chunked,

@@ -77,6 +77,50 @@ pub(super) fn work_len(mean: usize) -> usize {
     2 * SIDE * mean + 2 * SIDE * SIDE + SIDE + 2 * width + 4 * SIDE * width
 }
 
+/// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
+/// whoever takes one head after the other forms them once.
+pub(super) struct Strip<'w, T> {
+    tiles: &'w mut [T],
+    tops: &'w mut [T],
+    /// The largest range of any row of a tile; negative where the tile has not been formed.
+    ranges: &'w mut [T],
+}
+
+impl<'w, T: Real> Strip<'w, T> {
+    /// Of nothing yet, in as much memory as [`strip_len`] says.
+    pub fn new(memory: &'w mut [T]) -> Self {
+        let count = memory.len().saturating_sub(64) / TILE_LEN;
+        let mut arena = Arena::new(memory);
+        let mut strip =
+            Self { tiles: arena.take(count * SIDE * SIDE), tops: arena.take(count * SIDE), ranges: arena.take(count) };
+        strip.forget();
+        strip
+    }
+
+    /// Before other biases come.
+    pub fn forget(&mut self) {
+        self.ranges.fill(-T::ONE);
+    }
+}
+
+/// Numbers of a tile of a [`Strip`].
+const TILE_LEN: usize = SIDE * SIDE + SIDE + 1;
+
+/// Numbers of memory of a [`Strip`] for the chunks of a window.
+pub(super) fn strip_len(window: &Window) -> usize {
+    let reach = (CHUNK + window.back as usize).saturating_add(window.ahead as usize);
+    reach.min((window.end - window.first).max(0) as usize).div_ceil(SIDE) * TILE_LEN + 64
+}
+
+/// What [`means`] forms.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Parts {
+    /// Exponents, numerators and denominators.
+    All,
+    /// No numerators.
+    Denominators,
+}
+
 /// Cuts outputs × items into tiles where every output sees every item, and single pairs. `tile(outputs, from, to, whole)`
 /// takes a tile whose pairs are all seen (`whole`) or a small one of which some may not be, and says whether it did.
 fn cover(
@@ -121,7 +165,8 @@ fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
 
 /// Forms the mean of every output of a chunk and hands it to `visit`, as [`walk`](super::walk::walk) does.
 ///
-/// `bias(outputs, from, to, tile, spare)` writes those of a tile, rows of [`SIDE`]; `spare` is as large.
+/// `bias(outputs, from, to, tile, spare)` writes those of a tile, rows of [`SIDE`]; `spare` is as large. A `strip` that has been
+/// used must be that of the same outputs and the same biases.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn means<T: Real>(
     ops: &Ops<T>,
@@ -129,7 +174,9 @@ pub(super) fn means<T: Real>(
     window: &Window,
     chunk: usize,
     edges: (&[T], &[T]),
+    parts: Parts,
     bias: impl Fn(Range<usize>, isize, isize, &mut [T], &mut [T]),
+    strip: &mut Strip<'_, T>,
     work: &mut [T],
     mut visit: impl FnMut(usize, &[T]),
 ) {
@@ -138,15 +185,16 @@ pub(super) fn means<T: Real>(
     let work = Work::new(work, mean, width);
     let (own, to) = window.chunk(chunk);
     let (start, end) = window.span(own, to);
-    let rows = &mut work.rows[..(to - own) * mean];
+    let chunk_len = to - own;
+    let rows = &mut work.rows[..chunk_len * mean];
     for row in rows.chunks_exact_mut(mean) {
         if window.before { row.copy_from_slice(edges.0) } else { clear(row) }
     }
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (count, columns) = (outputs.len(), (to - from) as usize);
-        bias(outputs.clone(), from, to, work.biases, work.turned);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
+            bias(outputs.clone(), from, to, work.biases, work.turned);
             let block = items.load(from, columns, work.items);
             for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SIDE)) {
                 let (low, high) = window.seen(n);
@@ -157,8 +205,22 @@ pub(super) fn means<T: Real>(
             }
             return true;
         }
-        let tops = &mut work.tops[..count];
-        let range = ops.exponentials(work.biases, SIDE, columns, tops);
+        // A tile of the strip, or one that has been cut.
+        let index = (from - start) as usize / SIDE;
+        let kept = outputs.len() == chunk_len && (from - start) as usize % SIDE == 0 && (to == end || columns == SIDE);
+        let (weights, tops, range) = if kept {
+            let tops = &mut strip.tops[index * SIDE..][..count];
+            let weights = &mut strip.tiles[index * SIDE * SIDE..][..SIDE * SIDE];
+            if strip.ranges[index] < T::ZERO {
+                bias(outputs.clone(), from, to, weights, work.turned);
+                strip.ranges[index] = ops.exponentials(weights, SIDE, columns, tops);
+            }
+            (&*weights, &*tops, strip.ranges[index])
+        } else {
+            bias(outputs.clone(), from, to, work.biases, work.turned);
+            let range = ops.exponentials(work.biases, SIDE, columns, &mut work.tops[..count]);
+            (&*work.biases, &work.tops[..count], range)
+        };
         let factors =
             Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
         let depth = items.factor(ops, from, columns, factors, work.items);
@@ -166,9 +228,12 @@ pub(super) fn means<T: Real>(
             return false;
         }
         let (numerators, denominators) = work.products.split_at_mut(SIDE * width);
-        for (b, c) in [(&*work.numerators, &mut *numerators), (&*work.denominators, &mut *denominators)] {
+        for (b, c) in [(&*work.numerators, &mut *numerators), (&*work.denominators, &mut *denominators)]
+            .into_iter()
+            .skip(usize::from(parts == Parts::Denominators))
+        {
             ops.product(&mut Product {
-                a: work.biases,
+                a: weights,
                 a_row: SIDE,
                 a_column: 1,
                 b,
@@ -183,6 +248,8 @@ pub(super) fn means<T: Real>(
                 c_band: Band::ALL,
             });
         }
+        // What stands in the place of numerators is not looked at.
+        let numerators = if parts == Parts::All { &*numerators } else { &*denominators };
         ops.join_factored(rows, Factored { reference: work.reference, numerators, denominators }, tops);
         true
     };

@@ -37,7 +37,6 @@ pub(crate) unsafe fn feature_dots<V: Vector>(
     each!(EluPlusOne, Relu, Softplus, Exp, Identity);
 }
 
-#[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn dots_of<V: Vector>(
     map: FeatureMap,
@@ -50,43 +49,64 @@ unsafe fn dots_of<V: Vector>(
     V::Element: Constants,
 {
     assert!(rows.len() >= to.len() * width && q.len() >= width);
+    let mut groups = to.chunks_exact_mut(ROWS);
+    let mut row = 0;
+    // SAFETY: as many rows of `width` numbers as `to` has lie in `rows`, and `width` numbers in `q`.
+    unsafe {
+        for to in &mut groups {
+            let sums = some_dots::<V, ROWS>(map, shift, &rows[row * width..], width, q, to);
+            to.iter_mut().zip(V::sums(sums)).for_each(|(to, sum)| *to += sum);
+            row += ROWS;
+        }
+        for to in groups.into_remainder().chunks_exact_mut(1) {
+            let [sum] = some_dots::<V, 1>(map, shift, &rows[row * width..], width, q, to);
+            to[0] += sum.sum();
+            row += 1;
+        }
+    }
+}
+
+/// The products of `N` rows, lane by lane; what does not fill a register stands summed in `rest`.
+///
+/// # Safety
+/// As for [`Vector`]; `N` rows of `width` numbers must lie in `rows`, and `width` numbers in `q`.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn some_dots<V: Vector, const N: usize>(
+    map: FeatureMap,
+    shift: V::Element,
+    rows: &[V::Element],
+    width: usize,
+    q: &[V::Element],
+    rest: &mut [V::Element],
+) -> [V; N]
+where
+    V::Element: Constants,
+{
     let whole = width / V::LANES * V::LANES;
-    let count = to.len();
-    for first in (0..count).step_by(ROWS) {
-        // Rows beyond the last repeat it.
-        let places: [usize; ROWS] = std::array::from_fn(|r| (first + r).min(count - 1));
-        let mut totals = [V::Element::ZERO; ROWS];
-        // SAFETY: `width` numbers of every row and of `q` lie in their slices by the assertion above; the tail holds a
-        // register.
-        unsafe {
-            let shift = V::splat(shift);
-            let from: [*const V::Element; ROWS] = std::array::from_fn(|r| rows.as_ptr().add(places[r] * width));
-            let mut sums = [V::splat(V::Element::ZERO); ROWS];
-            let mut column = 0;
-            while column < whole {
-                let q = V::load(q.as_ptr().add(column));
-                for r in 0..ROWS {
-                    sums[r] = feature(map, V::load(from[r].add(column)), shift).mul_add(q, sums[r]);
-                }
-                column += V::LANES;
+    rest.fill(V::Element::ZERO);
+    // SAFETY: the caller's rows and `q` reach as far as is read; the tail holds a register.
+    unsafe {
+        let shift = V::splat(shift);
+        let mut sums = [V::splat(V::Element::ZERO); N];
+        let mut column = 0;
+        while column < whole {
+            let q = V::load(q.as_ptr().add(column));
+            for r in 0..N {
+                let x = V::load(rows.as_ptr().add(r * width + column));
+                sums[r] = feature(map, x, shift).mul_add(q, sums[r]);
             }
-            for r in 0..ROWS {
-                totals[r] = sums[r].sum();
-            }
-            if whole < width {
-                for r in 0..ROWS {
-                    let mut tail = [V::Element::ZERO; WIDEST];
-                    tail[..width - whole].copy_from_slice(&rows[places[r] * width + whole..][..width - whole]);
-                    feature(map, V::load(tail.as_ptr()), shift).store(tail.as_mut_ptr());
-                    for (&x, &q) in tail.iter().zip(&q[whole..width]) {
-                        totals[r] += x * q;
-                    }
-                }
+            column += V::LANES;
+        }
+        if whole < width {
+            for r in 0..N {
+                let mut tail = [V::Element::ZERO; WIDEST];
+                tail[..width - whole].copy_from_slice(&rows[r * width + whole..][..width - whole]);
+                feature(map, V::load(tail.as_ptr()), shift).store(tail.as_mut_ptr());
+                rest[r] = tail.iter().zip(&q[whole..width]).fold(V::Element::ZERO, |sum, (&x, &q)| sum + x * q);
             }
         }
-        for r in 0..ROWS {
-            to[places[r]] = totals[r];
-        }
+        sums
     }
 }
 
@@ -99,59 +119,64 @@ pub(crate) unsafe fn add_weighed_values<V: Vector>(
 ) -> V::Element {
     let (width, row_length) = (to.len(), to.len() + 1);
     assert!(rows.len() >= weights.len() * row_length);
-    let whole = width / V::LANES * V::LANES;
-    let mut column = 0;
-    while column < whole {
-        let registers = ((whole - column) / V::LANES).min(4);
-        // SAFETY: `registers` registers from `column` lie in `to` and in each of the rows, of which there are as many as
-        // weights by the assertion above.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {{
-                    let sums = weighed_sum::<V, $n>(rows.as_ptr().add(column), row_length, weights);
-                    for n in 0..$n {
-                        let at = to.as_mut_ptr().add(column + n * V::LANES);
-                        V::load(at).add(sums[n]).store(at);
-                    }
-                }};
-            }
-            match registers {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
-            }
+    if row_length < V::LANES {
+        let mut last = V::Element::ZERO;
+        for (row, &weight) in rows.chunks_exact(row_length).zip(weights) {
+            to.iter_mut().zip(row).for_each(|(to, &x)| *to += weight * x);
+            last += weight * row[width];
         }
-        column += registers * V::LANES;
+        return last;
     }
-    // What is left ends with the number after the values. A register that ends there reads some of them again.
+    // What does not fill a register ends with the number after the values. The register that ends there reads some
+    // values again, and only its last numbers count.
+    let whole = width / V::LANES * V::LANES;
     let rest = row_length - whole;
     let mut tail = [V::Element::ZERO; WIDEST];
-    let tail = if row_length >= V::LANES {
-        // SAFETY: the last register of a row lies in it, and the tail holds one.
-        unsafe {
-            let [sum] = weighed_sum::<V, 1>(rows.as_ptr().add(row_length - V::LANES), row_length, weights);
-            sum.store(tail.as_mut_ptr());
+    let mut column = 0;
+    // SAFETY: registers at columns up to `row_length − LANES` lie in each of the rows, of which there are as many as
+    // weights by the assertion above; those below `whole` lie in `to`; the tail holds one.
+    unsafe {
+        macro_rules! columns {
+            ($n:literal, $with_tail:literal) => {{
+                let mut places = [row_length - V::LANES; $n + $with_tail];
+                (0..$n).for_each(|n| places[n] = column + n * V::LANES);
+                let sums = weighed_sum::<V, { $n + $with_tail }>(rows.as_ptr(), places, row_length, weights);
+                for n in 0..$n {
+                    let at = to.as_mut_ptr().add(places[n]);
+                    V::load(at).add(sums[n]).store(at);
+                }
+                if let Some(sum) = sums.get($n) {
+                    sum.store(tail.as_mut_ptr());
+                }
+            }};
         }
-        &tail[V::LANES - rest..V::LANES]
-    } else {
-        for (row, &weight) in rows.chunks_exact(row_length).zip(weights) {
-            tail.iter_mut().zip(row).for_each(|(sum, &x)| *sum += weight * x);
+        while whole - column > 4 * V::LANES {
+            columns!(4, 0);
+            column += 4 * V::LANES;
         }
-        &tail[..rest]
-    };
+        match (whole - column) / V::LANES {
+            4 => columns!(4, 1),
+            3 => columns!(3, 1),
+            2 => columns!(2, 1),
+            1 => columns!(1, 1),
+            _ => columns!(0, 1),
+        }
+    }
+    let tail = &tail[V::LANES - rest..V::LANES];
     to[whole..].iter_mut().zip(tail).for_each(|(to, &x)| *to += x);
     tail[rest - 1]
 }
 
-/// `Σ weights[r] · rows[r]` for `N` registers of rows; two sums a register hide the latency of the fused products.
+/// `Σ weights[r] · rows[r]` for the registers of rows at `N` columns; two sums a register hide the latency of the fused
+/// products.
 ///
 /// # Safety
-/// As for [`Vector`]; `N` registers of as many rows as there are weights must be valid to read.
+/// As for [`Vector`]; registers at these columns of as many rows as there are weights must be valid to read.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn weighed_sum<V: Vector, const N: usize>(
     rows: *const V::Element,
+    columns: [usize; N],
     row_length: usize,
     weights: &[V::Element],
 ) -> [V; N] {
@@ -161,7 +186,7 @@ unsafe fn weighed_sum<V: Vector, const N: usize>(
         let add = |row: usize, sums: &mut [V; N]| {
             let weight = V::splat(*weights.get_unchecked(row));
             for n in 0..N {
-                sums[n] = weight.mul_add(V::load(rows.add(row * row_length + n * V::LANES)), sums[n]);
+                sums[n] = weight.mul_add(V::load(rows.add(row * row_length + columns[n])), sums[n]);
             }
         };
         for pair in 0..weights.len() / 2 {

@@ -38,6 +38,12 @@ pub(crate) trait Vector: Copy {
     unsafe fn power_of_two(self) -> Self;
     /// The sum of the lanes, in an order of the implementor's own.
     unsafe fn sum(self) -> Self::Element;
+    /// The sums of four registers; together they may cost less.
+    #[inline(always)]
+    unsafe fn sums(four: [Self; 4]) -> [Self::Element; 4] {
+        // SAFETY: forwarded to the caller.
+        four.map(|x| unsafe { x.sum() })
+    }
 
     /// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN; any number for `x > 0`.
     ///

@@ -24,42 +24,79 @@ fn numbers(dims: &Dims) -> f64 {
 fn piecewise(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let heads = (dims.batch * dims.heads) as f64;
-    let dense = mask.visible_pairs(dims);
-    let (queries, keys) = (dims.queries as f64, dims.keys as f64);
-    let causal = mask.order == Order::Causal;
-    let sides = if causal { 1.0 } else { 2.0 };
-    let strips = (dims.queries as f64 / ROWS as f64).ceil();
-    let (near, sums) = match (toeplitz.bias.far(), toeplitz.bias.after()) {
-        (Some(_), after) => {
-            let after = if causal { 0 } else { after.map_or(0, |(distance, _)| distance.max(0)) };
-            (toeplitz.bias.near() as f64 + after as f64, 1.0)
-        }
-        _ => (keys, 0.0),
-    };
-    // A strip's rows see half of its own keys under a causal mask.
-    let width = near + if causal { ROWS as f64 / 2.0 } else { ROWS as f64 };
-    let pairs = dense.min(queries * width);
+    let Strips { strips, pairs, rows, summed } = Strips::count(&toeplitz.bias, dims, mask);
+    let sides = if mask.order == Order::Causal { 1.0 } else { 2.0 };
     let tiles = pairs * 2.0 * (d + dv);
-    let far = sums * sides * (queries + keys) * 2.0 * d * (dv + 1.0);
-    let flops = heads * (tiles + far);
+    let far = (rows + summed) * 2.0 * d * (dv + 1.0);
     // Sums are carried from strip to strip, and tiles load their keys for half as many rows as a long strip does.
+    let state = sides * strips * d * (dv + 1.0);
     let counts = [
         (Rate::PiecewiseHead, 1.0),
         (Rate::PiecewiseNumber, numbers(dims)),
         (Rate::PiecewiseWeight, pairs),
-        (Rate::PiecewiseState, sums * sides * strips * d * dv),
-        (Rate::PiecewiseFlop, tiles + far),
+        (Rate::PiecewiseState, state),
+        (Rate::PiecewiseFlop, tiles),
+        (Rate::PiecewiseFar, far),
     ];
     let work = Work::new(heads, Rate::PiecewiseCall, counts);
     Estimate {
         algorithm: Algorithm::Piecewise,
-        flops,
-        published_elements: d * (dv + 1.0) * keys,
-        scratch_bytes: 4.0 * (sides * strips * d * (dv + 2.0) + tiled(dims, mask).scratch_bytes / 4.0),
+        flops: heads * (tiles + far),
+        published_elements: d * (dv + 1.0) * dims.keys as f64,
+        scratch_bytes: 4.0 * state + tiled(dims, mask).scratch_bytes,
         seconds: work.seconds(Rates::current()),
         work,
         // Where all keys are near these are tiles of shorter strips.
-        automatic: sums > 0.0,
+        automatic: toeplitz.bias.far().is_some(),
+    }
+}
+
+/// What the strips of a head meet.
+#[derive(Debug, PartialEq)]
+struct Strips {
+    strips: f64,
+    /// Pairs in tiles.
+    pairs: f64,
+    /// Rows that read a sum, once for each that they read.
+    rows: f64,
+    /// Keys that enter sums.
+    summed: f64,
+}
+
+impl Strips {
+    fn count(bias: &Bias, dims: &Dims, mask: &Mask<'_>) -> Self {
+        let (queries, keys) = (dims.queries as isize, dims.keys as isize);
+        let causal = mask.order == Order::Causal;
+        let (mut pairs, mut rows, mut before, mut after) = (0, 0, 0, 0);
+        for start in (0..queries).step_by(ROWS) {
+            let count = (queries - start).min(ROWS as isize);
+            let (first, last) = (start + mask.offset, start + count - 1 + mask.offset);
+            let from = bias.far().map_or(0, |_| (first - bias.near() as isize + 1).clamp(0, keys));
+            if causal {
+                // Row by row one key more, from the first row that sees any to the last that does not see all.
+                let seen = |row: isize| (row + 1 - from).clamp(0, keys - from);
+                let (low, high) = (first.max(from), last.min(keys - 1));
+                let rising = (high - low + 1).max(0);
+                pairs += (seen(low) + seen(high)) * rising / 2 + (keys - from) * (last - high.max(first - 1)).max(0);
+            } else {
+                let to = bias.after().map_or(keys, |(distance, _)| (last + distance).clamp(from, keys));
+                pairs += count * (to - from);
+                if to < keys {
+                    rows += count;
+                    after = after.max(keys - to);
+                }
+            }
+            if from > 0 {
+                rows += count;
+                before = before.max(from);
+            }
+        }
+        Self {
+            strips: (dims.queries as f64 / ROWS as f64).ceil(),
+            pairs: pairs as f64,
+            rows: rows as f64,
+            summed: (before + after) as f64,
+        }
     }
 }
 
@@ -75,7 +112,7 @@ fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
     let length = transform_length(places(dims.keys), places(dims.queries)) as f64;
     let transforms = 2.0 * d * (dv + 1.0);
     let flops = transforms * 2.5 * length * length.log2();
-    let counts = [(Rate::FftHead, 1.0), (Rate::FftNumber, transforms * length), (Rate::FftFlop, flops)];
+    let counts = [(Rate::FftHead, 1.0), (Rate::FftFlop, flops)];
     let work = Work::new(heads, Rate::FftCall, counts);
     Estimate {
         algorithm: Algorithm::Fft,
@@ -130,5 +167,41 @@ mod tests {
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Auto), Algorithm::Tiled);
         assert_eq!(chosen(Bias::symmetric(1 << 20), 1 << 20, Algorithm::Auto), Algorithm::Fft);
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Fft), Algorithm::Fft);
+    }
+
+    #[test]
+    fn strips_are_counted_as_they_are_walked() {
+        for bias in [Bias::clipped(16), Bias::clipped(200), Bias::symmetric(900)] {
+            for (queries, keys) in [(1, 1), (5, 300), (300, 5), (128, 128), (129, 129), (700, 700)] {
+                for (order, offset) in
+                    [(Order::Causal, 0), (Order::Causal, -40), (Order::Causal, 40), (Order::Bidirectional, 0)]
+                {
+                    let dims = Dims { queries, keys, ..Dims::square(1, 1, 1, 4) };
+                    let mask = Mask { order, offset, ..Mask::default() };
+                    let (mut pairs, mut rows) = (0, 0);
+                    for row in 0..queries as isize {
+                        let strip = row / ROWS as isize * ROWS as isize;
+                        let first = strip + offset;
+                        let last = (strip + ROWS as isize).min(queries as isize) - 1 + offset;
+                        let keys = 0..keys as isize;
+                        let before = |key: &isize| bias.far().is_some() && *key <= first - bias.near() as isize;
+                        let after = |key: &isize| match bias.after() {
+                            Some((distance, _)) if order == Order::Bidirectional => *key >= last + distance,
+                            _ => false,
+                        };
+                        let visible = |key: &isize| order == Order::Bidirectional || *key <= row + offset;
+                        pairs += keys.clone().filter(|key| !before(key) && !after(key) && visible(key)).count();
+                        rows += usize::from(keys.clone().any(|key| before(&key)));
+                        rows += usize::from(keys.clone().any(|key| after(&key) && !before(&key)));
+                    }
+                    let counted = Strips::count(&bias, &dims, &mask);
+                    assert_eq!(
+                        (counted.pairs, counted.rows),
+                        (pairs as f64, rows as f64),
+                        "{bias:?} {dims:?} {mask:?}"
+                    );
+                }
+            }
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! One token at a time: the weights of the ring's tokens one by one, and the sum of all earlier ones.
 
 use rayon::prelude::*;
+use smallvec::SmallVec;
 
 use super::problem::top;
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
@@ -9,7 +10,7 @@ use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::mechanism::{Token, check_token, step_rows, token_dims};
 use crate::real::Real;
-use crate::scratch::padded;
+use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
 use crate::simd::Ops;
 use crate::state::State;
@@ -40,7 +41,7 @@ pub(super) fn step<T: Real>(
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let entries = toeplitz.bias.entries();
         let token = HeadToken {
             toeplitz,
@@ -50,14 +51,15 @@ pub(super) fn step<T: Real>(
             v: &token.v[index * value_dim..][..value_dim],
             bias: &bias[index % kv_heads * group * entries..][..group * entries],
         };
-        token.step(head, out);
+        token.step(head, out, memory);
     };
     let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
-        tasks.for_each(run);
+        let mut memory = StepMemory::new();
+        tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each(run);
+        tasks.into_par_iter().for_each_init(StepMemory::new, run);
     }
     Ok(())
 }
@@ -74,11 +76,13 @@ struct HeadToken<'a, T: 'static> {
 }
 
 impl<T: Real> HeadToken<'_, T> {
-    fn step(&self, state: Head<&mut [T]>, out: &mut [T]) {
+    fn step(&self, state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
         let near = self.toeplitz.bias.near();
-        let mut features = vec![T::ZERO; padded::<T>(head_dim)];
-        let exponent = self.map(self.k, &mut features);
+        let (wide, room) = (padded::<T>(head_dim), (state.mark(TOKENS) + 1).min(near));
+        let mut arena = Arena::new(memory.take(wide + 3 * padded::<T>(room) + padded::<T>(value_dim)));
+        let features = arena.take(wide);
+        let exponent = self.map(self.k, features);
         let mut writer = Writer::new(near, state);
         writer.push(&features[..head_dim], exponent, self.v, T::ONE);
         let state = writer.head;
@@ -87,13 +91,12 @@ impl<T: Real> HeadToken<'_, T> {
         // The tokens in their order stand in two stretches of the ring.
         let until = (oldest + tokens).min(near);
         let stretches = [(oldest..until, 0), (0..tokens - (until - oldest), until - oldest)];
-        let (mut weights, mut dots) = (vec![T::ZERO; tokens], vec![T::ZERO; tokens]);
-        let mut exponentials = vec![T::ZERO; padded::<T>(tokens)];
-        let mut far_sum = vec![T::ZERO; value_dim];
+        let (weights, dots) = (arena.take(tokens), arena.take(tokens));
+        let (exponentials, far_sum) = (arena.take(padded::<T>(tokens)), arena.take(value_dim));
         let entries = self.toeplitz.bias.entries();
         let nearest = self.entries(tokens);
         for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
-            let q_shift = self.map(q, &mut features);
+            let q_shift = self.map(q, features);
             let q = &features[..head_dim];
             let bias = &self.bias[n * entries..][..entries];
             // The exponents first, because weights count from the largest.
@@ -123,29 +126,37 @@ impl<T: Real> HeadToken<'_, T> {
                 weights.iter_mut().zip(own).for_each(|(weight, &own)| *weight += own - level);
                 shift = T::ZERO;
             }
-            let rows = Rows { data: &weights, stride: tokens };
+            let rows = Rows { data: weights, stride: tokens };
             let width = exponentials.len();
-            self.ops.load(FeatureMap::Exp, shift, rows, 1, tokens, None, &mut exponentials, width);
+            self.ops.load(FeatureMap::Exp, shift, rows, 1, tokens, None, exponentials, width);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
-            dots.fill(T::ZERO);
             for (slots, first) in &stretches {
                 let dots = &mut dots[*first..][..slots.len()];
-                self.ops.add_row_dots(&state.ring_keys[slots.start * head_dim..], head_dim, q, dots);
-                let rows = state.ring_values[slots.start * (value_dim + 1)..].chunks_exact(value_dim + 1);
-                for ((&weight, &dot), row) in exponentials[*first..].iter().zip(&*dots).zip(rows) {
-                    // What is ignored has no number that counts, whatever it is.
-                    if row[value_dim] == T::ONE && weight != T::ZERO {
-                        self.ops.add_scaled(out, weight * dot, &row[..value_dim]);
-                        sum += weight * dot;
+                let exponentials = &exponentials[*first..][..slots.len()];
+                let keys = &state.ring_keys[slots.start * head_dim..];
+                let values = &state.ring_values[slots.start * (value_dim + 1)..];
+                self.ops.feature_dots(FeatureMap::Identity, T::ZERO, keys, head_dim, q, dots);
+                self.ops.multiply(dots, exponentials);
+                // What is ignored has no number that counts, whatever it is.
+                let counts = |row: &[T], exponential: T| row[value_dim] == T::ONE && exponential != T::ZERO;
+                let rows = values.chunks_exact(value_dim + 1);
+                if rows.clone().zip(exponentials).all(|(row, &exponential)| counts(row, exponential)) {
+                    sum += self.ops.add_weighed_values(values, dots, out);
+                    continue;
+                }
+                for ((row, &exponential), &weight) in rows.zip(exponentials).zip(&*dots) {
+                    if counts(row, exponential) {
+                        self.ops.add_scaled(out, weight, &row[..value_dim]);
+                        sum += weight;
                     }
                 }
             }
             let weight = (far + (state.marks[EXPONENT] - level)).exp();
             if weight > T::ZERO {
                 far_sum.fill(T::ZERO);
-                self.ops.read_token(state.sum, q, &mut far_sum);
-                self.ops.add_scaled(out, weight, &far_sum);
+                self.ops.read_token(state.sum, q, far_sum);
+                self.ops.add_scaled(out, weight, far_sum);
                 sum += weight * self.ops.dot(q, state.keys);
             }
             if !self.toeplitz.normalize {
@@ -187,5 +198,5 @@ enum Entries {
     /// Neighbours.
     Run(std::ops::Range<usize>),
     /// One for each token, where it has any.
-    Each(Vec<Option<usize>>),
+    Each(SmallVec<[Option<usize>; 64]>),
 }
