@@ -710,8 +710,10 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let distances: Option<Vec<Vec<bool>>> =
             heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
         let left = distances.map(|distances| Left::new(&failing, &distances));
-        // What is left of an image would be scattered over its tiles.
-        let left = left.filter(|left| !problem.is_grid() || !left.any());
+        // What is left of an image would be scattered over its tiles; under `exp` a key that fails may have lost, beside the
+        // largest, what it brings to distances that do not.
+        let whole = problem.is_grid() || problem.map == FeatureMap::Exp;
+        let left = left.filter(|left| !whole || !left.any());
         let certified = left.is_some();
         let mut dk = Columns::new(dims.head_dim, key_count, &mut arena);
         let mut dv = Columns::new(dims.value_dim, key_count, &mut arena);
@@ -761,7 +763,11 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             return None;
         }
         for (key, (failing, &scale)) in failing.iter_mut().zip(&*sums.keys).enumerate() {
-            let counts = (key as isize) < seen && !unit.ignores(key) && keys.norms[key] != 0.0;
+            let there = (key as isize) < seen && !unit.ignores(key);
+            // An exponential of 0 was a number before it was taken relative to the largest.
+            let faded = problem.map == FeatureMap::Exp && keys.k_norms[key].powi(2) < T::MIN_POSITIVE.to_f64();
+            *failing |= there && faded;
+            let counts = there && keys.norms[key] != 0.0;
             // A scale that is NaN passes nothing.
             let passes = bound <= allowed * scale.abs();
             *failing |= counts && !passes;
