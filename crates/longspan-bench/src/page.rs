@@ -436,7 +436,7 @@ fn comparisons_html(report: &Report) -> String {
         html.push_str(&table(4, &["set", "call", "first", "second", "from (tokens)", "how much faster"], rows));
     }
     if let Some(choice) = &report.choice {
-        let _ = writeln!(html, "<p>{}</p>", escape(&choice.sentence()));
+        let _ = writeln!(html, "<p>{}{}</p>", escape(&choice.sentence()), escape(&report.rates_sentence()));
     }
     html
 }

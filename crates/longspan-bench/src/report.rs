@@ -238,9 +238,14 @@ impl Report {
             }
         }
         if let Some(choice) = &self.choice {
-            let _ = writeln!(text, "\n{}\nRates of the cost models: {}.", choice.sentence(), self.rates);
+            let _ = writeln!(text, "\n{}{}", choice.sentence(), self.rates_sentence());
         }
         text
+    }
+
+    /// Where the rates came from by which algorithms were chosen; nothing in reports that do not know.
+    pub(crate) fn rates_sentence(&self) -> String {
+        if self.rates.is_empty() { String::new() } else { format!(" Rates of the cost models: {}.", self.rates) }
     }
 
     fn group_text(&self, (set, order, pass): (&str, OrderName, Pass)) -> String {

@@ -3,7 +3,8 @@
 mod support;
 
 use std::fs;
-use std::time::Duration;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 
 use serde_json::Value;
 use support::{Place, failed, signal, text};
@@ -18,7 +19,7 @@ fn short<'a>(more: &[&'a str]) -> Vec<&'a str> {
     SHORT.iter().chain(more).copied().collect()
 }
 
-/// A file as the command writes it, but of the built-in rates; made once by hand, so that tests need not measure.
+/// A file as the command writes it.
 fn calibration(place: &Place) -> String {
     let explained: Value = serde_json::from_str(&place.ok(&["explain", "--json"])).expect("JSON");
     assert_eq!(explained["rates"]["source"], "built-in");
@@ -100,13 +101,14 @@ fn an_interrupted_calibration_leaves_the_old_file() {
     fs::create_dir_all(place.path("settings/longspan")).expect("a folder");
     place.write(USUAL, b"what was there");
     let mut command = place.command(&["calibrate", "--seconds", "600"]);
-    let process = command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn();
-    let process = process.expect("the command starts");
-    std::thread::sleep(Duration::from_secs(2));
+    let mut process = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the command starts");
+    let mut lines = BufReader::new(process.stderr.take().expect("standard error")).lines().map_while(Result::ok);
+    // From then on it listens.
+    assert!(lines.by_ref().any(|line| line.contains("checking")), "it says what it does");
     signal("INT", process.id());
-    let output = process.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("interrupted"), "{}", text(&output.stderr));
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(process.wait().expect("it ends").code(), Some(130), "{rest:?}");
+    assert!(rest.iter().any(|line| line.contains("interrupted")), "{rest:?}");
     assert_eq!(place.read(USUAL), b"what was there");
     assert_eq!(place.names("settings/longspan"), ["calibration.toml"]);
 }
