@@ -142,6 +142,15 @@ impl Subject {
                 }),
                 ..subject
             },
+            // The exponents of a learned map stay as small as those of the other maps.
+            _ if matches!(attention.feature_map, FeatureMap::Hedgehog { .. }) => Self {
+                prepare: Arc::new(|parameter, numbers| {
+                    if parameter.name.starts_with("map_") {
+                        numbers.iter_mut().for_each(|x| *x *= 0.5);
+                    }
+                }),
+                ..subject
+            },
             _ => subject,
         }
     }
