@@ -103,7 +103,7 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
     if kind == "taylor2":
         x = x * scale
         first, second = torch.triu_indices(width, width, device=x.device)
-        products = x[..., first] * x[..., second] * torch.where(first == second, 0.5**0.5, 1.0).to(x.dtype)
+        products = x[..., first] * x[..., second] * torch.where(first == second, x.new_tensor(0.5**0.5), x.new_ones(()))
         return torch.cat([torch.ones_like(x[..., :1]), x, products], -1)
     if kind == "hedgehog" and matrix is not None:
         exponents = x @ matrix.transpose(-1, -2)
@@ -252,7 +252,9 @@ def _kernelized(
         if table is not None and same:
             highest = torch.maximum(highest, table.amax().detach())
         k = k - highest
-        table = table - highest if table is not None and same else table
+        if table is not None:
+            # A raw table is a factor of the weights as it is.
+            table = table - highest if same else table * torch.exp(-highest)
     group = heads // max(kv_heads, 1)
     features = phi(k)
     ones = v.new_ones((*v.shape[:3], 1))
