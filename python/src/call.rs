@@ -580,11 +580,13 @@ impl Mechanism {
     ) -> PyResult<State> {
         let precision = earlier.precision();
         let given = parameters.iter().map(|value| {
-            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| match tensor.precision() {
-                found if found == precision => Ok(tensor),
-                found => {
-                    let expected = format!("{} like the states", precision.name());
-                    Err(error::kind(&self.operation, "parameters", expected, found.name()))
+            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| {
+                match tensor.precision() {
+                    found if found == precision => Ok(tensor),
+                    found => {
+                        let expected = format!("{} like the states", precision.name());
+                        Err(error::kind(&self.operation, "parameters", expected, found.name()))
+                    }
                 }
             })
         });

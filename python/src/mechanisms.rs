@@ -399,7 +399,11 @@ fn aft_conv(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
     let variant = match (image, tap_rows) {
         (Some(image), Some(rows)) => Variant::Conv2d { image, taps: [rows, taps], normalized },
         (None, None) => Variant::Conv { taps, normalized },
-        _ => return Err(serde_json::Error::custom("image: expected both an image and rows of taps, or neither, got one")),
+        _ => {
+            return Err(serde_json::Error::custom(
+                "image: expected both an image and rows of taps, or neither, got one",
+            ));
+        }
     };
     Ok(Arc::new(Aft::new(variant)))
 }

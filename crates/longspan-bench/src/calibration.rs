@@ -180,8 +180,8 @@ fn point(case: &Case<'_>, settings: &Settings, share: Duration) -> Result<Point,
             break;
         }
         for runner in &mut runners {
-            for pass in 0..passes.len() {
-                let time = runner.take(pass, &mut buffers[pass], order.order()).map_err(|source| Error::Kernel {
+            for (pass, buffers) in buffers.iter_mut().enumerate() {
+                let time = runner.take(pass, buffers, order.order()).map_err(|source| Error::Kernel {
                     candidate: runner.candidate.to_string(),
                     length,
                     source,

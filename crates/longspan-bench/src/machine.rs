@@ -247,7 +247,7 @@ fn exponentials(block: &mut [f32]) {
 #[inline(always)]
 fn exponentials_of(block: &mut [f32], mul_add: impl Fn(f32, f32, f32) -> f32) {
     /// Ascending, from the square on.
-    const SERIES: [f32; 5] = [0.500_000_06, 0.166_664_16, 0.041_666_353, 0.008_375_127, 0.001_394_110_8];
+    const SERIES: [f32; 5] = [0.500_000_06, 0.166_664_16, 0.041_666_355, 0.008_375_127, 0.001_394_110_8];
     // Adding it rounds to a whole number, which then stands in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
     for x in block {

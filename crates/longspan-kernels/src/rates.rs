@@ -327,9 +327,11 @@ mod tests {
         assert_eq!(Rates::from_names(reversed), Ok(Rates::default()));
     }
 
+    type Named = Vec<(&'static str, f64)>;
+
     #[test]
     fn names_and_values_that_mean_nothing_are_refused() {
-        let refused = |change: &dyn Fn(&mut Vec<(&'static str, f64)>)| {
+        let refused = |change: &dyn Fn(&mut Named)| {
             let mut rates = named();
             change(&mut rates);
             Rates::from_names(rates).expect_err("rates that mean nothing").to_string()

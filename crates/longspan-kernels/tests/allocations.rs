@@ -53,9 +53,10 @@ fn steps<T: Real>(mechanism: &dyn Mechanism<T>) -> usize {
         let token = Token { q: &q, k: &k, v: &v, parameters: &parameters };
         mechanism.step(&token, &mut state, &mut out).expect("a token");
     };
-    // The first call of a process chooses instructions.
+    // The first call of a process chooses instructions. A cache of more tokens is read by all threads, which rayon has
+    // memory for.
     step();
-    allocations(|| (0..150).for_each(|_| step()))
+    allocations(|| (0..100).for_each(|_| step()))
 }
 
 fn check<M: Mechanism<f32> + Mechanism<f64>>(name: &str, mechanism: M) {

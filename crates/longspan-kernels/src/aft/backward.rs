@@ -10,7 +10,7 @@ use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
 use super::tiles::{self, Parts, SIDE, Strip};
-use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
+use super::walk::{Edges, Items, by_mean, clear, edges, join_all, run, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -316,6 +316,8 @@ fn block<'a, T: Real>(
                     problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
                 };
                 tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
+            } else if matches!(problem.bias, Bias::Zero) {
+                run(problem.ops, &items, window, chunk, edges, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
@@ -398,11 +400,17 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
+            if matches!(problem.bias, Bias::Zero) {
+                run(problem.ops, &items, window, chunk, edges, work, |i, row| {
+                    visit(i, row);
+                });
+                continue;
+            }
             let Some(strip) = &mut strip else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
-                    if sums.columns == 0 || keys.is_empty() {
+                    if keys.is_empty() {
                         return;
                     }
                     // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,

@@ -167,22 +167,27 @@ impl<T: Real> Mechanism<T> for Aft {
         let causal = mask.order == Order::Causal;
         let (back, ahead) = problem::reach(self, causal);
         let full = matches!(self.variant, Variant::Full { .. });
-        let tiled = full || back.saturating_add(ahead) >= problem::TILED;
+        let banded = match self.variant {
+            Variant::Conv { taps, .. } => Some(taps),
+            Variant::Conv2d { taps, .. } => Some(taps[0].saturating_mul(taps[1])),
+            _ => None,
+        };
+        let tiled = full || banded.is_some() || back.saturating_add(ahead) >= problem::TILED;
         // A tile's rows share the keys of all their windows.
         let shared = if tiled { problem::CHUNK } else { 1 };
-        let near = back.saturating_add(ahead).saturating_add(shared).min(dims.keys) as f64;
+        let window = banded.unwrap_or(back.saturating_add(ahead).saturating_add(shared));
+        let near = window.min(dims.keys) as f64;
         let near = if full && causal { near / 2.0 } else { near };
         let channels = (dims.batch * dims.heads * dims.head_dim) as f64;
         let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
         // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
-        let flops = rows * near * if tiled { 4.0 } else { 20.0 } + 20.0 * tokens;
-        // A convolution's tile has one weight a pair for all channels, and no maximum to keep.
-        let convolved = matches!(self.variant, Variant::Conv { .. });
-        let (weight, pair) = match (tiled, convolved) {
-            (true, false) => (1.0, Rate::AftTiled),
-            (true, true) => (0.0, Rate::AftConvolved),
-            (false, _) => (0.0, Rate::AftJoined),
+        // With one key a head a pair has one weight for all channels, and so one product; it has no maximum to keep.
+        let (pair_flops, weight, pair) = match (tiled, banded.is_some()) {
+            (true, false) => (4.0, 1.0, Rate::AftTiled),
+            (_, true) => (2.0, 0.0, Rate::AftConvolved),
+            (false, false) => (20.0, 0.0, Rate::AftJoined),
         };
+        let flops = rows * near * pair_flops + 20.0 * tokens;
         let joins = if near > 1.0 { rows * near } else { 0.0 };
         let weights = weight * joins / dims.head_dim.max(1) as f64;
         let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftNumber, tokens)];

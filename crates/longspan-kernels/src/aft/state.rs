@@ -82,6 +82,10 @@ impl<T: Real> Head<&mut [T]> {
     /// From the rows of a mean without biases.
     pub fn write(&mut self, mean: &[T]) {
         let width = mean.len() / MEAN_PARTS;
+        // No channels, and so no means: one exponent for all of them would have no place to come from.
+        if width == 0 {
+            return;
+        }
         for (to, row) in [(&mut self.exponent, 0), (&mut self.numerator, 2), (&mut self.denominator, 3)] {
             let len = to.len();
             to.copy_from_slice(&mean[row * width..][..len]);

@@ -207,7 +207,9 @@ pub(super) fn means<T: Real>(
         }
         // A tile of the strip, or one that has been cut.
         let index = (from - start) as usize / SIDE;
-        let kept = outputs.len() == chunk_len && (from - start) as usize % SIDE == 0 && (to == end || columns == SIDE);
+        let kept = outputs.len() == chunk_len
+            && ((from - start) as usize).is_multiple_of(SIDE)
+            && (to == end || columns == SIDE);
         let (weights, tops, range) = if kept {
             let tops = &mut strip.tops[index * SIDE..][..count];
             let weights = &mut strip.tiles[index * SIDE * SIDE..][..SIDE * SIDE];

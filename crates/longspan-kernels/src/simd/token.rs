@@ -139,11 +139,11 @@ pub(crate) unsafe fn add_weighed_values<V: Vector>(
         macro_rules! columns {
             ($n:literal, $with_tail:literal) => {{
                 let mut places = [row_length - V::LANES; $n + $with_tail];
-                (0..$n).for_each(|n| places[n] = column + n * V::LANES);
+                places.iter_mut().take($n).enumerate().for_each(|(n, place)| *place = column + n * V::LANES);
                 let sums = weighed_sum::<V, { $n + $with_tail }>(rows.as_ptr(), places, row_length, weights);
-                for n in 0..$n {
-                    let at = to.as_mut_ptr().add(places[n]);
-                    V::load(at).add(sums[n]).store(at);
+                for (&place, sum) in places.iter().zip(sums).take($n) {
+                    let at = to.as_mut_ptr().add(place);
+                    V::load(at).add(sum).store(at);
                 }
                 if let Some(sum) = sums.get($n) {
                     sum.store(tail.as_mut_ptr());

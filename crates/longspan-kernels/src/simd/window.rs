@@ -310,7 +310,7 @@ pub(crate) unsafe fn window_dots<V: Vector>(
                         let weight = V::load(weights.as_ptr().add((first + p) * lanes + at));
                         sum = weight.mul_add(dot.sub(V::load(c.as_ptr().add(at))), sum);
                     }
-                    d_taps[first + p] = d_taps[first + p] + sum.sum();
+                    d_taps[first + p] += sum.sum();
                 }
             }
             lane += registers * V::LANES;

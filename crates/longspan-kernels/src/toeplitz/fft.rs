@@ -710,8 +710,10 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let distances: Option<Vec<Vec<bool>>> =
             heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
         let left = distances.map(|distances| Left::new(&failing, &distances));
-        // What is left of an image would be scattered over its tiles.
-        let left = left.filter(|left| !problem.is_grid() || !left.any());
+        // What is left of an image would be scattered over its tiles; under `exp` a key that fails may have lost, beside the
+        // largest, what it brings to distances that do not.
+        let whole = problem.is_grid() || problem.map == FeatureMap::Exp;
+        let left = left.filter(|left| !whole || !left.any());
         let certified = left.is_some();
         let mut dk = Columns::new(dims.head_dim, key_count, &mut arena);
         let mut dv = Columns::new(dims.value_dim, key_count, &mut arena);
@@ -736,7 +738,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
 
     /// Marks the keys of a head that lose digits in their gradients, and gives marks for the distances that do, by index
     /// of the head's line: what transforms may lose is compared with sums of norms, themselves correlated by transforms.
-    /// `None` if there are numbers that are not finite.
+    /// `None` if there are numbers that are not finite, or norms that overflow: these say nothing of any key.
     fn certify(
         &self,
         keys: &Keys<'_>,
@@ -756,8 +758,16 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         line.add(&line.keys, None, work.signal, sums.keys);
         let seen = problem.end(unit, unit.sequence.queries - 1);
         let bound = lost * norm(columns.norms);
+        let of_distances = f64::EPSILON * (line.length as f64).log2() * norm(keys.norms) * norm(columns.norms);
+        if !bound.is_finite() || !of_distances.is_finite() {
+            return None;
+        }
         for (key, (failing, &scale)) in failing.iter_mut().zip(&*sums.keys).enumerate() {
-            let counts = (key as isize) < seen && !unit.ignores(key) && keys.norms[key] != 0.0;
+            let there = (key as isize) < seen && !unit.ignores(key);
+            // An exponential of 0 was a number before it was taken relative to the largest.
+            let faded = problem.map == FeatureMap::Exp && keys.k_norms[key].powi(2) < T::MIN_POSITIVE.to_f64();
+            *failing |= there && faded;
+            let counts = there && keys.norms[key] != 0.0;
             // A scale that is NaN passes nothing.
             let passes = bound <= allowed * scale.abs();
             *failing |= counts && !passes;
@@ -771,7 +781,6 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let [pairs, scales] = &mut sums.pairs;
         line.pairs(sums.keys, sums.queries, work, sums.spectrum, pairs);
         line.pairs(keys.norms, columns.norms, work, sums.spectrum, scales);
-        let bound = f64::EPSILON * (line.length as f64).log2() * norm(keys.norms) * norm(columns.norms);
         let mut marks = vec![false; problem.line_width()];
         let (low, high) = line.differences();
         for difference in low..=high {
@@ -779,7 +788,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             let index = usize::try_from(problem.line_index(difference)).ok();
             let index = index.filter(|&index| problem.line_difference(index).is_some());
             if let Some(mark) = index.and_then(|index| marks.get_mut(index)) {
-                let passes = bound <= allowed * scales[at];
+                let passes = of_distances <= allowed * scales[at];
                 *mark = pairs[at].round() != 0.0 && !passes;
             }
         }

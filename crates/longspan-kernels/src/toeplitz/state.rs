@@ -1,5 +1,7 @@
 //! The state: what each part of a [`State`] means here.
 
+use smallvec::SmallVec;
+
 use super::problem::{Problem, Unit};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
@@ -317,8 +319,8 @@ impl<'a, T: Real> Writer<'a, T> {
         let exponent = self.head.ring_exponents.get(oldest).copied().unwrap_or(T::ZERO);
         let Head { ring_keys, ring_values, .. } = &self.head;
         // The rows stay where they are, out of the way of the sums.
-        let (k, row) =
-            (ring_keys[oldest * features..][..features].to_vec(), ring_values[oldest * width..][..width].to_vec());
+        let k: SmallVec<[T; 128]> = SmallVec::from_slice(&ring_keys[oldest * features..][..features]);
+        let row: SmallVec<[T; 128]> = SmallVec::from_slice(&ring_values[oldest * width..][..width]);
         let (v, present) = row.split_at(width - 1);
         if present[0] == T::ONE {
             self.add_far(exponent, &k, |feature| (k[feature], v));

@@ -194,9 +194,10 @@ impl<T: Real> HeadToken<'_, T> {
 }
 
 /// Which entries of the table some tokens have.
+#[allow(clippy::large_enum_variant)]
 enum Entries {
     /// Neighbours.
     Run(std::ops::Range<usize>),
-    /// One for each token, where it has any.
+    /// One for each token, where it has any. On the stack, for a step allocates nothing.
     Each(SmallVec<[Option<usize>; 64]>),
 }

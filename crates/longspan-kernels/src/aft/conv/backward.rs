@@ -214,12 +214,12 @@ fn block<'a, T: Real>(
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let edges = edges.of(window, line, local, chunk);
             walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work);
-            for n in 0..to - from {
+            for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
                 let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
-                factors[n] = (k + work.x[n]) + work.b[n];
+                *factor = (k + work.x[n]) + work.b[n];
             }
             problem.ops.exp_all(factors);
-            for n in 0..to - from {
+            for (n, &factor) in factors.iter().enumerate().take(to - from) {
                 let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
                 // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
                 let places = unsafe {
@@ -238,8 +238,8 @@ fn block<'a, T: Real>(
                 let Some((own_key, value)) = items.token(key) else { continue };
                 // A key that no row sees has gradient 0 whatever it is.
                 if work.x[n] - floor() > T::ZERO {
-                    let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factors[n], value, dv);
-                    dk[0] += factors[n] * (dot - work.d[n]);
+                    let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
+                    dk[0] += factor * (dot - work.d[n]);
                 }
                 if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
                     let factor = (own_key[0] + last[0]).exp();
