@@ -117,7 +117,10 @@ pub const KEYS: [(&str, &str); 28] = [
     ("answer_tokens", "longest answer; a quarter more than the longest training target"),
     ("attention", "the mechanism; `longspan info --mechanisms` lists them"),
     ("attention_options", "its options, such as {relative = {shared = true}}"),
-    ("feature_map", "elu+1, relu, softplus or exp, where the mechanism has one"),
+    (
+        "feature_map",
+        "elu+1, relu, softplus, exp, prf, nprf, dpfp, taylor2 or hedgehog, where the mechanism has one; some with options, such as prf:128:seed=7",
+    ),
     ("radius", "how far Shaw's relative positions reach"),
     ("d_model", "width of the model"),
     ("heads", "attention heads; they divide d_model"),

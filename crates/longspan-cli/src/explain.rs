@@ -75,7 +75,11 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let options = arguments.options.as_deref().map_or(Ok(Map::new()), attention::options)?;
     let mut flags: Vec<(&str, &[&str], Value)> = Vec::new();
     if let Some(map) = &arguments.feature_map {
-        flags.push(("--feature-map", &["/kernel/feature_map"], json!(map.parse::<FeatureMap>()?.name())));
+        flags.push((
+            "--feature-map",
+            &["/kernel/feature_map", "/feature_map"],
+            json!(map.parse::<FeatureMap>()?.to_string()),
+        ));
     }
     if let Some(radius) = arguments.radius {
         flags.push(("--radius", &["/relative/radius"], json!(radius)));

@@ -23,8 +23,10 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
     // The settings that have keys of their own, for the mechanisms that have such an option.
     // Tables by position have a row for the longest sequence, with the token that it starts with.
     let positions = config.max_tokens.max(config.answer_tokens.unwrap_or(0)) + 1;
+    let feature_map = json!(feature_map.to_string());
     let everywhere = [
-        ("/kernel/feature_map", json!(feature_map.name())),
+        ("/kernel/feature_map", feature_map.clone()),
+        ("/feature_map", feature_map),
         ("/relative/radius", json!(config.radius)),
         ("/length", json!(AftLocalOptions::default().length.max(positions))),
     ];

@@ -26,7 +26,7 @@ pub mod toeplitz;
 pub use aft::Aft;
 pub use algorithm::{Algorithm, Estimate, Plan};
 pub use error::Error;
-pub use feature_map::FeatureMap;
+pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};

@@ -13,10 +13,13 @@ fn subject(toeplitz: &Toeplitz) -> Subject {
     let identity = toeplitz.feature_map == FeatureMap::Identity;
     let assumptions = Assumptions {
         signed_features: identity,
-        signed_parameters: false,
+        signed_parameters: 0,
         content: true,
         positions: true,
-        positive_weights: !identity && toeplitz.feature_map != FeatureMap::Relu,
+        positive_weights: !identity
+            && toeplitz.feature_map != FeatureMap::Relu
+            && !matches!(toeplitz.feature_map, FeatureMap::Dpfp { .. }),
+        turned: !toeplitz.feature_map.is_elementwise(),
         true_denominators: false,
         ..Assumptions::default()
     };
@@ -62,6 +65,14 @@ fn image(random: &mut Random, case: Case) -> (Bias, Case) {
     (Bias::Grid { height, width }, Case { dims, offset: offset as isize, keys, ..case })
 }
 
+/// A map of whole rows for every third mechanism, over rows that it leaves a feature of; that of `other` for the rest.
+fn feature_map(n: usize, other: FeatureMap, case: Case) -> (FeatureMap, Case) {
+    const MAPS: [&str; 6] = ["nprf:7", "prf:7", "taylor2", "prf:40:seed=2", "dpfp:2", "nprf:16:seed=3"];
+    let map = MAPS[n / 3 % MAPS.len()].parse().expect("a name of this list");
+    let head_dim = case.dims.head_dim.clamp(4, 16);
+    if n % 3 == 1 { (map, Case { dims: Dims { head_dim, ..case.dims }, ..case }) } else { (other, case) }
+}
+
 /// Mechanisms with a case each, one in four over an image.
 fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Toeplitz, Case)> {
     let mut random = Random::new(seed ^ 0x70E);
@@ -75,13 +86,10 @@ fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Toeplitz, Case)> {
             } else {
                 (bias(&mut random, &case), case)
             };
-            let toeplitz = Toeplitz {
-                feature_map: attention.feature_map,
-                bias,
-                normalize: attention.normalize,
-                algorithm: algorithms[n % algorithms.len()],
-            };
-            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+            let (feature_map, case) = feature_map(n, attention.feature_map, case);
+            let algorithm = algorithms[n % algorithms.len()];
+            let toeplitz = Toeplitz { feature_map, bias, normalize: attention.normalize, algorithm };
+            let positive = feature_map == FeatureMap::Identity && attention.normalize;
             (toeplitz, Case { positive, ..case })
         })
         .collect()
@@ -92,7 +100,8 @@ fn streams(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
     let mut random = Random::new(seed ^ 0x57E);
     grid::streaming(seed, count)
         .into_iter()
-        .map(|(attention, case)| {
+        .enumerate()
+        .map(|(n, (attention, case))| {
             let length = case.dims.queries;
             let bias = match random.below(6) {
                 0 => Bias::Table { first: 1 - length as isize, count: length, beyond: Beyond::Error },
@@ -101,13 +110,9 @@ fn streams(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
                 3 => Bias::Grid { height: length.div_ceil(9), width: 9 },
                 _ => Bias::clipped([0, 1, 2, 7, 64, 300][random.below(6)]),
             };
-            let toeplitz = Toeplitz {
-                feature_map: attention.feature_map,
-                bias,
-                normalize: attention.normalize,
-                algorithm: Algorithm::Auto,
-            };
-            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+            let (feature_map, case) = feature_map(n, attention.feature_map, case);
+            let toeplitz = Toeplitz { feature_map, bias, normalize: attention.normalize, algorithm: Algorithm::Auto };
+            let positive = feature_map == FeatureMap::Identity && attention.normalize;
             (toeplitz, Case { positive, ..case })
         })
         .collect()

@@ -12,12 +12,13 @@ use crate::subject::{Number, Subject};
 fn magnitudes(subject: &Subject, inputs: &Inputs<f64>) -> Inputs<f64> {
     let absolute = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
     let features = |x: &[f64]| if subject.assumptions.signed_features { absolute(x) } else { x.to_vec() };
-    let parameter = |x: &Vec<f64>| if subject.assumptions.signed_parameters { absolute(x) } else { x.clone() };
+    let signed = subject.assumptions.signed_parameters;
+    let parameter = |(n, x): (usize, &Vec<f64>)| if n < signed { absolute(x) } else { x.clone() };
     Inputs {
         q: features(&inputs.q),
         k: features(&inputs.k),
         v: absolute(&inputs.v),
-        parameters: inputs.parameters.iter().map(parameter).collect(),
+        parameters: inputs.parameters.iter().enumerate().map(parameter).collect(),
         d_out: absolute(&inputs.d_out),
     }
 }

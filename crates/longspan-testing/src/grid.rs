@@ -74,7 +74,7 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
     let mut radius = Deck::new([0, 1, 2, 3, 6, 20].map(Radius::Of).into_iter().chain([Radius::BeyondLength]));
     let mut shared = Deck::new([true, false]);
     let mut map = Deck::new([RelativeMap::Same, RelativeMap::Same, RelativeMap::Identity]);
-    let mut feature_map = Deck::new(FeatureMap::ALL);
+    let mut feature_map = Deck::new(FeatureMap::ELEMENTWISE);
     let mut normalize = Deck::new([true, true, false]);
     let mut causal = Deck::new([true, true, false]);
     let mut offset = Deck::new([Offset::Of(0), Offset::Of(0), Offset::AlignEnds, Offset::Of(2), Offset::Of(-3)]);
@@ -138,6 +138,47 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
                 seed: seed.wrapping_mul(1_000_003).wrapping_add(n as u64),
             };
             (attention, case)
+        })
+        .collect()
+}
+
+/// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier positions
+/// instead.
+pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
+    let mut random = Random::new(seed ^ 0x3A);
+    let random = &mut random;
+    let mut maps = Deck::new(
+        ["prf:7", "prf:40:seed=2", "nprf:7", "nprf:16:seed=3", "dpfp", "dpfp:3", "taylor2"].into_iter().chain([
+            "hedgehog",
+            "hedgehog:3",
+            "hedgehog:exp",
+        ]),
+    );
+    let mut fourier = Deck::new([false, false, true]);
+    kernelized(seed, count, lengths)
+        .into_iter()
+        .map(|(attention, case)| {
+            let feature_map: FeatureMap = maps.deal(random).parse().expect("a name of this list");
+            let score = if fourier.deal(random) { Score::Fourier(Fourier::default()) } else { attention.score };
+            let algorithm = match (score, attention.algorithm) {
+                (Score::Fourier(_), Algorithm::Cumsum) => Algorithm::Auto,
+                (_, algorithm) => algorithm,
+            };
+            let learned = matches!(feature_map, FeatureMap::Hedgehog { .. });
+            let raw = |shaw: Shaw| Shaw { map: if learned { RelativeMap::Identity } else { shaw.map }, ..shaw };
+            let score = match score {
+                Score::Relative(shaw) => Score::Relative(raw(shaw)),
+                Score::Combined(shaw) => Score::Combined(raw(shaw)),
+                other => other,
+            };
+            // Fewer numbers leave rows without a feature under DPFP.
+            let dims = Dims { head_dim: case.dims.head_dim.clamp(4, 16), ..case.dims };
+            // Turned features have signs if the map's have, and weights near 0 if most of them are 0.
+            let few = matches!(feature_map, FeatureMap::Taylor2 | FeatureMap::Dpfp { .. });
+            let signed = score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity)
+                || (few && score.fourier().is_some());
+            let case = Case { dims, positive: signed && attention.normalize, ..case };
+            (KernelizedAttention { feature_map, score, algorithm, ..attention }, case)
         })
         .collect()
 }
@@ -254,7 +295,7 @@ mod tests {
             }
         }
         assert!(cases.iter().any(|(a, c)| a.score.shaw().is_some_and(|s| s.radius > c.dims.keys && c.dims.keys > 60)));
-        for map in FeatureMap::ALL {
+        for map in FeatureMap::ELEMENTWISE {
             for causal in [true, false] {
                 assert!(cases.iter().any(|(a, c)| a.feature_map == map && c.causal == causal && c.dims.queries > 60));
             }

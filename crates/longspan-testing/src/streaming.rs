@@ -110,7 +110,15 @@ fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<S
         return Ok(state);
     }
     let mut numbers = state.numbers().to_vec();
-    numbers.chunks_mut(state.shape().head_len().max(1)).for_each(level);
+    // Sums over features; what stands after them is no sum of features, but for the exponents of kept keys.
+    let [sum, keys, marks, ring, exponents, _] = state.shape().parts;
+    let kept = state.shape().mechanism == "toeplitz";
+    for head in numbers.chunks_mut(state.shape().head_len().max(1)) {
+        level(&mut head[..sum + keys]);
+        let exponents = if kept { &mut head[sum + keys + marks + ring..][..exponents] } else { &mut [] };
+        let largest = exponents.iter().filter(|x| x.is_finite()).fold(0.0f64, |largest, x| largest.max(x.abs()));
+        exponents.iter_mut().filter(|x| x.is_finite()).for_each(|x| *x = largest);
+    }
     Ok(State::from_numbers(state.shape(), numbers)?)
 }
 

@@ -44,15 +44,16 @@ pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
 pub struct Assumptions {
     /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
     pub signed_features: bool,
-    /// Weights are linear in the parameters.
-    pub signed_parameters: bool,
+    /// Weights are linear in so many of the parameters, the first ones.
+    pub signed_parameters: usize,
     /// Keys have a part in the weights.
     pub content: bool,
     /// Weights depend on positions.
     pub positions: bool,
     /// Every weight that a query may give is positive, so that what it sees always shows.
     pub positive_weights: bool,
-    /// Features are turned by positions: what features add up to may cancel, whatever the signs of the inputs.
+    /// Features are turned by positions, or mixed by the map: what they, or their gradients, add up to may cancel, whatever
+    /// the signs of the inputs.
     pub turned: bool,
     /// Denominators are those of the definition, not relative to a maximum.
     pub true_denominators: bool,
@@ -103,15 +104,22 @@ impl Subject {
         let raw_table = attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
         Assumptions {
             signed_features: identity,
-            signed_parameters: identity || raw_table,
+            signed_parameters: if raw_table {
+                1
+            } else if identity {
+                usize::MAX
+            } else {
+                0
+            },
             content: attention.score.content(),
             positions: attention.score != Score::Content || attention.decay.is_some(),
             positive_weights: !identity
                 && !raw_table
                 && attention.feature_map != FeatureMap::Relu
+                && !matches!(attention.feature_map, FeatureMap::Dpfp { .. })
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
-            turned: attention.score.fourier().is_some(),
-            true_denominators: attention.feature_map != FeatureMap::Exp,
+            turned: attention.score.fourier().is_some() || !attention.feature_map.is_elementwise(),
+            true_denominators: !attention.feature_map.is_exponential(),
             parameter_scale: None,
         }
     }

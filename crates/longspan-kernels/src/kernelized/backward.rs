@@ -18,6 +18,7 @@ use super::state::{Head, SHIFT};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states, near_columns};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -96,10 +97,10 @@ impl<'a, T: Real> Source<'a, T> {
 struct QueryGradients<'a, 's, T> {
     source: Source<'a, T>,
     sink: GradientSink<'a, T>,
-    /// Of the relative table, `[head of the unit, table width, head_width]`, or of the parameters of Fourier positions,
-    /// `[head of the unit, sums]`, of this unit and segment.
+    /// Of this unit and segment, for each head of the unit: of the relative table, `[table width, head_width]`, and the
+    /// sums for the parameters of Fourier positions and of the map.
     table: &'s mut [T],
-    /// The common exponent of each row's piece, for the walk over the keys; under [`FeatureMap::Exp`] only.
+    /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
     shifts: &'s mut [T],
 }
 
@@ -113,7 +114,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let row_length = buffers.sizes.tile_row;
         let near = near_columns(problem);
         let sequence = &unit.sequence;
-        if problem.map == FeatureMap::Exp {
+        if problem.exponential {
             self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
         }
 
@@ -138,8 +139,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             let (first, count) = (piece.row, piece.rows);
             problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
             let q_shift = &*buffers.q_shift;
-            let scale =
-                |row: usize| if problem.map == FeatureMap::Exp { (scales.shift + q_shift[row]).exp() } else { T::ONE };
+            let scale = |row: usize| if problem.exponential { (scales.shift + q_shift[row]).exp() } else { T::ONE };
             self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
             let mut written = false;
             if has_state {
@@ -248,7 +248,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_column: table.width,
                     b: buffers.q,
                     b_row: head_width,
-                    c: &mut self.table[n * len..][..len],
+                    c: &mut self.table[n * (len + problem.sums_len())..][..len],
                     c_row: head_width,
                     rows: table.count,
                     columns: head_width,
@@ -307,8 +307,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 buffers.dq[..piece.rows * head_width].fill(T::ZERO);
             }
             let head_dim = problem.dims.head_dim;
-            let len = problem.sums_len();
-            let (sums, positions) = (&mut self.table[n * len..][..len], self.sink.positions);
+            let (len, table) = (problem.sums_len(), problem.table_width() * head_width);
+            let sums = &mut self.table[n * (table + len) + table..][..len];
+            let positions = self.sink.positions;
             let Buffers { q, dq, lift, .. } = &mut *buffers;
             let (rows, row_length) = problem.pull_back_queries(unit, head, first, count, q, dq, sums, positions, lift);
             for row in 0..piece.rows {
@@ -421,7 +422,7 @@ struct KeyWalk<'w, 'a, T: 'static> {
     /// Its number, and where the gradients of the parameters of Fourier positions go, `[unit, stage]`.
     index: usize,
     sums: SharedRows<'w, T>,
-    /// The exponent of each row's piece; under [`FeatureMap::Exp`] only.
+    /// The exponent of each row's piece; under an exponential map only.
     shifts: &'w [T],
     /// Whether the call's rows take part. If not, gradients are added to what another pass wrote.
     rows: bool,
@@ -459,7 +460,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             return;
         }
         let row = (from + a as isize - problem.offset) as usize;
-        let exp = problem.map == FeatureMap::Exp;
+        let exp = problem.exponential;
         let q = &mut buffers.q[a * head_width..];
         problem.load_queries(&self.unit, head, row, b - a, &mut buffers.shift[a..], q, &mut buffers.lift);
         if exp {
@@ -511,7 +512,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     fn absorb(&self, rows: usize, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
         let problem = self.problem;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        if problem.map == FeatureMap::Exp {
+        if problem.exponential {
             // Row i counts e^{−M_i}; the exponent of the state is the largest −M_i.
             let mut top = *local.shift();
             for row in 0..rows {
@@ -589,7 +590,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         for n in 0..count {
             let row = first + n;
             let mut weight = problem.ops.dot(&buffers.q[row * head_width..][..head_width], entry);
-            if problem.map == FeatureMap::Exp && weight != T::ZERO {
+            if problem.exponential && weight != T::ZERO {
                 weight *= (table.shift - buffers.shift[row]).exp();
             }
             let d = &buffers.d[row * value_width..][..value_width];
@@ -736,8 +737,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             for head in problem.heads(&self.unit) {
                 let (out, d_out) = self.source.rows(&self.unit, head);
                 let q = problem.queries(&self.unit, head);
-                let (d, dv) = (problem.dims.head_dim, problem.dims.value_dim);
-                let finite = problem.ops.all_finite(q.skip(row), count, d)
+                let dv = problem.dims.value_dim;
+                let finite = problem.mapping.all_finite(q.skip(row), count)
                     && problem.ops.all_finite(d_out.skip(row), count, dv)
                     && problem.ops.all_finite(out.skip(row), count, dv);
                 if !finite {
@@ -745,8 +746,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
             }
         }
-        if problem.content && problem.map == FeatureMap::Exp {
-            return self.unit.exp_piece(key, key + all, problem.dims.head_dim, T::NEG_INFINITY).0;
+        if problem.content && problem.exponential {
+            return self.unit.exp_piece(problem, key, key + all, T::NEG_INFINITY).0;
         }
         all
     }
@@ -768,7 +769,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let ops = problem.ops;
         let unit = &self.unit;
         let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
-        let exp = problem.map == FeatureMap::Exp;
+        let exp = problem.exponential;
         let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
         let decays = unit.gamma != 1.0;
         let near = near_columns(problem);
@@ -778,7 +779,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         // Keys and values.
         let mut key_shift = T::ZERO;
         if exp && content {
-            key_shift = unit.highest(key, key + keys, problem.dims.head_dim, T::NEG_INFINITY);
+            key_shift = unit.highest(problem, key, key + keys, T::NEG_INFINITY);
             if !key_shift.is_finite() {
                 key_shift = T::ZERO;
             }
@@ -786,7 +787,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         if content {
             let rows = padded::<T>(keys);
             let padding = unit.padding(key, key + keys);
-            problem.load_keys(unit, key, keys, key_shift, buffers.k, &mut buffers.lift);
+            problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
             let v = unit.v.skip(key);
@@ -1065,7 +1066,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
 
     /// Brings the first `rows` rows of the tile to each row's exponent and decay.
     fn scale_tile(&self, rows: usize, keys: usize, key_shift: T, buffers: &mut KeyBuffers<'_, T>) {
-        if self.problem.map == FeatureMap::Exp {
+        if self.problem.exponential {
             self.lift_tile(rows, key_shift, buffers);
         }
         if self.unit.gamma != 1.0 {
@@ -1112,10 +1113,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         // The far sum comes in by a row of its own.
         local.far().fill(T::ZERO);
         *local.count() = T::ZERO;
-        if self.problem.map == FeatureMap::Exp {
+        if self.problem.exponential {
             let before = self.initial.map_or(T::NEG_INFINITY, |state| state.marks[SHIFT]);
             let keys = if self.problem.content { self.unit.sequence.keys } else { 0 };
-            let shift = self.unit.highest(0, keys, self.problem.dims.head_dim, before);
+            let shift = self.unit.highest(self.problem, 0, keys, before);
             if shift.is_finite() {
                 *local.shift() = -shift;
             } else {
@@ -1129,7 +1130,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (Some(initial), Some(place)) = (&self.initial, self.d_initial) else { return };
         let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
         let mut lift = T::ONE;
-        if self.problem.map == FeatureMap::Exp {
+        if self.problem.exponential {
             let exponent = initial.marks[SHIFT] + sums.shift();
             lift = if exponent.is_finite() { exponent.exp() } else { T::ZERO };
         }
@@ -1418,7 +1419,7 @@ pub(super) fn add_final_state<T: Real>(
     keys.run(problem, &walk, arena.rest());
     let key_sums =
         |index: usize| (0..stages).map(|n| &key_sums[(index * stages + n) * sums_len..][..sums_len]).collect();
-    problem.write_position_gradients(&|_, _| Vec::new(), &key_sums, [&[], key_positions], true, parameters);
+    problem.write_feature_gradients(&|_, _| Vec::new(), &key_sums, [&[], key_positions], true, parameters);
 }
 
 /// Computes every gradient of a call.
@@ -1433,7 +1434,7 @@ pub(super) fn backward<T: Real>(
     let units = problem.units();
     let group = problem.dims.group();
     let workers = rayon::current_num_threads();
-    let exp = problem.map == FeatureMap::Exp;
+    let exp = problem.exponential;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
     let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
     // A unit whose rows all see nothing is visited too.
@@ -1517,13 +1518,14 @@ pub(super) fn backward<T: Real>(
     keys.run(problem, &walk, scratch);
     let query_sums = |index: usize, n: usize| {
         let unit = &table_gradients[index * per_unit_table..][..per_unit_table];
-        (0..row_segments(index)).map(move |segment| &unit[(segment * group + n) * entry..][..entry]).collect()
+        let entries = (0..row_segments(index)).map(move |segment| &unit[(segment * group + n) * entry..][..entry]);
+        entries.map(|entry| &entry[entry.len() - problem.sums_len()..]).collect()
     };
     let key_sums = |index: usize| {
         let len = problem.sums_len();
         (0..most_stages).map(|n| &key_sums[index * per_unit_sums + n * len..][..len]).collect()
     };
-    problem.write_position_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
+    problem.write_feature_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
 }
 
 /// In how many segments a unit's rows are visited.
@@ -1541,18 +1543,25 @@ pub(super) fn reduce_table<T: Real>(
     d_table: &mut [T],
 ) {
     let Some(shaw) = problem.attention.score.shaw() else { return };
-    let (head_width, head_dim) = (problem.head_width, problem.dims.head_dim);
-    let entry = table.width * head_width;
+    let (head_width, table_dim) = (problem.head_width, problem.table_dim());
+    let len = table.width * head_width;
+    let entry = len + problem.sums_len();
     let group = problem.dims.group();
     d_table.fill(T::ZERO);
+    if shaw.map == RelativeMap::Same
+        && let Some(map) = &problem.mapping.rows
+    {
+        reduce_mapped_table(problem, map, table, gradients, per_unit, segments, d_table);
+        return;
+    }
     for index in 0..problem.units() {
         let unit = problem.unit(index);
         for segment in 0..segments(index) {
             for (n, head) in problem.heads(&unit).enumerate() {
                 let from = &gradients[index * per_unit + (segment * group + n) * entry..][..entry];
-                let to = if shaw.shared { 0 } else { head } * shaw.rows() * head_dim;
+                let to = if shaw.shared { 0 } else { head } * shaw.rows() * table_dim;
                 for row in 0..table.count {
-                    let to = &mut d_table[to + row * head_dim..][..head_dim];
+                    let to = &mut d_table[to + row * table_dim..][..table_dim];
                     problem.ops.add_scaled(to, T::ONE, &from[row * head_width..]);
                 }
             }
@@ -1562,16 +1571,63 @@ pub(super) fn reduce_table<T: Real>(
         return;
     }
     // One entry of the gradients' memory is free to bring a table's rows to block form; without units all is 0 anyway.
-    let Some(block) = gradients.get_mut(..entry) else { return };
+    let Some(block) = gradients.get_mut(..len) else { return };
     let tables = if shaw.shared { 1 } else { problem.dims.heads };
     for index in 0..tables {
-        let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * head_dim..], stride: head_dim };
-        let d = &mut d_table[index * shaw.rows() * head_dim..][..table.count * head_dim];
-        let from = Rows { data: &*d, stride: head_dim };
-        problem.ops.load(FeatureMap::Identity, T::ZERO, from, table.count, head_dim, None, block, head_width);
-        problem.ops.pull_back(problem.map, raw, table.rows(index), block, table.count, head_dim, head_width);
+        let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * table_dim..], stride: table_dim };
+        let d = &mut d_table[index * shaw.rows() * table_dim..][..table.count * table_dim];
+        let from = Rows { data: &*d, stride: table_dim };
+        problem.ops.load(FeatureMap::Identity, T::ZERO, from, table.count, table_dim, None, block, head_width);
+        problem.ops.pull_back(problem.map, raw, table.rows(index), block, table.count, table_dim, head_width);
         for row in 0..table.count {
-            problem.ops.store(&block[row * head_width..], T::ONE, &mut d[row * head_dim..][..head_dim]);
+            problem.ops.store(&block[row * head_width..], T::ONE, &mut d[row * table_dim..][..table_dim]);
+        }
+    }
+}
+
+/// The same through a map of whole rows: a table's gradients are added up as those of features, in the place of the
+/// first of them, and a row at a time goes back from there.
+fn reduce_mapped_table<T: Real>(
+    problem: &Problem<'_, T>,
+    map: &RowMap<'_, T>,
+    table: &Table<'_, T>,
+    gradients: &mut [T],
+    per_unit: usize,
+    segments: &dyn Fn(usize) -> usize,
+    d_table: &mut [T],
+) {
+    let Some(shaw) = problem.attention.score.shaw() else { return };
+    let (head_width, head_dim, group) = (problem.head_width, problem.dims.head_dim, problem.dims.group());
+    let len = table.width * head_width;
+    let entry = len + problem.sums_len();
+    let mut work = vec![T::ZERO; map.work_len(1) + map.raw_width()];
+    let (dx, work) = work.split_at_mut(map.raw_width());
+    for index in 0..if shaw.shared { 1 } else { problem.dims.heads } {
+        let mut first = None;
+        for unit in 0..problem.units() {
+            for segment in 0..segments(unit) {
+                for (n, head) in problem.heads(&problem.unit(unit)).enumerate() {
+                    if !shaw.shared && head != index {
+                        continue;
+                    }
+                    let at = unit * per_unit + (segment * group + n) * entry;
+                    let Some(first) = first else {
+                        first = Some(at);
+                        continue;
+                    };
+                    let (to, from) = gradients.split_at_mut(at);
+                    problem.ops.add_scaled(&mut to[first..][..len], T::ONE, &from[..len]);
+                }
+            }
+        }
+        let Some(first) = first else { continue };
+        for row in 0..table.count {
+            let place = (index * shaw.rows() + row) * head_dim;
+            let raw = Rows { data: &problem.call.parameters[0][place..], stride: head_dim };
+            let d = &mut gradients[first + row * head_width..][..head_width];
+            let phi = &table.rows(index)[row * head_width..][..head_width];
+            map.pull_back(MapSide::Key(index / group), raw, 1, None, phi, d, head_width, dx, &mut [], work);
+            problem.ops.store(dx, T::ONE, &mut d_table[place..][..head_dim]);
         }
     }
 }

@@ -14,6 +14,8 @@ const ROUNDING: f64 = 8.0;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    // What a map of whole rows itself costs is the same for all.
+    let dims = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
     let mut estimates =
         vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
     estimates.retain(|estimate| Mechanism::<f32>::algorithms(attention).contains(&estimate.algorithm));

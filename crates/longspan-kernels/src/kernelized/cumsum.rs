@@ -17,12 +17,14 @@
 //! rounding errors grow with the root of the length.
 
 use super::backward::{GradientSink, reduce_table};
+use super::features::Lift;
 use super::forward::Sink;
-use super::naive::{load_query, most_keys, top, write_row};
+use super::naive::{most_keys, write_row};
 use super::problem::{Problem, Table, Unit};
 use crate::algorithm::Algorithm;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::Shift;
 use crate::mechanism::{Cotangent, Mechanism};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -33,6 +35,9 @@ use crate::simd::block::{Band, Product};
 /// Working memory of one call at most, all heads that run at once together: a machine that runs this at all has it, and
 /// beyond 65,000 keys of 64 features no one gains from this algorithm.
 const LIMIT_BYTES: usize = 2 << 30;
+
+/// Keys whose features are formed at a time.
+const ROWS: usize = 64;
 
 /// Sizes of one worker's memory.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +62,7 @@ impl Sizes {
         Self {
             keys,
             sums: if !problem.content { 0 } else { keys.min(if problem.causal { usize::MAX } else { 1 }) },
-            sum: problem.dims.head_dim.saturating_mul(width),
+            sum: problem.layout.mapped.saturating_mul(width),
             width,
             scans: if problem.radius.is_some() { 3 } else { 0 },
             head_width: problem.head_width,
@@ -65,7 +70,7 @@ impl Sizes {
         }
     }
 
-    /// Numbers of one worker's memory; the largest number there is if they are more than that.
+    /// Numbers of one worker's memory beside what its map works with; the largest number there is if they are more than that.
     fn len<T>(self) -> usize {
         let line = padded::<T>(1);
         let a_key = self.head_width.saturating_add(self.width.saturating_mul(1 + self.scans)).saturating_add(1);
@@ -131,9 +136,9 @@ struct Sums<'x, 'a, T: 'static> {
     k: &'x mut [T],
     /// `v⁺`, keys × width; 0 where a key is ignored.
     v: &'x mut [T],
-    /// `P_1, P_2, …`, each head_dim × width; `P_Lk` alone under a bidirectional mask.
+    /// `P_1, P_2, …`, each features × width; `P_Lk` alone under a bidirectional mask.
     outer: &'x mut [T],
-    /// The exponent subtracted from all keys of each of them, −∞ for none; under [`FeatureMap::Exp`] only.
+    /// The exponent subtracted from all keys of each of them, −∞ for none; under an exponential map only.
     shifts: &'x mut [T],
     /// Sums of `v⁺` over the keys up to this one, and from this one on; with relative positions only.
     before: &'x mut [T],
@@ -198,13 +203,19 @@ fn thin<T: Real>(
 }
 
 impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
-    fn new(problem: &'x Problem<'a, T>, index: usize, table: Option<Table<'x, T>>, arena: &mut Arena<'x, T>) -> Self {
+    fn new(
+        problem: &'x Problem<'a, T>,
+        index: usize,
+        table: Option<Table<'x, T>>,
+        lift: &mut Lift<'_, T>,
+        arena: &mut Arena<'x, T>,
+    ) -> Self {
         let unit = problem.unit(index);
         let keys = unit.sequence.keys;
         let all = Sizes::new(problem);
         let sums = all.sums.min(keys);
         let sizes = Sizes { keys, sums, ..all };
-        let (exp, scans) = (problem.content && problem.map == FeatureMap::Exp, usize::from(table.is_some()));
+        let (exp, scans) = (problem.content && problem.exponential, usize::from(table.is_some()));
         let mut sums = Self {
             problem,
             unit,
@@ -219,7 +230,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
             first: (0..keys).find(|&key| !unit.ignores(key)).unwrap_or(keys),
             sizes,
         };
-        sums.load();
+        sums.load(lift);
         sums.cumulate_keys();
         if let Some(radius) = problem.radius.filter(|_| table.is_some()) {
             for (row, power) in sums.powers.iter_mut().enumerate() {
@@ -238,7 +249,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         if self.problem.causal { key } else { 0 }
     }
 
-    fn load(&mut self) {
+    fn load(&mut self, lift: &mut Lift<'_, T>) {
         let Self { problem, unit, sizes, .. } = *self;
         let (keys, value_dim) = (unit.sequence.keys, problem.dims.value_dim);
         let padding = unit.sequence.padding;
@@ -249,25 +260,23 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         if !problem.content {
             return;
         }
-        let head_dim = problem.dims.head_dim;
-        if problem.map != FeatureMap::Exp {
-            problem.ops.load(problem.map, T::ZERO, unit.k, keys, head_dim, padding, self.k, sizes.head_width);
-            return;
-        }
-        let mut highest = T::NEG_INFINITY;
-        let highest_of = |key: usize| if unit.ignores(key) { None } else { top(unit.k.row(key, head_dim)) };
-        if problem.causal {
+        if problem.exponential && problem.causal {
+            let mut highest = T::NEG_INFINITY;
             for key in 0..keys {
-                highest = highest.max(highest_of(key).unwrap_or(T::NEG_INFINITY));
+                highest = unit.highest(problem, key, key + 1, highest);
                 self.shifts[key] = highest;
             }
         } else if let Some(shift) = self.shifts.first_mut() {
-            *shift = (0..keys).filter_map(highest_of).fold(highest, T::max);
+            *shift = unit.highest(problem, 0, keys, T::NEG_INFINITY);
         }
-        for key in 0..keys {
-            let shift = finite_or_zero(self.shifts[self.place(key)]);
-            let (ignored, to) = (unit.padding(key, key + 1), &mut self.k[key * sizes.head_width..]);
-            problem.ops.load(problem.map, shift, unit.k.skip(key), 1, head_dim, ignored, to, sizes.head_width);
+        let mut shifts = [T::ZERO; ROWS];
+        for first in (0..keys).step_by(ROWS) {
+            let count = ROWS.min(keys - first);
+            for key in first..first + count {
+                shifts[key - first] = self.shifts.get(self.place(key)).map_or(T::ZERO, |&shift| finite_or_zero(shift));
+            }
+            let shift = if problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
+            problem.load_keys(&unit, first, count, shift, &mut self.k[first * sizes.head_width..], lift);
         }
     }
 
@@ -296,7 +305,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
             }
             let (k, v) = (&self.k[key * head_width..], &self.v[key * width..]);
             let to = (&mut self.outer[place * sum..][..sum], width);
-            thin(self.problem.ops, [self.problem.dims.head_dim, 1, width], k, (v, width), to);
+            thin(self.problem.ops, [self.problem.layout.mapped, 1, width], k, (v, width), to);
         }
     }
 
@@ -330,7 +339,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
             }
         }
         let (mut content, mut position, mut shift) = (since(end), T::ONE, T::ZERO);
-        if problem.map == FeatureMap::Exp {
+        if problem.exponential {
             let of_keys = self.shifts.get(place).copied().unwrap_or(T::NEG_INFINITY);
             shift = finite_or_zero(self.table.map_or(of_keys, |table| of_keys.max(table.shift)));
             if of_keys.is_finite() {
@@ -347,7 +356,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         w.fill(T::ZERO);
         thin(
             self.problem.ops,
-            [1, self.problem.dims.head_dim, table.width],
+            [1, self.problem.layout.mapped, table.width],
             q,
             (table.columns(head), table.width),
             (w, table.width),
@@ -382,7 +391,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         sum.fill(T::ZERO);
         if self.problem.content {
             let outer = (&self.outer[sight.place * len..][..len], width);
-            thin(ops, [1, self.problem.dims.head_dim, width], q, outer, (sum, width));
+            thin(ops, [1, self.problem.layout.mapped, width], q, outer, (sum, width));
             if sight.content != T::ONE {
                 ops.scale(sum, sight.content);
             }
@@ -413,8 +422,8 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         let ops = self.problem.ops;
         dq.fill(T::ZERO);
         if self.problem.content {
-            let head_dim = self.problem.dims.head_dim;
-            ops.add_row_dots(&self.outer[sight.place * len..][..len], width, d, &mut dq[..head_dim]);
+            let features = self.problem.layout.mapped;
+            ops.add_row_dots(&self.outer[sight.place * len..][..len], width, d, &mut dq[..features]);
             if sight.content != T::ONE {
                 ops.scale(dq, sight.content);
             }
@@ -467,7 +476,7 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         if self.problem.content {
             self.problem.ops.scale(q, sight.content);
             let to = (&mut self.outer[sight.place * len..][..len], width);
-            thin(self.problem.ops, [self.problem.dims.head_dim, 1, width], q, (d, width), to);
+            thin(self.problem.ops, [self.problem.layout.mapped, 1, width], q, (d, width), to);
         }
     }
 
@@ -506,22 +515,24 @@ pub(super) fn forward<T: Real>(
     sink: Sink<'_, T>,
     scratch: &mut Scratch<T>,
 ) -> Result<(), Error> {
-    let per_worker = Sizes::new(problem).len::<T>();
+    let per_worker = Sizes::new(problem).len::<T>() + Lift::len(problem, ROWS);
     let mut arena = reserve(problem, problem.table_len(), per_worker, scratch)?;
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let sums = Sums::new(problem, index, table, &mut arena);
+        let mut lift = Lift::new(problem, ROWS, &mut arena);
+        let sums = Sums::new(problem, index, table, &mut lift, &mut arena);
         let (q, w) = (arena.take(sums.sizes.head_width), arena.take(sums.sizes.table_width));
         let sum = arena.take(sums.sizes.width);
         for head in problem.heads(&sums.unit) {
-            let queries = problem.queries(&sums.unit, head);
             for row in 0..sums.unit.sequence.queries {
                 let mut denominator = T::ZERO;
                 let mut exponent = T::ZERO;
                 sum.fill(T::ZERO);
                 if let Some(sight) = sums.sight(row) {
-                    exponent = sight.shift + load_query(problem, queries.skip(row), q);
+                    let mut q_shift = [T::ZERO];
+                    problem.load_queries(&sums.unit, head, row, 1, &mut q_shift, q, &mut lift);
+                    exponent = sight.shift + q_shift[0];
                     sums.weigh(&sight, head, q, w);
                     sums.read(&sight, q, w, sum);
                     denominator = sum[problem.dims.value_dim];
@@ -546,25 +557,31 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_table: Option<&mut [T]>,
+    parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) -> Result<(), Error> {
     let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+    let features = problem.layout.mapped;
     let head_width = problem.head_width;
-    let entry = problem.table_width() * head_width;
+    let sums_len = problem.sums_len();
+    let entry = problem.table_width() * head_width + sums_len;
     let per_unit = problem.dims.group() * entry;
-    let per_worker = Sizes::new(problem).len::<T>();
-    let shared = problem.table_len() + problem.units() * per_unit;
+    let per_worker = Sizes::new(problem).len::<T>() + Lift::len(problem, ROWS);
+    let shared = problem.table_len() + problem.units() * (per_unit + sums_len) + padded::<T>(1);
     let mut arena = reserve(problem, shared, per_worker, scratch)?;
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(problem.units() * per_unit);
+    let key_sums = arena.take(problem.units() * sums_len);
     let ops = problem.ops;
     {
+        let mut key_sums = ViewMut::strided(&mut *key_sums, [sums_len, 0, 0]);
+        let key_sums = key_sums.shared();
         let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit, 0, 0]);
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let mut sums = Sums::new(problem, index, table, &mut arena);
+            let mut lift = Lift::new(problem, ROWS, &mut arena);
+            let mut sums = Sums::new(problem, index, table, &mut lift, &mut arena);
             let Sizes { keys, sum: len, width, table_width, .. } = sums.sizes;
             let (unit, sequence) = (sums.unit, sums.unit.sequence);
             let near = arena.take(if table.is_some() { keys * width } else { 0 });
@@ -573,17 +590,25 @@ pub(super) fn backward<T: Real>(
             let (d, dv) = (arena.take(width), arena.take(width));
             let (w, dw) = (arena.take(table_width), arena.take(table_width));
             // SAFETY: each unit is one task's own.
-            let d_table = unsafe { gradients.row(index, 0, 0, per_unit) };
+            let (d_table, key_sums) =
+                unsafe { (gradients.row(index, 0, 0, per_unit), key_sums.row(index, 0, 0, sums_len)) };
             d_table.fill(T::ZERO);
+            key_sums.fill(T::ZERO);
 
             // φ(q) and the gradient of `[N, D]` of a row; none where the row gives 0 whatever the inputs are.
-            let load = |sums: &Sums<'_, '_, T>, (head, row): (usize, usize), q: &mut [T], d: &mut [T]| {
+            let load = |sums: &Sums<'_, '_, T>,
+                        (head, row): (usize, usize),
+                        q: &mut [T],
+                        d: &mut [T],
+                        lift: &mut Lift<'_, T>| {
                 let sight = sums.sight(row)?;
-                let q_shift = load_query(problem, problem.queries(&unit, head).skip(row), q);
+                let mut q_shift = [T::ZERO];
+                problem.load_queries(&unit, head, row, 1, &mut q_shift, q, lift);
+                let [q_shift] = q_shift;
                 let d_out = cotangent.d_out.rows(sequence.batch, head).skip(sequence.query_start + row);
                 ops.load(FeatureMap::Identity, T::ZERO, d_out, 1, value_dim, None, d, width);
                 if !problem.attention.normalize {
-                    if problem.map == FeatureMap::Exp {
+                    if problem.exponential {
                         ops.scale(d, (sight.shift + q_shift).exp());
                     }
                     return Some(RowGradient { sight, gain: T::ONE });
@@ -600,22 +625,23 @@ pub(super) fn backward<T: Real>(
                 let token = sequence.query_start + row;
                 // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
                 let to = unsafe { sink.dq.row(sequence.batch, head, token, head_dim) };
-                let Some(RowGradient { sight, gain }) = load(&sums, (head, row), q, d) else {
+                let Some(RowGradient { sight, gain }) = load(&sums, (head, row), q, d, &mut lift) else {
                     to.fill(T::ZERO);
                     continue;
                 };
                 let d_table = &mut d_table[head % problem.dims.group() * entry..][..entry];
+                let (d_table, query_sums) = d_table.split_at_mut(entry - sums_len);
                 sums.read_gradient((&sight, head), (q, d), dw, dq, (d_table, gain));
                 ops.scale(dq, gain);
-                ops.pull_back(problem.map, problem.queries(&unit, head).skip(row), q, dq, 1, head_dim, head_width);
-                ops.store(dq, T::ONE, to);
+                let (raw, _) = problem.pull_back_queries(&unit, head, row, 1, q, dq, query_sums, None, &mut lift);
+                ops.store(raw, T::ONE, to);
             }
 
             sums.clear();
             // Keys from here on are seen by no row.
             let mut end = 0;
             for (head, row) in every_row() {
-                if let Some(RowGradient { sight, gain }) = load(&sums, (head, row), q, d) {
+                if let Some(RowGradient { sight, gain }) = load(&sums, (head, row), q, d, &mut lift) {
                     end = end.max(sight.end);
                     ops.scale(q, gain);
                     sums.weigh(&sight, head, q, w);
@@ -640,11 +666,11 @@ pub(super) fn backward<T: Real>(
                 if problem.content {
                     let outer = &sums.outer[sums.place(key) * len..][..len];
                     let k = &sums.k[key * head_width..][..head_width];
-                    thin(ops, [1, head_dim, width], k, (outer, width), (dv, width));
+                    thin(ops, [1, features, width], k, (outer, width), (dv, width));
                     dq.fill(T::ZERO);
-                    ops.add_row_dots(outer, width, &sums.v[key * width..][..width], &mut dq[..head_dim]);
-                    ops.pull_back(problem.map, unit.k.skip(key), k, dq, 1, head_dim, head_width);
-                    ops.store(dq, T::ONE, to_k);
+                    ops.add_row_dots(outer, width, &sums.v[key * width..][..width], &mut dq[..features]);
+                    let (raw, _) = problem.pull_back_keys(&unit, key, 1, k, dq, key_sums, None, &mut lift);
+                    ops.store(raw, T::ONE, to_k);
                 }
                 if table.is_some() {
                     for part in [&*sums.before, &*sums.after, &*near] {
@@ -655,7 +681,11 @@ pub(super) fn backward<T: Real>(
             }
         });
     }
-    if let (Some(d_table), Some(table)) = (d_table, &table) {
+    let query_sums =
+        |index: usize, n: usize| vec![&table_gradients[index * per_unit + (n + 1) * entry - sums_len..][..sums_len]];
+    let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
+    problem.write_feature_gradients(&query_sums, &unit_sums, [&[], &[]], false, parameters);
+    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
         reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
     }
     Ok(())

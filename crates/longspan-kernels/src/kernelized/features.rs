@@ -1,11 +1,12 @@
 //! From raw rows of queries and keys to blocks of features, and gradients back.
 //!
-//! An elementwise map writes its block at once. With Fourier positions the map's features go to a block of their own
-//! first and are turned from there; that block stays until the gradients of the same rows have been taken back.
+//! A map writes its block at once. With Fourier positions the map's features go to a block of their own first and are
+//! turned from there; that block stays until the gradients of the same rows have been taken back.
 
 use super::Score;
 use super::problem::{Problem, Unit};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
 use crate::real::Real;
 use crate::scratch::{Arena, padded};
@@ -25,6 +26,7 @@ pub(super) struct FeatureLayout {
 }
 
 impl FeatureLayout {
+    /// For a map of `mapped` features.
     pub fn new<T>(mapped: usize, score: &Score) -> Self {
         let (blocks, weigh) = match score {
             Score::Fourier(fourier) => fourier.blocks(),
@@ -72,6 +74,7 @@ pub(super) struct Lift<'s, T> {
     mapped: [&'s mut [T]; 2],
     /// Gradients of mapped features.
     gradient: &'s mut [T],
+    map: MapBuffers<'s, T>,
 }
 
 /// Where the gradients of given positions go: `[kv_heads, batch, tokens, axes]` of queries and of keys.
@@ -89,7 +92,8 @@ impl<'a, T> PositionSink<'a, T> {
 
 impl<'s, T: Real> Lift<'s, T> {
     pub fn len(problem: &Problem<'_, T>, rows: usize) -> usize {
-        problem.rotations.as_ref().map_or(0, |rotations| rotations.buffers_len(rows) + 3 * rows * problem.layout.stride)
+        let turned = |rotations: &Rotations<'_, T>| rotations.buffers_len(rows) + 3 * rows * problem.layout.stride;
+        problem.rotations.as_ref().map_or(0, turned) + MapBuffers::len(&problem.mapping, rows)
     }
 
     pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
@@ -98,6 +102,7 @@ impl<'s, T: Real> Lift<'s, T> {
             rotation: problem.rotations.as_ref().map(|rotations| rotations.buffers(rows, arena)),
             mapped: [arena.take(block), arena.take(block)],
             gradient: arena.take(block),
+            map: MapBuffers::new(&problem.mapping, rows, arena),
         }
     }
 
@@ -148,21 +153,10 @@ impl<'a, T: Real> Problem<'a, T> {
         lift: &mut Lift<'_, T>,
     ) {
         let queries = self.queries(unit, head).skip(first);
-        let (stride, head_dim) = (self.layout.stride, self.dims.head_dim);
+        let stride = self.layout.stride;
         let [mapped, _] = &mut lift.mapped;
         let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
-        if self.map == FeatureMap::Exp {
-            for row in 0..count {
-                // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-                let top = queries.row(row, head_dim).iter().copied().fold(T::NEG_INFINITY, T::max);
-                let top = if top.is_finite() { top } else { T::ZERO };
-                shifts[row] = top;
-                self.ops.load(self.map, top, queries.skip(row), 1, head_dim, None, &mut block[row * stride..], stride);
-            }
-        } else {
-            shifts[..count].fill(T::ZERO);
-            self.ops.load(self.map, T::ZERO, queries, count, head_dim, None, block, stride);
-        }
+        self.mapping.write_queries(head, queries, count, shifts, block, stride, lift.map.work);
         if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
             let span = self.query_span(unit, head, first, count);
             rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
@@ -175,15 +169,16 @@ impl<'a, T: Real> Problem<'a, T> {
         unit: &Unit<'_, T>,
         first: usize,
         count: usize,
-        shift: T,
+        shift: Shift<'_, T>,
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let (stride, head_dim) = (self.layout.stride, self.dims.head_dim);
+        let stride = self.layout.stride;
         let [_, mapped] = &mut lift.mapped;
         let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
         let padding = unit.padding(first, first + count);
-        self.ops.load(self.map, shift, unit.k.skip(first), count, head_dim, padding, block, stride);
+        let (side, from) = (MapSide::Key(unit.kv_head), unit.k.skip(first));
+        self.mapping.write(side, from, count, padding, shift, block, stride, lift.map.work);
         if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
             let span = self.key_span(unit, first, count);
             rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
@@ -191,7 +186,7 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// Takes the gradients `d` of the features of the queries that were last loaded, and that stand in `features`, back
-    /// to the raw rows; `sums` takes those of the parameters of positions. Returns rows and their length.
+    /// to the raw rows; `sums` takes those of the parameters of positions and of the map. Returns rows and their length.
     #[allow(clippy::too_many_arguments)]
     pub fn pull_back_queries<'x>(
         &self,
@@ -207,7 +202,16 @@ impl<'a, T: Real> Problem<'a, T> {
     ) -> (&'x [T], usize) {
         let raw = self.queries(unit, head).skip(first);
         let span = self.query_span(unit, head, first, count);
-        self.pull_back(&span, raw, features, d, sums, positions.map(|sink| sink.queries), lift)
+        self.pull_back(
+            &span,
+            raw,
+            (MapSide::Query(head), None),
+            features,
+            d,
+            sums,
+            positions.map(|sink| sink.queries),
+            lift,
+        )
     }
 
     /// The same for keys.
@@ -224,7 +228,8 @@ impl<'a, T: Real> Problem<'a, T> {
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
         let span = self.key_span(unit, first, count);
-        self.pull_back(&span, unit.k.skip(first), features, d, sums, positions.map(|sink| sink.keys), lift)
+        let side = (MapSide::Key(unit.kv_head), unit.padding(first, first + count));
+        self.pull_back(&span, unit.k.skip(first), side, features, d, sums, positions.map(|sink| sink.keys), lift)
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -232,30 +237,34 @@ impl<'a, T: Real> Problem<'a, T> {
         &self,
         span: &Span<'_>,
         raw: Rows<'_, T>,
+        (side, ignored): (MapSide, Option<&[bool]>),
         features: &[T],
         d: &'x mut [T],
         sums: &mut [T],
         positions: Option<SharedRows<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let (stride, head_dim, count) = (self.layout.stride, self.dims.head_dim, span.count);
-        let (Some(rotations), Some(buffers)) = (&self.rotations, &lift.rotation) else {
-            self.ops.pull_back(self.map, raw, features, d, count, head_dim, stride);
-            return (d, stride);
-        };
-        let mapped = &*lift.mapped[usize::from(span.side == Side::Key)];
-        let axes = self.position_axes();
-        let add = |row: usize, axis: usize, x: T| {
-            if let Some(positions) = &positions {
-                // SAFETY: a token's row belongs to the (batch, key/value head) of one unit, and within it to the task
-                // that takes its gradient back; no other slice of it lives here.
-                let to = unsafe { positions.row(span.kv_head, span.batch, span.token + row, axes) };
-                to[axis] += x;
+        let (stride, count) = (self.layout.stride, span.count);
+        let (turning, sums) = sums.split_at_mut(self.turning_sums_len());
+        let Lift { rotation, mapped, gradient, map } = lift;
+        let (features, d): (&[T], &'x mut [T]) = match (&self.rotations, rotation) {
+            (Some(rotations), Some(buffers)) => {
+                let mapped = &*mapped[usize::from(span.side == Side::Key)];
+                let axes = self.position_axes();
+                let add = |row: usize, axis: usize, x: T| {
+                    if let Some(positions) = &positions {
+                        // SAFETY: a token's row belongs to the (batch, key/value head) of one unit, and within it to the
+                        // task that takes its gradient back; no other slice of it lives here.
+                        let to = unsafe { positions.row(span.kv_head, span.batch, span.token + row, axes) };
+                        to[axis] += x;
+                    }
+                };
+                rotations.unrotate(span, (mapped, stride), (d, self.head_width), gradient, turning, add, buffers);
+                (mapped, gradient)
             }
+            _ => (features, d),
         };
-        rotations.unrotate(span, (mapped, stride), (d, self.head_width), lift.gradient, sums, add, buffers);
-        self.ops.pull_back(self.map, raw, mapped, lift.gradient, count, head_dim, stride);
-        (lift.gradient, stride)
+        self.mapping.pull_back(side, raw, count, ignored, features, d, stride, sums, map)
     }
 
     /// Numbers in one position, if positions are given.
@@ -267,8 +276,13 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// Numbers in the sums that the gradients of the parameters of one head's positions are formed in.
-    pub fn sums_len(&self) -> usize {
+    fn turning_sums_len(&self) -> usize {
         self.rotations.as_ref().map_or(0, |rotations| rotations.sums_len(self.layout.stride))
+    }
+
+    /// The same, and for those of the map after it.
+    pub fn sums_len(&self) -> usize {
+        self.turning_sums_len() + self.mapping.rows.as_ref().map_or(0, RowMap::sums_len)
     }
 
     /// Numbers in the gradients of given positions before they are summed over heads, of queries and of keys.
@@ -291,10 +305,10 @@ impl<'a, T: Real> Problem<'a, T> {
         Some([view(queries, self.dims.queries), view(keys, self.dims.keys)])
     }
 
-    /// Writes the gradients of the parameters of Fourier positions, if there are any: from the sums of each unit and the
-    /// `n`-th of its heads, from those of each unit's keys, and from the gradients of positions by head. With `accumulate`
-    /// they are added.
-    pub fn write_position_gradients<'x>(
+    /// Writes the gradients of the parameters of Fourier positions and of the map, if there are any: from the sums of each
+    /// unit and the `n`-th of its heads, from those of each unit's keys, and from the gradients of positions by head. With
+    /// `accumulate` they are added.
+    pub fn write_feature_gradients<'x>(
         &self,
         query_sums: &dyn Fn(usize, usize) -> Vec<&'x [T]>,
         key_sums: &dyn Fn(usize) -> Vec<&'x [T]>,
@@ -302,17 +316,26 @@ impl<'a, T: Real> Problem<'a, T> {
         accumulate: bool,
         gradients: &mut [&mut [T]],
     ) {
-        let Some(rotations) = &self.rotations else { return };
         let group = self.dims.group();
         let units = |kv_head: usize| (0..self.sequences.len()).map(move |n| n * self.dims.kv_heads + kv_head);
-        rotations.write_gradients(
-            self.layout.stride,
-            |head| units(head / group).flat_map(|index| query_sums(index, head % group)).collect(),
-            |kv_head| units(kv_head).flat_map(key_sums).collect(),
-            self.call.parameters,
-            accumulate,
-            gradients,
-        );
+        let of_query = |head: usize| -> Vec<&'x [T]> {
+            units(head / group).flat_map(|index| query_sums(index, head % group)).collect()
+        };
+        let of_key = |kv_head: usize| -> Vec<&'x [T]> { units(kv_head).flat_map(key_sums).collect() };
+        let turning = self.turning_sums_len();
+        let (gradients, of_map) = gradients.split_at_mut(self.call.parameters.len() - self.mapping.parameters);
+        if let Some(map) = &self.mapping.rows
+            && let [queries, keys] = of_map
+        {
+            for head in 0..self.dims.heads {
+                map.write_gradient(of_query(head).into_iter().map(|sums| &sums[turning..]), head, accumulate, queries);
+            }
+            for head in 0..self.dims.kv_heads {
+                map.write_gradient(of_key(head).into_iter().map(|sums| &sums[turning..]), head, accumulate, keys);
+            }
+        }
+        let Some(rotations) = &self.rotations else { return };
+        rotations.write_gradients(self.layout.stride, of_query, of_key, self.call.parameters, accumulate, gradients);
         if !rotations.given() {
             return;
         }

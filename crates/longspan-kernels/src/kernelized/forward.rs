@@ -11,7 +11,6 @@ use super::problem::{Problem, Table, Unit};
 use super::state::{Head, OLDEST};
 use super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::tile::{Buffers, Piece, Sizes, combine_states};
-use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{SharedRows, ViewMut};
@@ -157,7 +156,7 @@ impl<T: Real> Walk<'_, '_, T> {
         while row < segment.to {
             let (piece, shift) =
                 buffers.piece(problem, &self.unit, segment.offset, row, segment.to, local.view().shift(), self.ring);
-            if problem.content && problem.map == FeatureMap::Exp {
+            if problem.content && problem.exponential {
                 local.raise(problem, shift);
             }
             if let Some(visitor) = &mut visitor {
@@ -250,8 +249,8 @@ impl<T: Real> Walk<'_, '_, T> {
             buffers.load_window(problem, &self.unit, &piece, None);
             if problem.content {
                 let mut shift = local.view().shift();
-                if problem.map == FeatureMap::Exp {
-                    shift = self.unit.highest(key, key + keys, problem.dims.head_dim, shift);
+                if problem.exponential {
+                    shift = self.unit.highest(problem, key, key + keys, shift);
                     local.raise(problem, shift);
                 }
                 buffers.load_keys(problem, &self.unit, &piece, shift);
@@ -474,11 +473,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
                 let out = unsafe { self.out.row(sequence.batch, head, token, problem.dims.value_dim) };
                 if !problem.attention.normalizes() {
-                    let factor = if problem.map == FeatureMap::Exp {
-                        (scales.shift + buffers.q_shift[row]).exp()
-                    } else {
-                        T::ONE
-                    };
+                    let factor = if problem.exponential { (scales.shift + buffers.q_shift[row]).exp() } else { T::ONE };
                     problem.ops.store(&buffers.o[row * value_width..], factor, out);
                 } else if problem.gives_nothing(sum) {
                     let place = (sequence.batch * problem.dims.heads + head) * problem.dims.queries + token;
@@ -509,7 +504,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
     }
 }
 
-/// How the parts of a piece's weights are brought to one exponent under [`FeatureMap::Exp`]; all 1 otherwise, but for
+/// How the parts of a piece's weights are brought to one exponent under an exponential map; all 1 otherwise, but for
 /// the decay of the start state.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scales<T> {
@@ -524,7 +519,7 @@ impl<T: Real> Scales<T> {
     pub fn new(problem: &Problem<'_, T>, table: Option<&Table<'_, T>>, scene: &Scene<'_, T>) -> Self {
         let &Scene { start, start_decay, local, .. } = scene;
         let none = Self { start: start_decay, local: T::ONE, relative: T::ONE, shift: T::ZERO };
-        if problem.map != FeatureMap::Exp {
+        if !problem.exponential {
             return none;
         }
         let mut shift = T::NEG_INFINITY;
@@ -1003,7 +998,7 @@ fn store_state<T: Real>(
 ) {
     // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
     let mut head = place.lock().unwrap_or_else(PoisonError::into_inner);
-    sums.store(&mut head, problem.dims.value_dim, problem.map == FeatureMap::Exp);
+    sums.store(&mut head, problem.dims.value_dim, problem.exponential);
     let keys = unit.sequence.keys;
     let entry = problem.dims.value_dim + 1;
     let radius = head.ring.len() / entry;

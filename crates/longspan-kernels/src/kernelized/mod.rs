@@ -7,8 +7,8 @@
 //!
 //! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
 //! marks (4), the sum of the `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows
-//! `v⁺`. The last two are there with relative positions only. The marks are the exponent that [`FeatureMap::Exp`]
-//! subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰. With
+//! `v⁺`. The last two are there with relative positions only. The marks are the exponent that an exponential
+//! map subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰. With
 //! Fourier positions `S` and `z` hold the turned features, up to three times as many as the map has, at the positions of
 //! their tokens.
 //!
@@ -47,7 +47,7 @@ use crate::mechanism::{
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
-use crate::shaw::Shaw;
+use crate::shaw::{RelativeMap, Shaw};
 use crate::state::State;
 use problem::Problem;
 
@@ -86,8 +86,9 @@ impl Score {
 
 /// Kernelized attention with optional relative positions and decay.
 ///
-/// With Shaw's relative positions the one parameter is the table `relative`, `[heads, 2R+1, head_dim]`, or
-/// `[2R+1, head_dim]` if shared; with Fourier positions they are those that [`Fourier`] lists; else there is none.
+/// With Shaw's relative positions a parameter is the table `relative`, `[heads, 2R+1, head_dim]`, or `[2R+1, head_dim]` if
+/// shared (as many numbers a row as features where it does not go through the map); with Fourier positions they are those
+/// that [`Fourier`] lists. Those of a learned [`FeatureMap`] come after them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KernelizedAttention {
     /// `φ`.
@@ -131,6 +132,25 @@ impl KernelizedAttention {
 
     /// The algorithms that can be forced; the first always can, the last not with Fourier positions.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
+
+    /// Whether the feature map's options make sense for rows of `dims.head_dim`, and together with the score; calls check
+    /// the same.
+    ///
+    /// # Errors
+    /// No features or absurdly many; a learned map of keys with a table that should go through it.
+    pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
+        let operation = Mechanism::<f32>::name(self);
+        self.feature_map.check(operation, dims.head_dim)?;
+        let same = self.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Same);
+        if same && matches!(self.feature_map, FeatureMap::Hedgehog { .. }) {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "the feature map hedgehog with a table of relative positions that goes through it",
+                mend: "give the table as features (RelativeMap::Identity; in layers raw = true), or choose another map",
+            });
+        }
+        Ok(())
+    }
 
     /// A checked call, and that the algorithm has room for it.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
@@ -184,12 +204,16 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
-        if let Score::Fourier(fourier) = self.score {
-            return fourier.parameters(dims, dims.head_dim);
-        }
-        let Some(shaw) = self.score.shaw() else { return Parameters::new() };
-        let shape = [dims.heads, shaw.rows(), dims.head_dim];
-        smallvec![Parameter::new("relative", shape.into_iter().skip(usize::from(shaw.shared)))]
+        let mut list = match self.score {
+            Score::Content => Parameters::new(),
+            Score::Fourier(fourier) => fourier.parameters(dims, self.feature_map.features(dims.head_dim)),
+            Score::Relative(shaw) | Score::Combined(shaw) => {
+                let shape = [dims.heads, shaw.rows(), shaw.row_len(self.feature_map, dims.head_dim)];
+                smallvec![Parameter::new("relative", shape.into_iter().skip(usize::from(shaw.shared)))]
+            }
+        };
+        list.extend(self.feature_map.parameters(dims));
+        list
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -201,15 +225,16 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let problem = self.problem(call)?;
+        let mut problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
-        let dims = &problem.dims;
+        let dims = &call.dims;
         check_output(self, dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             to.check(operation, "final_state", state::shape::<T>(self, dims))?;
             check_final_mask(operation, &call.mask)?;
         }
+        problem.prepare(scratch);
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
@@ -242,7 +267,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = self.problem(call)?;
+        let mut problem = self.problem(call)?;
         let operation = Mechanism::<T>::name(self);
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
@@ -255,19 +280,14 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
             to.check(operation, "gradient of the initial state", shape)?;
             check_initial_gradient(operation, call)?;
         }
+        problem.prepare(scratch);
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
         match self.chosen(call) {
             algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
                 if algorithm == Algorithm::Naive {
                     naive::backward(&problem, cotangent, sink, parameters, scratch);
                 } else {
-                    cumsum::backward(
-                        &problem,
-                        cotangent,
-                        sink,
-                        parameters.first_mut().map(|table| &mut **table),
-                        scratch,
-                    )?;
+                    cumsum::backward(&problem, cotangent, sink, parameters, scratch)?;
                 }
                 if cotangent.final_state.is_some() {
                     backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
@@ -280,6 +300,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(Mechanism::<T>::name(self))?;
+        self.check_feature_map(dims)?;
         Ok(state::empty(self, dims))
     }
 

@@ -7,7 +7,7 @@
 //! A tile that not all rows of a block see fully has weights of 0 where they do not, and 0 · NaN is NaN: a block is cut
 //! to single rows where a number that it could carry that way is not finite.
 //!
-//! Under [`FeatureMap::Exp`] a key is stored relative to its own largest entry, and every row counts its weights from
+//! Under an exponential map a key is stored relative to its own largest entry, and every row counts its weights from
 //! the largest entry among the keys that it sees and the table: no weight exceeds the head's width, and keys that a row
 //! does not see have no influence on its rounding. Denominators are relative to that exponent and the query's own, and
 //! [`backward`] forms the same exponents anew.
@@ -19,6 +19,7 @@ use super::features::{Lift, PositionSink};
 use super::forward::Sink;
 use super::problem::{Problem, Table, Unit};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::Shift;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -32,12 +33,6 @@ pub(super) const TILE: usize = 64;
 /// Fewer keys than this are scored by dot products: to transpose a register's worth of rows would cost more.
 const FEW_KEYS: usize = 8;
 
-/// Largest finite entry, if there is one: NaN and infinities say nothing of scale and spread by themselves.
-pub(super) fn top<T: Real>(row: &[T]) -> Option<T> {
-    let top = row.iter().copied().fold(T::NEG_INFINITY, T::max);
-    top.is_finite().then_some(top)
-}
-
 /// The keys of one unit.
 struct Keys<'x, 'a, T: 'static> {
     problem: &'x Problem<'a, T>,
@@ -50,7 +45,7 @@ struct Keys<'x, 'a, T: 'static> {
     v: &'x mut [T],
     v_columns: &'x mut [T],
     /// The exponent subtracted from each key, NaN for one without, and the largest of them up to each key; under
-    /// [`FeatureMap::Exp`] only.
+    /// an exponential map only.
     tops: &'x mut [T],
     highest: &'x mut [T],
     /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored.
@@ -150,7 +145,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         let whole = keys.next_multiple_of(tile_width.max(1));
         let (width, value_width) = (problem.head_width, problem.value_width);
         let content = if problem.content { whole } else { 0 };
-        let exp = problem.content && problem.map == FeatureMap::Exp;
+        let exp = problem.content && problem.exponential;
         let mut all = Self {
             problem,
             unit,
@@ -189,7 +184,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     fn load(&mut self, lift: &mut Lift<'_, T>) {
         let (problem, unit, ops) = (self.problem, self.unit, self.problem.ops);
         let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
-        let (width, head_dim) = (problem.head_width, problem.dims.head_dim);
+        let width = problem.head_width;
         let (value_width, value_dim) = (problem.value_width, problem.dims.value_dim);
         ops.load(FeatureMap::Identity, T::ZERO, unit.v, keys, value_dim, padding, self.v, value_width);
         self.v[keys * value_width..].fill(T::ZERO);
@@ -197,23 +192,23 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             return;
         }
         self.k[keys * width..].fill(T::ZERO);
-        if problem.map != FeatureMap::Exp {
-            for key in (0..keys).step_by(TILE) {
-                let (count, to) = (TILE.min(keys - key), &mut self.k[key * width..]);
-                problem.load_keys(&unit, key, count, T::ZERO, to, lift);
-            }
-            return;
-        }
+        let mut shifts = [T::ZERO; TILE];
         let mut highest = T::NEG_INFINITY;
-        for key in 0..keys {
-            let found = if unit.ignores(key) { None } else { top(unit.k.row(key, head_dim)) };
-            highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
-            self.highest[key] = highest;
-            self.tops[key] = match found {
-                None if unit.ignores(key) => T::NEG_INFINITY,
-                found => found.unwrap_or(T::from_f64(f64::NAN)),
-            };
-            problem.load_keys(&unit, key, 1, found.unwrap_or(T::ZERO), &mut self.k[key * width..], lift);
+        for first in (0..keys).step_by(TILE) {
+            let count = TILE.min(keys - first);
+            for key in first..if problem.exponential { first + count } else { first } {
+                let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_top(&unit, key) };
+                let found = Some(top).filter(|top| top.is_finite());
+                highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
+                self.highest[key] = highest;
+                self.tops[key] = match found {
+                    None if unit.ignores(key) => T::NEG_INFINITY,
+                    found => found.unwrap_or(T::from_f64(f64::NAN)),
+                };
+                shifts[key - first] = found.unwrap_or(T::ZERO);
+            }
+            let shift = if problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
+            problem.load_keys(&unit, first, count, shift, &mut self.k[first * width..], lift);
         }
     }
 
@@ -230,7 +225,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             // Decay comes with a causal mask alone, so the row stands at the last key that it sees or later.
             sight.decay = self.unit.decay((stands + 1 - end as isize) as usize);
         }
-        if problem.map == FeatureMap::Exp {
+        if problem.exponential {
             let of_keys = self.highest.get(end - 1).copied().unwrap_or(T::NEG_INFINITY);
             let shift = self.table.map_or(of_keys, |table| of_keys.max(table.shift));
             sight.shift = if shift.is_finite() { shift } else { T::ZERO };
@@ -276,7 +271,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             a_band: Band::ALL,
             c_band: Band::ALL,
         });
-        if problem.map == FeatureMap::Exp {
+        if problem.exponential {
             for row in 0..span.rows {
                 let position = self.sight(span.row + row).map_or(T::ONE, |sight| sight.position);
                 problem.ops.scale(&mut block.relative[row * table.width..][..table.width], position);
@@ -388,17 +383,6 @@ fn most_rows<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0).min(TILE)
 }
 
-/// Writes `φ(q)` of one row and returns the exponent that was subtracted.
-pub(super) fn load_query<T: Real>(problem: &Problem<'_, T>, query: Rows<'_, T>, to: &mut [T]) -> T {
-    let mut shift = T::ZERO;
-    if problem.map == FeatureMap::Exp {
-        // Any number cancels in the division; the row's largest entry keeps the features in (0, 1].
-        shift = top(query.row(0, problem.dims.head_dim)).unwrap_or(T::ZERO);
-    }
-    problem.ops.load(problem.map, shift, query, 1, problem.dims.head_dim, None, to, problem.head_width);
-    shift
-}
-
 /// Writes one row of a unit from its weighted sum of values and of ones, and the exponent that both are relative to.
 pub(super) fn write_row<T: Real>(
     problem: &Problem<'_, T>,
@@ -414,7 +398,7 @@ pub(super) fn write_row<T: Real>(
     // gradient is 0 too instead of infinite.
     let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
     if !problem.attention.normalizes() {
-        let factor = if problem.map == FeatureMap::Exp { exponent.exp() } else { T::ONE };
+        let factor = if problem.exponential { exponent.exp() } else { T::ONE };
         problem.ops.store(sum, factor, out);
     } else if problem.gives_nothing(denominator) {
         problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
@@ -484,8 +468,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                     let sum = &mut block.o[at * value_width..][..value_width];
                     let (mut denominator, mut exponent) = (T::ZERO, T::ZERO);
                     if let Some(sight) = keys.sight(row + at) {
-                        exponent =
-                            if problem.map == FeatureMap::Exp { sight.shift + block.exponents[at] } else { T::ZERO };
+                        exponent = if problem.exponential { sight.shift + block.exponents[at] } else { T::ZERO };
                         denominator = block.sums[at] * sight.decay;
                         if sight.decay != T::ONE {
                             ops.scale(sum, sight.decay);
@@ -571,7 +554,7 @@ pub(super) fn backward<T: Real>(
                 let mut row = 0;
                 while row < sequence.queries {
                     let span = keys.span(head, row, |row, rows| {
-                        !ops.all_finite(queries.skip(row), rows, head_dim)
+                        !problem.mapping.all_finite(queries.skip(row), rows)
                             || !ops.all_finite(d_out.skip(row), rows, value_dim)
                     });
                     keys.load_rows(span, &mut block, &mut lift);
@@ -592,7 +575,7 @@ pub(super) fn backward<T: Real>(
                                 }
                             } else {
                                 gains[at] = sight.decay;
-                                if problem.map == FeatureMap::Exp {
+                                if problem.exponential {
                                     ops.scale(d, (sight.shift + block.exponents[at]).exp());
                                 }
                             }
@@ -714,7 +697,7 @@ pub(super) fn backward<T: Real>(
                         forth(d_tile, from..head_width);
                     }
                     if let Some(table) = &table {
-                        let d_table = &mut d_table[n * entry..][..entry];
+                        let d_table = &mut d_table[n * entry..][..entry - sums_len];
                         ops.product(&mut Product {
                             a: dw,
                             a_row: table_width,
@@ -746,7 +729,7 @@ pub(super) fn backward<T: Real>(
                             c_band: Band::ALL,
                         });
                     }
-                    let (sums, positions) = (&mut d_table[n * entry..][..sums_len], sink.positions);
+                    let (sums, positions) = (&mut d_table[(n + 1) * entry - sums_len..][..sums_len], sink.positions);
                     let (raw, raw_row) =
                         problem.pull_back_queries(unit, head, row, span.rows, block.q, dq, sums, positions, &mut lift);
                     for at in 0..span.rows {
@@ -778,13 +761,13 @@ pub(super) fn backward<T: Real>(
                 ops.store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
                 if !problem.content {
-                    ops.store(d, T::ONE, to_k);
+                    to_k.fill(T::ZERO);
                     continue;
                 }
                 // With positions, what stands between raw keys and features has been overwritten by later ones.
                 if problem.rotations.is_some() {
                     let shift = keys.tops.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
-                    problem.load_keys(unit, key, 1, shift, block.q, &mut lift);
+                    problem.load_keys(unit, key, 1, Shift::One(shift), block.q, &mut lift);
                 }
                 let features = &keys.k[key * head_width..][..head_width];
                 let positions = sink.positions;
@@ -793,10 +776,11 @@ pub(super) fn backward<T: Real>(
             }
         });
     }
-    let query_sums = |index: usize, n: usize| vec![&table_gradients[index * per_unit + n * entry..][..sums_len]];
+    let query_sums =
+        |index: usize, n: usize| vec![&table_gradients[index * per_unit + (n + 1) * entry - sums_len..][..sums_len]];
     let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
     let positions: [&[T]; 2] = [query_positions, key_positions];
-    problem.write_position_gradients(&query_sums, &unit_sums, positions, false, parameters);
+    problem.write_feature_gradients(&query_sums, &unit_sums, positions, false, parameters);
     if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
         reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
     }

@@ -7,12 +7,14 @@ use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::{Mapping, largest};
+use crate::feature_map::rows::{Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, padded};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::RelativeMap;
 use crate::simd::Ops;
@@ -31,7 +33,7 @@ const SEGMENT: usize = 1024;
 /// At most so many segments, which bounds the memory for their states.
 const SEGMENTS: usize = 64;
 
-/// How far a key may rise above the running maximum inside one piece of a chunk under [`FeatureMap::Exp`]: beyond it
+/// How far a key may rise above the running maximum inside one piece of a chunk under an exponential map: beyond it
 /// the piece ends, so that rows before the rise keep e⁻³⁰ of the precision range.
 const EXP_RISE: f64 = 30.0;
 
@@ -42,6 +44,9 @@ pub(super) struct Problem<'a, T: 'static> {
     pub dims: Dims,
     pub ops: &'static Ops<T>,
     pub map: FeatureMap,
+    pub mapping: Mapping<'a, T>,
+    /// Whether features are relative to an exponent.
+    pub exponential: bool,
     pub content: bool,
     pub causal: bool,
     pub offset: isize,
@@ -73,7 +78,7 @@ pub(super) struct Table<'a, T> {
     pub width: usize,
     head_width: usize,
     shared: bool,
-    /// The exponent subtracted under [`FeatureMap::Exp`].
+    /// The exponent subtracted under an exponential map.
     pub shift: T,
 }
 
@@ -111,7 +116,9 @@ impl<'a, T: Real> Problem<'a, T> {
             state::check(attention, &dims, initial, "initial_state")?;
             check_initial_mask(operation, &call.mask)?;
         }
-        let layout = FeatureLayout::new::<T>(dims.head_dim, &attention.score);
+        attention.check_feature_map(&dims)?;
+        let map = attention.feature_map;
+        let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
         let sequences = call.mask.sequences(&dims);
         let rotations = match attention.score {
             Score::Fourier(fourier) => {
@@ -131,7 +138,9 @@ impl<'a, T: Real> Problem<'a, T> {
             call,
             dims,
             ops: T::ops(),
-            map: attention.feature_map,
+            map,
+            mapping: Mapping::new(map, &dims, call.parameters),
+            exponential: map.is_exponential(),
             content: attention.score.content(),
             causal,
             offset: call.mask.offset,
@@ -144,6 +153,17 @@ impl<'a, T: Real> Problem<'a, T> {
             value_width: padded::<T>(dims.value_dim),
             radius: attention.score.shaw().map(|shaw| shaw.radius),
         })
+    }
+
+    /// Does what the map needs before any row is looked at.
+    pub fn prepare(&mut self, scratch: &mut Scratch<T>) {
+        self.mapping.prepare(Some(&self.call.k).filter(|_| self.content), &self.dims, scratch);
+    }
+
+    /// The largest exponent of a key of an exponential map; not finite where none is.
+    pub fn key_top(&self, unit: &Unit<'_, T>, key: usize) -> T {
+        let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
+        self.mapping.key_top(place, unit.k.row(key, self.dims.head_dim))
     }
 
     /// Independent (sequence, key/value head) pairs.
@@ -198,7 +218,13 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn table_len(&self) -> usize {
         let Some(shaw) = self.attention.score.shaw() else { return 0 };
         let tables = if shaw.shared { 1 } else { self.dims.heads };
-        2 * tables * self.table_width() * self.head_width
+        let work = self.mapping.rows.as_ref().map_or(0, |map| map.work_len(self.table_count()));
+        2 * tables * self.table_width() * self.head_width + padded::<T>(work)
+    }
+
+    /// Numbers in one row of the table: raw ones go through the map, others stand beside its features.
+    pub fn table_dim(&self) -> usize {
+        self.attention.score.shaw().map_or(0, |shaw| shaw.row_len(self.map, self.dims.head_dim))
     }
 
     fn table_count(&self) -> usize {
@@ -214,26 +240,47 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn table<'s>(&self, arena: &mut Arena<'s, T>) -> Option<Table<'s, T>> {
         let shaw = self.attention.score.shaw()?;
         let source = self.call.parameters[0];
-        let map = match shaw.map {
-            RelativeMap::Same => self.map,
-            RelativeMap::Identity => FeatureMap::Identity,
-        };
+        let same = shaw.map == RelativeMap::Same;
+        let map = if same { self.map } else { FeatureMap::Identity };
+        let row_map = self.mapping.rows.as_ref().filter(|_| same);
         let mut shift = T::ZERO;
         if map == FeatureMap::Exp {
-            shift = source.iter().copied().fold(T::NEG_INFINITY, T::max);
+            shift = largest(source);
             if !shift.is_finite() {
                 shift = T::ZERO;
             }
         }
         let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
+        let table_dim = self.table_dim();
         let tables = if shaw.shared { 1 } else { self.dims.heads };
         let rows = arena.take(tables * width * head_width);
         let columns = arena.take(tables * width * head_width);
+        let work = arena.take(row_map.map_or(0, |map| map.work_len(count)));
+        let group = self.dims.group();
+        let of = |table: usize| {
+            let data = &source[table * shaw.rows() * table_dim..];
+            (MapSide::Key(table / group), Rows { data, stride: table_dim })
+        };
+        if let Some(map) = row_map.filter(|_| self.exponential) {
+            shift = T::NEG_INFINITY;
+            for table in 0..tables {
+                let (side, from) = of(table);
+                let tops = &mut columns[..count];
+                map.tops(side, from, count, tops, work);
+                shift = shift.max(tops.iter().copied().filter(|top| top.is_finite()).fold(shift, T::max));
+            }
+            if !shift.is_finite() {
+                shift = T::ZERO;
+            }
+        }
         for table in 0..tables {
-            let source = &source[table * shaw.rows() * self.dims.head_dim..];
+            let (side, from) = of(table);
             let rows = &mut rows[table * width * head_width..][..width * head_width];
-            let from = Rows { data: source, stride: self.dims.head_dim };
-            self.ops.load(map, shift, from, count, self.dims.head_dim, None, rows, head_width);
+            if let Some(map) = row_map {
+                map.write(side, from, count, None, Shift::One(shift), rows, head_width, work);
+            } else {
+                self.ops.load(map, shift, from, count, table_dim, None, rows, head_width);
+            }
             rows[count * head_width..].fill(T::ZERO);
             let columns = &mut columns[table * width * head_width..][..width * head_width];
             self.ops.transpose(rows, head_width, width, head_width, columns, width);
@@ -322,7 +369,7 @@ impl<T: Real> Unit<'_, T> {
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
         let finite = |from: usize, count: usize| {
             problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
-                && (!problem.content || problem.ops.all_finite(self.k.skip(from), count, problem.dims.head_dim))
+                && (!problem.content || problem.mapping.all_finite(self.k.skip(from), count))
         };
         match self.sequence.padding {
             None => finite(from, to - from),
@@ -330,24 +377,24 @@ impl<T: Real> Unit<'_, T> {
         }
     }
 
-    /// The largest finite entry of the keys `from..to`, at least `before`.
-    pub fn highest(&self, from: usize, to: usize, width: usize, before: T) -> T {
+    /// The largest finite exponent of the keys `from..to`, at least `before`.
+    pub fn highest(&self, problem: &Problem<'_, T>, from: usize, to: usize, before: T) -> T {
         (from..to).filter(|&key| !self.ignores(key)).fold(before, |highest, key| {
-            let top = self.k.row(key, width).iter().copied().fold(T::NEG_INFINITY, T::max);
+            let top = problem.key_top(self, key);
             if top.is_finite() { highest.max(top) } else { highest }
         })
     }
 
-    /// How many of the keys `from..to` the next piece takes under `map`, given the running maximum before it, and the
-    /// maximum after it. A piece ends before a key that rises too far above what its first row knows.
-    pub fn exp_piece(&self, from: usize, to: usize, width: usize, before: T) -> (usize, T) {
+    /// How many of the keys `from..to` the next piece takes under an exponential map, given the running maximum before
+    /// it, and the maximum after it. A piece ends before a key that rises too far above what its first row knows.
+    pub fn exp_piece(&self, problem: &Problem<'_, T>, from: usize, to: usize, before: T) -> (usize, T) {
         let mut highest = before;
         let mut limit = None;
         for key in from..to {
             if self.ignores(key) {
                 continue;
             }
-            let top = self.k.row(key, width).iter().copied().fold(T::NEG_INFINITY, T::max);
+            let top = problem.key_top(self, key);
             if let Some(limit) = limit
                 && top > limit
             {

@@ -2,7 +2,8 @@
 
 use super::{KernelizedAttention, Score};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::reference::{Feature, Map};
+use crate::feature_map::rows::Side;
 use crate::fourier::{self, reference::Place};
 use crate::mask::{Keys, Mask, Order};
 use crate::mechanism::{Call, Mechanism, Reference};
@@ -27,10 +28,11 @@ fn definition(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Referenc
     let dims = &call.dims;
     let mut out = Vec::new();
     let mut denominators = Vec::new();
+    let features = Features::new(attention, call);
     for batch in 0..dims.batch {
         for head in 0..dims.heads {
             for i in 0..dims.queries {
-                let (row, denominator) = row(attention, call, batch, head, i);
+                let (row, denominator) = row(attention, call, &features, (batch, head, i));
                 out.extend(row);
                 denominators.push(denominator);
             }
@@ -39,18 +41,43 @@ fn definition(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Referenc
     Reference { out, denominators }
 }
 
+/// What rows become.
+struct Features<'a> {
+    map: Map<'a>,
+    /// Those of every key, `[batch, kv_heads, keys]`.
+    keys: Vec<Vec<Feature>>,
+}
+
+impl<'a> Features<'a> {
+    fn new(attention: &KernelizedAttention, call: &'a Call<'_, f64>) -> Self {
+        let dims = &call.dims;
+        let own = attention.feature_map.parameters(dims).len();
+        let map = Map::new(attention.feature_map, dims, &call.parameters[call.parameters.len() - own..]);
+        let heads = (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head)));
+        let keys = heads.flat_map(|(batch, head)| (0..dims.keys).map(move |j| (batch, head, j)));
+        let row = |(batch, head, j)| map.row(Side::Key(head), call.k.rows(batch, head).row(j, dims.head_dim));
+        let keys = keys.map(row).collect();
+        Self { map, keys }
+    }
+}
+
 /// One row of the output and its denominator.
-fn row(attention: &KernelizedAttention, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> (Vec<f64>, f64) {
+fn row(
+    attention: &KernelizedAttention,
+    call: &Call<'_, f64>,
+    features: &Features<'_>,
+    (batch, head, i): (usize, usize, usize),
+) -> (Vec<f64>, f64) {
     let dims = &call.dims;
     let kv_head = head / dims.group();
-    let q = call.q.rows(batch, head).row(i, dims.head_dim);
-    let k = |j| call.k.rows(batch, kv_head).row(j, dims.head_dim);
+    let q = features.map.row(Side::Query(head), call.q.rows(batch, head).row(i, dims.head_dim));
+    let k = |j: usize| &*features.keys[(batch * dims.kv_heads + kv_head) * dims.keys + j];
     let v = |j| call.v.rows(batch, kv_head).row(j, dims.value_dim);
 
     // The keys that this row sees, each as the terms of its weight `w_ij = γ^{−δ} Σ_f Σ_terms`.
     let seen: Vec<(usize, isize, Vec<Term>)> = (0..dims.keys)
         .filter_map(|j| Some((j, distance(&call.mask, dims, batch, i, j)?)))
-        .map(|(j, delta)| (j, delta, terms(attention, call, &Place { batch, head, i, j, delta }, q, k(j))))
+        .map(|(j, delta)| (j, delta, terms(attention, call, features, &Place { batch, head, i, j, delta }, &q, k(j))))
         .collect();
 
     // e^{q+k} overflows where the quotient does not: exponents count from the largest one of the row.
@@ -112,33 +139,36 @@ struct Term {
 }
 
 /// `φ(q)·φ(k)` and `φ(q)·ρ(r_δ)`, feature by feature.
-fn terms(attention: &KernelizedAttention, call: &Call<'_, f64>, place: &Place, q: &[f64], k: &[f64]) -> Vec<Term> {
+fn terms(
+    attention: &KernelizedAttention,
+    call: &Call<'_, f64>,
+    features: &Features<'_>,
+    place: &Place,
+    q: &[Feature],
+    k: &[Feature],
+) -> Vec<Term> {
     let &Place { head, delta, .. } = place;
-    let phi = |x: f64| match attention.feature_map {
-        FeatureMap::Exp => Term { factor: 1.0, share: 1.0, exponent: x },
-        map => Term { factor: map.apply(x), share: map.apply(x), exponent: 0.0 },
-    };
-    let times = |a: Term, b: Term| Term {
-        factor: a.factor * b.factor,
-        share: a.share * b.share,
-        exponent: a.exponent + b.exponent,
+    let times = |a: &Feature, b: &Feature| {
+        let factor = a.factor * b.factor;
+        Term { factor, share: factor, exponent: a.exponent + b.exponent }
     };
     let mut terms = Vec::new();
     if let Score::Content | Score::Combined(_) = attention.score {
-        terms.extend(q.iter().zip(k).map(|(&q, &k)| times(phi(q), phi(k))));
+        terms.extend(q.iter().zip(k).map(|(q, k)| times(q, k)));
     }
     if let Score::Relative(shaw) | Score::Combined(shaw) = attention.score {
-        let r = shaw::reference::row(&shaw, call.parameters[0], head, call.dims.head_dim, delta);
-        let rho = |x: f64| match shaw.map {
-            RelativeMap::Same => phi(x),
-            RelativeMap::Identity => Term { factor: x, share: x, exponent: 0.0 },
+        let len = shaw.row_len(attention.feature_map, call.dims.head_dim);
+        let r = shaw::reference::row(&shaw, call.parameters[0], head, len, delta);
+        let r = match shaw.map {
+            RelativeMap::Same => features.map.row(Side::Key(head / call.dims.group()), r),
+            RelativeMap::Identity => r.iter().map(|&x| Feature { factor: x, exponent: 0.0 }).collect(),
         };
-        terms.extend(q.iter().zip(r).map(|(&q, &r)| times(phi(q), rho(r))));
+        terms.extend(q.iter().zip(&r).map(|(q, r)| times(q, r)));
     }
     if let Score::Fourier(fourier) = attention.score {
         let tensors = fourier.tensors(call.parameters);
         for product in fourier::reference::products(&fourier, &tensors, &call.dims, q.len(), place) {
-            let term = times(phi(q[product.query]), phi(k[product.key]));
+            let term = times(&q[product.query], &k[product.key]);
             terms.push(Term { factor: term.factor * product.weight, share: term.share * product.share, ..term });
         }
     }
@@ -148,6 +178,7 @@ fn terms(attention: &KernelizedAttention, call: &Call<'_, f64>, place: &Place, q
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::feature_map::FeatureMap;
     use crate::shape::View;
     use crate::shaw::Shaw;
 

@@ -3,7 +3,6 @@
 use super::KernelizedAttention;
 use super::features::FeatureLayout;
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
 use crate::mechanism::Mechanism;
@@ -86,8 +85,13 @@ impl<'a, T: Real> Head<&'a [T]> {
 
 /// The sizes of the state of `attention` for calls of these sizes.
 pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> StateShape {
+    mapped_shape::<T>(attention, dims, attention.feature_map.features(dims.head_dim))
+}
+
+/// The same for a map of `mapped` features, whatever `dims` say.
+fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: usize) -> StateShape {
     let radius = attention.score.shaw().map(|shaw| shaw.radius);
-    let layout = FeatureLayout::new::<T>(dims.head_dim, &attention.score);
+    let layout = FeatureLayout::new::<T>(mapped, &attention.score);
     let (features, weighed) = if attention.score.content() { layout.counts() } else { (0, 0) };
     let width = dims.value_dim + 1;
     StateShape {
@@ -107,8 +111,12 @@ pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> St
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> State<T> {
-    let mut state = State::zeros(shape::<T>(attention, dims));
-    if attention.feature_map == FeatureMap::Exp {
+    empty_of(attention, shape::<T>(attention, dims))
+}
+
+fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> State<T> {
+    let mut state = State::zeros(shape);
+    if attention.feature_map.is_exponential() {
         for head in state.heads_mut().map(Head::from) {
             head.marks[SHIFT] = T::NEG_INFINITY;
         }
@@ -123,10 +131,19 @@ pub(super) fn check<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
+    check_shape(attention, shape::<T>(attention, dims), state, argument)
+}
+
+fn check_shape<T: Real>(
+    attention: &KernelizedAttention,
+    shape: StateShape,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
     let operation = Mechanism::<T>::name(attention);
-    state.check(operation, argument, shape::<T>(attention, dims))?;
+    state.check(operation, argument, shape)?;
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
-    for index in 0..dims.batch * dims.kv_heads {
+    for index in 0..shape.batch * shape.kv_heads {
         let marks = Head::from(state.head(0, index)).marks;
         let counts = &marks[TOKENS..];
         expect(
@@ -162,20 +179,21 @@ pub(super) fn combine<T: Real>(
 ) -> Result<State<T>, Error> {
     let operation = Mechanism::<T>::name(attention);
     let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
-    let (mut weighed, mut head_dim) = (features, features);
+    let (mut weighed, mut mapped) = (features, features);
     if let Some(fourier) = attention.score.fourier() {
         let (blocks, weigh) = fourier.blocks();
-        head_dim = features / if weigh < blocks { blocks - weigh } else { weigh };
-        weighed = head_dim * weigh;
+        mapped = features / if weigh < blocks { blocks - weigh } else { weigh };
+        weighed = mapped * weigh;
     }
     let value_dim = sum.checked_div(weighed).unwrap_or_else(|| far.saturating_sub(1));
-    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim };
-    check(attention, &dims, earlier, "earlier state")?;
-    check(attention, &dims, later, "later state")?;
+    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: mapped, value_dim };
+    let shape = mapped_shape::<T>(attention, &dims, mapped);
+    check_shape(attention, shape, earlier, "earlier state")?;
+    check_shape(attention, shape, later, "later state")?;
     attention.check_decay(operation, kv_heads)?;
     let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
     let mut rates: &[T] = &[];
-    let angles = counted.map_or(0, |fourier| fourier.angles(head_dim));
+    let angles = counted.map_or(0, |fourier| fourier.angles(mapped));
     if counted.is_some() {
         rates = parameters.first().copied().unwrap_or_default();
         expect(
@@ -187,7 +205,7 @@ pub(super) fn combine<T: Real>(
         )?;
     }
 
-    let mut state = empty(attention, &dims);
+    let mut state = empty_of(attention, shape);
     for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
         let [first, second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
         let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);

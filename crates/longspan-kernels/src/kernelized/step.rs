@@ -8,6 +8,7 @@ use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
@@ -34,8 +35,12 @@ pub(super) fn step<T: Real>(
     state::check(attention, &dims, state, "state")?;
     check_token(attention, &dims, token, out)?;
     attention.check_decay(operation, kv_heads)?;
+    attention.check_feature_map(&dims)?;
 
-    let layout = FeatureLayout::new::<T>(head_dim, &attention.score);
+    let map = attention.feature_map;
+    let own = token.parameters.len() - map.parameters(&dims).len();
+    let row_map = RowMap::new(map, &dims, &token.parameters[own..]);
+    let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
     if let Score::Fourier(fourier) = attention.score {
         fourier.check(operation, layout.mapped)?;
         rotation::check_positions(&fourier, operation, &dims, token.parameters, |_, _| false)?;
@@ -48,6 +53,7 @@ pub(super) fn step<T: Real>(
         let token = HeadToken {
             attention,
             layout,
+            row_map: row_map.as_ref(),
             negative: &negative,
             dims: &dims,
             batch: index / kv_heads,
@@ -76,6 +82,7 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
+    row_map: Option<&'a RowMap<'a, T>>,
     negative: &'a NegativeRows,
     dims: &'a Dims,
     batch: usize,
@@ -86,6 +93,12 @@ struct HeadToken<'a, T: 'static> {
     v: &'a [T],
     parameters: &'a [&'a [T]],
     gamma: f64,
+}
+
+/// A table's features a row at a time, and what the map of whole rows works with.
+struct Work<'s, T> {
+    entry: &'s mut [T],
+    map: &'s mut [T],
 }
 
 /// The Fourier positions of one head's token, with their working memory.
@@ -104,23 +117,30 @@ impl<T: Real> HeadToken<'_, T> {
         let rotations = self.rotations();
         let width = padded::<T>(features);
         let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
-        let turning = rotations.as_ref().map_or(0, |r| padded::<T>(head_dim) + r.buffers_len(1));
-        let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning));
+        let mapped = padded::<T>(self.layout.mapped);
+        let turning = rotations.as_ref().map_or(0, |r| mapped + r.buffers_len(1));
+        let mapping = self.row_map.map_or(0, |map| mapped + padded::<T>(map.work_len(1)));
+        let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning + mapping));
         let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));
+        let work = Work {
+            entry: arena.take(self.row_map.map_or(0, |_| mapped)),
+            map: arena.take(self.row_map.map_or(0, |map| map.work_len(1))),
+        };
         let mut turns = rotations.as_ref().map(|rotations| {
-            let mapped = arena.take(padded::<T>(head_dim));
+            let mapped = arena.take(mapped);
             let mut buffers = rotations.buffers(1, &mut arena);
             rotations.start(0, &mut buffers);
             Turns { rotations, buffers, mapped }
         });
-        let exp = self.attention.feature_map == FeatureMap::Exp;
+        let exp = self.attention.feature_map.is_exponential();
+        let key = MapSide::Key(self.kv_head);
         let content = self.attention.score.content();
 
         // The exponent that an exponential map subtracts from the keys seen so far.
         let mut shift = T::ZERO;
         if content {
             if exp {
-                let top = self.ops.largest(self.k);
+                let top = self.top(key, self.k, work.map);
                 let old = state.marks[SHIFT];
                 if top > old {
                     if old.is_finite() {
@@ -132,7 +152,7 @@ impl<T: Real> HeadToken<'_, T> {
                 }
                 shift = state.marks[SHIFT];
             }
-            self.features(Side::Key, shift, self.k, state.tokens() as f64, k, &mut turns);
+            self.features((Side::Key, key), shift, self.k, state.tokens() as f64, k, &mut turns, work.map);
         }
         if let Some(shaw) = shaw {
             self.advance_ring(shaw.radius, &mut state);
@@ -140,8 +160,11 @@ impl<T: Real> HeadToken<'_, T> {
 
         let value_dim = self.v.len();
         for (n, (raw, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
-            let q_shift = if exp { finite(self.ops.largest(raw)) } else { T::ZERO };
-            self.features(Side::Query(n), q_shift, raw, state.tokens() as f64, q, &mut turns);
+            let head = self.kv_head * self.dims.group() + n;
+            let query = MapSide::Query(head);
+            let q_shift = if exp { finite(self.top(query, raw, work.map)) } else { T::ZERO };
+            let sides = (Side::Query(n), query);
+            self.features(sides, q_shift, raw, state.tokens() as f64, q, &mut turns, work.map);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             // The exponent that `out` and `sum` stand under.
@@ -155,12 +178,15 @@ impl<T: Real> HeadToken<'_, T> {
                 }
                 sum = self.ops.dot(state.keys, &q[from..]);
             }
-            let head = self.kv_head * self.dims.group() + n;
             if let Some(shaw) = shaw {
                 let table = self.table(shaw, head);
                 let (map, table_shift) = match shaw.map {
                     RelativeMap::Identity => (FeatureMap::Identity, T::ZERO),
-                    RelativeMap::Same if exp => (FeatureMap::Exp, finite(self.ops.largest(table))),
+                    RelativeMap::Same if exp => {
+                        let tops = table.chunks_exact(head_dim.max(1)).map(|row| self.top(key, row, work.map));
+                        let top = tops.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
+                        (self.attention.feature_map, finite(top))
+                    }
                     RelativeMap::Same => (self.attention.feature_map, T::ZERO),
                 };
                 if exp {
@@ -171,7 +197,14 @@ impl<T: Real> HeadToken<'_, T> {
                         sum *= factor;
                     }
                 }
-                self.ops.feature_dots(map, table_shift, table, head_dim, q, weights);
+                if let Some(rows) = self.row_map.filter(|_| shaw.map == RelativeMap::Same) {
+                    for (row, weight) in table.chunks_exact(head_dim.max(1)).zip(&mut *weights) {
+                        self.map_row(rows, key, table_shift, row, work.entry, work.map);
+                        *weight = self.ops.dot(&q[..self.layout.mapped], work.entry);
+                    }
+                } else {
+                    self.ops.feature_dots(map, table_shift, table, self.table_row(shaw), q, weights);
+                }
                 if scale != table_shift {
                     self.ops.scale(weights, (table_shift - scale).exp());
                 }
@@ -205,9 +238,36 @@ impl<T: Real> HeadToken<'_, T> {
         Some(Rotations::new(fourier, dims, self.layout.mapped, &own))
     }
 
+    /// The largest exponent of a row under an exponential map.
+    fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
+        let Some(map) = self.row_map else { return self.ops.largest(x) };
+        let mut top = [T::ZERO];
+        map.tops(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
+        top[0]
+    }
+
+    /// The features of one row under a map of whole rows.
+    fn map_row(&self, map: &RowMap<'_, T>, side: MapSide, shift: T, x: &[T], to: &mut [T], work: &mut [T]) {
+        let row = to.len();
+        map.write(side, Rows { data: x, stride: x.len() }, 1, None, Shift::One(shift), to, row, work);
+    }
+
     /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.
-    fn features(&self, side: Side, shift: T, x: &[T], tokens: f64, to: &mut [T], turns: &mut Option<Turns<'_, '_, T>>) {
-        let map = |to: &mut [T]| {
+    #[allow(clippy::too_many_arguments)]
+    fn features(
+        &self,
+        (side, of): (Side, MapSide),
+        shift: T,
+        x: &[T],
+        tokens: f64,
+        to: &mut [T],
+        turns: &mut Option<Turns<'_, '_, T>>,
+        work: &mut [T],
+    ) {
+        let mut map = |to: &mut [T]| {
+            if let Some(map) = self.row_map {
+                return self.map_row(map, of, shift, x, to, work);
+            }
             let row = to.len();
             self.ops.load(
                 self.attention.feature_map,
@@ -229,9 +289,14 @@ impl<T: Real> HeadToken<'_, T> {
 
     /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".
     fn table(&self, shaw: Shaw, head: usize) -> &[T] {
-        let head_dim = self.k.len();
-        let start = if shaw.shared { 0 } else { head * shaw.rows() * head_dim };
-        &self.parameters[0][start..][..(shaw.radius + 1) * head_dim]
+        let len = self.table_row(shaw);
+        let start = if shaw.shared { 0 } else { head * shaw.rows() * len };
+        &self.parameters[0][start..][..(shaw.radius + 1) * len]
+    }
+
+    /// Numbers in one row of the table.
+    fn table_row(&self, shaw: Shaw) -> usize {
+        shaw.row_len(self.attention.feature_map, self.k.len())
     }
 
     /// The oldest row of the ring becomes far, the token's value takes its place. Without a ring the value is far.

@@ -3,7 +3,6 @@
 use super::features::FeatureLayout;
 use super::problem::{Problem, Unit};
 use super::state::{Head, SHIFT};
-use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::padded;
 
@@ -230,7 +229,7 @@ impl<'s, T: Real> Carry<'s, T> {
         self.pass(problem, unit, rows);
         let layout = self.high.layout;
         let mut factor = T::ONE;
-        if problem.map == FeatureMap::Exp && local.has_content() {
+        if problem.exponential && local.has_content() {
             let before = *self.high.shift();
             self.high.raise(problem, local.shift());
             let now = *self.high.shift();

@@ -6,6 +6,7 @@ use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::Shift;
 use crate::real::Real;
 use crate::scratch::{Arena, padded};
 use crate::simd::block::{Band, Product, Run};
@@ -181,8 +182,8 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Lays out the piece that begins at `row` with at most a chunk of rows, and loads its window and keys.
     ///
     /// It is cut short where one dense tile would not do: at the first row if a value is not finite (0 · NaN would
-    /// reach rows that do not see it), and before a key that rises far above the running maximum under
-    /// [`FeatureMap::Exp`]. The cut depends on keys and values alone. Returns the piece and the keys' exponent.
+    /// reach rows that do not see it), and before a key that rises far above the running maximum under an exponential
+    /// map. The cut depends on keys and values alone. Returns the piece and the keys' exponent.
     #[allow(clippy::too_many_arguments)]
     pub fn piece(
         &mut self,
@@ -202,9 +203,9 @@ impl<'s, T: Real> Buffers<'s, T> {
             if !unit.is_finite(problem, piece.key, piece.key + piece.keys) {
                 rows = 1;
             }
-            if problem.content && problem.map == FeatureMap::Exp {
+            if problem.content && problem.exponential {
                 let keys = self.lay_out(problem, unit, offset, row, rows).keys;
-                let (fit, top) = unit.exp_piece(piece.key, piece.key + keys, problem.dims.head_dim, shift);
+                let (fit, top) = unit.exp_piece(problem, piece.key, piece.key + keys, shift);
                 shift = top;
                 if fit < keys {
                     rows = fit;
@@ -296,7 +297,7 @@ impl<'s, T: Real> Buffers<'s, T> {
 
     pub fn load_keys(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, piece: &Piece, shift: T) {
         let width = problem.head_width;
-        problem.load_keys(unit, piece.key, piece.keys, shift, self.k, &mut self.lift);
+        problem.load_keys(unit, piece.key, piece.keys, Shift::One(shift), self.k, &mut self.lift);
         let rows = padded::<T>(piece.keys);
         self.k[piece.keys * width..rows * width].fill(T::ZERO);
         problem.ops.transpose(self.k, width, rows, width, self.k_columns, self.sizes.chunk);

@@ -5,6 +5,8 @@
 
 pub(crate) mod reference;
 
+use crate::feature_map::FeatureMap;
+
 /// A table of relative positions: how far it reaches and how its rows become features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shaw {
@@ -12,7 +14,7 @@ pub struct Shaw {
     pub radius: usize,
     /// How table rows become features.
     pub map: RelativeMap,
-    /// One table for all heads, `[2R+1, head_dim]`, instead of one each.
+    /// One table for all heads, `[2R+1, row length]`, instead of one each.
     pub shared: bool,
 }
 
@@ -22,7 +24,7 @@ pub enum RelativeMap {
     /// The feature map of the keys, which keeps the weights positive where it does.
     #[default]
     Same,
-    /// The row as it is. Denominators may have any sign.
+    /// The row as it is: as many numbers as the map has features. Denominators may have any sign.
     Identity,
 }
 
@@ -30,6 +32,14 @@ impl Shaw {
     /// A table for each head that reaches `radius` tokens to both sides, mapped like the keys.
     pub fn new(radius: usize) -> Self {
         Self { radius, map: RelativeMap::Same, shared: false }
+    }
+
+    /// Numbers in one row of the table, under a feature map of rows of `head_dim`.
+    pub fn row_len(&self, map: FeatureMap, head_dim: usize) -> usize {
+        match self.map {
+            RelativeMap::Same => head_dim,
+            RelativeMap::Identity => map.features(head_dim),
+        }
     }
 
     /// Rows of the table, `2R + 1`.

@@ -170,7 +170,8 @@ where
             FeatureMap::Relu => zero.max(x),
             FeatureMap::Softplus => zero.max(x).add(ln_1p_unit(exp_nonpositive(zero.sub(x.abs())))),
             FeatureMap::Exp => exp_nonpositive(x.sub(shift)),
-            FeatureMap::Identity => x,
+            // Maps of whole rows are not made here.
+            _ => x,
         }
     }
 }
@@ -230,7 +231,7 @@ pub(crate) unsafe fn pull_back<V: Vector>(
 ) where
     V::Element: Constants,
 {
-    if map == FeatureMap::Identity {
+    if map == FeatureMap::Identity || !map.is_elementwise() {
         return;
     }
     let mut tail = [V::Element::ZERO; 16];
@@ -259,7 +260,7 @@ pub(crate) unsafe fn pull_back<V: Vector>(
                         let small = exp_nonpositive(zero.sub(x.abs()));
                         x.if_positive(one, small).div(one.add(small))
                     }
-                    FeatureMap::Exp | FeatureMap::Identity => phi,
+                    _ => phi,
                 };
                 let at = d.as_mut_ptr().add(column);
                 V::load(at).mul(slope).store(at);

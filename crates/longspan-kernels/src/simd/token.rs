@@ -31,6 +31,8 @@ pub(crate) unsafe fn feature_dots<V: Vector>(
             match map {
                 // SAFETY: forwarded to the caller.
                 $(FeatureMap::$map => unsafe { dots_of::<V>(FeatureMap::$map, shift, rows, width, q, to) },)*
+                // Maps of whole rows are not made here.
+                _ => {}
             }
         };
     }

@@ -11,6 +11,8 @@ use crate::shape::Dims;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    // What a map of whole rows itself costs is the same for all.
+    let dims = &Dims { head_dim: toeplitz.feature_map.features(dims.head_dim), ..*dims };
     let estimates = vec![tiled(dims, mask), fft(toeplitz, dims), piecewise(toeplitz, dims, mask)];
     Plan::new(toeplitz.algorithm, estimates)
 }

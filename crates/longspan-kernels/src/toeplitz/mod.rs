@@ -11,7 +11,7 @@
 //! One head's [`State`] keeps the tokens whose weights still change: a ring of φ(k) and v, and for tables that
 //! [extend](Beyond::Extend) or end in a last bucket the sum of all earlier ones. Parts: `Σ φ(k) vᵀ` and `Σ φ(k)` of the
 //! earlier ones, three marks (where the next token goes in the ring, the tokens in it, the exponent of the sums), then
-//! the ring's φ(k), their exponents (under [`FeatureMap::Exp`] only) and `[v, 1]`. In the gradient of a state marks,
+//! the ring's φ(k), their exponents (under an exponential map only) and `[v, 1]`. In the gradient of a state marks,
 //! exponents, the ones of `[v, 1]` and rows of no token are 0.
 //!
 //! The derivations stand in this folder's `README.md`.
@@ -20,6 +20,7 @@ mod bias;
 mod cost;
 mod fft;
 mod gradient;
+mod mapped;
 mod piecewise;
 mod problem;
 mod reference;
@@ -43,6 +44,7 @@ use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
 use crate::state::State;
+use mapped::Mapped;
 use problem::Problem;
 use state::StateGradients;
 
@@ -69,6 +71,23 @@ impl Toeplitz {
     /// With the default feature map, normalised, the algorithm chosen by cost.
     pub fn new(bias: Bias) -> Self {
         Self { feature_map: FeatureMap::default(), bias, normalize: true, algorithm: Algorithm::Auto }
+    }
+
+    /// Whether the feature map is one that this mechanism takes, with options that make sense for rows of
+    /// `dims.head_dim`; calls check the same.
+    ///
+    /// # Errors
+    /// A map with parameters; no features or absurdly many.
+    pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
+        self.feature_map.check(OPERATION, dims.head_dim)?;
+        if let FeatureMap::Hedgehog { .. } = self.feature_map {
+            return Err(Error::Unsupported {
+                operation: OPERATION,
+                combination: "the feature map hedgehog with Toeplitz positions",
+                mend: "choose a map without parameters, such as nprf, or the positions of kernelized, shaw or fourier",
+            });
+        }
+        Ok(())
     }
 
     /// The algorithms that can be forced; the first always can.
@@ -108,6 +127,9 @@ impl<T: Real> Mechanism<T> for Toeplitz {
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
+        if let Some(mapped) = Mapped::new(self, &call.dims, &call.q, &call.k) {
+            return mapped.forward(call, output, scratch);
+        }
         let dims = &problem.dims;
         check_output(self, dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
@@ -137,6 +159,9 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        if let Some(mapped) = Mapped::new(self, &call.dims, &call.q, &call.k) {
+            return mapped.backward(call, cotangent, gradients, scratch);
+        }
         if let Some(state) = cotangent.final_state {
             problem.check_final_state(state, "gradient of the final state")?;
         }
@@ -160,11 +185,15 @@ impl<T: Real> Mechanism<T> for Toeplitz {
 
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(OPERATION)?;
+        self.check_feature_map(dims)?;
         state::empty(self, dims)
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
+        match mapped::step(self, token, state, out)? {
+            Some(()) => Ok(()),
+            None => step::step(self, token, state, out),
+        }
     }
 
     fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {

@@ -127,6 +127,7 @@ impl<'a, T: Real> Problem<'a, T> {
         toeplitz.bias.check()?;
         toeplitz.algorithm.check(OPERATION, &Toeplitz::ALGORITHMS)?;
         check_call(toeplitz, call)?;
+        toeplitz.check_feature_map(&call.dims)?;
         let (dims, mask) = (call.dims, &call.mask);
         let causal = mask.order == Order::Causal;
         let wrong = call.parameters[0].iter().find(|b| !b.is_finite());

@@ -2,7 +2,8 @@
 
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::reference::{Feature, Map};
+use crate::feature_map::rows::Side;
 use crate::mask::{Keys, Order};
 use crate::mechanism::{Call, Mechanism, Reference};
 
@@ -18,10 +19,15 @@ pub(super) fn reference(toeplitz: &Toeplitz, call: &Call<'_, f64>) -> Result<Ref
     )?;
     let dims = &call.dims;
     let mut reference = Reference { out: Vec::new(), denominators: Vec::new() };
+    let map = Map::new(toeplitz.feature_map, dims, &[]);
+    let heads = (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head)));
+    let keys = heads.flat_map(|(batch, head)| (0..dims.keys).map(move |j| (batch, head, j)));
+    let key = |(batch, head, j)| map.row(Side::Key(head), call.k.rows(batch, head).row(j, dims.head_dim));
+    let keys: Vec<Vec<Feature>> = keys.map(key).collect();
     for batch in 0..dims.batch {
         for head in 0..dims.heads {
             for i in 0..dims.queries {
-                let (row, denominator) = row(toeplitz, call, batch, head, i);
+                let (row, denominator) = row(toeplitz, call, (&map, &keys), (batch, head, i));
                 reference.out.extend(row);
                 reference.denominators.push(denominator);
             }
@@ -31,10 +37,15 @@ pub(super) fn reference(toeplitz: &Toeplitz, call: &Call<'_, f64>) -> Result<Ref
 }
 
 /// One row of the output and its denominator.
-fn row(toeplitz: &Toeplitz, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> (Vec<f64>, f64) {
+fn row(
+    toeplitz: &Toeplitz,
+    call: &Call<'_, f64>,
+    (map, keys): (&Map<'_>, &[Vec<Feature>]),
+    (batch, head, i): (usize, usize, usize),
+) -> (Vec<f64>, f64) {
     let dims = &call.dims;
     let kv_head = head / dims.group();
-    let q = call.q.rows(batch, head).row(i, dims.head_dim);
+    let q = map.row(Side::Query(head), call.q.rows(batch, head).row(i, dims.head_dim));
     let bias = &call.parameters[0][head * toeplitz.bias.entries()..];
 
     // Each weight as a sum of `factor · e^exponent`, one term a feature.
@@ -42,11 +53,8 @@ fn row(toeplitz: &Toeplitz, call: &Call<'_, f64>, batch: usize, head: usize, i: 
         .filter_map(|j| {
             let (query, key) = places(call, batch, i, j)?;
             let entry = toeplitz.bias.entry(toeplitz.bias.place(key) - toeplitz.bias.place(query))?;
-            let k = call.k.rows(batch, kv_head).row(j, dims.head_dim);
-            let term = |(&q, &k): (&f64, &f64)| match toeplitz.feature_map {
-                FeatureMap::Exp => (1.0, bias[entry] + q + k),
-                map => (map.apply(q) * map.apply(k), bias[entry]),
-            };
+            let k = &keys[(batch * dims.kv_heads + kv_head) * dims.keys + j];
+            let term = |(q, k): (&Feature, &Feature)| (q.factor * k.factor, bias[entry] + q.exponent + k.exponent);
             Some((j, q.iter().zip(k).map(term).collect()))
         })
         .collect();

@@ -51,7 +51,7 @@ impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
 pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
     let near = toeplitz.bias.near();
     let far = usize::from(toeplitz.bias.far().is_some());
-    let features = dims.head_dim;
+    let features = toeplitz.feature_map.features(dims.head_dim);
     StateShape {
         mechanism: OPERATION,
         batch: dims.batch,
@@ -61,7 +61,7 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
             far * features,
             3,
             near * features,
-            if toeplitz.feature_map == FeatureMap::Exp { near } else { 0 },
+            if toeplitz.feature_map.is_exponential() { near } else { 0 },
             near * (dims.value_dim + 1),
         ],
     }

@@ -15,6 +15,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Fourier, FourierNormalizer, Mechanism, Positions, Score, Wave};
 use serde::{Deserialize, Serialize};
 
+use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig};
 use crate::backend::tensor::{attend_turned, repeat_heads, widen};
@@ -62,6 +63,8 @@ pub struct FourierAttention {
     /// The part that does not depend on distance, `[heads, features]`, where the normaliser leaves it free; starts at 1
     /// without a normaliser and at 0 under `dominant`.
     pub beta: Option<Param<Tensor<2>>>,
+    /// What the feature map learns, if anything.
+    pub map: Option<LearnedMap>,
     #[module(skip)]
     options: Arc<kernels::KernelizedAttention>,
     #[module(skip)]
@@ -75,12 +78,13 @@ impl Options for FourierOptions {
         const NAME: &str = "FourierOptions";
         use FourierNormalizerConfig as Config;
         let Heads { heads: query_heads, kv_heads, head_dim } = heads;
+        let features = self.kernel.feature_map.features(head_dim);
         config(
-            !self.rotary || head_dim.is_multiple_of(2),
+            !self.rotary || features.is_multiple_of(2),
             NAME,
             "rotary",
-            "an even width of heads, whose features turn in pairs",
-            head_dim,
+            "an even number of features, which turn in pairs",
+            features,
         )?;
         config(
             !self.rotary || matches!(self.normalizer, Config::Unrotated | Config::None),
@@ -104,12 +108,13 @@ impl Options for FourierOptions {
             normalize: self.kernel.normalize && normalizer != FourierNormalizer::None,
             algorithm: self.kernel.algorithm,
         };
-        let angles = if self.rotary { head_dim / 2 } else { head_dim };
+        options.check_feature_map(&sizes(heads))?;
+        let angles = if self.rotary { features / 2 } else { features };
         let rates: Vec<f32> =
             (0..kv_heads * angles).map(|at| 1000_f32.powf(-((at % angles) as f32) / angles as f32)).collect();
         let rates = Tensor::from_data(TensorData::new(rates, [kv_heads, angles, 1]), device);
         let each = |wanted: bool, initializer: Initializer| {
-            (wanted && !self.rotary).then(|| initializer.init([query_heads, head_dim], device))
+            (wanted && !self.rotary).then(|| initializer.init([query_heads, features], device))
         };
         let free = matches!(self.normalizer, Config::Dominant | Config::None);
         let level = if self.normalizer == Config::None { 1.0 } else { 0.0 };
@@ -118,6 +123,7 @@ impl Options for FourierOptions {
             b: each(true, Initializer::Uniform { min: -FRAC_PI_2, max: FRAC_PI_2 }),
             c: each(self.normalizer != Config::OnePlus, Initializer::Ones),
             beta: each(free, Initializer::Constant { value: level }),
+            map: LearnedMap::new(options.feature_map, heads, device),
             options: Arc::new(options),
             heads,
         })
@@ -201,11 +207,13 @@ impl Layer for FourierAttention {
 
     fn parameters(&self) -> Vec<Tensor<1>> {
         let waves = [&self.b, &self.c, &self.beta].into_iter().flatten().map(|x| x.val().reshape([-1]));
-        std::iter::once(self.a.val().reshape([-1])).chain(waves).collect()
+        let waves = std::iter::once(self.a.val().reshape([-1])).chain(waves);
+        waves.chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let apart = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
-        attend_turned(&self.options, q, k, v, mask, apart, |q, k| self.turn(q, k, mask.offset))
+        let learned = self.map.as_ref().map(LearnedMap::tensors);
+        attend_turned(&self.options, q, k, v, &learned, mask, apart, |q, k| self.turn(q, k, mask.offset))
     }
 }

@@ -11,9 +11,10 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, FeatureMap, Mechanism, RelativeMap, Score, Shaw};
 use serde::{Deserialize, Serialize};
 
+use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
-use crate::backend::{Kernel, Layer, Running, Sums, Total, tensor};
+use crate::backend::{Kernel, Layer, Learned, Running, Sums, Total, tensor};
 use crate::error::{Result, config};
 
 /// Kernelized attention, blind to positions.
@@ -58,7 +59,9 @@ impl Options for ShawOptions {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KernelConfig {
-    /// `φ`, by its name: `elu+1` (default), `relu`, `softplus`, `exp`, `identity`.
+    /// `φ`, by its name: `elu+1` (default), `relu`, `softplus`, `exp`, `identity`, `prf`, `nprf`, `dpfp`, `taylor2`,
+    /// `hedgehog`, some with options: `prf:128:seed=7` has 128 features, drawn from the seed 7; `nprf` likewise; `dpfp:2`,
+    /// `hedgehog:32:exp`. [`FeatureMap`] says what they are.
     #[serde(with = "by_name")]
     pub feature_map: FeatureMap,
     /// Whether to divide by the sum of the weights; yes by default.
@@ -123,8 +126,11 @@ pub struct KernelizedAttentionConfig {
 /// Kernelized attention over heads, with a learned table of relative positions if configured.
 #[derive(Module, Debug)]
 pub struct KernelizedAttention {
-    /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared.
+    /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared; a raw one has as many numbers a row as
+    /// the map has features.
     pub relative: Option<Param<Tensor<3>>>,
+    /// What the feature map learns, if anything.
+    pub map: Option<LearnedMap>,
     #[module(skip)]
     options: Arc<kernels::KernelizedAttention>,
     #[module(skip)]
@@ -135,7 +141,8 @@ impl KernelizedAttentionConfig {
     /// Makes the module. Table rows start at random with a standard deviation of 0.5.
     ///
     /// # Errors
-    /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head.
+    /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head, and a feature map that makes no
+    /// sense with the rest.
     pub fn init(&self, device: &Device) -> Result<KernelizedAttention> {
         let heads = Heads::new(NAME, self.heads, self.kv_heads, self.head_dim)?;
         module(heads, &self.kernel, self.relative.as_ref(), device)
@@ -167,10 +174,6 @@ fn module(
             if relative.content { Score::Combined(shaw) } else { Score::Relative(shaw) }
         }
     };
-    let relative = score.shaw().map(|shaw| {
-        let tables = if shaw.shared { 1 } else { heads.heads };
-        Initializer::Normal { mean: 0.0, std: 0.5 }.init([tables, shaw.rows(), heads.head_dim], device)
-    });
     let options = Arc::new(kernels::KernelizedAttention {
         feature_map: kernel.feature_map,
         score,
@@ -178,7 +181,14 @@ fn module(
         normalize: kernel.normalize,
         algorithm: kernel.algorithm,
     });
-    Ok(KernelizedAttention { relative, options, heads })
+    options.check_feature_map(&sizes(heads))?;
+    let relative = score.shaw().map(|shaw| {
+        let tables = if shaw.shared { 1 } else { heads.heads };
+        let row = shaw.row_len(options.feature_map, heads.head_dim);
+        Initializer::Normal { mean: 0.0, std: 0.5 }.init([tables, shaw.rows(), row], device)
+    });
+    let map = LearnedMap::new(options.feature_map, heads, device);
+    Ok(KernelizedAttention { relative, map, options, heads })
 }
 
 attention_module!(KernelizedAttention);
@@ -191,6 +201,10 @@ impl KernelizedAttention {
 
     fn table(&self) -> Option<Tensor<3>> {
         self.relative.as_ref().map(|table| table.val())
+    }
+
+    fn learned(&self) -> Learned {
+        self.map.as_ref().map(LearnedMap::tensors)
     }
 }
 
@@ -208,11 +222,12 @@ impl Layer for KernelizedAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        self.table().into_iter().map(|table| table.reshape([-1])).collect()
+        let table = self.table().into_iter().map(|table| table.reshape([-1]));
+        table.chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        tensor::attend(&self.options, q, k, v, self.table(), mask, tensor::CHUNK)
+        tensor::attend(&self.options, q, k, v, (self.table(), &self.learned()), mask, tensor::CHUNK)
     }
 
     fn sums(&self) -> Option<&dyn Sums> {
@@ -220,7 +235,8 @@ impl Layer for KernelizedAttention {
     }
 
     fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
-        self.relative.is_none().then(|| Total::new(self.options.clone(), self.heads.heads, k, v, mask))
+        let total = || Total::new(self.options.clone(), self.learned(), self.heads.heads, k, v, mask);
+        self.relative.is_none().then(total)
     }
 }
 
@@ -230,6 +246,6 @@ impl Sums for KernelizedAttention {
     }
 
     fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut Running) -> Tensor<4> {
-        state.step(&self.options, q, k, v, self.table())
+        state.step(&self.options, q, k, v, (self.table(), &self.learned()))
     }
 }

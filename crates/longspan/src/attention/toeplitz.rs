@@ -10,8 +10,10 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
 use serde::{Deserialize, Serialize};
 
+use super::feature_map::sizes;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
+use crate::backend::feature_map::{Side, lift};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{divide, features, largest, narrow_float, repeat_heads, widen, with_ones};
 use crate::backend::{Kernel, Layer};
@@ -123,6 +125,7 @@ impl Options for ToeplitzOptions {
             algorithm: self.algorithm,
             ..Toeplitz::new(bias)
         });
+        toeplitz.check_feature_map(&sizes(heads))?;
         let bias = Initializer::Normal { mean: 0.0, std: 0.02 }.init([heads.heads, entries], device);
         Ok(ToeplitzAttention { bias, toeplitz, heads })
     }
@@ -166,7 +169,9 @@ impl Layer for ToeplitzAttention {
         let pairs = Pairs::new(&q, k.dims()[2], mask);
         let (mut q, k, v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
         let (mut k, v) = (pairs.without_ignored(k), pairs.without_ignored(v));
-        if feature_map == FeatureMap::Exp && normalize {
+        q = lift(feature_map, &None, Side::Queries, q);
+        k = lift(feature_map, &None, Side::Keys, k);
+        if feature_map.is_exponential() && normalize {
             // Any factor common to a row's weights cancels in the division.
             let top = q.clone().detach().max_dim(3);
             q = q - top;

@@ -7,6 +7,7 @@
 
 #[cfg(feature = "flex")]
 mod autodiff;
+pub(crate) mod feature_map;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "flex")]
@@ -28,6 +29,7 @@ use burn::tensor::{DType, FloatDType};
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::{Call, Dims, Mechanism, Parameter, View};
 
+pub(crate) use feature_map::Learned;
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;

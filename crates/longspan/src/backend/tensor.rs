@@ -15,6 +15,7 @@ use burn::tensor::activation::{relu, softplus};
 use burn::tensor::{Bool, DType, FloatDType, Int, Tensor, TensorData};
 use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
 
+use super::feature_map::{Learned, Side, elementwise, lift};
 use crate::attention::AttentionMask;
 
 /// Tokens in a chunk. Tiles of 64² keep matrix products efficient on CPUs and GPUs alike, and the sums over chunks,
@@ -22,13 +23,13 @@ use crate::attention::AttentionMask;
 pub(crate) const CHUNK: usize = 64;
 
 /// Attention over whole sequences in chunks of at least `chunk` tokens; `table`: `[heads, 2R+1, head_dim]`, or
-/// `[1, 2R+1, head_dim]` if shared; other shapes as in [`attend`](super::attend), which checks them.
+/// `[1, 2R+1, head_dim]` if shared (or as many numbers a row as features); other shapes as in [`attend`](super::attend), which checks them.
 pub(crate) fn attend(
     options: &KernelizedAttention,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    table: Option<Tensor<3>>,
+    (table, learned): (Option<Tensor<3>>, &Learned),
     mask: &AttentionMask,
     chunk: usize,
 ) -> Tensor<4> {
@@ -38,7 +39,7 @@ pub(crate) fn attend(
     if batch * heads * queries * keys * value_dim == 0 {
         return Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), dtype));
     }
-    let sums = Inputs::new(options, q, k, v, table, mask).sums(mask, chunk);
+    let sums = Inputs::new(options, learned, q, k, v, table, mask).sums(mask, chunk);
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
 
@@ -49,13 +50,14 @@ pub(crate) fn attend_turned(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
+    learned: &Learned,
     mask: &AttentionMask,
     apart: bool,
     turn: impl FnOnce(Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
 ) -> Tensor<4> {
     let dtype = q.dtype();
     let value_dim = v.dims()[3];
-    let plain = Inputs::new(options, q, k, v, None, mask);
+    let plain = Inputs::new(options, learned, q, k, v, None, mask);
     let (q, k) = turn(plain.q.clone(), plain.k.clone());
     let mut sums = Inputs { options, q, k, values: plain.values.clone(), weights: None }.sums(mask, CHUNK);
     if apart && options.normalize {
@@ -90,27 +92,30 @@ pub(crate) fn narrow_float(x: Tensor<4>, dtype: DType) -> Tensor<4> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
 
-/// `φ`, elementwise.
+/// `φ`, of what [`lift`] gives.
 pub(crate) fn features<const D: usize>(map: FeatureMap, x: Tensor<D>) -> Tensor<D> {
-    match map {
+    match elementwise(map) {
         // Not `elu(x) + 1`, which rounds the small features of very negative entries to 0.
         FeatureMap::EluPlusOne => relu(x.clone()) + x.clamp_max(0.0).exp(),
         FeatureMap::Relu => relu(x),
         FeatureMap::Softplus => softplus(x, 1.0),
         FeatureMap::Exp => x.exp(),
-        FeatureMap::Identity => x,
+        _ => x,
     }
 }
 
-/// The rows of Shaw's table as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
-fn relative_features(
-    options: &KernelizedAttention,
-    table: Tensor<3>,
-    heads: usize,
-    shift: Option<Tensor<4>>,
-) -> Tensor<4> {
+/// The rows of Shaw's table for each head, `[1, heads, 2R+1, m]`, [lifted](lift) where they go through the map.
+fn relative_rows(options: &KernelizedAttention, table: Tensor<3>, heads: usize) -> Tensor<4> {
     let [_, rows, dim] = table.dims();
     let table = widen(table).expand([heads, rows, dim]).unsqueeze_dim::<4>(0);
+    match options.score.shaw() {
+        Some(shaw) if shaw.map == RelativeMap::Same => lift(options.feature_map, &None, Side::Keys, table),
+        _ => table,
+    }
+}
+
+/// They as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
+fn relative_features(options: &KernelizedAttention, table: Tensor<4>, shift: Option<Tensor<4>>) -> Tensor<4> {
     let identity = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
     match (identity, shift) {
         (true, None) => table,
@@ -166,6 +171,7 @@ struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     fn new(
         options: &'a KernelizedAttention,
+        learned: &Learned,
         q: Tensor<4>,
         k: Tensor<4>,
         v: Tensor<4>,
@@ -183,22 +189,24 @@ impl<'a> Inputs<'a> {
             k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);
             v = v.mask_fill(ignored.clone().expand([batch, heads, keys, value_dim]), 0.0);
         }
+        q = lift(options.feature_map, learned, Side::Queries, q);
+        k = lift(options.feature_map, learned, Side::Keys, k);
+        let table = table.map(|table| relative_rows(options, table, heads));
         let mut shift = None;
-        if options.feature_map == FeatureMap::Exp && options.normalize {
+        if options.feature_map.is_exponential() && options.normalize {
             // Any factor common to a row's weights cancels in the division.
             let top_q = q.clone().detach().max_dim(3);
             q = q - top_q;
             let mut seen = k.clone();
             if let Some(ignored) = &ignored {
-                seen = seen.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), f32::NEG_INFINITY);
+                let shape = seen.shape();
+                seen = seen.mask_fill(ignored.clone().expand(shape), f32::NEG_INFINITY);
             }
             let mut top = options.score.content().then(|| largest(seen));
             if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
                 && shaw.map == RelativeMap::Same
             {
-                let [_, rows, dim] = table.dims();
-                let rows = widen(table.clone()).expand([heads, rows, dim]).unsqueeze_dim::<4>(0);
-                let row_top = largest(rows).expand([batch, heads, 1, 1]);
+                let row_top = largest(table.clone()).expand([batch, heads, 1, 1]);
                 top = Some(top.map_or(row_top.clone(), |top| top.max_pair(row_top)));
             }
             if let Some(top) = top {
@@ -210,7 +218,7 @@ impl<'a> Inputs<'a> {
         let k = features(options.feature_map, k);
         let values = with_ones(v, ignored.as_ref(), options.normalize);
         let weights = table.map(|table| {
-            let rows = relative_features(options, table, heads, shift);
+            let rows = relative_features(options, table, shift);
             q.clone().matmul(rows.swap_dims(2, 3))
         });
         Self { options, q, k, values, weights }
@@ -511,7 +519,7 @@ pub(crate) struct Running {
     value_dim: usize,
     /// `Σ φ(k_j) v⁺_jᵀ`, `[batch, heads, m, dv + 1]`; without content none.
     content: Option<Tensor<4>>,
-    /// The exponent that [`FeatureMap::Exp`] subtracted from the keys, `[batch, heads, 1, 1]`.
+    /// The exponent that an exponential map subtracted from the keys, `[batch, heads, 1, 1]`.
     shift: Option<Tensor<4>>,
     /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`, oldest
     /// first, `[batch, heads, R, dv + 1]`; without relative positions none.
@@ -522,10 +530,11 @@ impl Running {
     /// Before the first token; `like` is a query `[batch, heads, 1, head_dim]`.
     pub(crate) fn empty(options: &KernelizedAttention, like: &Tensor<4>, value_dim: usize) -> Self {
         let [batch, heads, _, dim] = like.dims();
+        let dim = options.feature_map.features(dim);
         let dtype = widen(like.clone()).dtype();
         let zeros = |rows, width| Tensor::<4>::zeros([batch, heads, rows, width], (&like.device(), dtype));
         let width = value_dim + usize::from(options.normalize);
-        let shifted = options.feature_map == FeatureMap::Exp && options.normalize;
+        let shifted = options.feature_map.is_exponential() && options.normalize;
         Self {
             batch,
             heads,
@@ -555,12 +564,14 @@ impl Running {
         q: Tensor<4>,
         k: Tensor<4>,
         v: Tensor<4>,
-        table: Option<Tensor<3>>,
+        (table, learned): (Option<Tensor<3>>, &Learned),
     ) -> Tensor<4> {
         let dtype = q.dtype();
         let [batch, heads, _, _] = q.dims();
         let [_, kv_heads, _, value_dim] = v.dims();
-        let (mut q, mut k) = (widen(q), widen(repeat_heads(k, heads)));
+        let mut q = lift(options.feature_map, learned, Side::Queries, widen(q));
+        let mut k = lift(options.feature_map, learned, Side::Keys, widen(repeat_heads(k, heads)));
+        let table = table.map(|table| relative_rows(options, table, heads));
         let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
         let decay = options.decay.as_ref().map(|decay| {
             let group = heads / kv_heads;
@@ -577,9 +588,7 @@ impl Running {
             if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
                 && shaw.map == RelativeMap::Same
             {
-                let [_, rows, dim] = table.dims();
-                let rows = largest(widen(table.clone()).expand([heads, rows, dim]).unsqueeze_dim::<4>(0));
-                top = top.max_pair(rows.expand([batch, heads, 1, 1]));
+                top = top.max_pair(largest(table.clone()).expand([batch, heads, 1, 1]));
             }
             k = k - top.clone();
             let fall = (shift.clone() - top.clone()).exp();
@@ -612,7 +621,7 @@ impl Running {
                     (far + fallen, Tensor::cat(vec![ring.narrow(2, 1, radius - 1), values], 2))
                 }
             };
-            let rows = relative_features(options, table, heads, self.shift.clone());
+            let rows = relative_features(options, table, self.shift.clone());
             let weights = q.matmul(rows.swap_dims(2, 3));
             let mut relative = weights.clone().narrow(3, 0, 1) * far.clone();
             if radius > 0 {
@@ -647,7 +656,10 @@ impl Running {
 #[derive(Debug, Clone)]
 pub(crate) struct Total {
     options: Arc<KernelizedAttention>,
+    learned: Learned,
     sum: Tensor<4>,
+    /// Numbers in a query and in a value.
+    head_dim: usize,
     value_dim: usize,
 }
 
@@ -655,6 +667,7 @@ impl Total {
     /// Of `k` and `v`, `[batch, kv_heads, keys, ·]`, for `heads` query heads.
     pub(crate) fn new(
         options: Arc<KernelizedAttention>,
+        learned: Learned,
         heads: usize,
         k: Tensor<4>,
         v: Tensor<4>,
@@ -664,17 +677,17 @@ impl Total {
         let [batch, _, _, dim] = k.dims();
         // Queries play no part in the sums.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
-        let inputs = Inputs::new(&options, no_query, k, v, None, mask);
+        let inputs = Inputs::new(&options, &learned, no_query, k, v, None, mask);
         let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
-        Self { options, sum, value_dim }
+        Self { options, learned, sum, head_dim: dim, value_dim }
     }
 
     /// The outputs of `q`, `[batch, heads, queries, head_dim]`.
     pub(crate) fn recall(&self, q: Tensor<4>) -> Tensor<4> {
         let options = &*self.options;
         let dtype = q.dtype();
-        let mut q = widen(q);
-        if options.feature_map == FeatureMap::Exp && options.normalize {
+        let mut q = lift(options.feature_map, &self.learned, Side::Queries, widen(q));
+        if options.feature_map.is_exponential() && options.normalize {
             q = q.clone() - q.max_dim(3);
         }
         let sums = features(options.feature_map, q).matmul(self.sum.clone());
@@ -683,13 +696,13 @@ impl Total {
 
     /// The shape of the queries that it answers, for one of them.
     pub(crate) fn query(&self) -> [usize; 4] {
-        let [batch, heads, dim, _] = self.sum.dims();
-        [batch, heads, 1, dim]
+        let [batch, heads, _, _] = self.sum.dims();
+        [batch, heads, 1, self.head_dim]
     }
 
     /// The memories of the batch entries `indices`.
     pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
         let sum = self.sum.clone().select(0, indices.clone());
-        Self { options: self.options.clone(), sum, value_dim: self.value_dim }
+        Self { options: self.options.clone(), learned: self.learned.clone(), sum, ..*self }
     }
 }

@@ -88,7 +88,7 @@ pub(super) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
 /// Mechanisms of every kind.
 pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
     let mut all = Vec::new();
-    for feature_map in FeatureMap::ALL {
+    for feature_map in FeatureMap::ELEMENTWISE {
         let shaw = |map, shared| Shaw { radius, map, shared };
         for score in [
             Score::Content,
@@ -189,7 +189,7 @@ fn in_chunks(
     table: Option<Tensor<3>>,
     mask: &AttentionMask,
 ) -> Tensor<4> {
-    tensor::attend(options, q, k, v, table, mask, 4)
+    tensor::attend(options, q, k, v, (table, &None), mask, 4)
 }
 
 fn dims(queries: usize, keys: usize) -> Dims {

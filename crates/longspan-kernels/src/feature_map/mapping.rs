@@ -1,0 +1,174 @@
+//! A feature map ready for the rows of one call, of either kind.
+
+use super::FeatureMap;
+use super::rows::{RowMap, Shift, Side};
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, padded};
+use crate::shape::{Dims, Rows, View};
+use crate::simd::Ops;
+
+/// A feature map ready for the rows of one call.
+pub(crate) struct Mapping<'a, T: 'static> {
+    pub map: FeatureMap,
+    /// Whether features are relative to an exponent.
+    pub exponential: bool,
+    /// The map, if it takes whole rows.
+    pub rows: Option<RowMap<'a, T>>,
+    /// How many parameters the map has of its own.
+    pub parameters: usize,
+    ops: &'static Ops<T>,
+    head_dim: usize,
+    kv_heads: usize,
+    keys: usize,
+    /// Of an exponential map of whole rows the largest exponent of each key, `[batch, kv_heads, keys]`.
+    tops: Vec<T>,
+}
+
+/// What maps of whole rows work with; empty for others.
+pub(crate) struct MapBuffers<'s, T> {
+    /// Gradients of raw rows.
+    raw: &'s mut [T],
+    pub work: &'s mut [T],
+}
+
+impl<'s, T: Real> MapBuffers<'s, T> {
+    pub fn len(mapping: &Mapping<'_, T>, rows: usize) -> usize {
+        mapping.rows.as_ref().map_or(0, |map| rows * map.raw_width() + padded::<T>(map.work_len(rows)))
+    }
+
+    pub fn new(mapping: &Mapping<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
+        let map = mapping.rows.as_ref();
+        Self {
+            raw: arena.take(map.map_or(0, |map| rows * map.raw_width())),
+            work: arena.take(map.map_or(0, |map| map.work_len(rows))),
+        }
+    }
+}
+
+impl<'a, T: Real> Mapping<'a, T> {
+    /// For a call whose parameters, of checked lengths, end with the map's own.
+    pub fn new(map: FeatureMap, dims: &Dims, parameters: &[&'a [T]]) -> Self {
+        let own = map.parameters(dims).len();
+        Self {
+            map,
+            exponential: map.is_exponential(),
+            rows: RowMap::new(map, dims, &parameters[parameters.len() - own..]),
+            parameters: own,
+            ops: T::ops(),
+            head_dim: dims.head_dim,
+            kv_heads: dims.kv_heads,
+            keys: dims.keys,
+            tops: Vec::new(),
+        }
+    }
+
+    /// Does what a map of whole rows needs before any row is looked at; `k` are the keys, if they are mapped.
+    pub fn prepare(&mut self, k: Option<&View<'_, T>>, dims: &Dims, scratch: &mut Scratch<T>) {
+        if let Some(map) = &mut self.rows {
+            map.prepare();
+            self.tops = k.map_or_else(Vec::new, |k| map.all_tops(k, dims, scratch));
+        }
+    }
+
+    /// The largest exponent of a key under an exponential map, given its place in the call and its row; not finite where
+    /// there is none.
+    pub fn key_top(&self, (batch, kv_head, key): (usize, usize, usize), row: &[T]) -> T {
+        match self.rows {
+            Some(_) => self.tops[(batch * self.kv_heads + kv_head) * self.keys + key],
+            None => largest(row),
+        }
+    }
+
+    /// Whether rows, and what becomes of them, are finite.
+    pub fn all_finite(&self, rows: Rows<'_, T>, count: usize) -> bool {
+        if self.rows.is_none() {
+            return self.ops.all_finite(rows, count, self.head_dim);
+        }
+        // Products of a row's numbers are part of its features.
+        let row = |n: usize| rows.row(n, self.head_dim);
+        (0..count).map(row).all(|row| self.ops.dot(row, row).is_finite())
+    }
+
+    /// Writes the features of `count` rows into a block whose rows are `stride` apart; 0 for those ignored.
+    #[allow(clippy::too_many_arguments)]
+    pub fn write(
+        &self,
+        side: Side,
+        from: Rows<'_, T>,
+        count: usize,
+        ignored: Option<&[bool]>,
+        mut shift: Shift<'_, T>,
+        to: &mut [T],
+        stride: usize,
+        work: &mut [T],
+    ) {
+        if let Some(map) = &self.rows {
+            map.write(side, from, count, ignored, shift, to, stride, work);
+            return;
+        }
+        let (ops, head_dim) = (self.ops, self.head_dim);
+        if let Shift::One(shift) = shift {
+            ops.load(self.map, shift, from, count, head_dim, ignored, to, stride);
+            return;
+        }
+        for row in 0..count {
+            let shift = match &mut shift {
+                Shift::One(shift) => *shift,
+                Shift::Each(shifts) => shifts[row],
+                Shift::Own(tops) => {
+                    let top = largest(from.row(row, head_dim));
+                    tops[row] = if top.is_finite() { top } else { T::ZERO };
+                    tops[row]
+                }
+            };
+            let ignored = ignored.map(|ignored| &ignored[row..]);
+            ops.load(self.map, shift, from.skip(row), 1, head_dim, ignored, &mut to[row * stride..], stride);
+        }
+    }
+
+    /// Writes the features of `count` queries, and the exponents subtracted from them.
+    #[allow(clippy::too_many_arguments)]
+    pub fn write_queries(
+        &self,
+        head: usize,
+        from: Rows<'_, T>,
+        count: usize,
+        shifts: &mut [T],
+        to: &mut [T],
+        stride: usize,
+        work: &mut [T],
+    ) {
+        shifts[..count].fill(T::ZERO);
+        // Any number cancels in the division; the row's largest exponent keeps the features in (0, 1].
+        let shift = if self.exponential { Shift::Own(&mut shifts[..count]) } else { Shift::One(T::ZERO) };
+        self.write(Side::Query(head), from, count, None, shift, to, stride, work);
+    }
+
+    /// The gradient of `count` raw rows and the length of a row in it, from their features `phi` and the gradient `d` of
+    /// those, blocks whose rows are `stride` apart; that of the map's parameters is added to `sums`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn pull_back<'x>(
+        &self,
+        side: Side,
+        from: Rows<'_, T>,
+        count: usize,
+        ignored: Option<&[bool]>,
+        phi: &[T],
+        d: &'x mut [T],
+        stride: usize,
+        sums: &mut [T],
+        buffers: &'x mut MapBuffers<'_, T>,
+    ) -> (&'x [T], usize) {
+        let Some(map) = &self.rows else {
+            self.ops.pull_back(self.map, from, phi, d, count, self.head_dim, stride);
+            return (d, stride);
+        };
+        map.pull_back(side, from, count, ignored, phi, d, stride, buffers.raw, sums, buffers.work);
+        (buffers.raw, map.raw_width())
+    }
+}
+
+/// The largest entry.
+pub(crate) fn largest<T: Real>(row: &[T]) -> T {
+    row.iter().copied().fold(T::NEG_INFINITY, T::max)
+}

@@ -1,0 +1,90 @@
+//! The definition of a row's features in doubles, each as `factor · e^exponent`. Never optimised.
+
+use std::sync::Arc;
+
+use super::rows::Side;
+use super::{FeatureMap, HedgehogNorm, scale};
+use crate::shape::Dims;
+
+/// One feature, `factor · e^exponent`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Feature {
+    pub factor: f64,
+    pub exponent: f64,
+}
+
+/// `φ(x)` of rows of one width, with what it takes beside them.
+pub(crate) struct Map<'a> {
+    map: FeatureMap,
+    dims: &'a Dims,
+    /// The random rows.
+    projection: Arc<Vec<f64>>,
+    /// The map's own parameters.
+    parameters: &'a [&'a [f64]],
+}
+
+impl<'a> Map<'a> {
+    pub fn new(map: FeatureMap, dims: &'a Dims, parameters: &'a [&'a [f64]]) -> Self {
+        Self { map, dims, projection: map.projection(dims.head_dim).unwrap_or_default(), parameters }
+    }
+
+    /// The features of one row.
+    pub fn row(&self, side: Side, x: &[f64]) -> Vec<Feature> {
+        let d = x.len();
+        let plain = |factor| Feature { factor, exponent: 0.0 };
+        let exponential = |exponent| Feature { factor: 1.0, exponent };
+        let square: f64 = x.iter().map(|x| x * x).sum();
+        match self.map {
+            FeatureMap::Exp => x.iter().map(|&x| exponential(x)).collect(),
+            FeatureMap::Prf(_) => {
+                let features = self.map.features(d) as f64;
+                let half = scale(d) * scale(d) * square / 2.0 + features.ln() / 2.0;
+                products(&self.projection, x).map(|product| exponential(product - half)).collect()
+            }
+            FeatureMap::Nprf(_) => {
+                let length = if square == 0.0 { 1.0 } else { square.sqrt() };
+                let factor = (self.map.features(d) as f64).sqrt().recip();
+                products(&self.projection, x).map(|product| plain(factor * (product / length - 0.5).exp())).collect()
+            }
+            FeatureMap::Dpfp { order } => {
+                let parts: Vec<f64> = x.iter().copied().chain(x.iter().map(|x| -x)).map(|x| x.max(0.0)).collect();
+                let pairs = (1..=order).flat_map(|n| (0..2 * d).map(move |i| (i, (i + n) % (2 * d))));
+                pairs.map(|(i, j)| plain(parts[i] * parts[j])).collect()
+            }
+            FeatureMap::Taylor2 => {
+                let x: Vec<f64> = x.iter().map(|x| x * scale(d)).collect();
+                let mut all = vec![plain(1.0)];
+                all.extend(x.iter().map(|&x| plain(x)));
+                for i in 0..d {
+                    all.push(plain(x[i] * x[i] / std::f64::consts::SQRT_2));
+                    // x_i x_j / √2 stands twice in x⊗x/√2.
+                    all.extend(x[i + 1..].iter().map(|y| plain(x[i] * y)));
+                }
+                all
+            }
+            FeatureMap::Hedgehog { norm, .. } => {
+                let (head, heads, parameter) = match side {
+                    Side::Query(head) => (head, self.dims.heads, self.parameters[0]),
+                    Side::Key(head) => (head, self.dims.kv_heads, self.parameters[1]),
+                };
+                let len = parameter.len() / heads;
+                let exponents: Vec<f64> = products(&parameter[head * len..][..len], x).collect();
+                let exponents: Vec<f64> = exponents.iter().copied().chain(exponents.iter().map(|e| -e)).collect();
+                match norm {
+                    HedgehogNorm::Exp => exponents.into_iter().map(exponential).collect(),
+                    HedgehogNorm::Softmax => {
+                        let top = exponents.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                        let sum: f64 = exponents.iter().map(|e| (e - top).exp()).sum();
+                        exponents.into_iter().map(|e| plain((e - top).exp() / sum)).collect()
+                    }
+                }
+            }
+            map => x.iter().map(|&x| plain(map.apply(x))).collect(),
+        }
+    }
+}
+
+/// `w·x` for every row `w`.
+fn products<'x>(rows: &'x [f64], x: &'x [f64]) -> impl Iterator<Item = f64> + 'x {
+    rows.chunks_exact(x.len().max(1)).map(move |w| w.iter().zip(x).map(|(w, x)| w * x).sum())
+}

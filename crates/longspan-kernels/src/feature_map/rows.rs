@@ -1,0 +1,583 @@
+//! Maps of whole rows on blocks: features of a chunk of raw rows, and gradients back.
+
+use std::sync::Arc;
+
+use super::{FeatureMap, HedgehogNorm, draw, scale};
+use crate::real::Real;
+use crate::scratch::{Scratch, padded, parallel};
+use crate::shape::{Dims, Rows, View, ViewMut};
+use crate::simd::Ops;
+use crate::simd::block::{Band, Product};
+
+/// Rows that are mapped at a time where nothing else sets their number.
+const CHUNK: usize = 64;
+
+/// Whose rows are mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Those of a query head.
+    Query(usize),
+    /// Those of a key/value head.
+    Key(usize),
+}
+
+/// What is subtracted from the exponents of each row of an exponential map; other maps do not look at it.
+pub(crate) enum Shift<'s, T> {
+    /// The same number from all.
+    One(T),
+    /// A number from each.
+    Each(&'s [T]),
+    /// Each row's own largest exponent, which is written here; 0 where none is finite.
+    Own(&'s mut [T]),
+}
+
+/// A matrix `W` as products want it.
+struct Matrix<T> {
+    /// Its rows, `raw_width` apart.
+    rows: Vec<T>,
+    /// Its columns, whole cache lines apart.
+    columns: Vec<T>,
+}
+
+/// Where the exponents of a map come from.
+enum Weights<'a, T> {
+    /// There are none.
+    None,
+    /// `W` is random, and the same for all heads.
+    Drawn(Arc<Matrix<T>>),
+    /// `W` is learned, one for each query head and each key/value head: as given, and, once
+    /// [prepared](RowMap::prepare), as products want it.
+    Learned { given: [&'a [T]; 2], ready: [Vec<Matrix<T>>; 2] },
+}
+
+/// A map of rows of one width.
+pub(crate) struct RowMap<'a, T: 'static> {
+    map: FeatureMap,
+    ops: &'static Ops<T>,
+    head_dim: usize,
+    /// Features of a row.
+    features: usize,
+    /// Rows of `W`.
+    exponents: usize,
+    /// Numbers from one row of [`exponents`](Self::exponents) to the next, and the same for raw rows: whole cache lines.
+    width: usize,
+    raw_width: usize,
+    weights: Weights<'a, T>,
+}
+
+impl<'a, T: Real> RowMap<'a, T> {
+    /// None for elementwise maps. `parameters` are the map's own, of checked lengths.
+    pub fn new(map: FeatureMap, dims: &Dims, parameters: &[&'a [T]]) -> Option<Self> {
+        if map.is_elementwise() {
+            return None;
+        }
+        let (head_dim, features) = (dims.head_dim, map.features(dims.head_dim));
+        let ops = T::ops();
+        let (weights, exponents) = match map {
+            FeatureMap::Prf(_) | FeatureMap::Nprf(_) => (Weights::Drawn(drawn(map, head_dim)), features),
+            FeatureMap::Hedgehog { .. } => {
+                let given = [parameters[0], parameters[1]];
+                (Weights::Learned { given, ready: [Vec::new(), Vec::new()] }, features / 2)
+            }
+            _ => (Weights::None, 0),
+        };
+        Some(Self {
+            map,
+            ops,
+            head_dim,
+            features,
+            exponents,
+            width: padded::<T>(exponents),
+            raw_width: padded::<T>(head_dim),
+            weights,
+        })
+    }
+
+    /// Brings learned matrices to the form that many rows want.
+    pub fn prepare(&mut self) {
+        let (ops, exponents, head_dim) = (self.ops, self.exponents, self.head_dim);
+        if let Weights::Learned { given, ready } = &mut self.weights {
+            for (given, ready) in given.iter().zip(ready) {
+                let each = given.chunks_exact((exponents * head_dim).max(1));
+                *ready = each.map(|rows| Matrix::new(ops, rows, exponents, head_dim)).collect();
+            }
+        }
+    }
+
+    /// Whole cache lines of a raw row.
+    pub fn raw_width(&self) -> usize {
+        self.raw_width
+    }
+
+    /// Working memory for blocks of so many rows.
+    pub fn work_len(&self, rows: usize) -> usize {
+        match self.map {
+            FeatureMap::Dpfp { order } => 2 * padded::<T>(2 * self.head_dim + order),
+            FeatureMap::Taylor2 => 0,
+            FeatureMap::Hedgehog { .. } => rows * (padded::<T>(self.features) + self.width + self.raw_width),
+            _ => rows * padded::<T>(self.features),
+        }
+    }
+
+    /// Numbers in the sums that the gradient of one head's `W` is formed in.
+    pub fn sums_len(&self) -> usize {
+        if let Weights::Learned { .. } = self.weights { self.exponents * self.raw_width } else { 0 }
+    }
+
+    /// Writes the features of `count` rows into a block whose rows are `row` apart; 0 for those ignored, and beyond a
+    /// row's last feature.
+    #[allow(clippy::too_many_arguments)]
+    pub fn write(
+        &self,
+        side: Side,
+        from: Rows<'_, T>,
+        count: usize,
+        ignored: Option<&[bool]>,
+        shift: Shift<'_, T>,
+        to: &mut [T],
+        row: usize,
+        work: &mut [T],
+    ) {
+        let features = self.features;
+        if self.map.is_exponential() && !matches!(shift, Shift::Own(_)) {
+            let width = padded::<T>(features);
+            self.exponents(side, from, count, work, width);
+            let exponents = Rows { data: &*work, stride: width };
+            match shift {
+                Shift::One(shift) => {
+                    self.ops.load(FeatureMap::Exp, shift, exponents, count, features, ignored, to, row);
+                }
+                Shift::Each(shifts) => {
+                    for (n, &shift) in shifts.iter().enumerate().take(count) {
+                        let ignored = ignored.map(|ignored| &ignored[n..]);
+                        let (exponents, to) = (exponents.skip(n), &mut to[n * row..]);
+                        self.ops.load(FeatureMap::Exp, shift, exponents, 1, features, ignored, to, row);
+                    }
+                }
+                Shift::Own(_) => {}
+            }
+            return;
+        }
+        match self.map {
+            FeatureMap::Dpfp { order } => {
+                let (parts, _) = work.split_at_mut(padded::<T>(2 * self.head_dim + order));
+                for n in 0..count {
+                    self.products(from.row(n, self.head_dim), order, parts, &mut to[n * row..][..row]);
+                }
+            }
+            FeatureMap::Taylor2 => {
+                for n in 0..count {
+                    self.squares(from.row(n, self.head_dim), &mut to[n * row..][..row]);
+                }
+            }
+            _ => {
+                self.exponents(side, from, count, to, row);
+                let mut one = [T::ZERO];
+                let tops = match shift {
+                    Shift::Own(tops) if self.map.is_exponential() => tops,
+                    _ => &mut one,
+                };
+                for n in 0..count {
+                    let line = &mut to[n * row..][..row];
+                    // One row at a time, as tops may have room for one.
+                    let at = n.min(tops.len() - 1);
+                    self.ops.exponentials(line, row, features, &mut tops[at..=at]);
+                    let top = tops[at];
+                    if !top.is_finite() {
+                        tops[at] = T::ZERO;
+                    }
+                    line[features..].fill(T::ZERO);
+                    let factor = match self.map {
+                        FeatureMap::Nprf(_) => {
+                            (top - T::from_f64(0.5)).exp() * T::from_f64((features as f64).sqrt().recip())
+                        }
+                        FeatureMap::Hedgehog { norm: HedgehogNorm::Softmax, .. } => T::ONE / sum(&line[..features]),
+                        _ => continue,
+                    };
+                    self.ops.scale(line, factor);
+                }
+            }
+        }
+        for n in 0..count {
+            if ignored.is_some_and(|ignored| ignored[n]) {
+                to[n * row..][..row].fill(T::ZERO);
+            }
+        }
+    }
+
+    /// Writes what is left for an elementwise map, rows `row` apart: the exponents of an exponential map, else features.
+    pub fn lift(&self, side: Side, from: Rows<'_, T>, count: usize, to: &mut [T], row: usize, work: &mut [T]) {
+        if self.map.is_exponential() {
+            self.exponents(side, from, count, to, row);
+        } else {
+            self.write(side, from, count, None, Shift::One(T::ZERO), to, row, work);
+        }
+    }
+
+    /// The largest exponent of each of `count` keys of an exponential map: −∞ or NaN where none is finite.
+    pub fn tops(&self, side: Side, from: Rows<'_, T>, count: usize, tops: &mut [T], work: &mut [T]) {
+        let width = padded::<T>(self.features);
+        self.exponents(side, from, count, work, width);
+        for (row, top) in work.chunks_exact(width).zip(tops).take(count) {
+            *top = row[..self.features].iter().copied().fold(T::NEG_INFINITY, T::max);
+        }
+    }
+
+    /// The largest exponents of all keys of a call, `[batch, kv_heads, keys]`; none but for an exponential map.
+    pub fn all_tops(&self, k: &View<'_, T>, dims: &Dims, scratch: &mut Scratch<T>) -> Vec<T> {
+        let (heads, keys) = (dims.batch * dims.kv_heads, dims.keys);
+        if !self.map.is_exponential() || heads * keys == 0 {
+            return Vec::new();
+        }
+        let mut all = vec![T::ZERO; heads * keys];
+        let mut view = ViewMut::strided(&mut all, [keys, 0, 1]);
+        let view = view.shared();
+        let (chunks, per_worker) = (keys.div_ceil(CHUNK), self.work_len(CHUNK.min(keys)));
+        let tasks = heads * chunks;
+        let scratch = scratch.take(per_worker * rayon::current_num_threads().min(tasks));
+        parallel(tasks, scratch, per_worker, |task, work| {
+            let (head, first) = (task / chunks, task % chunks * CHUNK);
+            let (batch, kv_head) = (head / dims.kv_heads, head % dims.kv_heads);
+            let count = CHUNK.min(keys - first);
+            // SAFETY: each chunk of a head's keys is one task's own.
+            let tops = unsafe { view.row(head, 0, first, count) };
+            self.tops(Side::Key(kv_head), k.rows(batch, kv_head).skip(first), count, tops, work);
+        });
+        all
+    }
+
+    /// Writes the gradient of `count` raw rows into a block whose rows are [`raw_width`](Self::raw_width) apart, from
+    /// their features and the gradient `d` of those, which is used up; both are blocks whose rows are `row` apart. That of
+    /// `W` is added to `sums`. Rows that are ignored have features 0 and get any gradient.
+    #[allow(clippy::too_many_arguments)]
+    pub fn pull_back(
+        &self,
+        side: Side,
+        from: Rows<'_, T>,
+        count: usize,
+        ignored: Option<&[bool]>,
+        phi: &[T],
+        d: &mut [T],
+        row: usize,
+        dx: &mut [T],
+        sums: &mut [T],
+        work: &mut [T],
+    ) {
+        let (head_dim, features, raw_width, ops) = (self.head_dim, self.features, self.raw_width, self.ops);
+        let raw = |n: usize| from.row(n, head_dim);
+        match self.map {
+            FeatureMap::Dpfp { order } => {
+                for n in 0..count {
+                    self.products_back(raw(n), order, &d[n * row..], work, &mut dx[n * raw_width..][..raw_width]);
+                }
+            }
+            FeatureMap::Taylor2 => {
+                for n in 0..count {
+                    self.squares_back(raw(n), &d[n * row..], &mut dx[n * raw_width..][..raw_width]);
+                }
+            }
+            FeatureMap::Hedgehog { norm, .. } => {
+                let (difference, work) = work.split_at_mut(count * self.width);
+                for n in 0..count {
+                    let (phi, d) = (&phi[n * row..][..features], &mut d[n * row..][..features]);
+                    if norm == HedgehogNorm::Softmax {
+                        let mean = ops.dot(phi, d);
+                        d.iter_mut().for_each(|d| *d -= mean);
+                    }
+                    ops.multiply(d, phi);
+                    let (up, down) = d.split_at(features / 2);
+                    let to = difference[n * self.width..].iter_mut();
+                    to.zip(up.iter().zip(down)).for_each(|(to, (&up, &down))| *to = up - down);
+                }
+                self.times_rows(side, count, difference, self.width, dx);
+                let block = &mut work[..count * raw_width];
+                ops.load(FeatureMap::Identity, T::ZERO, from, count, head_dim, ignored, block, raw_width);
+                ops.product(&mut Product {
+                    a: difference,
+                    a_row: 1,
+                    a_column: self.width,
+                    b: block,
+                    b_row: raw_width,
+                    c: sums,
+                    c_row: raw_width,
+                    rows: self.exponents,
+                    columns: raw_width,
+                    depth: count,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+            }
+            _ => {
+                // What all exponents of a row share.
+                let mut shared = [T::ZERO; CHUNK];
+                let shared: &mut [T] = if count <= CHUNK { &mut shared } else { &mut work[..count] };
+                for n in 0..count {
+                    let d = &mut d[n * row..][..features];
+                    shared[n] = ops.dot(d, &phi[n * row..]);
+                    ops.multiply(d, &phi[n * row..]);
+                }
+                self.times_rows(side, count, d, row, dx);
+                for n in 0..count {
+                    let (x, dx) = (raw(n), &mut dx[n * raw_width..][..head_dim]);
+                    if let FeatureMap::Prf(_) = self.map {
+                        // From −|x′|²/2, which all exponents share.
+                        ops.add_scaled(dx, -shared[n] * T::from_f64(scale(head_dim).powi(2)), x);
+                    } else {
+                        // With x̂ = x/|x|: dx = (g − x̂ (x̂·g)) / |x|.
+                        let inverse = inverse_length(x);
+                        let along = ops.dot(dx, x) * inverse;
+                        ops.add_scaled(dx, -along * inverse, x);
+                        ops.scale(dx, inverse);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the gradient of one head's `W` from the sums that [`pull_back`](Self::pull_back) has added to; with
+    /// `accumulate` it is added.
+    pub fn write_gradient<'x>(
+        &self,
+        sums: impl Iterator<Item = &'x [T]>,
+        head: usize,
+        accumulate: bool,
+        gradient: &mut [T],
+    ) {
+        let to = &mut gradient[head * self.exponents * self.head_dim..][..self.exponents * self.head_dim];
+        if !accumulate {
+            to.fill(T::ZERO);
+        }
+        for sums in sums {
+            for (to, from) in to.chunks_exact_mut(self.head_dim.max(1)).zip(sums.chunks_exact(self.raw_width)) {
+                self.ops.add_scaled(to, T::ONE, from);
+            }
+        }
+    }
+
+    /// Writes the exponents of `count` rows into a block whose rows are `row` apart: `W x` of the map that they are for.
+    fn exponents(&self, side: Side, from: Rows<'_, T>, count: usize, to: &mut [T], row: usize) {
+        let (head_dim, exponents) = (self.head_dim, self.exponents);
+        let raw = |n: usize| from.row(n, head_dim);
+        for n in 0..count {
+            let start = match self.map {
+                FeatureMap::Prf(_) => {
+                    let half = scale(head_dim).powi(2) / 2.0;
+                    let square = self.ops.dot(raw(n), raw(n)) * T::from_f64(half);
+                    -(square + T::from_f64((self.features as f64).ln() / 2.0))
+                }
+                _ => T::ZERO,
+            };
+            to[n * row..][..row].fill(start);
+        }
+        let matrix = match (&self.weights, side) {
+            (Weights::None, _) => return,
+            (Weights::Drawn(matrix), _) => Some(&**matrix),
+            (Weights::Learned { ready: [matrices, _], .. }, Side::Query(head)) => matrices.get(head),
+            (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
+        };
+        if let Some(matrix) = matrix {
+            self.ops.product(&mut Product {
+                a: from.data,
+                a_row: from.stride,
+                a_column: 1,
+                b: &matrix.columns,
+                b_row: self.width,
+                c: to,
+                c_row: row,
+                rows: count,
+                columns: exponents,
+                depth: head_dim,
+                accumulate: true,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
+        } else {
+            let rows = self.given(side);
+            for n in 0..count {
+                self.ops.add_row_dots(rows, head_dim, raw(n), &mut to[n * row..][..exponents]);
+            }
+        }
+        for n in 0..count {
+            let line = &mut to[n * row..][..row];
+            match self.map {
+                FeatureMap::Nprf(_) => self.ops.scale(line, inverse_length(raw(n))),
+                FeatureMap::Hedgehog { .. } => {
+                    let (up, down) = line.split_at_mut(exponents);
+                    down.iter_mut().zip(up).for_each(|(down, up)| *down = -*up);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A learned `W` as the caller gave it.
+    fn given(&self, side: Side) -> &'a [T] {
+        let Weights::Learned { given, .. } = &self.weights else { return &[] };
+        let (given, head) = match side {
+            Side::Query(head) => (given[0], head),
+            Side::Key(head) => (given[1], head),
+        };
+        let len = self.exponents * self.head_dim;
+        &given[head * len..][..len]
+    }
+
+    /// Writes `g W` for `count` rows `g`.
+    fn times_rows(&self, side: Side, count: usize, g: &[T], row: usize, to: &mut [T]) {
+        let matrix = match (&self.weights, side) {
+            (Weights::Drawn(matrix), _) => Some(&**matrix),
+            (Weights::Learned { ready: [matrices, _], .. }, Side::Query(head)) => matrices.get(head),
+            (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
+            (Weights::None, _) => None,
+        };
+        let Some(matrix) = matrix else { return };
+        self.ops.product(&mut Product {
+            a: g,
+            a_row: row,
+            a_column: 1,
+            b: &matrix.rows,
+            b_row: self.raw_width,
+            c: to,
+            c_row: self.raw_width,
+            rows: count,
+            columns: self.raw_width,
+            depth: self.exponents,
+            accumulate: false,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        });
+    }
+
+    /// `r_i r_{i+n}`.
+    fn products(&self, x: &[T], order: usize, parts: &mut [T], to: &mut [T]) {
+        let width = 2 * self.head_dim;
+        let (to, rest) = to.split_at_mut(width * order);
+        rest.fill(T::ZERO);
+        if width == 0 {
+            return;
+        }
+        signed_parts(x, &mut parts[..width + order]);
+        for (to, n) in to.chunks_exact_mut(width).zip(1..) {
+            to.copy_from_slice(&parts[..width]);
+            self.ops.multiply(to, &parts[n..]);
+        }
+    }
+
+    fn products_back(&self, x: &[T], order: usize, d: &[T], work: &mut [T], dx: &mut [T]) {
+        let (head_dim, width) = (self.head_dim, 2 * self.head_dim);
+        dx.fill(T::ZERO);
+        if width == 0 {
+            return;
+        }
+        let (parts, d_parts) = work.split_at_mut(padded::<T>(width + order));
+        let d_parts = &mut d_parts[..width + order];
+        signed_parts(x, &mut parts[..width + order]);
+        d_parts.fill(T::ZERO);
+        for n in 1..=order {
+            let d = &d[(n - 1) * width..][..width];
+            for (i, &d) in d.iter().enumerate() {
+                d_parts[i] += d * parts[i + n];
+            }
+            for (i, &d) in d.iter().enumerate() {
+                d_parts[i + n] += d * parts[i];
+            }
+        }
+        // What lies round the end belongs to the beginning.
+        for i in width..width + order {
+            let beyond = d_parts[i];
+            d_parts[i % width] += beyond;
+        }
+        for (i, (dx, &x)) in dx.iter_mut().zip(x).enumerate() {
+            // Where a part is 0 for a number of the other sign, so is its slope.
+            if x > T::ZERO {
+                *dx = d_parts[i];
+            } else if x < T::ZERO {
+                *dx = -d_parts[head_dim + i];
+            } else if x != T::ZERO {
+                *dx = x;
+            }
+        }
+    }
+
+    /// `[1, x′, x′⊗x′/√2]`.
+    fn squares(&self, x: &[T], to: &mut [T]) {
+        let scale = scale(self.head_dim);
+        let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
+        let half = T::from_f64(scale * scale * std::f64::consts::FRAC_1_SQRT_2);
+        to[self.features..].fill(T::ZERO);
+        to[0] = T::ONE;
+        self.ops.store(x, linear, &mut to[1..=x.len()]);
+        let mut at = 1 + x.len();
+        for (i, &own) in x.iter().enumerate() {
+            self.ops.store(&x[i..], own * square, &mut to[at..][..x.len() - i]);
+            to[at] = own * own * half;
+            at += x.len() - i;
+        }
+    }
+
+    fn squares_back(&self, x: &[T], d: &[T], dx: &mut [T]) {
+        let scale = scale(self.head_dim);
+        let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
+        let twice = T::from_f64(scale * scale * std::f64::consts::SQRT_2);
+        self.ops.store(&d[1..], linear, &mut dx[..x.len()]);
+        let mut at = 1 + x.len();
+        for (i, &own) in x.iter().enumerate() {
+            let d = &d[at..][..x.len() - i];
+            let (others, d_others) = (&x[i + 1..], &d[1..]);
+            dx[i] += d[0] * own * twice + square * self.ops.dot(d_others, others);
+            self.ops.add_scaled(&mut dx[i + 1..x.len()], own * square, d_others);
+            at += x.len() - i;
+        }
+    }
+}
+
+impl<T: Real> Matrix<T> {
+    fn new(ops: &Ops<T>, rows: &[T], count: usize, width: usize) -> Self {
+        let (row, column) = (padded::<T>(width), padded::<T>(count));
+        let mut all = Self { rows: vec![T::ZERO; column * row], columns: vec![T::ZERO; row * column] };
+        let from = Rows { data: rows, stride: width };
+        ops.load(FeatureMap::Identity, T::ZERO, from, count, width, None, &mut all.rows, row);
+        ops.transpose(&all.rows, row, column, row, &mut all.columns, column);
+        all
+    }
+}
+
+/// The random matrix of a map for rows of one width, in a number type.
+fn drawn<T: Real>(map: FeatureMap, head_dim: usize) -> Arc<Matrix<T>> {
+    static DRAWN: draw::Store<(FeatureMap, usize)> = draw::Store::new(Vec::new());
+    draw::kept(&DRAWN, (map, head_dim), || {
+        let rows: Vec<T> = map.projection(head_dim).unwrap_or_default().iter().map(|&w| T::from_f64(w)).collect();
+        Matrix::new(T::ops(), &rows, map.features(head_dim), head_dim)
+    })
+}
+
+/// `1/|x|`, or 0 for a row that has no direction.
+fn inverse_length<T: Real>(x: &[T]) -> T {
+    // In doubles the squares of f32 neither overflow nor vanish.
+    let square: f64 = x.iter().map(|x| x.to_f64() * x.to_f64()).sum();
+    if square == 0.0 { T::ZERO } else { T::from_f64(square.sqrt().recip()) }
+}
+
+/// The sum of a row, in as many parts as a register is sure to have room for.
+fn sum<T: Real>(row: &[T]) -> T {
+    let mut parts = [T::ZERO; 8];
+    let (eights, rest) = row.as_chunks::<8>();
+    for eight in eights {
+        parts.iter_mut().zip(eight).for_each(|(part, &x)| *part += x);
+    }
+    parts.into_iter().chain(rest.iter().copied()).sum()
+}
+
+/// `[max(x, 0), max(−x, 0)]`, and again from the beginning as far as there is room.
+fn signed_parts<T: Real>(x: &[T], to: &mut [T]) {
+    // Written so that NaN stays NaN.
+    let part = |x: T| if x < T::ZERO { T::ZERO } else { x };
+    let width = 2 * x.len();
+    for (i, &x) in x.iter().enumerate() {
+        to[i] = part(x);
+        to[width / 2 + i] = part(-x);
+    }
+    for i in width..to.len() {
+        to[i] = to[i - width];
+    }
+}

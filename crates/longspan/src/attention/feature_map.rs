@@ -1,0 +1,51 @@
+//! What a feature map of whole rows learns.
+
+use burn::module::{Module, Param};
+use burn::nn::Initializer;
+use burn::tensor::{Device, Tensor, TensorData};
+use longspan_kernels::{Dims, FeatureMap};
+
+use super::Heads;
+
+/// The learned matrices of [`FeatureMap::Hedgehog`].
+#[derive(Module, Debug)]
+pub struct LearnedMap {
+    /// Of queries, `[heads, width, head_dim]`. Starts as the identity where it is square, else at random with a variance of
+    /// 1 over `head_dim`.
+    pub queries: Param<Tensor<3>>,
+    /// Of keys, `[kv_heads, width, head_dim]`; starts alike.
+    pub keys: Param<Tensor<3>>,
+}
+
+impl LearnedMap {
+    /// What a map learns; none for most.
+    pub(super) fn new(map: FeatureMap, heads: Heads, device: &Device) -> Option<Self> {
+        let dims = sizes(heads);
+        let mut matrices = map.parameters(&dims).into_iter().map(|parameter| {
+            let [heads, width, head_dim] = parameter.shape[..] else { unreachable!("a matrix for each head") };
+            if width != head_dim {
+                let std = (head_dim as f64).sqrt().recip();
+                return Initializer::Normal { mean: 0.0, std }.init([heads, width, head_dim], device);
+            }
+            let square = width * width;
+            let numbers = (0..heads * square).map(|at| f32::from(u8::from(at % square % (width + 1) == 0)));
+            let numbers = TensorData::new(numbers.collect::<Vec<f32>>(), [heads, width, head_dim]);
+            Param::from_tensor(Tensor::from_data(numbers, device))
+        });
+        Some(Self { queries: matrices.next()?, keys: matrices.next()? })
+    }
+
+    pub(super) fn tensors(&self) -> [Tensor<3>; 2] {
+        [self.queries.val(), self.keys.val()]
+    }
+
+    pub(super) fn parameters(&self) -> impl Iterator<Item = Tensor<1>> {
+        self.tensors().into_iter().map(|matrix| matrix.reshape([-1]))
+    }
+}
+
+/// The sizes of one token, for checks of options.
+pub(super) fn sizes(heads: Heads) -> Dims {
+    let Heads { heads, kv_heads, head_dim } = heads;
+    Dims { batch: 1, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim }
+}
