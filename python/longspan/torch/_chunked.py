@@ -7,6 +7,7 @@ precision. The kernels' tests hold it to the same definition.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -85,7 +86,14 @@ def _elementwise(name: str) -> str:
     kind, *options = name.split(":")
     if kind in _FEATURE_MAPS:
         return kind
-    return "exp" if kind == "hedgehog" and "exp" in options else "identity"
+    return "exp" if kind == "prf" or (kind == "hedgehog" and "exp" in options) else "identity"
+
+
+@functools.lru_cache(maxsize=64)
+def _random_rows(name: str, head_dim: int) -> Any:
+    from .._native import random_rows
+
+    return random_rows(name, head_dim)
 
 
 def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -96,6 +104,18 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
     kind, *options = name.split(":")
     width = x.shape[-1]
     scale = max(width, 1) ** -0.25
+    if kind in ("prf", "nprf"):
+        rows = torch.as_tensor(_random_rows(name, width), dtype=x.dtype, device=x.device)
+        features = max(rows.shape[0], 1)
+        if kind == "prf":
+            exponents: Tensor = x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)
+            return exponents
+        square = x.square().sum(-1, keepdim=True)
+        # A row of zeros has no direction and stays one, with gradient 0.
+        none = square == 0
+        direction = (x / torch.where(none, 1, square).sqrt()).masked_fill(none, 0)
+        bounded: Tensor = (direction @ rows.T - 0.5).exp() * features**-0.5
+        return bounded
     if kind == "dpfp":
         parts = torch.cat([torch.relu(x), torch.relu(-x)], -1)
         order = int(options[0]) if options else 1
@@ -111,8 +131,8 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
         return exponents if "exp" in options else exponents.softmax(-1)
     if kind in _FEATURE_MAPS:
         return x
-    raise ValueError(f"unknown feature map {name!r}; known on {x.device} are {', '.join(_FEATURE_MAPS)}, dpfp, taylor2, "
-                     "hedgehog")  # fmt: skip
+    raise ValueError(f"unknown feature map {name!r}; known on {x.device} are {', '.join(_FEATURE_MAPS)}, prf, nprf, dpfp, "
+                     "taylor2, hedgehog")  # fmt: skip
 
 
 def _without_maps(
