@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    use numpy::{PyArray1, PyArrayMethods};
     use pyo3::prelude::*;
 
     #[pymodule_export]
@@ -26,6 +27,14 @@ mod _native {
     #[pyfunction]
     fn mechanisms() -> Vec<(&'static str, &'static str, Vec<&'static str>)> {
         crate::mechanisms::TABLE.iter().map(|entry| (entry.name, entry.summary, entry.algorithms())).collect()
+    }
+
+    /// The random rows of a feature map for rows of ``head_dim`` numbers, ``[features, head_dim]``; none for most maps.
+    #[pyfunction]
+    fn random_rows<'py>(py: Python<'py>, feature_map: &str, head_dim: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let map = crate::mechanisms::feature_map(feature_map)?;
+        let shape = [map.features(head_dim), head_dim];
+        map.projection(head_dim).map(|rows| Ok(PyArray1::from_slice(py, &rows).reshape(shape)?.into_any())).transpose()
     }
 
     /// From now on kernels run on so many threads; 0 stands for as many as the machine has.

@@ -123,6 +123,11 @@ pub fn build(name: &str, options: &str) -> PyResult<Arc<dyn Kernel>> {
     })
 }
 
+/// The feature map of this name.
+pub fn feature_map(name: &str) -> PyResult<FeatureMap> {
+    name.parse().map_err(|error: longspan_kernels::Error| PyValueError::new_err(error.to_string()))
+}
+
 /// The kernels' own copy of the name of a state's mechanism.
 pub fn state_name(name: &str) -> Option<&'static str> {
     TABLE.iter().flat_map(|entry| entry.states).copied().find(|known| *known == name)

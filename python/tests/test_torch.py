@@ -105,6 +105,16 @@ def chunked(q, k, v, rel=None, *, is_causal=False, offset=0, key_padding_mask=No
     )  # fmt: skip
 
 
+def test_chunked_formulation_of_a_raw_table_beside_exponentials():
+    q, k, v = inputs()
+    rel = table().abs()
+    text = _options.shaw("test", k, rel, True, "exp", "identity", None, True, "auto")
+    for is_causal in (False, True):
+        got = chunked_attention(q, 3 + k, v, (rel,), mechanism="shaw", options=text, is_causal=is_causal)
+        expected = ops.shaw_attention(q, 3 + k, v, rel, feature_map="exp", rel_feature_map="identity", is_causal=is_causal)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_chunked_formulation_of_packed_sequences():
     q, k, v = inputs(batch=1)
     bounds = ([0, 4, 9], [0, 5, 9])

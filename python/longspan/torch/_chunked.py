@@ -7,6 +7,7 @@ precision. The kernels' tests hold it to the same definition.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -85,7 +86,14 @@ def _elementwise(name: str) -> str:
     kind, *options = name.split(":")
     if kind in _FEATURE_MAPS:
         return kind
-    return "exp" if kind == "hedgehog" and "exp" in options else "identity"
+    return "exp" if kind == "prf" or (kind == "hedgehog" and "exp" in options) else "identity"
+
+
+@functools.lru_cache(maxsize=64)
+def _random_rows(name: str, head_dim: int) -> Any:
+    from .._native import random_rows
+
+    return random_rows(name, head_dim)
 
 
 def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -96,6 +104,18 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
     kind, *options = name.split(":")
     width = x.shape[-1]
     scale = max(width, 1) ** -0.25
+    if kind in ("prf", "nprf"):
+        rows = torch.as_tensor(_random_rows(name, width), dtype=x.dtype, device=x.device)
+        features = max(rows.shape[0], 1)
+        if kind == "prf":
+            exponents: Tensor = x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)
+            return exponents
+        square = x.square().sum(-1, keepdim=True)
+        # A row of zeros has no direction and stays one, with gradient 0.
+        none = square == 0
+        direction = (x / torch.where(none, 1, square).sqrt()).masked_fill(none, 0)
+        bounded: Tensor = (direction @ rows.T - 0.5).exp() * features**-0.5
+        return bounded
     if kind == "dpfp":
         parts = torch.cat([torch.relu(x), torch.relu(-x)], -1)
         order = int(options[0]) if options else 1
@@ -103,7 +123,7 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
     if kind == "taylor2":
         x = x * scale
         first, second = torch.triu_indices(width, width, device=x.device)
-        products = x[..., first] * x[..., second] * torch.where(first == second, 0.5**0.5, 1.0).to(x.dtype)
+        products = x[..., first] * x[..., second] * torch.where(first == second, x.new_tensor(0.5**0.5), x.new_ones(()))
         return torch.cat([torch.ones_like(x[..., :1]), x, products], -1)
     if kind == "hedgehog" and matrix is not None:
         exponents = x @ matrix.transpose(-1, -2)
@@ -111,8 +131,8 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
         return exponents if "exp" in options else exponents.softmax(-1)
     if kind in _FEATURE_MAPS:
         return x
-    raise ValueError(f"unknown feature map {name!r}; known on {x.device} are {', '.join(_FEATURE_MAPS)}, dpfp, taylor2, "
-                     "hedgehog")  # fmt: skip
+    raise ValueError(f"unknown feature map {name!r}; known on {x.device} are {', '.join(_FEATURE_MAPS)}, prf, nprf, dpfp, "
+                     "taylor2, hedgehog")  # fmt: skip
 
 
 def _without_maps(
@@ -252,7 +272,9 @@ def _kernelized(
         if table is not None and same:
             highest = torch.maximum(highest, table.amax().detach())
         k = k - highest
-        table = table - highest if table is not None and same else table
+        if table is not None:
+            # A raw table is a factor of the weights as it is.
+            table = table - highest if same else table * torch.exp(-highest)
     group = heads // max(kv_heads, 1)
     features = phi(k)
     ones = v.new_ones((*v.shape[:3], 1))

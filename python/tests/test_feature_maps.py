@@ -1,0 +1,160 @@
+"""Feature maps of whole rows: the definition, streams, gradients, modules, and the formulation for other devices."""
+
+import definition
+import numpy as np
+import pytest
+from test_ops import close, inputs
+
+from longspan import _calls, _native, ops
+
+NAMES = ["prf", "prf:7:seed=3", "nprf:6", "dpfp", "dpfp:2", "taylor2", "hedgehog", "hedgehog:3", "hedgehog:exp"]
+EVERY = pytest.mark.parametrize("name", NAMES)
+
+
+def draw(*shape):
+    return 0.5 * np.random.default_rng(sum(shape)).standard_normal(shape)
+
+
+def maps(name, heads=4, kv_heads=2, d=5):
+    if not name.startswith("hedgehog"):
+        return None
+    width = _calls.features(name, d) // 2
+    return draw(heads, width, d), draw(kv_heads, width, d)
+
+
+@EVERY
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernelized_is_the_definition(name, is_causal):
+    q, k, v = inputs(queries=70, keys=70)
+    learned = maps(name)
+    rows = _native.random_rows(name, 5)
+    assert (rows is not None) == (name.startswith(("prf", "nprf")))
+    fq = definition.lifted(name, q, None if learned is None else learned[0], rows)
+    fk = definition.lifted(name, k, None if learned is None else learned[1], rows).repeat(2, 1)
+    if not name.startswith("taylor2"):
+        assert fq.shape[-1] == _calls.features(name, 5)
+    weights = fq @ fk.swapaxes(-1, -2)
+    weights = np.where(definition.visible(70, 70, is_causal, 0, None, 2), weights, 0)
+    got = ops.kernelized_attention(q, k, v, feature_map=name, maps=learned, is_causal=is_causal)
+    close(got, definition.weighted(weights, v.repeat(2, 1)), terms=1e4)
+
+
+@EVERY
+def test_token_by_token(name):
+    q, k, v = inputs(queries=20, keys=20)
+    options = {"feature_map": name, "maps": maps(name)}
+    expected, end = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True, **options)
+    state = None
+    for t in range(20):
+        out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state, **options)
+        close(out, expected[:, :, t], terms=1e4)
+    assert state.parts == end.parts
+
+
+def test_random_rows_are_drawn_from_the_seed():
+    q, k, v = inputs()
+    one, same, other = (ops.kernelized_attention(q, k, v, feature_map=f"prf:9:seed={seed}") for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).max() > 1e-3
+    # They stand for softmax attention: the more of them, the closer.
+    softmax = ops.softmax_attention(q, k.repeat(2, 1), v.repeat(2, 1))
+    errors = [np.abs(ops.kernelized_attention(q, k, v, feature_map=f"prf:{n}") - softmax).mean() for n in (8, 4096)]
+    assert errors[1] < 0.3 * errors[0]
+
+
+Q, K, V = inputs()
+WRONG = [
+    (ValueError, "unknown feature map", lambda: ops.kernelized_attention(Q, K, V, feature_map="prf:x")),
+    (ValueError, "feature map", lambda: ops.kernelized_attention(Q, K, V, feature_map="dpfp:0")),
+    (TypeError, "maps: expected \\(map of queries", lambda: ops.kernelized_attention(Q, K, V, feature_map="hedgehog")),
+    (ValueError, "maps: expected None", lambda: ops.kernelized_attention(Q, K, V, maps=maps("hedgehog"))),
+    (ValueError, "map_keys: expected shape", lambda: ops.kernelized_attention(
+        Q, K, V, feature_map="hedgehog", maps=(maps("hedgehog")[0],) * 2)),
+    (ValueError, "map of queries: expected shape", lambda: ops.kernelized_attention(
+        Q, K, V, feature_map="hedgehog", maps=(draw(3), draw(3)))),
+    (ValueError, "hedgehog", lambda: ops.shaw_attention(
+        Q, K, V, draw(4, 7, 5), feature_map="hedgehog", maps=maps("hedgehog"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, call", WRONG, ids=[message for _, message, _ in WRONG])
+def test_wrong_calls(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+torch = pytest.importorskip("torch")
+
+from longspan.torch import MultiheadAttention, _dispatch  # noqa: E402
+
+
+def elsewhere(operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state):
+    """As if the tensors were on another device."""
+    from longspan.torch import chunked_attention
+
+    q, k, v, *rest = tensors
+    return chunked_attention(q, k, v, rest, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+                             key_padding_mask=key_padding_mask)  # fmt: skip
+
+
+def tensors(name, mechanism):
+    """A call of the mechanism under the map, and its tensors."""
+    q, k, v = (torch.from_numpy(x) for x in inputs(queries=9, keys=9))
+    learned = () if maps(name) is None else tuple(torch.from_numpy(x) for x in maps(name))
+    features = _calls.features(name, 5)
+    if mechanism == "kernelized":
+        return lambda q, k, v, *m, **o: ops.kernelized_attention(q, k, v, feature_map=name, maps=m or None, **o), [
+            q, k, v, *learned]  # fmt: skip
+    if mechanism == "shaw":
+        raw = name.startswith("hedgehog")
+        rel = torch.from_numpy(np.abs(draw(4, 5, features if raw else 5)))
+        how = {"feature_map": name, "rel_feature_map": "identity" if raw else "same"}
+        return lambda q, k, v, rel, *m, **o: ops.shaw_attention(q, k, v, rel, maps=m or None, **how, **o), [
+            q, k, v, rel, *learned]  # fmt: skip
+    angles, phases = torch.from_numpy(draw(2, features, 1)), torch.from_numpy(draw(4, features))
+    return lambda q, k, v, a, b, *m, **o: ops.fourier_attention(q, k, v, a, b, feature_map=name, maps=m or None, **o), [
+        q, k, v, angles, phases, *learned]  # fmt: skip
+
+
+@EVERY
+@pytest.mark.parametrize("mechanism", ["kernelized", "shaw", "fourier"])
+def test_gradients_and_other_devices(name, mechanism, monkeypatch):
+    if mechanism == "fourier" and name == "taylor2":
+        pytest.skip("its features have signs, and Fourier positions weigh them apart")
+    call, arguments = tensors(name, mechanism)
+    arguments = [tensor.requires_grad_() for tensor in arguments]
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:] = True
+    for options in ({"is_causal": True}, {"key_padding_mask": padding}):
+        assert torch.autograd.gradcheck(lambda *t: call(*t, **options), arguments)
+        expected = call(*arguments, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(_dispatch, "_attend_watched", elsewhere)
+            got = call(*arguments, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
+        weights = torch.from_numpy(draw(*got.shape))
+        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
+                        torch.autograd.grad((expected * weights).sum(), arguments)):  # fmt: skip
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+
+
+@EVERY
+@pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 2}, {"attention": "fourier"}], ids=str)
+def test_modules(name, options):
+    options = dict(options, feature_map=name)
+    if options.get("attention") == "shaw" and name.startswith("hedgehog"):
+        options["rel_feature_map"] = "identity"
+    if options.get("attention") == "fourier" and name == "taylor2":
+        pytest.skip("its features have signs, and Fourier positions weigh them apart")
+    torch.manual_seed(0)
+    module = MultiheadAttention(8, 2, batch_first=True, **options)
+    for parameter in module.attention.parameters():
+        torch.nn.init.uniform_(parameter, 0.1, 0.5)
+    x = torch.randn(2, 7, 8)
+    out, _ = module(x, x, x, is_causal=True)
+    out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+    state = None
+    for t in range(7):
+        one, state = module.step(x[:, t], state)
+        torch.testing.assert_close(one, out[:, t], rtol=1e-4, atol=1e-4)
