@@ -152,7 +152,7 @@ fn what_is_wrong_is_named_and_not_measured() {
     for (fault, parts) in [
         (Fault::Leak, ["broken by chunked, causal, 13 tokens", "output in doubles"]),
         (Fault::Gradient, ["13 tokens", "gradient of q"]),
-        (Fault::Parameters, ["13 tokens", "gradient of parameter 0 is not finite or not written"]),
+        (Fault::Parameters, ["13 tokens", "gradient of relative is not finite or not written"]),
         (Fault::Step, ["13 tokens", "output token by token"]),
         (Fault::Refusal, ["150 tokens", "refused a call that makes sense: broken: q: expected at most 100 tokens"]),
     ] {
