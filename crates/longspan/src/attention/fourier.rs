@@ -214,6 +214,6 @@ impl Layer for FourierAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let apart = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         let learned = self.map.as_ref().map(LearnedMap::tensors);
-        attend_turned(&self.options, q, k, v, &learned, mask, apart, |q, k| self.turn(q, k, mask.offset))
+        attend_turned((&self.options, &learned), q, k, v, mask, apart, |q, k| self.turn(q, k, mask.offset))
     }
 }

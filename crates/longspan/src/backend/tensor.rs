@@ -46,11 +46,10 @@ pub(crate) fn attend(
 /// [`attend`] with content alone, whose features `turn` changes before they meet: `(φ(q), φ(k))` to what numerators are
 /// made of, and, where `apart`, denominators stay those of the features themselves.
 pub(crate) fn attend_turned(
-    options: &KernelizedAttention,
+    (options, learned): (&KernelizedAttention, &Learned),
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    learned: &Learned,
     mask: &AttentionMask,
     apart: bool,
     turn: impl FnOnce(Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
