@@ -139,7 +139,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 }
 
 /// Runs `body` on a pool of so many threads, shows how far it has come, and lets it know when someone asks to stop.
-fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
+pub(crate) fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
     let stop = Stop::listen()?;
     let display = Mutex::new(Display::new());
     let result = on_threads(threads, || {
@@ -251,14 +251,14 @@ fn show(arguments: &Arguments, folder: Option<&Path>, report: &Report) -> Result
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A bar in a terminal, a plain line now and then elsewhere.
-pub struct Display {
+struct Display {
     bar: Option<ProgressBar>,
     last_line: Option<Instant>,
 }
 
 impl Display {
     /// Nothing is shown yet.
-    pub fn new() -> Self {
+    fn new() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(8));
             if let Ok(style) = ProgressStyle::with_template("{bar:32.cyan/dim} {pos}/{len}  {elapsed}  {msg}") {
@@ -270,7 +270,7 @@ impl Display {
     }
 
     /// Shows how far it is.
-    pub fn update(&mut self, progress: &Progress) {
+    fn update(&mut self, progress: &Progress) {
         match &self.bar {
             Some(bar) => {
                 bar.set_length(progress.total as u64);
@@ -286,7 +286,7 @@ impl Display {
     }
 
     /// Takes the bar away.
-    pub fn finish(&self) {
+    fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

@@ -2,24 +2,19 @@
 
 use std::fs;
 use std::io::Write;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use longspan_bench::calibration::{self, Calibration, Judgement, Settings};
-use longspan_bench::on_threads;
 use longspan_bench::registry::calibrated;
-use longspan_bench::sweep::Progress;
 use serde_json::json;
 
 use crate::Outcome;
-use crate::bench::Display;
+use crate::bench::watched;
 use crate::progress::note;
 use crate::rates;
 use crate::run::write_atomic;
-use crate::signals::Stop;
 
 /// How much is measured, and where the rates go.
 #[derive(Args)]
@@ -54,22 +49,9 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     if path.is_dir() {
         bail!("--out {}: that is a folder; name a file in it", path.display());
     }
-    let stop = Stop::listen()?;
-    let display = Mutex::new(Display::new());
     let entries = calibrated();
     // One thread: its own processor time can be told from all else that the machine does.
-    let measured = on_threads(1, || {
-        calibration::measure(&entries, &settings, &mut |progress: &Progress| {
-            if let Ok(mut display) = display.lock() {
-                display.update(progress);
-            }
-            if stop.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })
-    })?;
-    if let Ok(display) = display.into_inner() {
-        display.finish();
-    }
-    let Some(points) = measured? else {
+    let Some(points) = watched(1, |watch| Ok(calibration::measure(&entries, &settings, watch)?))? else {
         note(format_args!("interrupted: {} is as it was", path.display()));
         return Ok(Outcome::Interrupted);
     };
