@@ -17,10 +17,10 @@ use serde::{Deserialize, Serialize};
 
 use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads, KernelConfig};
+use super::{AttentionMask, Heads, KernelConfig, KeyMask};
 use crate::backend::tensor::{attend_turned, repeat_heads, widen};
-use crate::backend::{Kernel, Layer};
-use crate::error::{Result, config};
+use crate::backend::{self, Kernel, Layer};
+use crate::error::{Result, argument, config};
 
 /// What a row is divided by, and so which of `c` and `β` are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -37,10 +37,14 @@ pub enum FourierNormalizerConfig {
     None,
 }
 
-/// Kernelized attention with Fourier positions, counted from the start of the sequence.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+/// Kernelized attention with Fourier positions: counted from the start of the sequence, or given with each call.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FourierOptions {
+    /// Numbers in one position; 1 by default. Positions on more axes cannot be counted: each call gives them,
+    /// [`FourierAttention::forward_at`].
+    #[serde(skip_serializing_if = "is_one")]
+    pub axes: usize,
     /// What a row is divided by; `one-plus` by default.
     pub normalizer: FourierNormalizerConfig,
     /// Turn features in pairs, as rotary positions do, instead of each by itself; no by default. Takes the normaliser
@@ -50,11 +54,21 @@ pub struct FourierOptions {
     pub kernel: KernelConfig,
 }
 
+fn is_one(axes: &usize) -> bool {
+    *axes == 1
+}
+
+impl Default for FourierOptions {
+    fn default() -> Self {
+        Self { axes: 1, normalizer: Default::default(), rotary: false, kernel: KernelConfig::default() }
+    }
+}
+
 /// Fourier attention over heads, with its learned waves.
 #[derive(Module, Debug)]
 pub struct FourierAttention {
-    /// Angle for a step, in radians, `[kv_heads, features, 1]`, or `[kv_heads, features/2, 1]` for rotary positions. Starts
-    /// at geometric wavelengths from 2π to 2000π tokens.
+    /// Angle for a step along each axis, in radians, `[kv_heads, features, axes]`, or `[kv_heads, features/2, axes]` for rotary
+    /// positions. Starts at geometric wavelengths from 2π to 2000π tokens; with several axes each takes features by turns.
     pub a: Param<Tensor<3>>,
     /// Phase, `[heads, features]`; rotary positions have none. Starts at random in ±π/2, so that before and after differ.
     pub b: Option<Param<Tensor<2>>>,
@@ -79,6 +93,7 @@ impl Options for FourierOptions {
         use FourierNormalizerConfig as Config;
         let Heads { heads: query_heads, kv_heads, head_dim } = heads;
         let features = self.kernel.feature_map.features(head_dim);
+        config(self.axes > 0, NAME, "axes", "at least one number in a position", self.axes)?;
         config(
             !self.rotary || features.is_multiple_of(2),
             NAME,
@@ -110,9 +125,13 @@ impl Options for FourierOptions {
         };
         options.check_feature_map(&sizes(heads))?;
         let angles = if self.rotary { features / 2 } else { features };
-        let rates: Vec<f32> =
-            (0..kv_heads * angles).map(|at| 1000_f32.powf(-((at % angles) as f32) / angles as f32)).collect();
-        let rates = Tensor::from_data(TensorData::new(rates, [kv_heads, angles, 1]), device);
+        let axes = self.axes;
+        let rate = |at: usize| match (at / axes % angles, at % axes) {
+            (angle, axis) if angle % axes == axis => 1000_f32.powf(-(angle as f32) / angles as f32),
+            _ => 0.0,
+        };
+        let rates: Vec<f32> = (0..kv_heads * angles * axes).map(rate).collect();
+        let rates = Tensor::from_data(TensorData::new(rates, [kv_heads, angles, axes]), device);
         let each = |wanted: bool, initializer: Initializer| {
             (wanted && !self.rotary).then(|| initializer.init([query_heads, features], device))
         };
@@ -142,19 +161,96 @@ impl FourierAttention {
         &self.options
     }
 
-    /// `a·p` for `count` places from `first` on, `[1, heads, count, angles]`.
-    fn angles(&self, first: isize, count: usize) -> Tensor<4> {
-        let a = widen(self.a.val());
-        let [kv_heads, angles, _] = a.dims();
-        let a = repeat_heads(a.reshape([1, kv_heads, 1, angles]), self.heads.heads);
-        let places: Vec<f64> = (0..count).map(|i| (first + i as isize) as f64).collect();
-        Tensor::<4>::from_data(TensorData::new(places, [1, 1, count, 1]), (&a.device(), a.dtype())) * a
+    /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted ones.
+    /// The offset of the mask then only says what a causal query sees.
+    ///
+    /// # Shapes
+    /// - `query_positions`: `[batch, queries, axes]`; `key_positions`: `[batch, keys, axes]`; gradients reach both
+    /// - all else as in [`forward`](Self::forward)
+    ///
+    /// # Errors
+    /// Positions of other shapes or number types, packed sequences (give each its own batch entry), and the errors of
+    /// [`forward`](Self::forward).
+    pub fn forward_at(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        [query_positions, key_positions]: [Tensor<3>; 2],
+        mask: &AttentionMask,
+    ) -> Result<Tensor<4>> {
+        let name = Layer::name(self);
+        let axes = self.a.val().dims()[2];
+        for (argument_name, positions, [batch, _, tokens, _]) in
+            [("query positions", &query_positions, q.dims()), ("key positions", &key_positions, k.dims())]
+        {
+            argument(
+                positions.dims() == [batch, tokens, axes] && positions.dtype() == q.dtype(),
+                name,
+                argument_name,
+                || format!("[{batch}, {tokens}, {axes}] of {:?}", q.dtype()),
+                || format!("{:?} of {:?}", positions.dims(), positions.dtype()),
+            )?;
+        }
+        argument(
+            !matches!(mask.keys, KeyMask::Packed { .. }),
+            name,
+            "mask",
+            || "no packed sequences where positions are given; each sequence in its own batch entry".into(),
+            || "packed sequences".into(),
+        )?;
+        backend::attend(&self.placed([query_positions, key_positions]), q, k, v, mask)
     }
 
-    /// `φ(q)` and `φ(k)` turned by their places.
-    fn turn(&self, q: Tensor<4>, k: Tensor<4>, offset: isize) -> (Tensor<4>, Tensor<4>) {
-        let of_queries = self.angles(offset, q.dims()[2]);
-        let of_keys = self.angles(0, k.dims()[2]);
+    /// The same attention at these positions.
+    pub(super) fn placed(&self, positions: [Tensor<3>; 2]) -> Placed<'_> {
+        let mut options = (*self.options).clone();
+        if let Score::Fourier(fourier) = &mut options.score {
+            fourier.positions = Positions::Given { axes: self.a.val().dims()[2] };
+        }
+        Placed { attention: self, options: Arc::new(options), positions }
+    }
+
+    /// The learned waves, flat, in the kernel's order.
+    fn waves(&self) -> impl Iterator<Item = Tensor<1>> {
+        let rest = [&self.b, &self.c, &self.beta].into_iter().flatten().map(|x| x.val().reshape([-1]));
+        std::iter::once(self.a.val().reshape([-1])).chain(rest)
+    }
+
+    /// Kernelized attention over features turned by their positions, `[batch or 1, tokens, axes]`.
+    fn turned(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        positions: [Tensor<3>; 2],
+        mask: &AttentionMask,
+    ) -> Tensor<4> {
+        let apart = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
+        let learned = self.map.as_ref().map(LearnedMap::tensors);
+        let angles = positions.map(|positions| self.angles(positions));
+        attend_turned((&self.options, &learned), q, k, v, mask, apart, |q, k| self.turn(q, k, angles))
+    }
+
+    /// `a·p`, `[batch or 1, heads, tokens, angles]`.
+    fn angles(&self, positions: Tensor<3>) -> Tensor<4> {
+        let a = widen(self.a.val());
+        let ([kv_heads, angles, axes], [batch, tokens, _]) = (a.dims(), positions.dims());
+        let heads = self.heads.heads;
+        let a = repeat_heads(a.reshape([1, kv_heads, angles, axes]), heads).expand([batch, heads, angles, axes]);
+        let positions = widen(positions).unsqueeze_dim::<4>(1).expand([batch, heads, tokens, axes]);
+        positions.matmul(a.swap_dims(2, 3))
+    }
+
+    /// The positions of `count` tokens from `first` on, `[1, count, 1]`.
+    fn counted(&self, first: isize, count: usize) -> Tensor<3> {
+        let a = self.a.val();
+        let places: Vec<f64> = (0..count).map(|i| (first + i as isize) as f64).collect();
+        Tensor::from_data(TensorData::new(places, [1, count, 1]), (&a.device(), widen(a).dtype()))
+    }
+
+    /// `φ(q)` and `φ(k)` turned by their angles.
+    fn turn(&self, q: Tensor<4>, k: Tensor<4>, [of_queries, of_keys]: [Tensor<4>; 2]) -> (Tensor<4>, Tensor<4>) {
         let Some(b) = &self.b else {
             let half = q.dims()[3] / 2;
             let turned = |x: Tensor<4>, angle: Tensor<4>| {
@@ -205,15 +301,56 @@ impl Layer for FourierAttention {
         self.heads
     }
 
+    fn ready(&self) -> Result<()> {
+        let axes = self.a.val().dims()[2];
+        argument(
+            axes == 1,
+            Layer::name(self),
+            "positions",
+            || format!("{axes} numbers for each token, given to forward_at"),
+            || "none".into(),
+        )
+    }
+
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let waves = [&self.b, &self.c, &self.beta].into_iter().flatten().map(|x| x.val().reshape([-1]));
-        let waves = std::iter::once(self.a.val().reshape([-1])).chain(waves);
-        waves.chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
+        self.waves().chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let apart = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
-        let learned = self.map.as_ref().map(LearnedMap::tensors);
-        attend_turned((&self.options, &learned), q, k, v, mask, apart, |q, k| self.turn(q, k, mask.offset))
+        let positions = [self.counted(mask.offset, q.dims()[2]), self.counted(0, k.dims()[2])];
+        self.turned(q, k, v, positions, mask)
+    }
+}
+
+/// Fourier attention at given positions.
+#[derive(Debug)]
+pub(super) struct Placed<'a> {
+    attention: &'a FourierAttention,
+    options: Arc<kernels::KernelizedAttention>,
+    /// Of queries and of keys.
+    positions: [Tensor<3>; 2],
+}
+
+impl Layer for Placed<'_> {
+    fn name(&self) -> &'static str {
+        Layer::name(self.attention)
+    }
+
+    fn kernel(&self) -> Arc<dyn Kernel> {
+        self.options.clone()
+    }
+
+    fn heads(&self) -> Heads {
+        self.attention.heads
+    }
+
+    fn parameters(&self) -> Vec<Tensor<1>> {
+        let positions = self.positions.iter().map(|positions| positions.clone().reshape([-1]));
+        let map = self.attention.map.iter().flat_map(LearnedMap::parameters);
+        self.attention.waves().chain(positions).chain(map).collect()
+    }
+
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        self.attention.turned(q, k, v, self.positions.clone(), mask)
     }
 }

@@ -4,24 +4,28 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Distribution, FloatDType, Gradients, Tensor};
 use longspan_kernels::{Call, Dims, Mechanism, Order, View};
 
-use super::{Attention, AttentionConfig, AttentionMask};
+use super::fourier::FourierOptions;
+use super::registry::Options;
+use super::{Attention, AttentionConfig, AttentionMask, Heads};
 use crate::backend;
 
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIM: usize = 6;
 
+/// To doubles, away from where learned tensors start.
+struct Widen;
+impl ModuleMapper for Widen {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| {
+            let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.3), &x.device());
+            (x + noise).cast(FloatDType::F64).detach().require_grad()
+        })
+    }
+}
+
 /// Every mechanism in doubles, its learned tensors away from where they start.
 fn modules() -> Vec<(&'static str, Attention)> {
-    struct Widen;
-    impl ModuleMapper for Widen {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            param.map(|x| {
-                let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.3), &x.device());
-                (x + noise).cast(FloatDType::F64).detach().require_grad()
-            })
-        }
-    }
     let device = Device::flex().autodiff();
     let mut configs: Vec<AttentionConfig> =
         AttentionConfig::NAMES.iter().map(|name| AttentionConfig::by_name(name).unwrap()).collect();
@@ -172,4 +176,64 @@ fn tensor_operations_are_the_kernels() {
             }
         }
     }
+}
+
+#[test]
+fn positions_may_be_given() {
+    let device = Device::flex().autodiff();
+    let random =
+        |shape: [usize; 3]| Tensor::<3>::random(shape, Distribution::Normal(0.0, 2.0), &device).cast(FloatDType::F64);
+    let (queries, keys, batch) = (5, 9, 2);
+    let masks = [AttentionMask::bidirectional(), AttentionMask::causal().with_offset(3)];
+    for options in [
+        r#"{"axes": 2}"#,
+        r#"{"axes": 3, "normalizer": "dominant", "kernel": {"feature_map": "prf:6"}}"#,
+        r#"{"axes": 2, "normalizer": "unrotated", "rotary": true}"#,
+    ] {
+        let options: FourierOptions = serde_json::from_str(options).unwrap();
+        let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
+        let module = options.init(heads, &device).unwrap().map(&mut Widen);
+        let tensor = |heads, tokens| {
+            Tensor::<4>::random([batch, heads, tokens, DIM], Distribution::Normal(0.0, 1.0), &device)
+                .cast(FloatDType::F64)
+        };
+        let [q, k, v] = [tensor(HEADS, queries), tensor(KV_HEADS, keys), tensor(KV_HEADS, keys)];
+        let places = [random([batch, queries, options.axes]), random([batch, keys, options.axes])];
+        for mask in &masks {
+            let outcome = |fused: bool| -> Vec<Vec<f64>> {
+                let places = places.clone().map(|x| x.detach().require_grad());
+                let out = if fused {
+                    module.forward_at(q.clone(), k.clone(), v.clone(), places.clone(), mask).unwrap()
+                } else {
+                    backend::in_tensors(&module.placed(places.clone()), q.clone(), k.clone(), v.clone(), mask).unwrap()
+                };
+                let gradients = out.clone().powi_scalar(2).sum().backward();
+                let found = places.iter().map(|x| numbers(x.grad(&gradients).unwrap()));
+                std::iter::once(numbers(out)).chain(found).collect()
+            };
+            for (found, expected) in outcome(true).iter().zip(&outcome(false)) {
+                assert_close(&format!("{options:?}, {mask:?}"), found, expected);
+            }
+        }
+        let error = module.forward(q.clone(), k.clone(), v.clone(), &masks[0]).unwrap_err().to_string();
+        assert!(error.contains("forward_at"), "{error}");
+        let short = [places[0].clone(), places[0].clone()];
+        let error = module.forward_at(q, k, v, short, &masks[0]).unwrap_err().to_string();
+        assert!(error.contains("key positions") && error.contains("[2, 9,"), "{error}");
+    }
+}
+
+#[test]
+fn given_positions_that_count_are_counted_ones() {
+    let device = Device::flex();
+    let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
+    let module = FourierOptions::default().init(heads, &device).unwrap();
+    let tensor = |heads| Tensor::<4>::random([1, heads, 7, DIM], Distribution::Normal(0.0, 1.0), &device);
+    let [q, k, v] = [tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)];
+    let places = Tensor::<1>::from_floats([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &device).reshape([1, 7, 1]);
+    let mask = AttentionMask::causal();
+    let given = module.forward_at(q.clone(), k.clone(), v.clone(), [places.clone(), places], &mask).unwrap();
+    let counted = module.forward(q, k, v, &mask).unwrap();
+    let largest = (given - counted).abs().max().into_scalar::<f32>();
+    assert!(largest < 1e-6, "{largest}");
 }

@@ -61,6 +61,11 @@ pub(crate) trait Layer: Debug {
     /// Numbers of heads and their width.
     fn heads(&self) -> Heads;
 
+    /// Whether q, k, v and a mask are all that a call needs.
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Numbers in a key of one head.
     fn key_dim(&self) -> usize {
         let Heads { heads, kv_heads, head_dim } = self.heads();
@@ -314,6 +319,7 @@ pub(crate) fn restore(layer: &dyn Layer, stored: &StoredState, device: &Device) 
 
 /// Whether the tensors fit the module and each other.
 pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+    layer.ready()?;
     let name = layer.name();
     let Heads { heads, kv_heads, head_dim } = layer.heads();
     let key_dim = layer.key_dim();
