@@ -100,6 +100,19 @@ fn threads_do_not_matter() {
     over(&grid::kernelized(40, 20, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
 }
 
+#[test]
+fn a_shared_table_is_legal_without_heads() {
+    let dims = Dims { batch: 1, heads: 0, kv_heads: 1, queries: 5, keys: 5, head_dim: 4, value_dim: 3 };
+    let shaw = Shaw { shared: true, ..Shaw::new(2) };
+    let with = |algorithm| {
+        let score = Score::Combined(shaw);
+        (KernelizedAttention { score, algorithm, ..Default::default() }, Case::new(dims, true))
+    };
+    let cases = [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum].map(with);
+    over(&cases, accuracy::forward::<f32>);
+    over(&cases, accuracy::gradient_in_singles);
+}
+
 /// Mechanisms for sequences of several segments: short ones say nothing of how segments are joined.
 fn long() -> Vec<(KernelizedAttention, Case)> {
     let content = KernelizedAttention { algorithm: Algorithm::Chunked, ..Default::default() };

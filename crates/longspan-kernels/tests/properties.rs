@@ -43,7 +43,7 @@ fn kernelized() -> impl Strategy<Value = KernelizedAttention> {
 
 fn dims() -> impl Strategy<Value = Dims> {
     let lengths = || prop_oneof![3 => 0usize..20, 1 => 60usize..70];
-    (0usize..3, 1usize..3, 1usize..3, lengths(), lengths(), 1usize..20, 1usize..20).prop_map(
+    (0usize..3, 0usize..3, 1usize..3, lengths(), lengths(), 1usize..20, 1usize..20).prop_map(
         |(batch, group, kv_heads, queries, keys, head_dim, value_dim)| Dims {
             batch,
             heads: group * kv_heads,

@@ -256,7 +256,8 @@ impl<'a, T: Real> Problem<'a, T> {
         let rows = arena.take(tables * width * head_width);
         let columns = arena.take(tables * width * head_width);
         let work = arena.take(row_map.map_or(0, |map| map.work_len(count)));
-        let group = self.dims.group();
+        // A shared table is there even where no head is.
+        let group = self.dims.group().max(1);
         let of = |table: usize| {
             let data = &source[table * shaw.rows() * table_dim..];
             (MapSide::Key(table / group), Rows { data, stride: table_dim })
