@@ -321,8 +321,9 @@ def test_fuzz():
         if name == "shaw":
             return ops.shaw_attention, [array(*draw.choice([(heads, 2 * size() + 1, dim), (2 * size() + 1, dim)]))], {}
         if name == "fourier":
-            more = {"normalizer": draw.choice(["one_plus", "dominant", "unrotated", "none", "literal", "x"]),
-                    "wave": draw.choice(["each", "each", "pairs", "x"])}  # fmt: skip
+            # "x" is no name; most draws are to be answered.
+            more = {"normalizer": draw.choice(["one_plus", "dominant", "unrotated", "none"] * 3 + ["literal", "x"]),
+                    "wave": draw.choice(["each"] * 8 + ["pairs", "x"])}  # fmt: skip
             count = {"dominant": 3, "none": 3, "unrotated": 2, "literal": 2}.get(more["normalizer"], 1)
             pairs = more["wave"] == "pairs"
             axes = draw.choice([1, 1, 2])
