@@ -178,6 +178,19 @@ impl Default for Rates {
     }
 }
 
+impl Rate {
+    /// Whether it can have this value.
+    fn check(self, seconds: f64) -> Result<(), Error> {
+        expect(
+            seconds.is_finite() && seconds >= 0.0,
+            OPERATION,
+            self.name(),
+            || "seconds, finite and not negative".into(),
+            || seconds.to_string(),
+        )
+    }
+}
+
 impl Rates {
     /// Rates by name, each once, none missing: rates of two machines beside each other would compare nothing.
     ///
@@ -191,13 +204,7 @@ impl Rates {
                 return Err(Error::UnknownName { kind: "rate", got: name.into(), known });
             };
             let place = &mut found[rate.index()];
-            expect(
-                seconds.is_finite() && seconds >= 0.0,
-                OPERATION,
-                rate.name(),
-                || "seconds, finite and not negative".into(),
-                || seconds.to_string(),
-            )?;
+            rate.check(seconds)?;
             expect(place.is_none(), OPERATION, rate.name(), || "one value".into(), || "two".into())?;
             *place = Some(seconds);
         }
@@ -226,13 +233,7 @@ impl Rates {
     /// # Errors
     /// For a value that is negative or not finite.
     pub fn with(mut self, rate: Rate, seconds: f64) -> Result<Self, Error> {
-        expect(
-            seconds.is_finite() && seconds >= 0.0,
-            OPERATION,
-            rate.name(),
-            || "seconds, finite and not negative".into(),
-            || seconds.to_string(),
-        )?;
+        rate.check(seconds)?;
         self.0[rate.index()] = seconds;
         Ok(self)
     }

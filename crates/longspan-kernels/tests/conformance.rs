@@ -84,12 +84,6 @@ fn tokens_without_values_enter_the_state() {
 }
 
 #[test]
-fn gradients_pass_through_states() {
-    over(&grid::streaming(43, 200), state_gradients::gradients_pass_through_states::<f32>);
-    over(&grid::streaming(44, 200), state_gradients::gradients_pass_through_states::<f64>);
-}
-
-#[test]
 fn state_gradients_are_difference_quotients() {
     over(&grid::kernelized(45, 250, &grid::LENGTHS), state_gradients::state_gradients_are_difference_quotients);
 }

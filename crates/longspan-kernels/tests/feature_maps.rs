@@ -2,7 +2,7 @@
 
 use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
-use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, state_gradients, threads};
+use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, threads};
 
 fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
     let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
@@ -50,11 +50,6 @@ fn packed_is_looped() {
 #[test]
 fn threads_do_not_matter() {
     over(&grid::row_maps(87, 60, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
-}
-
-#[test]
-fn gradients_pass_through_states() {
-    over(&streams(88, 100), state_gradients::gradients_pass_through_states::<f64>);
 }
 
 #[test]

@@ -98,9 +98,7 @@ fn keys_stay_ignored_across_pieces() {
 }
 
 #[test]
-fn gradients_pass_through_states() {
-    over(&streams(43, 60), state_gradients::gradients_pass_through_states::<f32>);
-    over(&streams(44, 60), state_gradients::gradients_pass_through_states::<f64>);
+fn threads_do_not_matter_to_state_gradients() {
     over(&streams(45, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
 }
 

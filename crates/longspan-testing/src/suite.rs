@@ -61,6 +61,7 @@ macro_rules! shared_tests {
             lengths_end_the_sequence: streaming, 35 100, 36 100;
             ignored_keys_keep_their_place: streaming, 37 100, 38 100;
             states_add_up: streaming, 41 200, 42 200;
+            gradients_pass_through_states: state_gradients, 43 200, 44 200;
         }
     };
     ($over:path, $drawn:expr;

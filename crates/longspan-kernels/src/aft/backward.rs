@@ -94,12 +94,6 @@ pub(super) fn backward<'a, T: Real>(
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
-    let dims = &problem.dims;
-    clear_absent(problem, sink);
-    if dims.head_dim == 0 || dims.heads == 0 {
-        parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
-        return;
-    }
     let blocks: Vec<Sides> =
         Block::all(problem, BLOCK_NUMBERS).into_iter().map(|block| Sides::new(problem, block)).collect();
     let units = blocks.iter().map(|sides| sides.units(problem)).max().unwrap_or(0);

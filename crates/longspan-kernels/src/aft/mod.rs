@@ -257,6 +257,11 @@ impl<T: Real> Mechanism<T> for Aft {
             ViewMut::strided(numbers, [0, 0, 1])
         });
         let links = Links::new(&problem, cotangent, first.as_mut());
+        backward::clear_absent(&problem, &sink);
+        if problem.dims.head_dim == 0 || problem.dims.heads == 0 {
+            parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
+            return Ok(());
+        }
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, &links, parameters, scratch),
             None => backward::backward(&problem, cotangent, &sink, &links, parameters, scratch),

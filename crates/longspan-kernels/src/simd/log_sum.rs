@@ -168,6 +168,24 @@ where
     widest
 }
 
+/// `σ(q) · num / den`, 0 where there is nothing; no `q` is no gate.
+#[inline(always)]
+unsafe fn gated<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let mean = numerator.div(denominator);
+        let value = match q {
+            Some(q) => mean.mul(sigmoid(q).0),
+            None => mean,
+        };
+        // Not a plain 0: a denominator that is NaN shows.
+        denominator.if_positive(value, denominator)
+    }
+}
+
 /// Joins the tokens to a mean without biases one by one; row `n` of `to` is the output after token `n`.
 #[inline(always)]
 pub(crate) unsafe fn scan_tokens<V: Vector>(
@@ -196,14 +214,8 @@ pub(crate) unsafe fn scan_tokens<V: Vector>(
                 x = rise.if_positive(key, x);
                 numerator = numerator.mul_add(own, value.mul(other));
                 denominator = denominator.mul_add(own, other);
-                let mut result = numerator.div(denominator);
-                if let Some(queries) = tokens.queries {
-                    let q = load_part::<V>(queries.row(token, tokens.head_dim), column);
-                    result = result.mul(sigmoid(q).0);
-                }
-                // Not a plain 0: a denominator that is NaN shows.
-                let result = denominator.if_positive(result, denominator);
-                result.store(to.as_mut_ptr().add(token * width + column));
+                let q = tokens.queries.map(|queries| load_part::<V>(queries.row(token, tokens.head_dim), column));
+                gated(numerator, denominator, q).store(to.as_mut_ptr().add(token * width + column));
             }
         }
         column += V::LANES;
@@ -474,12 +486,8 @@ where
         unsafe {
             let (num, den) =
                 (V::load(mean.as_ptr().add(2 * width + column)), V::load(mean.as_ptr().add(3 * width + column)));
-            let mut value = num.div(den);
-            if !q.is_empty() {
-                value = value.mul(sigmoid(load_part::<V>(q, column)).0);
-            }
-            // Not a plain 0: a denominator that is NaN shows.
-            store_part(den.if_positive(value, den), out, column);
+            let q = (!q.is_empty()).then(|| load_part::<V>(q, column));
+            store_part(gated(num, den, q), out, column);
         }
         column += V::LANES;
     }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::piecewise::{self, Sums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{EXPONENT, Last, StateGradients};
-use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, value_products};
+use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, scores, value_products};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, padded, parallel};
@@ -327,7 +327,6 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let Self { problem, shared, cotangent, .. } = *self;
         let unit = &strip.unit;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let head_dim = problem.dims.head_dim;
         let (ops, rows) = (problem.ops, unit.sequence.queries);
         let mut loaded = 0;
         let mut next = from;
@@ -379,21 +378,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     let transposed =
                         if problem.causal { Band::starting_at(keys.from - block.stands) } else { Band::ALL };
                     let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
-                    ops.product(&mut Product {
-                        a: q,
-                        a_row: head_width,
-                        a_column: 1,
-                        b: keys.k_columns,
-                        b_row: TILE,
-                        c: tile,
-                        c_row: TILE,
-                        rows: block.rows,
-                        columns: visible,
-                        depth: head_dim,
-                        accumulate: false,
-                        a_band: Band::ALL,
-                        c_band: band,
-                    });
+                    scores(problem, q, keys, (block.rows, visible, band), tile);
                     value_products(problem, d, &c[at..], keys, (block.rows, visible, band), products);
                     let mut unused = [T::ZERO; TILE];
                     let unused = &mut unused[..block.rows];

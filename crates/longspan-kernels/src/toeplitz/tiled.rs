@@ -370,7 +370,7 @@ fn strip<T: Real>(
 ) {
     let Buffers { q, q_shifts, o, sums, tile, keys, weights } = buffers;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+    let value_dim = problem.dims.value_dim;
     let (line, ops) = (shared.line(head), problem.ops);
     problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
     o[..rows.len() * value_width].fill(T::ZERO);
@@ -384,21 +384,7 @@ fn strip<T: Real>(
             }
             let at = block.row - rows.start;
             let band = keys.band(problem, &block);
-            ops.product(&mut Product {
-                a: &q[at * head_width..],
-                a_row: head_width,
-                a_column: 1,
-                b: keys.k_columns,
-                b_row: TILE,
-                c: tile,
-                c_row: TILE,
-                rows: block.rows,
-                columns: visible,
-                depth: head_dim,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: band,
-            });
+            scores(problem, &q[at * head_width..], keys, (block.rows, visible, band), tile);
             let factors = weights.form(problem, unit, line, &block, keys);
             ops.weigh(tile, TILE, visible, factors, band, &mut sums[at..at + block.rows]);
             ops.product(&mut Product {
@@ -534,6 +520,31 @@ pub(super) fn load_cotangent<T: Real>(
             c[at] = -problem.ops.dot(out.row(row, value_dim), line);
         }
     }
+}
+
+/// Fills a tile with the products `φ(q_i)·φ(k_j)`.
+pub(super) fn scores<T: Real>(
+    problem: &Problem<'_, T>,
+    q: &[T],
+    keys: &KeyBlock<'_, T>,
+    (rows, visible, band): (usize, usize, Band),
+    tile: &mut [T],
+) {
+    problem.ops.product(&mut Product {
+        a: q,
+        a_row: problem.head_width,
+        a_column: 1,
+        b: keys.k_columns,
+        b_row: TILE,
+        c: tile,
+        c_row: TILE,
+        rows,
+        columns: visible,
+        depth: problem.dims.head_dim,
+        accumulate: false,
+        a_band: Band::ALL,
+        c_band: band,
+    });
 }
 
 /// Fills a tile with `dN_i·v⁺_j = d_i·v_j + c_i`.

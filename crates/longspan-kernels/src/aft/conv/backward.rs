@@ -4,7 +4,7 @@
 use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
 use super::{Geometry, KeySource, RowSource, kernel};
 use crate::aft::Variant;
-use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink, clear_absent};
+use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink};
 use crate::aft::kernel as reparametrized;
 use crate::aft::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
 use crate::aft::state::Head;
@@ -55,11 +55,7 @@ pub(in crate::aft) fn backward<'a, T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let dims = &problem.dims;
-    clear_absent(problem, sink);
-    let (Bias::Kernel { kernels, taps }, true) = (&problem.bias, dims.head_dim > 0 && dims.heads > 0) else {
-        parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
-        return;
-    };
+    let Bias::Kernel { kernels, taps } = &problem.bias else { return };
     let reversed: Vec<T> = kernels.chunks_exact(*taps).flat_map(|kernel| kernel.iter().rev().copied()).collect();
     let side = |block: Block| Sides {
         queries: geometry.windows(problem, &block, false),
