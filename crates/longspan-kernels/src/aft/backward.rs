@@ -10,7 +10,7 @@ use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
 use super::tiles::{self, Parts, SIDE, Strip};
-use super::walk::{Edges, Items, by_mean, clear, edges, join_all, run, walk};
+use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -243,10 +243,8 @@ fn block<'a, T: Real>(
             problem.ops.join(sum, last, T::ZERO);
         }
         // SAFETY: every head of every sequence has one task.
-        let Some((head, numerator, denominator)) = (unsafe { links.far_gradient(problem, sequence.batch, own_head) })
-        else {
-            return;
-        };
+        let far = unsafe { links.far_gradient(problem, sequence.batch, own_head, 0..dims.head_dim) };
+        let Some((head, numerator, denominator)) = far else { return };
         far_item(&head, problem.width, item);
         let (d_key, d_value) = work[..2 * problem.width].split_at_mut(problem.width);
         problem.ops.key_gradient(sum, item, d_key, d_value);
@@ -310,8 +308,6 @@ fn block<'a, T: Real>(
                     problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
                 };
                 tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
-            } else if matches!(problem.bias, Bias::Zero) {
-                run(problem.ops, &items, window, chunk, edges, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
@@ -394,12 +390,6 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
-            if matches!(problem.bias, Bias::Zero) {
-                run(problem.ops, &items, window, chunk, edges, work, |i, row| {
-                    visit(i, row);
-                });
-                continue;
-            }
             let Some(strip) = &mut strip else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {

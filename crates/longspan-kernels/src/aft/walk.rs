@@ -167,55 +167,6 @@ pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
     (span + CHUNK + 3) * mean
 }
 
-/// Forms the mean of every output of a chunk and hands it to `visit`, in any order, for items that all count without biases.
-/// What one output sees more than its neighbour enters one running mean.
-pub(super) fn run<T: Real>(
-    ops: &Ops<T>,
-    items: &impl Items<T>,
-    window: &Window,
-    chunk: usize,
-    edges: (&[T], &[T]),
-    work: &mut [T],
-    mut visit: impl FnMut(usize, &[T]),
-) {
-    let mean = edges.0.len();
-    let (from, to) = window.chunk(chunk);
-    let (start, end) = window.span(from, to);
-    let (own, work) = work.split_at_mut(mean);
-    let (part, block) = work.split_at_mut(mean);
-    if window.before && window.after {
-        own.copy_from_slice(edges.0);
-        items.sum(ops, start, (end - start) as usize, part, block);
-        ops.join(own, part, T::ZERO);
-        ops.join(own, edges.1, T::ZERO);
-        (from..to).for_each(|n| visit(n, own));
-        return;
-    }
-    let block = items.load(start, (end - start) as usize, block);
-    let item = |n: isize| &block[(n - start) as usize * mean..][..mean];
-    if window.after {
-        own.copy_from_slice(edges.1);
-        let mut edge = end;
-        for n in (from..to).rev() {
-            while edge > window.near(n).0 {
-                edge -= 1;
-                ops.join(own, item(edge), T::ZERO);
-            }
-            visit(n, own);
-        }
-        return;
-    }
-    own.copy_from_slice(edges.0);
-    let mut edge = start;
-    for n in from..to {
-        while edge < window.near(n).1 {
-            ops.join(own, item(edge), T::ZERO);
-            edge += 1;
-        }
-        visit(n, own);
-    }
-}
-
 /// Forms the mean of every output of a chunk and hands it to `visit`, with the items of its window and where they start.
 ///
 /// `bias(n, item)` is that of output `n`.

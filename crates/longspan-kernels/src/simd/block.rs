@@ -6,7 +6,7 @@
 
 pub(crate) use super::log_sum::{
     bias_gradient, exponentials, factor, factor_tokens, gated_mean, join, join_factored, key_gradient, project,
-    row_cotangent, scale_by_exponents, scan_tokens, sum_tokens,
+    row_cotangent, scale_by_exponents,
 };
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;

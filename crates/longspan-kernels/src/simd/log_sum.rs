@@ -85,40 +85,6 @@ impl<T: Copy> Tokens<'_, T> {
     }
 }
 
-/// The mean of tokens that are all there, relative to the largest key of each channel.
-#[inline(always)]
-pub(crate) unsafe fn sum_tokens<V: Vector>(tokens: Tokens<'_, V::Element>, to: &mut [V::Element])
-where
-    V::Element: Constants,
-{
-    let width = to.len() / PARTS;
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width);
-    to.fill(V::Element::ZERO);
-    to[..width].fill(floor());
-    let mut column = 0;
-    while column < tokens.head_dim {
-        // SAFETY: every row of the mean has a register at `column` by the assertion above.
-        unsafe {
-            let mut most = V::splat(floor());
-            for token in 0..tokens.count {
-                most = tokens.key::<V>(token, column).max(most);
-            }
-            let zero = V::splat(V::Element::ZERO);
-            let (mut numerator, mut denominator) = (zero, zero);
-            for token in 0..tokens.count {
-                let weight = exp_nonpositive(tokens.key::<V>(token, column).sub(most));
-                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
-                numerator = weight.mul_add(value, numerator);
-                denominator = denominator.add(weight);
-            }
-            most.store(to.as_mut_ptr().add(column));
-            numerator.store(to.as_mut_ptr().add(2 * width + column));
-            denominator.store(to.as_mut_ptr().add(3 * width + column));
-        }
-        column += V::LANES;
-    }
-}
-
 /// Brings tokens to one exponent a channel, as [`factor`] does with their means.
 #[inline(always)]
 pub(crate) unsafe fn factor_tokens<V: Vector>(
@@ -166,60 +132,6 @@ where
         column += V::LANES;
     }
     widest
-}
-
-/// `σ(q) · num / den`, 0 where there is nothing; no `q` is no gate.
-#[inline(always)]
-unsafe fn gated<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
-where
-    V::Element: Constants,
-{
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        let mean = numerator.div(denominator);
-        let value = match q {
-            Some(q) => mean.mul(sigmoid(q).0),
-            None => mean,
-        };
-        // Not a plain 0: a denominator that is NaN shows.
-        denominator.if_positive(value, denominator)
-    }
-}
-
-/// Joins the tokens to a mean without biases one by one; row `n` of `to` is the output after token `n`.
-#[inline(always)]
-pub(crate) unsafe fn scan_tokens<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    before: &[V::Element],
-    to: &mut [V::Element],
-) where
-    V::Element: Constants,
-{
-    let width = before.len() / PARTS;
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && to.len() >= tokens.count * width);
-    let mut column = 0;
-    while column < tokens.head_dim {
-        // SAFETY: every row of the mean and of `to` has a register at `column` by the assertion above.
-        unsafe {
-            let at = |n: usize| V::load(before.as_ptr().add(n * width + column));
-            let (mut x, mut numerator, mut denominator) = (at(0), at(2), at(3));
-            let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
-            for token in 0..tokens.count {
-                let key = tokens.key::<V>(token, column);
-                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
-                let rise = key.sub(x);
-                let small = exp_nonpositive(zero.sub(rise.abs()));
-                // Where `rise` is NaN so is `small`, which the token's factor then carries on.
-                let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
-                x = rise.if_positive(key, x);
-                numerator = numerator.mul_add(own, value.mul(other));
-                denominator = denominator.mul_add(own, other);
-                let q = tokens.queries.map(|queries| load_part::<V>(queries.row(token, tokens.head_dim), column));
-                gated(numerator, denominator, q).store(to.as_mut_ptr().add(token * width + column));
-            }
-        }
-        column += V::LANES;
-    }
 }
 
 /// Means whose exponents are `e^{reference}` of their channel: `Σ_j a_ij·num_j` and `Σ_j a_ij·den_j` before they are
@@ -469,6 +381,24 @@ pub(super) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], 
         let mut buffer = [V::Element::ZERO; 16];
         register.store(buffer.as_mut_ptr());
         row.copy_from_slice(&buffer[..row.len()]);
+    }
+}
+
+/// `σ(q) · num / den`, 0 where there is nothing; no `q` is no gate.
+#[inline(always)]
+unsafe fn gated<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let mean = numerator.div(denominator);
+        let value = match q {
+            Some(q) => mean.mul(sigmoid(q).0),
+            None => mean,
+        };
+        // Not a plain 0: a denominator that is NaN shows.
+        denominator.if_positive(value, denominator)
     }
 }
 
