@@ -21,7 +21,7 @@ use crate::simd::running::{OutputRows, TokenGradients};
 
 /// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
 /// (16 kB with 64 channels of `f32`) while they are read twice.
-const BLOCK: usize = 16;
+const BLOCK: usize = 64;
 
 /// How the rows of a sequence see its keys: some see only the initial state; then come rows that see all keys up to one that is theirs,
 /// one more with every row; and rows that see all keys.
