@@ -136,7 +136,7 @@ fn main() {
             ("aft-conv-33", Variant::Conv { taps: 33, normalized: false }),
             ("aft-local-64", Variant::Local { window: 64, length: Some(length) }),
             ("aft-full", Variant::Full { length, rank: None }),
-            ("aft-full rank 64", Variant::Full { length, rank: Some(64) }),
+            ("aft-low-rank 64", Variant::Full { length, rank: Some(64) }),
         ] {
             if wanted.is_none_or(|wanted| name.contains(wanted.as_str())) {
                 subjects.push(Subject::new(name, variant, length, causal));

@@ -86,8 +86,8 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
             problem.ops.gated_mean(row, q, to);
         };
         if let Some(strip) = strip {
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile);
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
+                problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
             tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
         } else {

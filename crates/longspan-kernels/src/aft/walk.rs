@@ -11,6 +11,7 @@ use crate::simd::log_sum::{PARTS, floor};
 /// Where items go that are brought to one exponent a channel.
 pub(super) struct Factors<'a, T> {
     pub reference: &'a mut [T],
+    /// Empty where they are not wanted.
     pub numerators: &'a mut [T],
     pub denominators: &'a mut [T],
 }

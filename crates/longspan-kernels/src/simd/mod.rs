@@ -166,7 +166,8 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::running::{
-        constant_cotangents, constant_gradients, constant_means, running_gradients, running_means, sum_tokens, tops,
+        constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
+        sum_tokens, tops,
     };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};

@@ -4,7 +4,7 @@
 //! block, so that a token costs one exponential and sums are plain. [`tops`] says whether that keeps every sum: no row of the
 //! block may have a largest key that is more than [`DEEPEST`] below the top.
 
-use super::log_sum::{PARTS, Tokens, floor, sigmoid};
+use super::log_sum::{PARTS, Tokens, floor, largest_lane, sigmoid};
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
 use crate::shape::{Columns, Rows};
@@ -154,9 +154,99 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
             // A channel that has seen nothing yet is one whose sums are not kept.
             let seen = least.sub(V::splat(floor()));
             let depth = seen.if_positive(most.sub(least), zero.sub(V::splat(floor())));
-            let mut lanes = [V::Element::ZERO; 16];
-            depth.store(lanes.as_mut_ptr());
-            *deepest = lanes.into_iter().fold(*deepest, V::Element::max);
+            *deepest = deepest.max(largest_lane(depth));
+        }
+    }
+}
+
+/// A register of a token's key; one key a head stands for all channels.
+#[inline(always)]
+unsafe fn key<V: Vector, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    token: usize,
+    column: usize,
+    left: usize,
+) -> V {
+    // SAFETY: the caller's tokens have such a row and column.
+    unsafe {
+        let row = tokens.keys.data.as_ptr().add(token * tokens.keys.stride);
+        if tokens.key_dim == tokens.head_dim { get::<V, WHOLE>(row.add(column), left) } else { V::splat(*row) }
+    }
+}
+
+/// Brings tokens to one exponent a channel, as [`factor`](super::log_sum::factor) does with their means: `e^{k−X}·v`, if there is room
+/// for numerators, `e^{k−X}` and `X`. Returns the largest range of keys of any channel.
+#[inline(always)]
+pub(crate) unsafe fn factor_tokens<V: Vector>(
+    tokens: Tokens<'_, V::Element>,
+    reference: &mut [V::Element],
+    numerators: &mut [V::Element],
+    denominators: &mut [V::Element],
+) -> V::Element
+where
+    V::Element: Constants,
+{
+    let (count, width) = (tokens.count, reference.len() / 2);
+    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && tokens.key_dim > 0);
+    assert!(denominators.len() >= count * width && (numerators.is_empty() || numerators.len() >= count * width));
+    assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, tokens.head_dim));
+    reference.fill(V::Element::ZERO);
+    if tokens.head_dim < width {
+        let numbers = (count * width).min(numerators.len());
+        numerators[..numbers].fill(V::Element::ZERO);
+        denominators[..count * width].fill(V::Element::ZERO);
+    }
+    let mut widest = V::Element::ZERO;
+    // SAFETY: all rows are as large as the assertions say.
+    unsafe {
+        by_registers!(tokens.head_dim, factor_tokens_of(&tokens, reference, numerators, denominators, &mut widest))
+    };
+    widest
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn factor_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    reference: &mut [V::Element],
+    numerators: &mut [V::Element],
+    denominators: &mut [V::Element],
+    widest: &mut V::Element,
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    let width = reference.len() / 2;
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let (zero, bottom) = (V::splat(V::Element::ZERO), V::splat(floor()));
+        let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
+        // Keys below the floor stand for nothing, and have no depth.
+        let (mut most, mut least) = ([bottom; N], [zero.sub(bottom); N]);
+        for token in 0..tokens.count {
+            for n in 0..N {
+                let key = key(token, n);
+                most[n] = key.max(most[n]);
+                least[n] = key.sub(bottom).if_positive(key, least[n]).min(least[n]);
+            }
+        }
+        set_part(reference, width, 0, column, most);
+        let numerators = (!numerators.is_empty()).then(|| numerators.as_mut_ptr().add(column));
+        let denominators = denominators.as_mut_ptr().add(column);
+        for token in 0..tokens.count {
+            let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
+            for n in 0..N {
+                let at = token * width + n * V::LANES;
+                let weight = exp_nonpositive(key(token, n).sub(most[n]));
+                weight.store(denominators.add(at));
+                if let Some(numerators) = numerators {
+                    get::<V, WHOLE>(row.add(n * V::LANES), left).mul(weight).store(numerators.add(at));
+                }
+            }
+        }
+        for n in 0..N {
+            *widest = widest.max(largest_lane(most[n].sub(least[n])));
         }
     }
 }
@@ -191,15 +281,7 @@ unsafe fn sum_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     // SAFETY: forwarded to the caller.
     unsafe {
         let zero = V::splat(V::Element::ZERO);
-        let key = |token: usize, n: usize| {
-            let row = tokens.keys.data.as_ptr().add(token * tokens.keys.stride);
-            // One key a head stands for all channels.
-            if tokens.key_dim == tokens.head_dim {
-                get::<V, WHOLE>(row.add(column + n * V::LANES), left)
-            } else {
-                V::splat(*row)
-            }
-        };
+        let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
         let mut top = [V::splat(floor()); N];
         for token in 0..tokens.count {
             for (n, top) in top.iter_mut().enumerate() {
