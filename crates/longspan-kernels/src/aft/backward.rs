@@ -35,6 +35,9 @@ const GROUP_NUMBERS: usize = 1 << 22;
 /// Numbers that the rows of one block may take, if it has more than one head.
 pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
 
+/// The same where heads have a table of biases in common: so many that it need not be read anew for each of them.
+const SHARING_NUMBERS: usize = 1 << 23;
+
 /// Rows as keys see them, one after the other.
 struct RowItems<'a, T> {
     rows: &'a [T],
@@ -94,8 +97,9 @@ pub(super) fn backward<'a, T: Real>(
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
+    let most = if matches!(problem.bias, Bias::Table { .. } | Bias::LowRank(_)) { SHARING_NUMBERS } else { BLOCK_NUMBERS };
     let blocks: Vec<Sides> =
-        Block::all(problem, BLOCK_NUMBERS).into_iter().map(|block| Sides::new(problem, block)).collect();
+        Block::all(problem, most).into_iter().map(|block| Sides::new(problem, block)).collect();
     let units = blocks.iter().map(|sides| sides.units(problem)).max().unwrap_or(0);
     let most_chunks = blocks.iter().map(Sides::most_chunks).max().unwrap_or(0);
     let sums = Sums::new(problem, units, most_chunks);

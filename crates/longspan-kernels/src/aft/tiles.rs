@@ -230,7 +230,12 @@ pub(super) fn means<T: Real>(
                 bias(outputs.clone(), from, to, weights, row, work.turned);
                 strip.ranges[index] = ops.exponentials(weights, row, columns, tops);
                 // It lies where smaller ones may have been, or in a larger one.
-                strip.lengths[(index + 1).saturating_sub(SPAN / SIDE)..index + row / SIDE].fill(T::ZERO);
+                for earlier in (index + 1).saturating_sub(SPAN / SIDE)..index {
+                    if strip.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
+                        strip.lengths[earlier] = T::ZERO;
+                    }
+                }
+                strip.lengths[index..index + row / SIDE].fill(T::ZERO);
                 strip.lengths[index] = T::from_f64(columns as f64);
             }
             (&*weights, row, &*tops, strip.ranges[index])

@@ -17,22 +17,6 @@ pub(crate) fn floor<T: Real>() -> T {
 /// Rows of a mean.
 pub(crate) const PARTS: usize = 4;
 
-/// The largest lane, and what a lane that is NaN leaves; a tree, since a chain of sixteen comparisons takes longer than a row of
-/// exponentials.
-#[inline(always)]
-pub(super) unsafe fn largest_lane<V: Vector>(register: V) -> V::Element {
-    let mut lanes = [floor(); 16];
-    // SAFETY: the lanes have room for a register.
-    unsafe { register.store(lanes.as_mut_ptr()) };
-    for half in [8, 4, 2, 1] {
-        for n in 0..half {
-            let (a, b) = (lanes[n], lanes[n + half]);
-            lanes[n] = if a > b { a } else { b };
-        }
-    }
-    lanes[0]
-}
-
 /// Joins `e^{x+b}·(n, d)` to one register of a mean whose rows start at `to` and are `width` apart.
 #[inline(always)]
 unsafe fn join_register<V: Vector>(to: *mut V::Element, width: usize, [x, b, n, d]: [V; PARTS])
@@ -178,7 +162,7 @@ where
                 }
                 at(item, 3).mul(weight).store(denominators.as_mut_ptr().add(item * width + column));
             }
-            widest = widest.max(largest_lane(range));
+            widest = widest.max(range.largest());
         }
         column += V::LANES;
     }
@@ -214,8 +198,8 @@ where
                 column += V::LANES;
             }
             // Not below the floor: −∞ − −∞ is no number.
-            *top = largest_lane(most).max(floor());
-            let bottom = -largest_lane(V::splat(V::Element::ZERO).sub(least));
+            *top = most.largest().max(floor());
+            let bottom = -V::splat(V::Element::ZERO).sub(least).largest();
             widest = widest.max(*top - bottom);
             let top = V::splat(*top);
             column = 0;
@@ -258,7 +242,7 @@ pub(crate) unsafe fn project<V: Vector>(
                 most = exponent(column).max(most);
                 column += V::LANES;
             }
-            *top = largest_lane(most).max(floor());
+            *top = most.largest().max(floor());
             column = 0;
             while column < width {
                 let weight = exp_nonpositive(exponent(column).sub(V::splat(*top)));

@@ -4,7 +4,7 @@
 //! block, so that a token costs one exponential and sums are plain. [`tops`] says whether that keeps every sum: no row of the
 //! block may have a largest key that is more than [`DEEPEST`] below the top.
 
-use super::log_sum::{PARTS, Tokens, floor, largest_lane, sigmoid};
+use super::log_sum::{PARTS, Tokens, floor, sigmoid};
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
 use crate::shape::{Columns, Rows};
@@ -154,7 +154,7 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
             // A channel that has seen nothing yet is one whose sums are not kept.
             let seen = least.sub(V::splat(floor()));
             let depth = seen.if_positive(most.sub(least), zero.sub(V::splat(floor())));
-            *deepest = deepest.max(largest_lane(depth));
+            *deepest = deepest.max(depth.largest());
         }
     }
 }
@@ -246,7 +246,7 @@ unsafe fn factor_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
             }
         }
         for n in 0..N {
-            *widest = widest.max(largest_lane(most[n].sub(least[n])));
+            *widest = widest.max(most[n].sub(least[n]).largest());
         }
     }
 }

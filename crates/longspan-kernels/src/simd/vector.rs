@@ -38,6 +38,14 @@ pub(crate) trait Vector: Copy {
     unsafe fn power_of_two(self) -> Self;
     /// The sum of the lanes, in an order of the implementor's own.
     unsafe fn sum(self) -> Self::Element;
+    /// The largest lane; lanes that are NaN need not count.
+    #[inline(always)]
+    unsafe fn largest(self) -> Self::Element {
+        let mut lanes = [Self::Element::ZERO; 16];
+        // SAFETY: the lanes have room for a register.
+        unsafe { self.store(lanes.as_mut_ptr()) };
+        lanes[1..Self::LANES].iter().fold(lanes[0], |most, &lane| most.max(lane))
+    }
     /// The sums of four registers; together they may cost less.
     #[inline(always)]
     unsafe fn sums(four: [Self; 4]) -> [Self::Element; 4] {

@@ -122,6 +122,10 @@ vector! {
         // SAFETY: the caller has the instructions.
         unsafe { _mm512_reduce_add_ps(self.0) }
     }
+    unsafe fn largest(self) -> f32 {
+        // SAFETY: the caller has the instructions.
+        unsafe { _mm512_reduce_max_ps(self.0) }
+    }
     // `n` in sixteenths: a register holds 2^(0/16) … 2^(15/16), and eʳ for the |r| < 0.022 that is left takes three terms.
     // Shifted, the number of sixteenths adds its whole part to the exponent of what the table gives for the rest.
     unsafe fn exp_nonpositive(self) -> Self {
@@ -219,6 +223,10 @@ vector! {
     unsafe fn sum(self) -> f64 {
         // SAFETY: the caller has the instructions.
         unsafe { _mm512_reduce_add_pd(self.0) }
+    }
+    unsafe fn largest(self) -> f64 {
+        // SAFETY: the caller has the instructions.
+        unsafe { _mm512_reduce_max_pd(self.0) }
     }
 }
 
