@@ -9,7 +9,7 @@ use super::forward::{chunks, groups, key_edges, strip_len, work_len};
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
-use super::tiles::{self, Parts, SIDE, SPAN, Strip};
+use super::tiles::{self, Blocks, Parts, SIDE, SPAN, Shelf, Strip};
 use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
@@ -42,11 +42,16 @@ const SHARING_NUMBERS: usize = 1 << 23;
 struct RowItems<'a, T> {
     rows: &'a [T],
     mean: usize,
+    blocks: Option<Blocks<'a, T>>,
 }
 
 impl<T: Real> Items<T> for RowItems<'_, T> {
     fn load<'b>(&'b self, from: isize, count: usize, _: &'b mut [T]) -> &'b [T] {
         &self.rows[from as usize * self.mean..][..count * self.mean]
+    }
+
+    fn blocks(&self) -> Option<Blocks<'_, T>> {
+        self.blocks
     }
 
     fn start(&self, mean: &mut [T]) {
@@ -97,9 +102,8 @@ pub(super) fn backward<'a, T: Real>(
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
-    let most = if matches!(problem.bias, Bias::Table { .. } | Bias::LowRank(_)) { SHARING_NUMBERS } else { BLOCK_NUMBERS };
-    let blocks: Vec<Sides> =
-        Block::all(problem, most).into_iter().map(|block| Sides::new(problem, block)).collect();
+    let most = if problem.full() { SHARING_NUMBERS } else { BLOCK_NUMBERS };
+    let blocks: Vec<Sides> = Block::all(problem, most).into_iter().map(|block| Sides::new(problem, block)).collect();
     let units = blocks.iter().map(|sides| sides.units(problem)).max().unwrap_or(0);
     let most_chunks = blocks.iter().map(Sides::most_chunks).max().unwrap_or(0);
     let sums = Sums::new(problem, units, most_chunks);
@@ -184,7 +188,20 @@ impl Sides {
     /// Numbers of memory beside that of workers.
     fn memory<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let line = |len: usize| (len * problem.mean()).next_multiple_of(64);
-        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem))
+        let shelves = self.key_shelf(problem).len::<T>() + self.row_shelf(problem).len::<T>() + 128;
+        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem)) + shelves
+    }
+
+    /// Keys in blocks, if every chunk of queries takes the same.
+    fn key_shelf<T: Real>(&self, problem: &Problem<'_, T>) -> Shelf {
+        let windows = if problem.full() { &self.by_key.windows[..] } else { &[] };
+        Shelf::new(windows, self.block.heads.len(), problem.width)
+    }
+
+    /// The same of rows.
+    fn row_shelf<T: Real>(&self, problem: &Problem<'_, T>) -> Shelf {
+        let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
+        Shelf::new(windows, self.block.heads.len() * problem.dims.group(), problem.width)
     }
 
     /// The first row of each sequence, if the rows of all units stand one after the other.
@@ -218,15 +235,26 @@ fn block<'a, T: Real>(
     let mut arena = Arena::new(memory);
     let rows = arena.take(sides.rows(problem) * mean);
     let (before, after) = key_edges(problem, block, by_key, &mut arena, work);
-    query_side(problem, cotangent, sink, sides, (before, after), (sums, d_bias), rows, work, per_worker);
+    let shelf = sides.key_shelf(problem);
+    let blocks = arena.take(shelf.len::<T>());
+    let key_items = |index: usize, kv_head: usize| {
+        KeyItems::new(problem, &problem.sequences[block.sequences.start + index], block.heads.start + kv_head)
+    };
+    shelf.fill(problem.ops, key_items, blocks, work, per_worker);
+    let keys = (&shelf, &*blocks);
+    query_side(problem, cotangent, sink, sides, keys, (before, after), (sums, d_bias), rows, work, per_worker);
 
     let rows: &[T] = rows;
     let starts = sides.starts(problem);
     // Heads of queries from the block's first on.
     let items = |index: usize, head: usize| {
         let queries = problem.sequences[block.sequences.start + index].queries;
-        RowItems { rows: &rows[(starts[index] + head * queries) * mean..][..queries * mean], mean }
+        RowItems { rows: &rows[(starts[index] + head * queries) * mean..][..queries * mean], mean, blocks: None }
     };
+    let shelf = sides.row_shelf(problem);
+    let blocks = arena.take(shelf.len::<T>());
+    shelf.fill(problem.ops, items, blocks, work, per_worker);
+    let blocks = &*blocks;
     let (before, after) = (arena.take(keys_by_query.tasks() * mean), arena.take(keys_by_query.tasks() * mean));
     edges(problem.ops, keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
     let (before, after): (&[T], &[T]) = (before, after);
@@ -266,7 +294,7 @@ fn block<'a, T: Real>(
         let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
         for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
             let first = local == kv_head * dims.group();
-            let items = items(index, local);
+            let items = RowItems { blocks: shelf.of(blocks, index, local), ..items(index, local) };
             let edge = keys_by_query.index(index, local, chunk) * mean;
             let edges = (&before[edge..][..mean], &after[edge..][..mean]);
             let visit = |j: usize, sum: &[T]| {
@@ -340,6 +368,7 @@ fn query_side<'a, T: Real>(
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
     sides: &Sides,
+    (shelf, blocks): (&Shelf, &[T]),
     (before, after): (&[T], &[T]),
     (sums, d_bias): (&Sums, &mut [T]),
     rows: &mut [T],
@@ -372,6 +401,7 @@ fn query_side<'a, T: Real>(
             let head = block.heads.start * dims.group() + local;
             let kv_head = local / dims.group();
             let items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
+            let items = items.with(shelf.of(blocks, index, kv_head));
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
             let (queries, d_outs) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out));
             let outs = rows_of(&cotangent.out);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::keys::KeyItems;
 use super::problem::{Block, CHUNK, Chunks, Problem, Window};
-use super::tiles::{self, Parts, Strip};
+use super::tiles::{self, Parts, Shelf, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -69,12 +69,17 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     let per_worker = work_len(problem, &by_key) + strip_len;
     let workers = rayon::current_num_threads().min(by_query.tasks()).max(1);
     let edge_len = (by_key.tasks() * mean).next_multiple_of(64);
-    let mut arena = Arena::new(scratch.take(2 * edge_len + workers * per_worker + 64));
+    let shelf = Shelf::new(if problem.full() { &by_key.windows } else { &[] }, dims.kv_heads, problem.width);
+    let mut arena = Arena::new(scratch.take(2 * edge_len + shelf.len::<T>() + workers * per_worker + 128));
     let work = arena.take(workers * per_worker);
+    let shelf_memory = arena.take(shelf.len::<T>());
     let (before, after) = key_edges(problem, &all, &by_key, &mut arena, work);
+    let items = |index: usize, kv_head: usize| KeyItems::new(problem, &problem.sequences[index], kv_head);
+    shelf.fill(problem.ops, items, shelf_memory, work, per_worker);
+    let shelf_memory = &*shelf_memory;
     let one = |index: usize, head: usize, chunk: usize, strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
-        let items = KeyItems::new(problem, sequence, kv_head);
+        let items = items(index, kv_head).with(shelf.of(shelf_memory, index, kv_head));
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
         let edge = by_key.index(index, kv_head, chunk) * mean;
         let edges = (&before[edge..][..mean], &after[edge..][..mean]);

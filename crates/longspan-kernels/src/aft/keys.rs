@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::problem::Problem;
 use super::state::Head;
+use super::tiles::Blocks;
 use super::walk::{Factors, Items, clear, join_items};
 use crate::mask::Sequence;
 use crate::real::Real;
@@ -23,6 +24,7 @@ pub(super) struct KeyItems<'a, T> {
     key_dim: usize,
     head_dim: usize,
     width: usize,
+    blocks: Option<Blocks<'a, T>>,
 }
 
 impl<'a, T: Real> KeyItems<'a, T> {
@@ -37,7 +39,13 @@ impl<'a, T: Real> KeyItems<'a, T> {
             key_dim: problem.key_dim,
             head_dim: problem.dims.head_dim,
             width: problem.width,
+            blocks: None,
         }
+    }
+
+    /// The same, with blocks of them at hand.
+    pub fn with(self, blocks: Option<Blocks<'a, T>>) -> Self {
+        Self { blocks, ..self }
     }
 
     /// The same in some channels.
@@ -50,6 +58,7 @@ impl<'a, T: Real> KeyItems<'a, T> {
             key_dim: columns.len(),
             head_dim: columns.len(),
             width: padded::<T>(columns.len()),
+            blocks: None,
             ..self
         }
     }
@@ -140,6 +149,10 @@ impl<T: Real> Items<T> for KeyItems<'_, T> {
             Some(tokens) => ops.factor_tokens(tokens, reference, numerators, denominators),
             None => ops.factor(self.load(from, count, block), reference, numerators, denominators),
         }
+    }
+
+    fn blocks(&self) -> Option<Blocks<'_, T>> {
+        self.blocks
     }
 
     fn start(&self, mean: &mut [T]) {

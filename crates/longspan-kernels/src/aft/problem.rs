@@ -277,7 +277,12 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Whether biases are so many that tiles are worth their while.
     pub fn tiled(&self) -> bool {
         let (back, ahead) = reach(self.aft, self.causal);
-        matches!(self.bias, Bias::Table { .. } | Bias::LowRank(_)) || back + ahead >= TILED
+        self.full() || back + ahead >= TILED
+    }
+
+    /// Whether there is a bias for every pair, so that chunks of outputs share their items.
+    pub fn full(&self) -> bool {
+        matches!(self.bias, Bias::Table { .. } | Bias::LowRank(_))
     }
 
     /// The position of key 0, where there is a table by position.

@@ -13,8 +13,8 @@ use std::ops::Range;
 use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
 use crate::real::Real;
-use crate::scratch::Arena;
-use crate::scratch::padded;
+use crate::scratch::{Arena, line, padded, parallel};
+use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::Factored;
@@ -121,6 +121,108 @@ const TILE_LEN: usize = SIDE * SIDE + SIDE + 2;
 pub(super) fn strip_len(window: &Window) -> usize {
     let reach = (CHUNK + window.back as usize).saturating_add(window.ahead as usize);
     reach.min((window.end - window.first).max(0) as usize).div_ceil(SIDE) * TILE_LEN + 64
+}
+
+/// Items of one head in blocks of [`SPAN`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
+/// the same blocks.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks<'a, T> {
+    first: isize,
+    end: isize,
+    width: usize,
+    numbers: &'a [T],
+}
+
+impl<'a, T: Real> Blocks<'a, T> {
+    /// Numbers of a block: the exponents, their largest range, numerators and denominators.
+    fn len(width: usize) -> usize {
+        2 * width + line::<T>() + 2 * SPAN * width
+    }
+
+    /// Some items and the largest range of their exponents, if they are a block.
+    fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
+        let place = (from - self.first) as usize;
+        if !place.is_multiple_of(SPAN) || (self.end - from).min(SPAN as isize) != count as isize {
+            return None;
+        }
+        let len = Self::len(self.width);
+        let block = &self.numbers[place / SPAN * len..][..len];
+        let (reference, block) = block.split_at(2 * self.width);
+        let (range, block) = block.split_at(line::<T>());
+        let (numerators, denominators) = block.split_at(SPAN * self.width);
+        Some((Factored { reference, numerators, denominators }, range[0]))
+    }
+}
+
+/// Where the [`Blocks`] of the heads of some sequences stand.
+pub(super) struct Shelf {
+    windows: Vec<Window>,
+    width: usize,
+    /// Blocks of all heads of earlier sequences, and of all.
+    starts: Vec<usize>,
+}
+
+impl Shelf {
+    /// For the items of these windows.
+    pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
+        let mut starts = vec![0];
+        starts.extend(windows.iter().scan(0, |sum, window| {
+            *sum += blocks(window) * heads;
+            Some(*sum)
+        }));
+        Self { windows: windows.to_vec(), width, starts }
+    }
+
+    fn count(&self) -> usize {
+        self.starts[self.windows.len()]
+    }
+
+    /// Numbers of memory.
+    pub fn len<T: Real>(&self) -> usize {
+        self.count() * Blocks::<T>::len(self.width)
+    }
+
+    /// Forms every block of `items(sequence, head)`.
+    pub fn fill<T: Real, I: Items<T>>(
+        &self,
+        ops: &Ops<T>,
+        items: impl Fn(usize, usize) -> I + Sync,
+        memory: &mut [T],
+        work: &mut [T],
+        per_worker: usize,
+    ) {
+        let len = Blocks::<T>::len(self.width);
+        let mut memory = ViewMut::strided(memory, [0, 0, len]);
+        let memory = memory.shared();
+        parallel(self.count(), work, per_worker, |task, work| {
+            let sequence = self.starts.partition_point(|&start| start <= task) - 1;
+            let window = &self.windows[sequence];
+            let (head, index) =
+                ((task - self.starts[sequence]) / blocks(window), (task - self.starts[sequence]) % blocks(window));
+            let from = window.first + (index * SPAN) as isize;
+            let count = (window.end - from).min(SPAN as isize) as usize;
+            // SAFETY: every block has one task, and the slice ends with it.
+            let block = unsafe { memory.row(0, 0, task, len) };
+            let (reference, block) = block.split_at_mut(2 * self.width);
+            let (range, block) = block.split_at_mut(line::<T>());
+            let (numerators, denominators) = block.split_at_mut(SPAN * self.width);
+            let to = Factors { reference, numerators, denominators };
+            range[0] = items(sequence, head).factor(ops, from, count, to, work);
+        });
+    }
+
+    /// The blocks of one head; none if the shelf is that of no sequence.
+    pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
+        let (window, len) = (self.windows.get(sequence)?, Blocks::<T>::len(self.width));
+        let start = (self.starts[sequence] + head * blocks(window)) * len;
+        let numbers = &memory[start..start + blocks(window) * len];
+        Some(Blocks { first: window.first, end: window.end, width: self.width, numbers })
+    }
+}
+
+/// Blocks of the items of a window.
+fn blocks(window: &Window) -> usize {
+    ((window.end - window.first).max(0) as usize).div_ceil(SPAN)
 }
 
 /// What [`means`] forms.
@@ -244,14 +346,19 @@ pub(super) fn means<T: Real>(
             let range = ops.exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
             (&*work.biases, SPAN, &work.tops[..count], range)
         };
-        let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
-        let factors = Factors { reference: work.reference, numerators, denominators: work.denominators };
-        let depth = items.factor(ops, from, columns, factors, work.items);
+        let formed = items.blocks().and_then(|blocks| blocks.get(from, columns));
+        let (factored, depth) = formed.unwrap_or_else(|| {
+            let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
+            let to = Factors { reference: work.reference, numerators, denominators: work.denominators };
+            let depth = items.factor(ops, from, columns, to, work.items);
+            let (reference, numerators, denominators) = (&*work.reference, &*work.numerators, &*work.denominators);
+            (Factored { reference, numerators, denominators }, depth)
+        });
         if range > widest() && depth > widest() {
             return false;
         }
         let (numerators, denominators) = work.products.split_at_mut(SIDE * width);
-        for (b, c) in [(&*work.numerators, &mut *numerators), (&*work.denominators, &mut *denominators)]
+        for (b, c) in [(factored.numerators, &mut *numerators), (factored.denominators, &mut *denominators)]
             .into_iter()
             .skip(usize::from(parts == Parts::Denominators))
         {
@@ -273,7 +380,7 @@ pub(super) fn means<T: Real>(
         }
         // What stands in the place of numerators is not looked at.
         let numerators = if parts == Parts::All { &*numerators } else { &*denominators };
-        ops.join_factored(rows, Factored { reference: work.reference, numerators, denominators }, tops);
+        ops.join_factored(rows, Factored { numerators, denominators, ..factored }, tops);
         true
     };
     by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
@@ -321,9 +428,15 @@ pub(super) fn bias_gradients<T: Real>(
             visit(outputs, from, to, work.biases);
             return true;
         }
-        let factors =
-            Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
-        let depth = items.factor(ops, from, columns, factors, work.items);
+        let formed = items.blocks().and_then(|blocks| blocks.get(from, columns));
+        let (factored, depth) = formed.unwrap_or_else(|| {
+            let (reference, numerators, denominators) =
+                (&mut *work.reference, &mut *work.numerators, &mut *work.denominators);
+            let to = Factors { reference, numerators, denominators };
+            let depth = items.factor(ops, from, columns, to, work.items);
+            let (reference, numerators, denominators) = (&*work.reference, &*work.numerators, &*work.denominators);
+            (Factored { reference, numerators, denominators }, depth)
+        });
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
             if ops.exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {
@@ -331,9 +444,9 @@ pub(super) fn bias_gradients<T: Real>(
             }
         }
         let (values, weights) = work.products.split_at_mut(SPAN * width);
-        ops.transpose(work.numerators, width, columns, width, values, SPAN);
-        ops.transpose(work.denominators, width, columns, width, weights, SPAN);
-        ops.project(rows, work.reference, work.rows, &mut work.tops[..count]);
+        ops.transpose(factored.numerators, width, columns, width, values, SPAN);
+        ops.transpose(factored.denominators, width, columns, width, weights, SPAN);
+        ops.project(rows, factored.reference, work.rows, &mut work.tops[..count]);
         ops.product(&mut Product {
             a: work.rows,
             a_row: 2 * width,

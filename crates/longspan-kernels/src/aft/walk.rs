@@ -2,6 +2,7 @@
 //! rows for each key; both are this walk.
 
 use super::problem::{CHUNK, Chunks, Window};
+use super::tiles::Blocks;
 use crate::real::Real;
 use crate::scratch::parallel;
 use crate::shape::ViewMut;
@@ -36,6 +37,11 @@ pub(super) trait Items<T> {
         T: Real,
     {
         ops.factor(self.load(from, count, block), to.reference, to.numerators, to.denominators)
+    }
+
+    /// Blocks of items that have been brought to one exponent.
+    fn blocks(&self) -> Option<Blocks<'_, T>> {
+        None
     }
 
     /// The mean of what came before the first item.
