@@ -173,7 +173,7 @@ mod kernels {
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_weighed_values, feature_dots};
     pub(crate) use super::window::{
-        add_row_dot, add_window, exp_all, gated_row, gated_row_cotangent, run_rows, window_dots, window_tops,
+        add_row_dot, add_window, exp_all, gated_cotangents, gated_rows, run_rows, window_dots, window_tops,
         window_weights,
     };
 }
@@ -238,8 +238,10 @@ operations! {
         weights: &[T], outputs: &[T], rows: &[T], items: usize, width: usize, c: &[T], d_taps: &mut [T]
     );
     exp_all(block: &mut [T]);
-    gated_row(sum: &[T], factor: T, q: &[T], out: &mut [T]);
-    gated_row_cotangent(row: OutputRow<'_, T>, factor: T, dq: &mut [T], item: &mut [T]) -> T;
+    gated_rows(sums: &[T], factors: &[T], queries: Option<Rows<'_, T>>, to: &mut Columns<'_, T>);
+    gated_cotangents(
+        rows: OutputRows<'_, T>, factors: &[T], dq: &mut Columns<'_, T>, items: &mut [T], sums: &mut [T]
+    );
     add_row_dot(sum: &[T], factor: T, v: &[T], dv: &mut [T]) -> T;
     weigh(
         tile: &mut [T], row_length: usize, columns: usize, factors: Factors<'_, T>, band: Band, sums: &mut [T]

@@ -5,9 +5,11 @@
 //! registers of outputs whatever the number of taps.
 
 use super::block::BLOCK_ROWS;
-use super::log_sum::{OutputRow, load_part, sigmoid, store_part};
+use super::log_sum::{load_part, sigmoid, store_part};
+use super::running::OutputRows;
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
+use crate::shape::{Columns, Rows};
 
 /// Items on a line: their exponents, in two parts as for [`join`](super::log_sum::join), and their weights.
 #[derive(Clone, Copy)]
@@ -334,68 +336,87 @@ where
     }
 }
 
-/// `out = σ(q) ⊙ factor·sum`; an empty `q` is no gate.
+/// `out = σ(q) ⊙ factor·sum` for rows of sums one after the other; no `queries` are no gate.
 #[inline(always)]
-pub(crate) unsafe fn gated_row<V: Vector>(
-    sum: &[V::Element],
-    factor: V::Element,
-    q: &[V::Element],
-    out: &mut [V::Element],
+pub(crate) unsafe fn gated_rows<V: Vector>(
+    sums: &[V::Element],
+    factors: &[V::Element],
+    queries: Option<Rows<'_, V::Element>>,
+    to: &mut Columns<'_, V::Element>,
 ) where
     V::Element: Constants,
 {
-    assert!(sum.len().is_multiple_of(V::LANES) && out.len() <= sum.len() && (q.is_empty() || q.len() == out.len()));
-    let mut column = 0;
-    while column < out.len() {
-        // SAFETY: the sum has a register at `column` by the assertion above.
-        unsafe {
-            let mut value = V::load(sum.as_ptr().add(column)).mul(V::splat(factor));
-            if !q.is_empty() {
-                value = value.mul(sigmoid(load_part::<V>(q, column)).0);
+    let (count, head_dim) = (factors.len(), to.width());
+    let width = sums.len() / count.max(1);
+    assert!(width.is_multiple_of(V::LANES) && head_dim <= width && to.rows() >= count);
+    for (row, (sum, &factor)) in sums.chunks_exact(width.max(1)).zip(factors).enumerate() {
+        let q = queries.map(|queries| queries.row(row, head_dim));
+        let out = to.row(row);
+        let mut column = 0;
+        while column < head_dim {
+            // SAFETY: the sum has a register at `column` by the assertion above.
+            unsafe {
+                let mut value = V::load(sum.as_ptr().add(column)).mul(V::splat(factor));
+                if let Some(q) = q {
+                    value = value.mul(sigmoid(load_part::<V>(q, column)).0);
+                }
+                store_part(value, out, column);
             }
-            store_part(value, out, column);
+            column += V::LANES;
         }
-        column += V::LANES;
     }
 }
 
-/// One row of the backward: `dq`, and into `item` `factor·G ⊙ σ(q)`; returns `factor·G·Y`.
+/// Rows of the backward: `dq`; into `items` `factor·G ⊙ σ(q)`, one after the other; and into `sums` `factor·G·Y`. A row whose factor is 0
+/// sees nothing, and all of this is 0.
 #[inline(always)]
-pub(crate) unsafe fn gated_row_cotangent<V: Vector>(
-    row: OutputRow<'_, V::Element>,
-    factor: V::Element,
-    dq: &mut [V::Element],
-    item: &mut [V::Element],
-) -> V::Element
-where
+pub(crate) unsafe fn gated_cotangents<V: Vector>(
+    rows: OutputRows<'_, V::Element>,
+    factors: &[V::Element],
+    dq: &mut Columns<'_, V::Element>,
+    items: &mut [V::Element],
+    sums: &mut [V::Element],
+) where
     V::Element: Constants,
 {
-    assert!(item.len().is_multiple_of(V::LANES) && dq.len() <= item.len());
-    assert!(row.d_out.len() == dq.len() && row.out.len() == dq.len());
-    assert!(row.q.is_empty() || row.q.len() == dq.len());
-    let mut column = 0;
-    // SAFETY: `item` has a register at `column` by the assertion above.
-    unsafe {
-        let zero = V::splat(V::Element::ZERO);
-        let factor = V::splat(factor);
-        let mut sum = zero;
-        while column < item.len() {
-            let (mut g, mut d_query) = (zero, zero);
-            if column < dq.len() {
-                g = load_part::<V>(row.d_out, column);
-                let product = g.mul(load_part::<V>(row.out, column));
-                sum = sum.add(product);
-                if !row.q.is_empty() {
-                    let (gate, rest) = sigmoid(load_part::<V>(row.q, column));
-                    g = g.mul(gate);
-                    d_query = product.mul(rest);
-                }
-                store_part(d_query, dq, column);
-            }
-            g.mul(factor).store(item.as_mut_ptr().add(column));
-            column += V::LANES;
+    let (count, head_dim) = (factors.len(), dq.width());
+    let width = items.len() / count.max(1);
+    assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count);
+    assert!(rows.count == count && dq.rows() >= count);
+    for (row, (item, &factor)) in items.chunks_exact_mut(width.max(1)).zip(factors).enumerate() {
+        let d_query = dq.row(row);
+        if factor == V::Element::ZERO {
+            d_query.fill(V::Element::ZERO);
+            item.fill(V::Element::ZERO);
+            sums[row] = V::Element::ZERO;
+            continue;
         }
-        sum.mul(factor).sum()
+        let (q, d_out) = (rows.q.map(|q| q.row(row, head_dim)), rows.d_out.row(row, head_dim));
+        let out = rows.out.row(row, head_dim);
+        let mut column = 0;
+        // SAFETY: `item` has a register at `column` by the assertion above.
+        unsafe {
+            let zero = V::splat(V::Element::ZERO);
+            let factor = V::splat(factor);
+            let mut sum = zero;
+            while column < width {
+                let (mut g, mut slope) = (zero, zero);
+                if column < head_dim {
+                    g = load_part::<V>(d_out, column);
+                    let product = g.mul(load_part::<V>(out, column));
+                    sum = sum.add(product);
+                    if let Some(q) = q {
+                        let (gate, rest) = sigmoid(load_part::<V>(q, column));
+                        g = g.mul(gate);
+                        slope = product.mul(rest);
+                    }
+                    store_part(slope, d_query, column);
+                }
+                g.mul(factor).store(item.as_mut_ptr().add(column));
+                column += V::LANES;
+            }
+            sums[row] = sum.mul(factor).sum();
+        }
     }
 }
 

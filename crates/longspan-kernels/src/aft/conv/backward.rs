@@ -13,7 +13,8 @@ use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::{View, ViewMut};
-use crate::simd::log_sum::{OutputRow, floor};
+use crate::simd::log_sum::floor;
+use crate::simd::running::OutputRows;
 
 /// A block with its lines.
 struct Sides {
@@ -318,37 +319,35 @@ fn query_side<'a, T: Real>(
             let start = geometry.start(line);
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start + start);
             let (q, d_out, out) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out), rows_of(&cotangent.out));
-            c.fill(T::ZERO);
-            work.sums.fill(T::ZERO);
-            for (n, i) in (from..to).enumerate() {
-                let row = OutputRow {
-                    q: if problem.aft.gate { q.row(i, dims.head_dim) } else { &[] },
-                    d_out: d_out.row(i, dims.head_dim),
-                    out: out.row(i, dims.head_dim),
-                };
-                let at = starts[index] + local * sequence.queries + start + i;
-                let token = sequence.query_start + start + i;
-                // SAFETY: every row belongs to one chunk of one head, and the slices end here.
-                let (dq, own, x, b, d) = unsafe {
-                    (
-                        sink.dq.row(sequence.batch, head, token, dims.head_dim),
-                        rows.row(0, 0, at, width),
-                        &mut x.row(0, 0, at, 1)[0],
-                        &mut b.row(0, 0, at, 1)[0],
-                        &mut d.row(0, 0, at, 1)[0],
-                    )
-                };
-                let item = &mut work.sums[n * width..][..width];
-                if work.d[n] == T::ZERO {
-                    // Sees nothing.
-                    (*x, *b, *d) = (T::NEG_INFINITY, T::ZERO, T::ZERO);
-                    dq.fill(T::ZERO);
-                } else {
-                    c[n] = ops.gated_row_cotangent(row, T::ONE / work.d[n], dq, item);
-                    (*x, *b, *d) = (-work.x[n], -work.b[n], c[n]);
-                }
-                own.copy_from_slice(item);
+            let (count, at) = (to - from, starts[index] + local * sequence.queries + start + from);
+            // SAFETY: every row belongs to one chunk of one head, and slices and columns end with the chunk.
+            let (mut dq, own, x, b, d) = unsafe {
+                let token = sequence.query_start + start + from;
+                (
+                    sink.dq.columns([sequence.batch, head, token], count, 0..dims.head_dim),
+                    rows.row(0, 0, at, count * width),
+                    x.row(0, 0, at, count),
+                    b.row(0, 0, at, count),
+                    d.row(0, 0, at, count),
+                )
+            };
+            for n in 0..count {
+                let seen = work.d[n] != T::ZERO;
+                (x[n], b[n]) = if seen { (-work.x[n], -work.b[n]) } else { (T::NEG_INFINITY, T::ZERO) };
+                d[n] = if seen { T::ONE / work.d[n] } else { T::ZERO };
             }
+            let output_rows = OutputRows {
+                q: problem.aft.gate.then(|| q.skip(from)),
+                d_out: d_out.skip(from),
+                out: out.skip(from),
+                count,
+            };
+            let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);
+            rest.fill(T::ZERO);
+            ops.gated_cotangents(output_rows, d, &mut dq, row_items, c);
+            c[count..].fill(T::ZERO);
+            d.copy_from_slice(&c[..count]);
+            own.copy_from_slice(row_items);
             let skipped = (kernel.len() - field.kernel.len()).min(taps);
             add_tap_gradients(ops, &items, &field, chunk, width, c, &mut work, &mut d_taps[skipped..]);
         }

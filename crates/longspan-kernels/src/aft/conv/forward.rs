@@ -47,14 +47,13 @@ pub(in crate::aft) fn forward<T: Real>(
         walk(problem.ops, &source(index, kv_head), &field, chunk, edges, &mut work);
         let (from, to) = window.chunk(chunk);
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + geometry.start(line));
-        for (n, i) in (from..to).enumerate() {
-            let token = sequence.query_start + geometry.start(line) + i;
-            // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
-            let to = unsafe { out.row(sequence.batch, head, token, dims.head_dim) };
-            let q = if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] };
-            // A row that sees nothing gives 0; a weight that is NaN shows.
-            let factor = if work.d[n] == T::ZERO { T::ZERO } else { T::ONE / work.d[n] };
-            problem.ops.gated_row(&work.sums[n * width..][..width], factor, q, to);
-        }
+        let factors = &mut work.d[..to - from];
+        // A row that sees nothing gives 0; a weight that is NaN shows.
+        factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
+        let token = sequence.query_start + geometry.start(line) + from;
+        // SAFETY: every row belongs to one chunk of one head, and the columns end here.
+        let mut rows = unsafe { out.columns([sequence.batch, head, token], to - from, 0..dims.head_dim) };
+        let queries = problem.aft.gate.then(|| queries.skip(from));
+        problem.ops.gated_rows(&work.sums[..(to - from) * width], factors, queries, &mut rows);
     });
 }

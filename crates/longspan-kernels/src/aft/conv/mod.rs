@@ -15,7 +15,7 @@ use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::{Arena, parallel};
 use crate::shape::ViewMut;
-use walk::{Edges, Field, Source, Work, header};
+use walk::{Edges, Field, SPAN, Source, Work, header};
 
 /// Where taps stand.
 #[derive(Debug, Clone, Copy)]
@@ -198,6 +198,12 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
         }
     }
 
+    fn rows_in_place(&self, line: usize, from: isize, count: usize, width: usize) -> Option<&[T]> {
+        let tokens = self.items.tokens(self.token(line, from), count)?;
+        let adjacent = tokens.values.stride == width && tokens.head_dim == width;
+        tokens.values.data.get(..SPAN * width).filter(|_| adjacent)
+    }
+
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {
         let from = self.token(line, from);
         if let Some(tokens) = self.items.tokens(from, count) {
@@ -230,6 +236,10 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
         for (to, own) in [(x, self.x), (b, self.b), (d, self.d)] {
             to.copy_from_slice(&own[from..from + to.len()]);
         }
+    }
+
+    fn rows_in_place(&self, line: usize, from: isize, _: usize, width: usize) -> Option<&[T]> {
+        self.rows[(line * self.places + from as usize) * width..].get(..SPAN * width)
     }
 
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {

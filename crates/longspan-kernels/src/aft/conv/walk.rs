@@ -28,6 +28,9 @@ pub(super) trait Source<T> {
     /// Exponent in two parts and weight of the items from `from` on; −∞ where there is nothing.
     fn exponents(&self, line: usize, from: isize, x: &mut [T], b: &mut [T], d: &mut [T]);
 
+    /// The rows of [`SPAN`] items from `from` on, if they stand one after the other and the first `count` count.
+    fn rows_in_place(&self, line: usize, from: isize, count: usize, width: usize) -> Option<&[T]>;
+
     /// The rows of `count` items from `from` on, `width` numbers each; 0 where there is nothing.
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]);
 }
@@ -179,25 +182,34 @@ fn present(window: &Window, from: isize, count: usize) -> (usize, usize) {
     (low, high)
 }
 
-/// Reads the rows of the same items, [`SPAN`] of them; none of width 0.
-fn rows<T: Real>(
-    source: &impl Source<T>,
+/// The rows of the same items, [`SPAN`] of them; none of width 0. Those from `count` on are 0, or of any contents if none of them is
+/// multiplied (`whole`): then rows that stand one after the other are not copied to `to`.
+#[allow(clippy::too_many_arguments)]
+fn rows<'a, T: Real>(
+    source: &'a impl Source<T>,
     window: &Window,
     line: usize,
     from: isize,
     count: usize,
     width: usize,
-    to: &mut [T],
-) {
+    whole: bool,
+    to: &'a mut [T],
+) -> &'a [T] {
     if width == 0 {
-        return;
+        return &[];
     }
     let (low, high) = present(window, from, count);
+    if whole && low == 0 && high == count {
+        if let Some(rows) = source.rows_in_place(line, from, count, width) {
+            return rows;
+        }
+    }
     to[..low * width].fill(T::ZERO);
     to[high * width..SPAN * width].fill(T::ZERO);
     if low < high {
         source.rows(line, from + low as isize, high - low, width, &mut to[low * width..high * width]);
     }
+    to
 }
 
 /// Exponents of columns: the items at one place of all lines in view as one.
@@ -264,7 +276,7 @@ fn column_rows<T: Real>(
     for line in field.first_line..field.first_line + field.lines {
         exponents(source, &field.window, line, from, count, spare);
         weigh(ops, spare, &|n| (columns[n], columns[SPAN + n]));
-        rows(source, &field.window, line, from, count, width, block);
+        let block = rows(source, &field.window, line, from, count, width, true, block);
         let (low, high) = present(&field.window, from, count);
         for n in low..high {
             ops.add_scaled(&mut to[n * width..][..width], spare[n], &block[n * width..][..width]);
@@ -305,16 +317,16 @@ pub(super) fn sum<T: Real>(
     let width = sum.len() - header::<T>();
     for at in (from..to).step_by(SPAN) {
         let count = ((to - at) as usize).min(SPAN);
-        let items = if field.lines == 1 {
+        let (items, rows) = if field.lines == 1 {
             exponents(source, &field.window, field.first_line, at, count, work.spare);
-            rows(source, &field.window, field.first_line, at, count, width, work.rows);
-            &mut *work.spare
+            let rows = rows(source, &field.window, field.first_line, at, count, width, true, work.rows);
+            (&mut *work.spare, rows)
         } else {
             let columns = &mut *work.columns[0];
             column_exponents(ops, source, field, at, count, work.spare, columns);
             let spare = (&mut *work.spare, &mut *work.column_rows);
             column_rows(ops, source, field, at, count, columns, spare, width, work.rows);
-            columns
+            (columns, &*work.rows)
         };
         let mut top = (floor(), T::ZERO);
         for n in 0..count {
@@ -330,7 +342,7 @@ pub(super) fn sum<T: Real>(
                 a: items,
                 a_row: SPAN,
                 a_column: 1,
-                b: work.rows,
+                b: rows,
                 b_row: width,
                 c: part,
                 c_row: width,
@@ -581,25 +593,25 @@ pub(super) fn walk<T: Real>(
             continue;
         }
         let (line, reach) = (field.first_line + index / pieces, reach(piece));
-        rows(source, window, line, place(piece), reach, width, work.rows);
+        let rows = rows(source, window, line, place(piece), reach, width, count == CHUNK, work.rows);
         if single && piece == 0 && window.before {
-            enter(early, before, work.rows, count, false, work.sums);
+            enter(early, before, rows, count, false, work.sums);
         }
         if single && piece + 1 == pieces && window.after {
-            enter(late, after, &work.rows[behind * width..], end.max(count), true, work.sums);
+            enter(late, after, &rows[behind * width..], end.max(count), true, work.sums);
         }
         let (above, below) = weights.split_at_mut(own.end);
         above[..own.start].fill(T::ZERO);
         below.fill(T::ZERO);
-        if ops.all_finite(Rows { data: work.rows, stride: width }, count + taps.len() - 1, width) {
-            ops.add_window(weights, CHUNK, work.rows, width, count, work.sums);
+        if ops.all_finite(Rows { data: rows, stride: width }, count + taps.len() - 1, width) {
+            ops.add_window(weights, CHUNK, rows, width, count, work.sums);
             continue;
         }
         // 0 times what an output does not see would be no number.
         for n in 0..count {
             for p in (0..taps.len()).filter(|p| items[n + p] > T::NEG_INFINITY) {
                 let weight = weights[own.start + p * CHUNK + n];
-                ops.add_scaled(&mut work.sums[n * width..][..width], weight, &work.rows[(n + p) * width..][..width]);
+                ops.add_scaled(&mut work.sums[n * width..][..width], weight, &rows[(n + p) * width..][..width]);
             }
         }
     }
@@ -638,10 +650,11 @@ pub(super) fn add_tap_gradients<T: Real>(
         for weights in work.weights.chunks_exact_mut(CHUNK).take(taps.len()) {
             weights[count..].fill(T::ZERO);
         }
-        rows(source, window, field.first_line + line, place, count + taps.len() - 1, width, work.rows);
+        let (first, reach) = (field.first_line + line, count + taps.len() - 1);
+        let rows = rows(source, window, first, place, reach, width, count == CHUNK, work.rows);
         let to = &mut d_taps[line * field.taps..][taps.clone()];
-        if ops.all_finite(Rows { data: work.rows, stride: width }, SPAN, width) {
-            ops.transpose(work.rows, width, SPAN, width, turned_rows, SPAN);
+        if ops.all_finite(Rows { data: rows, stride: width }, reach, width) {
+            ops.transpose(rows, width, SPAN, width, turned_rows, SPAN);
             ops.window_dots(work.weights, turned_own, turned_rows, SPAN, width, c, to);
             continue;
         }
@@ -649,7 +662,7 @@ pub(super) fn add_tap_gradients<T: Real>(
         for n in 0..count {
             for (p, to) in to.iter_mut().enumerate().filter(|(p, _)| items[n + p] > T::NEG_INFINITY) {
                 let own = &work.sums[n * width..][..width];
-                let dot = ops.dot(own, &work.rows[(n + p) * width..][..width]);
+                let dot = ops.dot(own, &rows[(n + p) * width..][..width]);
                 *to += work.weights[p * CHUNK + n] * (dot - c[n]);
             }
         }
