@@ -38,6 +38,18 @@ def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) 
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
+def _lies_token_major(tensor: Tensor) -> bool:
+    """Whether heads lie closer together than tokens. A gradient lies as its tensor does: autograd copies one that does
+    not."""
+    _, heads, tokens, _ = tensor.shape
+    return heads > 1 and tokens > 1 and tensor.stride(1) < tensor.stride(2)
+
+
+def _empty_gradient(like: Tensor) -> Tensor:
+    batch, heads, tokens, width = like.shape
+    return _token_major(like, batch, heads, tokens, width) if _lies_token_major(like) else like.new_empty(like.shape)
+
+
 def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
@@ -94,13 +106,13 @@ def _backward(
     ).backward(
         _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        _array(out), _array(denominators), _array(d_out), initial_state, d_final_state, True,
+        _array(out), _array(denominators), _array(d_out), initial_state, d_final_state,
+        (_lies_token_major(q), _lies_token_major(k), _lies_token_major(v)),
     )  # fmt: skip
     gradients = []
     for like, gradient in zip((q, k, v), (dq, dk, dv)):
-        batch, heads, tokens, width = like.shape
         if gradient.size == 0:
-            gradients.append(_token_major(like, batch, heads, tokens, width))
+            gradients.append(_empty_gradient(like))
         else:
             gradients.append(torch.from_numpy(gradient).to(like.dtype))
     for like, gradient in zip(parameters, d_parameters):
@@ -180,7 +192,7 @@ def attention_backward(
 def _gradient_shapes(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
+    gradients = [_empty_gradient(tensor) for tensor in (q, k, v)]
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 
