@@ -43,7 +43,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 None
             };
             if let Some((sum, keys)) = state {
-                problem.ops.product(&mut Product {
+                let (next, end) = piece.next_rows();
+                let ahead = problem.queries_ahead(unit, head, next, end);
+                let product = &mut Product {
                     a: buffers.q,
                     a_row: head_width,
                     a_column: 1,
@@ -57,7 +59,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
+                };
+                problem.ops.product_fetching(product, &[ahead]);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);

@@ -11,6 +11,7 @@ pub(crate) use super::log_sum::{
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
+use crate::scratch::line;
 use crate::shape::Rows;
 
 /// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
@@ -68,9 +69,46 @@ impl Band {
     }
 }
 
+/// Rows of a caller's tensor that are read soon. A product asks for them a few lines at a time, so that memory answers
+/// while the processor multiplies; read in one go they would make it wait for as long as a chunk's product takes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead<'a, T> {
+    rows: Rows<'a, T>,
+    count: usize,
+    width: usize,
+}
+
+impl<'a, T> Ahead<'a, T> {
+    /// The rows `from..to` of `len`, as far as they are there.
+    pub fn new(rows: Rows<'a, T>, from: isize, to: isize, len: usize, width: usize) -> Self {
+        let there = |row: isize| row.clamp(0, len as isize) as usize;
+        Self { rows: rows.skip(there(from)), count: there(to) - there(from), width }
+    }
+
+    /// Asks for the `part`-th of `parts` parts.
+    #[inline(always)]
+    unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
+        for row in part * self.count / parts..(part + 1) * self.count / parts {
+            // Asking for what is not there does no harm, so nothing is checked.
+            let start = self.rows.data.as_ptr().wrapping_add(row * self.rows.stride);
+            for column in (0..self.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(start.wrapping_add(column)) };
+            }
+        }
+    }
+}
+
 /// See [`Product`].
 #[inline(always)]
 pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
+    // SAFETY: forwarded to the caller.
+    unsafe { product_fetching::<V>(p, &[]) }
+}
+
+/// The same, which asks for rows meanwhile.
+#[inline(always)]
+pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>, ahead: &[Ahead<'_, V::Element>]) {
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {
         return;
@@ -80,6 +118,10 @@ pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
     assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
     let mut row = 0;
     while row < p.rows {
+        for ahead in ahead {
+            // SAFETY: forwarded to the caller.
+            unsafe { ahead.fetch::<V>(row / BLOCK_ROWS, p.rows.div_ceil(BLOCK_ROWS)) };
+        }
         let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
         let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
         let (from, to) = p.c_band.columns(row, last, columns);

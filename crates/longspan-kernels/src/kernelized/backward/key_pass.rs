@@ -10,7 +10,7 @@ use super::{GradientSink, Source};
 use crate::real::Real;
 use crate::scratch::padded;
 use crate::shape::SharedRows;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{Ahead, Band, Product};
 
 /// The walk over the keys of one unit.
 pub(super) struct KeyWalk<'w, 'a, T: 'static> {
@@ -78,8 +78,21 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
     }
 
+    /// Queries, outputs and their gradients of the rows at the positions `from..to`, which come soon.
+    pub fn rows_ahead(&self, head: usize, from: isize, to: isize) -> [Ahead<'_, T>; 3] {
+        let (from, to) = (from - self.problem.offset, to - self.problem.offset);
+        let [out, d_out] = self.source.ahead(self.problem, &self.unit, head, from, to);
+        [self.problem.queries_ahead(&self.unit, head, from, to), out, d_out]
+    }
+
     /// Lets the rows of the window's first `rows` positions enter the state: `R += φ(q) dNᵀ`, `z += c φ(q)`.
-    pub fn absorb(&self, rows: usize, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
+    pub fn absorb(
+        &self,
+        rows: usize,
+        ahead: &[Ahead<'_, T>],
+        local: &mut Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
         let problem = self.problem;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         if problem.exponential {
@@ -106,7 +119,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
             }
         }
-        problem.ops.product(&mut Product {
+        let product = &mut Product {
             a: buffers.q,
             a_row: 1,
             a_column: head_width,
@@ -120,7 +133,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             accumulate: true,
             a_band: Band::ALL,
             c_band: Band::ALL,
-        });
+        };
+        problem.ops.product_fetching(product, ahead);
         let from = problem.layout.denominator();
         for row in 0..rows {
             let q = &buffers.q[row * head_width + from..][..head_width - from];
@@ -161,7 +175,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             local.scale_content(problem, self.unit.decay(count));
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start, count, buffers);
-                self.absorb(count, local, buffers);
+                let ahead = self.rows_ahead(head, start - buffers.chunk as isize, start);
+                self.absorb(count, &ahead, local, buffers);
             }
         }
         if let Some(lag) = far {

@@ -28,6 +28,7 @@ use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Rows, SharedRows, ViewMut};
+use crate::simd::block::Ahead;
 use crate::state::State;
 use key_pass::KeyWalk;
 use query_pass::QueryGradients;
@@ -55,6 +56,19 @@ impl<'a, T: Real> Source<'a, T> {
         let sequence = &unit.sequence;
         let of = |view: &crate::shape::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
         (of(&self.cotangent.out), of(&self.cotangent.d_out))
+    }
+
+    /// The same that come soon: the rows `from..to` of the sequence.
+    fn ahead(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        from: isize,
+        to: isize,
+    ) -> [Ahead<'a, T>; 2] {
+        let (out, d_out) = self.rows(unit, head);
+        [out, d_out].map(|rows| Ahead::new(rows, from, to, unit.sequence.queries, problem.dims.value_dim))
     }
 
     /// Writes `dN` of `count` rows from `first` into a block and `c` beside it; `scale[n]` multiplies row `n` where the

@@ -58,7 +58,10 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
             let mut written = false;
             if has_state {
-                ops.product(&mut Product {
+                let (next, end) = piece.next_rows();
+                let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
+                let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
+                let product = &mut Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -72,7 +75,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
+                };
+                ops.product_fetching(product, &ahead);
                 for row in 0..piece.rows {
                     let line = &mut buffers.dq[row * head_width..][..head_width];
                     ops.add_scaled(line, buffers.sums[row], buffers.keys_sum);

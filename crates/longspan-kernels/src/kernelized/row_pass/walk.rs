@@ -158,7 +158,9 @@ impl<T: Real> Walk<'_, '_, T> {
         }
         let first = (piece.key as isize - piece.window) as usize * problem.value_width;
         let chunk = buffers.sizes.chunk;
-        problem.ops.product(&mut Product {
+        let next = (piece.key + piece.keys) as isize;
+        let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
+        let product = &mut Product {
             a: buffers.k_columns,
             a_row: chunk,
             a_column: 1,
@@ -172,7 +174,8 @@ impl<T: Real> Walk<'_, '_, T> {
             accumulate: true,
             a_band: Band::ALL,
             c_band: Band::ALL,
-        });
+        };
+        problem.ops.product_fetching(product, &ahead);
         let from = problem.layout.denominator();
         problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         local.set_content();
