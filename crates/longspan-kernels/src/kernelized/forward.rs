@@ -44,7 +44,10 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             };
             if let Some((sum, keys)) = state {
                 let (next, end) = piece.next_rows();
-                let ahead = problem.queries_ahead(unit, head, next, end);
+                let ahead = [
+                    problem.queries_ahead(unit, head, next, end),
+                    self.out.ahead(sequence.batch, head, sequence.query_start + first, count, problem.dims.value_dim),
+                ];
                 let product = &mut Product {
                     a: buffers.q,
                     a_row: head_width,
@@ -60,7 +63,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                problem.ops.product_fetching(product, &[ahead]);
+                problem.ops.product_fetching(product, &ahead);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);

@@ -204,12 +204,12 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// Queries of a head that come soon: the rows `from..to` of its sequence.
-    pub fn queries_ahead(&self, unit: &Unit<'_, T>, head: usize, from: isize, to: isize) -> Ahead<'a, T> {
+    pub fn queries_ahead(&self, unit: &Unit<'_, T>, head: usize, from: isize, to: isize) -> Ahead<T> {
         Ahead::new(self.queries(unit, head), from, to, unit.sequence.queries, self.dims.head_dim)
     }
 
     /// Keys and values that come soon.
-    pub fn keys_ahead<'u>(&self, unit: &Unit<'u, T>, from: isize, to: isize) -> [Ahead<'u, T>; 2] {
+    pub fn keys_ahead(&self, unit: &Unit<'_, T>, from: isize, to: isize) -> [Ahead<T>; 2] {
         let keys = unit.sequence.keys;
         [
             Ahead::new(unit.k, from, to, keys, self.dims.head_dim),

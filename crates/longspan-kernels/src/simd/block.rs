@@ -69,28 +69,35 @@ impl Band {
     }
 }
 
-/// Rows of a caller's tensor that are read soon. A product asks for them a few lines at a time, so that memory answers
-/// while the processor multiplies; read in one go they would make it wait for as long as a chunk's product takes.
+/// Rows of a caller's tensor that are read or written soon. A product asks for them a few lines at a time, so that memory
+/// answers while the processor multiplies; taken in one go they would make it wait for as long as a chunk's product takes.
 #[derive(Clone, Copy)]
-pub(crate) struct Ahead<'a, T> {
-    rows: Rows<'a, T>,
+pub(crate) struct Ahead<T> {
+    /// Nothing is read through it, and an address that is not there is passed over.
+    start: *const T,
+    stride: usize,
     count: usize,
     width: usize,
 }
 
-impl<'a, T> Ahead<'a, T> {
+impl<T> Ahead<T> {
     /// The rows `from..to` of `len`, as far as they are there.
-    pub fn new(rows: Rows<'a, T>, from: isize, to: isize, len: usize, width: usize) -> Self {
+    pub fn new(rows: Rows<'_, T>, from: isize, to: isize, len: usize, width: usize) -> Self {
         let there = |row: isize| row.clamp(0, len as isize) as usize;
-        Self { rows: rows.skip(there(from)), count: there(to) - there(from), width }
+        let start = rows.data.as_ptr().wrapping_add(there(from) * rows.stride);
+        Self { start, stride: rows.stride, count: there(to) - there(from), width }
+    }
+
+    /// `count` rows that are written.
+    pub fn to_write(start: *const T, stride: usize, count: usize, width: usize) -> Self {
+        Self { start, stride, count, width }
     }
 
     /// Asks for the `part`-th of `parts` parts.
     #[inline(always)]
     unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
         for row in part * self.count / parts..(part + 1) * self.count / parts {
-            // Asking for what is not there does no harm, so nothing is checked.
-            let start = self.rows.data.as_ptr().wrapping_add(row * self.rows.stride);
+            let start = self.start.wrapping_add(row * self.stride);
             for column in (0..self.width).step_by(line::<T>()) {
                 // SAFETY: the caller has the instructions.
                 unsafe { V::fetch(start.wrapping_add(column)) };
@@ -108,7 +115,7 @@ pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
 
 /// The same, which asks for rows meanwhile.
 #[inline(always)]
-pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>, ahead: &[Ahead<'_, V::Element>]) {
+pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>, ahead: &[Ahead<V::Element>]) {
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {
         return;

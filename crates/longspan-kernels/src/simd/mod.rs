@@ -174,7 +174,7 @@ mod kernels {
 
 operations! {
     product(p: &mut Product<'_, T>);
-    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<'_, T>]);
+    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize

@@ -79,20 +79,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     }
 
     /// Queries, outputs and their gradients of the rows at the positions `from..to`, which come soon.
-    pub fn rows_ahead(&self, head: usize, from: isize, to: isize) -> [Ahead<'_, T>; 3] {
+    pub fn rows_ahead(&self, head: usize, from: isize, to: isize) -> [Ahead<T>; 3] {
         let (from, to) = (from - self.problem.offset, to - self.problem.offset);
         let [out, d_out] = self.source.ahead(self.problem, &self.unit, head, from, to);
         [self.problem.queries_ahead(&self.unit, head, from, to), out, d_out]
     }
 
     /// Lets the rows of the window's first `rows` positions enter the state: `R += φ(q) dNᵀ`, `z += c φ(q)`.
-    pub fn absorb(
-        &self,
-        rows: usize,
-        ahead: &[Ahead<'_, T>],
-        local: &mut Summary<'_, T>,
-        buffers: &mut KeyBuffers<'_, T>,
-    ) {
+    pub fn absorb(&self, rows: usize, ahead: &[Ahead<T>], local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
         let problem = self.problem;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         if problem.exponential {

@@ -109,7 +109,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
             if let Some((sum, z)) = state {
                 ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
-                let ahead = problem.keys_ahead(unit, first - chunk as isize, first);
+                let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
+                let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
+                let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+                let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
                 let product = &mut Product {
                     a: buffers.v,
                     a_row: value_width,
@@ -125,7 +128,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &ahead[..1]);
+                ops.product_fetching(product, &[next_k, to_k]);
                 let product = &mut Product {
                     a: buffers.k,
                     a_row: head_width,
@@ -141,7 +144,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &ahead[1..]);
+                ops.product_fetching(product, &[next_v, to_v]);
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
                 for n in 0..keys {

@@ -66,7 +66,7 @@ impl<'a, T: Real> Source<'a, T> {
         head: usize,
         from: isize,
         to: isize,
-    ) -> [Ahead<'a, T>; 2] {
+    ) -> [Ahead<T>; 2] {
         let (out, d_out) = self.rows(unit, head);
         [out, d_out].map(|rows| Ahead::new(rows, from, to, unit.sequence.queries, problem.dims.value_dim))
     }

@@ -89,7 +89,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             if tiled {
                 let band = Buffers::tile_band(problem, piece);
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
-                ops.product(&mut Product {
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let product = &mut Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -103,7 +105,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: band,
-                });
+                };
+                ops.product_fetching(product, &[ahead]);
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
