@@ -1,6 +1,7 @@
 //! Sizes of a call and strided views of its tensors: the only code that turns `(batch, head, token)` into an offset.
 
 use crate::error::{Error, expect};
+use crate::simd::block::Ahead;
 
 /// The sizes of one attention call.
 ///
@@ -262,6 +263,12 @@ unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
 
 impl<T> SharedRows<'_, T> {
+    /// `count` rows from a token on that are written soon.
+    pub fn ahead(&self, batch: usize, head: usize, token: usize, count: usize, width: usize) -> Ahead<T> {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
+        Ahead::to_write(self.data.wrapping_add(start), self.strides[2], count, width)
+    }
+
     /// `width` numbers of one row.
     ///
     /// # Safety

@@ -49,6 +49,18 @@ def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) 
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
+def _lies_token_major(tensor: Tensor) -> bool:
+    """Whether heads lie closer together than tokens. A gradient lies as its tensor does: autograd copies one that does
+    not."""
+    _, heads, tokens, _ = tensor.shape
+    return heads > 1 and tokens > 1 and tensor.stride(1) < tensor.stride(2)
+
+
+def _empty_gradient(like: Tensor) -> Tensor:
+    batch, heads, tokens, width = like.shape
+    return _token_major(like, batch, heads, tokens, width) if _lies_token_major(like) else like.new_empty(like.shape)
+
+
 def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
@@ -105,13 +117,13 @@ def _backward(
     ).backward(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, True,
+        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state,
+        (_lies_token_major(q), _lies_token_major(k), _lies_token_major(v)),
     )  # fmt: skip
     gradients = []
     for like, gradient in zip((q, k, v), (dq, dk, dv)):
-        batch, heads, tokens, width = like.shape
         if gradient.size == 0:
-            gradients.append(_token_major(like, batch, heads, tokens, width))
+            gradients.append(_empty_gradient(like))
         else:
             gradients.append(as_tensor(gradient))
     for like, gradient in zip(parameters, d_parameters):
@@ -191,7 +203,7 @@ def attention_backward(
 def _gradient_shapes(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
+    gradients = [_empty_gradient(tensor) for tensor in (q, k, v)]
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 

@@ -35,6 +35,12 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    /// The rows that come after its own, a chunk at most.
+    pub fn next_rows(&self) -> (isize, isize) {
+        let next = (self.row + self.rows) as isize;
+        (next, next + CHUNK as isize)
+    }
+
     /// Columns of the tile.
     pub fn columns(&self) -> usize {
         self.window_len - self.skip
