@@ -553,10 +553,10 @@ def _toeplitz(
     key_padding_mask: Tensor | None,
 ) -> Tensor:
     """`longspan.ops.toeplitz_attention`, a few rows of all pairs at a time."""
-    (bias,) = parameters
+    (bias,), maps = _without_maps(settings, parameters)
     normalize = settings.get("normalize", True)
     k, v, there = _without_padding(k, v, key_padding_mask)
-    left, right = _features(settings, q, k, normalize, (None, None))
+    left, right = _features(settings, q, k, normalize, maps)
     group = q.shape[1] // max(k.shape[1], 1)
     right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     ones = there.expand(-1, q.shape[1], -1, -1)

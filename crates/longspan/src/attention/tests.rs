@@ -50,6 +50,8 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"feature_map": "prf:8"}}"#,
         r#"{"mechanism": "toeplitz", "feature_map": "nprf:9"}"#,
         r#"{"mechanism": "toeplitz", "feature_map": "prf"}"#,
+        r#"{"mechanism": "toeplitz", "feature_map": "hedgehog:4"}"#,
+        r#"{"mechanism": "toeplitz", "feature_map": "hedgehog:exp", "bias": {"kind": "table", "reach": 200}}"#,
         r#"{"mechanism": "toeplitz", "feature_map": "exp", "bias": {"kind": "table", "reach": 200}}"#,
         r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 20, "bidirectional": true}}"#,
         r#"{"mechanism": "toeplitz", "normalize": false}"#,
