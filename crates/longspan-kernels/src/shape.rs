@@ -92,6 +92,13 @@ fn row_major(shape: [usize; 4]) -> [usize; 3] {
     [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]]
 }
 
+/// How many numbers a tensor has, if one follows another.
+fn adjacent(strides: [usize; 3], shape: [usize; 4]) -> Option<usize> {
+    let expected = row_major(shape);
+    let len = shape.iter().product();
+    (len == 0 || (0..3).all(|axis| shape[axis] == 1 || strides[axis] == expected[axis])).then_some(len)
+}
+
 /// One past the largest offset that `shape` reaches under `strides`; `None` if it does not fit.
 fn span(shape: [usize; 4], strides: [usize; 3]) -> Option<usize> {
     if shape.contains(&0) {
@@ -139,6 +146,11 @@ impl<'a, T> View<'a, T> {
             },
             || format!("{} elements", self.data.len()),
         )
+    }
+
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&self, shape: [usize; 4]) -> Option<&'a [T]> {
+        adjacent(self.strides, shape).map(|len| &self.data[..len])
     }
 
     /// The token rows of one batch entry and head.
@@ -192,6 +204,11 @@ impl<'a, T> ViewMut<'a, T> {
             || format!("strides under which no two elements of {shape:?} overlap"),
             || format!("{:?}", self.strides),
         )
+    }
+
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&mut self, shape: [usize; 4]) -> Option<&mut [T]> {
+        adjacent(self.strides, shape).map(|len| &mut self.data[..len])
     }
 
     /// A handle from which tasks write disjoint rows at the same time.
