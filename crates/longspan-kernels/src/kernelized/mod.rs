@@ -26,6 +26,7 @@ mod features;
 mod forward;
 mod naive;
 mod problem;
+mod row_pass;
 mod state;
 mod step;
 mod summary;
