@@ -255,9 +255,9 @@ def _kernelized(
     table = parameters[0] if parameters else None
     same = settings.get("rel_feature_map", "same") == "same"
     if table is not None and same:
-        if of_keys is not None:
-            raise ValueError("shaw: a table that goes through hedgehog has no meaning; use rel_feature_map='identity'")
-        table = _lift(whole, table if table.ndim == 3 else table[None], None)
+        # A row of the table goes through the map of the keys that its head reads.
+        matrix = None if of_keys is None else of_keys.repeat_interleave(heads // max(kv_heads, 1), 0)
+        table = _lift(whole, table if table.ndim == 3 else table[None], matrix)
     rho = phi if same else _FEATURE_MAPS["identity"]
 
     if key_padding_mask is not None:

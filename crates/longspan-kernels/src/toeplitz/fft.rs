@@ -625,28 +625,29 @@ pub(super) fn backward<T: Real>(
     let unit_len = most(&lines, |line| Whole::memory(problem, line));
     let per_transform = most(&lines, |line| 2 * line.work_len());
     let doubles_len = unit_len + rayon::current_num_threads() * per_transform;
-    let others = |shared: &Shared<'_, T>, d_lines: &mut [T], sums: MapSums<'_, T>, block: &mut [T], doubles: &mut [f64]| {
-        let (mut tasks, mut units) = (Vec::new(), Vec::new());
-        for unit in (0..problem.units()).map(|index| problem.unit(index)) {
-            let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
-            let Some(line) = line else {
-                for head in problem.heads(&unit) {
-                    tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+    let others =
+        |shared: &Shared<'_, T>, d_lines: &mut [T], sums: MapSums<'_, T>, block: &mut [T], doubles: &mut [f64]| {
+            let (mut tasks, mut units) = (Vec::new(), Vec::new());
+            for unit in (0..problem.units()).map(|index| problem.unit(index)) {
+                let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
+                let Some(line) = line else {
+                    for head in problem.heads(&unit) {
+                        tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+                    }
+                    units.push(KeyUnit::whole(unit.index));
+                    continue;
+                };
+                let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
+                let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform, sums };
+                let index = unit.index;
+                match whole.backward(&mut tasks, d_lines, block, doubles) {
+                    None => units.push(KeyUnit::whole(index)),
+                    Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
+                    Some(_) => {}
                 }
-                units.push(KeyUnit::whole(unit.index));
-                continue;
-            };
-            let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
-            let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform, sums };
-            let index = unit.index;
-            match whole.backward(&mut tasks, d_lines, block, doubles) {
-                None => units.push(KeyUnit::whole(index)),
-                Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
-                Some(_) => {}
             }
-        }
-        (tasks, units)
-    };
+            (tasks, units)
+        };
     tiled::backward_with(problem, cotangent, sink, parameters, StateGradients::NONE, scratch, doubles_len, others);
 }
 

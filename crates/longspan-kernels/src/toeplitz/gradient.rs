@@ -493,9 +493,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let (features, value_dim) = (problem.features, problem.dims.value_dim);
         let Buffers { q, keys, dk, dv, map, map_sums, .. } = buffers;
         let (block, dk, dv) = (&mut keys[which], &mut *dk[which], &*dv[which]);
-        let ring = |key: isize| {
-            strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key))
-        };
+        let ring = |key: isize| strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
         let kept = ((-block.from).max(0) as usize).min(block.count);
         for row in 0..kept {
             let key = block.from + row as isize;

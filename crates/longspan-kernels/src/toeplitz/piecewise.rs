@@ -317,11 +317,16 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let sums = arena.take(sums_len);
     let rest = arena.rest();
     let sums = key_sums(problem, sums, (&mut *rest, per_worker));
-    each_strip(problem, |strips| strips, (rest, per_worker), |unit, head, strip, rows, scratch| {
-        let span = span(problem, &unit, &rows);
-        let fars = fars(problem, &sums, unit.index, head, strip);
-        tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
-    });
+    each_strip(
+        problem,
+        |strips| strips,
+        (rest, per_worker),
+        |unit, head, strip, rows, scratch| {
+            let span = span(problem, &unit, &rows);
+            let fars = fars(problem, &sums, unit.index, head, strip);
+            tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
+        },
+    );
 }
 
 /// Working memory of a task that sums rows.

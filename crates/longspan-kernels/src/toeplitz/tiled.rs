@@ -649,7 +649,16 @@ pub(super) fn backward_with<T: Real>(
             let unit = problem.unit(*unit);
             let span = (unit.begin(), problem.end(&unit, rows.end - 1));
             query_strip(
-                problem, &shared, cotangent, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers,
+                problem,
+                &shared,
+                cotangent,
+                &unit,
+                *head,
+                rows.clone(),
+                span,
+                [None, None],
+                sink,
+                &mut buffers,
             );
         }
     });

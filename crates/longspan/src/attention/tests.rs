@@ -45,6 +45,8 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "shaw", "kernel": {"feature_map": "prf", "normalize": false}, "relative": {"shared": true}}"#,
         r#"{"mechanism": "shaw", "kernel": {"feature_map": "dpfp"}, "relative": {"radius": 3}}"#,
         r#"{"mechanism": "shaw", "kernel": {"feature_map": "hedgehog", "normalize": false}, "relative": {"raw": true}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"feature_map": "hedgehog:4"}, "relative": {"radius": 3}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"feature_map": "hedgehog:exp"}, "relative": {"shared": true, "radius": 2}}"#,
         r#"{"mechanism": "fourier", "kernel": {"feature_map": "nprf:7"}}"#,
         r#"{"mechanism": "fourier", "kernel": {"feature_map": "hedgehog:exp"}}"#,
         r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"feature_map": "prf:8"}}"#,
