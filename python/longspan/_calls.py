@@ -22,7 +22,7 @@ def first_distance(q: Any, offset: Any) -> int | None:
 #: torch.compile a size may be a symbol, which no text can hold.
 _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
     "shaw": lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
-    "toeplitz": lambda q, offset, bias: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
+    "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
     "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
     "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
     "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},

@@ -214,11 +214,6 @@ impl<'a, T> ViewMut<'a, T> {
         adjacent(self.strides, shape).map(|len| &mut self.data[..len])
     }
 
-    /// The same for a while.
-    pub(crate) fn reborrow(&mut self) -> ViewMut<'_, T> {
-        ViewMut { data: self.data, strides: self.strides }
-    }
-
     /// A handle from which tasks write disjoint rows at the same time.
     pub(crate) fn shared(&mut self) -> SharedRows<'_, T> {
         SharedRows {
