@@ -3,6 +3,7 @@
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
 use super::super::tile::{Buffers, Piece, combine_states, near_columns};
+use super::row_sums;
 use super::{GradientSink, Source};
 use crate::real::Real;
 use crate::scratch::padded;
@@ -17,6 +18,8 @@ pub(super) struct QueryGradients<'a, 's, T> {
     pub table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
     pub shifts: &'s mut [T],
+    /// The sums that keys read, where every key reads those of all rows.
+    pub sums: Option<row_sums::Place<'s, T>>,
 }
 
 impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
@@ -228,6 +231,14 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             if !written {
                 buffers.dq[..piece.rows * head_width].fill(T::ZERO);
             }
+            if let Some(place) = &mut self.sums {
+                // Without a mask the exponent is that of the whole unit.
+                place.sums.raise(problem, -scales.shift);
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
+                row_sums::absorb(problem, count, rows, &[ahead], &mut place.sums);
+            }
             let head_dim = problem.dims.head_dim;
             let (len, table) = (problem.sums_len(), problem.table_width() * head_width);
             let sums = &mut self.table[n * (table + len) + table..][..len];
@@ -249,5 +260,11 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         // SAFETY: these rows belong to no segment, and each unit's are written by one task.
         let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
         to.fill(T::ZERO);
+    }
+
+    fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        if let Some(place) = &mut self.sums {
+            place.end(problem, unit);
+        }
     }
 }
