@@ -177,6 +177,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let problem = self.problem;
         local.clear();
         let Stage { from, to, .. } = stage;
+        buffers.state_transposed = false;
         let far = std::mem::take(&mut buffers.running);
         if let Some(start) = start {
             far.copy_from_slice(start.far());

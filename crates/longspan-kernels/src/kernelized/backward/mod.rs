@@ -180,7 +180,7 @@ pub(super) fn backward<T: Real>(
                 table.fill(T::ZERO);
                 // SAFETY: as above; a unit's segments come in turn where one place serves them.
                 let sums = unsafe { row_sums.place(&places, unit, segment) };
-                QueryGradients { source, sink, table, shifts, sums }
+                QueryGradients { source, sink, table, shifts, has_state: false, sums }
             },
             None,
             scratch,

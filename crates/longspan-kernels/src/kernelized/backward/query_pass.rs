@@ -18,6 +18,8 @@ pub(super) struct QueryGradients<'a, 's, T> {
     pub table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
     pub shifts: &'s mut [T],
+    /// Whether the last piece had a state; its transpose stays in the buffers.
+    pub has_state: bool,
     /// The sums that keys read, where every key reads those of all rows.
     pub sums: Option<row_sums::Place<'s, T>>,
 }
@@ -36,15 +38,16 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
         }
 
-        // Sᵀ and Vᵀ are wanted by every head.
-        let mut has_state = false;
-        if problem.content {
+        // Sᵀ and Vᵀ are wanted by every head; without a mask every piece has the same Sᵀ.
+        let mut has_state = self.has_state && !problem.causal;
+        if problem.content && !has_state {
             let local = scene.local.map(|local| (local, scales.local));
             if let Some((sum, keys)) = combine_states(problem, buffers.state, (scene.start, scales.start), local) {
                 ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
                 buffers.keys_sum.copy_from_slice(keys);
                 has_state = true;
             }
+            self.has_state = has_state;
         }
         let separate = problem.layout.separate();
         let tiled = near > 0 || (problem.content && piece.keys > 0);
