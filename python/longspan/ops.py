@@ -249,6 +249,7 @@ def toeplitz_attention(
     max_distance=128,
     bidirectional=True,
     feature_map="elu+1",
+    maps=None,
     is_causal=False,
     offset=0,
     key_padding_mask=None,
@@ -283,7 +284,7 @@ def toeplitz_attention(
             raise ValueError(f"{operation}: bias: expected shape (heads, Lq + Lk - 1 = {expected}), "
                              f"got shape {tuple(bias.shape)}")  # fmt: skip
     return _attend(
-        operation, "toeplitz", options, q, k, v, (bias,),
+        operation, "toeplitz", options, q, k, v, (bias, *_options.maps(operation, feature_map, maps)),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
@@ -299,6 +300,7 @@ def toeplitz_attention_step(
     max_distance=128,
     bidirectional=True,
     feature_map="elu+1",
+    maps=None,
     normalize=True,
 ):
     """One token of `toeplitz_attention` with ``is_causal=True``. A ``bias`` of kind ``"table"`` is centred, ``[H, 2n - 1]``,
@@ -307,7 +309,8 @@ def toeplitz_attention_step(
     options = _options.toeplitz(
         operation, bias, kind, max_distance, bidirectional, feature_map, normalize, "auto", True
     )  # fmt: skip
-    return _step(operation, "toeplitz", options, q, k, v, (bias,), state)
+    parameters = (bias, *_options.maps(operation, feature_map, maps))
+    return _step(operation, "toeplitz", options, q, k, v, parameters, state)
 
 
 def aft_full(

@@ -224,6 +224,7 @@ def toeplitz_attention(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -244,6 +245,7 @@ def toeplitz_attention(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -264,6 +266,7 @@ def toeplitz_attention_step(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     normalize: bool = True,
 ) -> tuple[_Array, State]: ...
 

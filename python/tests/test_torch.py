@@ -221,19 +221,34 @@ def test_autocast_computes_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    arguments = inputs(queries=70, keys=70, dtype=dtype, requires_grad=True)
-    wide = [t.detach().float().requires_grad_() for t in arguments]
-    got, expected = ops.kernelized_attention(*arguments), ops.kernelized_attention(*wide)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, expected.to(dtype))
-    with torch.no_grad():
-        torch.testing.assert_close(ops.kernelized_attention(*arguments), got)
-    weights = draw(*got.shape, dtype=dtype)
-    for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
-                    torch.autograd.grad((expected * weights.float()).sum(), wide)):  # fmt: skip
-        assert a.dtype == dtype
-        torch.testing.assert_close(a, b.to(dtype), rtol=0.05, atol=0.05)
+def test_half_precision_is_widened_once_and_rounded_once(dtype):
+    heads_first = inputs(queries=70, keys=70, dtype=dtype)
+    tokens_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in heads_first]
+    rel = table(dtype=dtype)
+    for tensors in (heads_first, tokens_first):
+        arguments = [t.detach().requires_grad_() for t in (*tensors, rel)]
+        wide = [t.detach().float().requires_grad_() for t in arguments]
+        got, expected = (ops.shaw_attention(*all_of_them, is_causal=True) for all_of_them in (arguments, wide))
+        assert got.dtype == dtype
+        assert torch.equal(got, expected.to(dtype))
+        with torch.no_grad():
+            assert torch.equal(ops.shaw_attention(*arguments, is_causal=True), got)
+        # The backward finds the rounded output: its denominators and row sums differ by that rounding and no more.
+        weights = draw(*got.shape, dtype=dtype)
+        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
+                        torch.autograd.grad((expected * weights.float()).sum(), wide)):  # fmt: skip
+            assert a.dtype == dtype
+            torch.testing.assert_close(a, b.to(dtype), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_two_byte_numbers_reach_the_kernels(dtype):
+    # One key a row, of weight 1: the output is its value.
+    v = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    v = v[v.isfinite()].reshape(1, 1, -1, 256)
+    q = k = torch.zeros(1, 1, v.shape[2], 1, dtype=dtype)
+    ends = list(range(v.shape[2] + 1))
+    assert torch.equal(ops.kernelized_attention(q, k, v, cu_seqlens=ends), v)
 
 
 def test_no_copy_in_either_direction():

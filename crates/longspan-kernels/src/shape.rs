@@ -1,5 +1,7 @@
 //! Sizes of a call and strided views of its tensors: the only code that turns `(batch, head, token)` into an offset.
 
+use std::ops::Range;
+
 use crate::error::{Error, expect};
 use crate::simd::block::Ahead;
 
@@ -93,6 +95,13 @@ fn row_major(shape: [usize; 4]) -> [usize; 3] {
     [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]]
 }
 
+/// How many numbers a tensor has, if one follows another.
+fn adjacent(strides: [usize; 3], shape: [usize; 4]) -> Option<usize> {
+    let expected = row_major(shape);
+    let len = shape.iter().product();
+    (len == 0 || (0..3).all(|axis| shape[axis] == 1 || strides[axis] == expected[axis])).then_some(len)
+}
+
 /// One past the largest offset that `shape` reaches under `strides`; `None` if it does not fit.
 fn span(shape: [usize; 4], strides: [usize; 3]) -> Option<usize> {
     if shape.contains(&0) {
@@ -140,6 +149,11 @@ impl<'a, T> View<'a, T> {
             },
             || format!("{} elements", self.data.len()),
         )
+    }
+
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&self, shape: [usize; 4]) -> Option<&'a [T]> {
+        adjacent(self.strides, shape).map(|len| &self.data[..len])
     }
 
     /// The token rows of one batch entry and head.
@@ -195,9 +209,9 @@ impl<'a, T> ViewMut<'a, T> {
         )
     }
 
-    /// The same for a while.
-    pub(crate) fn reborrow(&mut self) -> ViewMut<'_, T> {
-        ViewMut { data: self.data, strides: self.strides }
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&mut self, shape: [usize; 4]) -> Option<&mut [T]> {
+        adjacent(self.strides, shape).map(|len| &mut self.data[..len])
     }
 
     /// A handle from which tasks write disjoint rows at the same time.
@@ -262,5 +276,58 @@ impl<T> SharedRows<'_, T> {
         assert!(start + width <= self.len, "a row outside a checked view");
         // SAFETY: the bounds are checked above, the exclusiveness is the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), width) }
+    }
+
+    /// The columns `columns` of `rows` rows from `token` on.
+    ///
+    /// # Safety
+    /// While the returned columns live nobody else may have a number of them, in this thread or another.
+    pub unsafe fn columns(
+        &self,
+        [batch, head, token]: [usize; 3],
+        rows: usize,
+        columns: Range<usize>,
+    ) -> Columns<'_, T> {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2] + columns.start;
+        let end = start + rows.saturating_sub(1) * self.strides[2] + columns.len();
+        assert!(columns.start <= columns.end && (rows == 0 || end <= self.len), "columns outside a checked view");
+        // SAFETY: the bounds are checked above, for no rows too.
+        let data = unsafe { self.data.add(start.min(self.len)) };
+        Columns { data, rows, width: columns.len(), stride: self.strides[2], lifetime: std::marker::PhantomData }
+    }
+}
+
+/// Some columns of rows one after the other that nobody else has.
+pub(crate) struct Columns<'a, T> {
+    data: *mut T,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    lifetime: std::marker::PhantomData<&'a mut [T]>,
+}
+
+impl<T> Columns<'_, T> {
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The numbers of one row.
+    pub fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows, "a row beyond the last");
+        // SAFETY: whoever made these columns promised that the row is there and nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride), self.width) }
+    }
+
+    /// A place in a row; it may be written as long as these columns live.
+    ///
+    /// # Safety
+    /// There is such a row, and such a column of it.
+    pub unsafe fn at(&self, row: usize, column: usize) -> *mut T {
+        // SAFETY: the caller's promise.
+        unsafe { self.data.add(row * self.stride + column) }
     }
 }

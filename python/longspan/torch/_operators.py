@@ -22,16 +22,27 @@ Packed = Optional[tuple[list[int], list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach()
-    array: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor on the CPU as an array on the same memory."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        raw: np.ndarray[Any, Any] = tensor.view(torch.int16).numpy()
+        return raw.view(_calls.BFLOAT16)
+    array: np.ndarray[Any, Any] = tensor.numpy()
     return array
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """The way back."""
+    if array.dtype == _calls.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     # NumPy and torch differ in the strides of nothing.
-    tensor = torch.from_numpy(array) if array.size else torch.empty(array.shape, dtype=dtype)
-    return tensor.to(dtype)
+    return as_tensor(array) if array.size else torch.empty(array.shape, dtype=dtype)
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) -> Tensor:
@@ -70,7 +81,7 @@ def _forward(
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor, State | None]:
     out, denominators, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
         True, True,
     )  # fmt: skip
@@ -79,7 +90,7 @@ def _forward(
     if out.size == 0:
         out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
     else:
-        out_tensor = torch.from_numpy(out).to(q.dtype)
+        out_tensor = as_tensor(out)
     return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
 
 
@@ -104,9 +115,9 @@ def _backward(
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
     ).backward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        _array(out), _array(denominators), _array(d_out), initial_state, d_final_state,
+        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state,
         (_lies_token_major(q), _lies_token_major(k), _lies_token_major(v)),
     )  # fmt: skip
     gradients = []
@@ -114,7 +125,7 @@ def _backward(
         if gradient.size == 0:
             gradients.append(_empty_gradient(like))
         else:
-            gradients.append(torch.from_numpy(gradient).to(like.dtype))
+            gradients.append(as_tensor(gradient))
     for like, gradient in zip(parameters, d_parameters):
         gradients.append(_tensor(gradient, like.dtype))
     return gradients, d_initial

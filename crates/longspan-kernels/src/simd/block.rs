@@ -5,8 +5,8 @@
 //! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
 
 pub(crate) use super::log_sum::{
-    bias_gradient, exponentials, factor, factor_tokens, gated_mean, join, join_factored, key_gradient, project,
-    row_cotangent, scale_by_exponents, scan_tokens, sum_tokens,
+    bias_gradient, exponentials, factor, gated_mean, join, join_factored, key_gradient, project, row_cotangent,
+    scale_by_exponents,
 };
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;

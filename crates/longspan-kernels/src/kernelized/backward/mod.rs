@@ -190,9 +190,6 @@ pub(super) fn backward<T: Real>(
         row_sums.join(problem, &problem.unit(index), row_segments(index), memory);
     }
     let all_row_sums = &*all_row_sums;
-    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
-        reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, d_table);
-    }
     let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
         let heads = state.heads_mut().map(|mut head| {
             head.iter_mut().for_each(|part| part.fill(T::ZERO));
@@ -229,6 +226,9 @@ pub(super) fn backward<T: Real>(
         (0..most_stages).map(|n| &key_sums[index * per_unit_sums + n * len..][..len]).collect()
     };
     problem.write_feature_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
+    if let Some(table) = &table {
+        reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, parameters);
+    }
 }
 
 /// In how many segments a unit's rows are visited.

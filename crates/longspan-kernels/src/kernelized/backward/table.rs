@@ -7,16 +7,17 @@ use crate::real::Real;
 use crate::shape::Rows;
 use crate::shaw::RelativeMap;
 
-/// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map.
+/// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map, to
+/// whose own, the last of `parameters`, they add what it learns from the table.
 pub(in crate::kernelized) fn reduce_table<T: Real>(
     problem: &Problem<'_, T>,
     table: &Table<'_, T>,
     gradients: &mut [T],
     per_unit: usize,
     segments: &dyn Fn(usize) -> usize,
-    d_table: &mut [T],
+    parameters: &mut [&mut [T]],
 ) {
-    let Some(shaw) = problem.attention.score.shaw() else { return };
+    let (Some(shaw), [d_table, others @ ..]) = (problem.attention.score.shaw(), parameters) else { return };
     let (head_width, table_dim) = (problem.head_width, problem.table_dim());
     let len = table.width * head_width;
     let entry = len + problem.sums_len();
@@ -25,7 +26,7 @@ pub(in crate::kernelized) fn reduce_table<T: Real>(
     if shaw.map == RelativeMap::Same
         && let Some(map) = &problem.mapping.rows
     {
-        reduce_mapped_table(problem, map, table, gradients, per_unit, segments, d_table);
+        reduce_mapped_table(problem, map, table, gradients, per_unit, segments, (d_table, others.last_mut()));
         return;
     }
     for index in 0..problem.units() {
@@ -68,20 +69,22 @@ fn reduce_mapped_table<T: Real>(
     gradients: &mut [T],
     per_unit: usize,
     segments: &dyn Fn(usize) -> usize,
-    d_table: &mut [T],
+    (d_table, mut d_map): (&mut [T], Option<&mut &mut [T]>),
 ) {
     let Some(shaw) = problem.attention.score.shaw() else { return };
     let (head_width, head_dim, group) = (problem.head_width, problem.dims.head_dim, problem.dims.group());
     let len = table.width * head_width;
     let entry = len + problem.sums_len();
-    let mut work = vec![T::ZERO; map.work_len(1) + map.raw_width()];
+    let mut work = vec![T::ZERO; map.work_len(1) + map.raw_width() + map.sums_len()];
     let (dx, work) = work.split_at_mut(map.raw_width());
-    for index in 0..if shaw.shared { 1 } else { problem.dims.heads } {
+    let (sums, work) = work.split_at_mut(map.sums_len());
+    let (tables, heads) = problem.tables(shaw);
+    for index in 0..tables {
         let mut first = None;
         for unit in 0..problem.units() {
             for segment in 0..segments(unit) {
                 for (n, head) in problem.heads(&problem.unit(unit)).enumerate() {
-                    if !shaw.shared && head != index {
+                    if table.of(head) != index {
                         continue;
                     }
                     let at = unit * per_unit + (segment * group + n) * entry;
@@ -95,13 +98,22 @@ fn reduce_mapped_table<T: Real>(
             }
         }
         let Some(first) = first else { continue };
+        let (given, side) = (if shaw.shared { 0 } else { index }, MapSide::Key(index * heads / group));
+        sums.fill(T::ZERO);
         for row in 0..table.count {
-            let place = (index * shaw.rows() + row) * head_dim;
+            let place = (given * shaw.rows() + row) * head_dim;
             let raw = Rows { data: &problem.call.parameters[0][place..], stride: head_dim };
             let d = &mut gradients[first + row * head_width..][..head_width];
-            let phi = &table.rows(index)[row * head_width..][..head_width];
-            map.pull_back(MapSide::Key(index / group), raw, 1, None, phi, d, head_width, dx, &mut [], work);
-            problem.ops.store(dx, T::ONE, &mut d_table[place..][..head_dim]);
+            if d.iter().all(|&d| d == T::ZERO) {
+                // What stands in a row that no distance has must not reach the map's gradient.
+                continue;
+            }
+            let phi = &table.rows(index * heads)[row * head_width..][..head_width];
+            map.pull_back(side, raw, 1, None, phi, d, head_width, dx, sums, work);
+            problem.ops.add_scaled(&mut d_table[place..][..head_dim], T::ONE, dx);
+        }
+        if let (MapSide::Key(kv_head), Some(d_map), false) = (side, &mut d_map, sums.is_empty()) {
+            map.write_gradient(std::iter::once(&*sums), kv_head, true, d_map);
         }
     }
 }
