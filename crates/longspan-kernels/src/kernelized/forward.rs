@@ -29,6 +29,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         let sequence = &unit.sequence;
         let scales = Scales::new(problem, walk.table.as_ref(), scene);
         let decays = unit.gamma != 1.0;
+        if problem.content && piece.keys > 0 {
+            buffers.transpose_keys(problem, piece);
+        }
         let run_sum = std::mem::take(&mut buffers.far);
         for head in problem.heads(unit) {
             let (first, count) = (piece.row, piece.rows);

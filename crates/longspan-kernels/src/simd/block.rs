@@ -241,6 +241,37 @@ pub(crate) unsafe fn load<V: Vector>(
 ) where
     V::Element: Constants,
 {
+    // The map is looked at once, not for every register.
+    macro_rules! load_as {
+        ($map:ident) => {
+            // SAFETY: forwarded to the caller.
+            unsafe { load_through::<V>(FeatureMap::$map, shift, from, count, width, ignored, to, to_row) }
+        };
+    }
+    match map {
+        FeatureMap::EluPlusOne => load_as!(EluPlusOne),
+        FeatureMap::Relu => load_as!(Relu),
+        FeatureMap::Softplus => load_as!(Softplus),
+        FeatureMap::Exp => load_as!(Exp),
+        // Maps of whole rows are not made here.
+        _ => load_as!(Identity),
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn load_through<V: Vector>(
+    map: FeatureMap,
+    shift: V::Element,
+    from: Rows<'_, V::Element>,
+    count: usize,
+    width: usize,
+    ignored: Option<&[bool]>,
+    to: &mut [V::Element],
+    to_row: usize,
+) where
+    V::Element: Constants,
+{
     let whole = width / V::LANES * V::LANES;
     for row in 0..count {
         let to = &mut to[row * to_row..][..to_row];

@@ -83,12 +83,16 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let padding = unit.padding(key, key + keys);
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
-            ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            if problem.causal {
+                ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
             ops.load(FeatureMap::Identity, T::ZERO, v, keys, value_dim, padding, buffers.v, value_width);
             buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
-            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+            if problem.causal {
+                ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+            }
         }
         buffers.dk[..keys * head_width].fill(T::ZERO);
         buffers.dv[..keys * value_width].fill(T::ZERO);
@@ -108,7 +112,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
             let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
             if let Some((sum, z)) = state {
-                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                // Without a mask every piece of the stage reads the same.
+                if problem.causal || !buffers.state_transposed {
+                    ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                    buffers.state_transposed = true;
+                }
                 let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
                 let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
                 let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);

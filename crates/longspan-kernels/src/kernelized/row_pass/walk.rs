@@ -150,8 +150,6 @@ impl<T: Real> Walk<'_, '_, T> {
                 let weight = self.unit.decay(piece.rows - key);
                 problem.ops.scale(&mut buffers.k[key * width..][..width], weight);
             }
-            let rows = padded::<T>(piece.keys);
-            problem.ops.transpose(buffers.k, width, rows, width, buffers.k_columns, buffers.sizes.chunk);
         }
         if piece.keys == 0 {
             return;
@@ -161,9 +159,9 @@ impl<T: Real> Walk<'_, '_, T> {
         let next = (piece.key + piece.keys) as isize;
         let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
         let product = &mut Product {
-            a: buffers.k_columns,
-            a_row: chunk,
-            a_column: 1,
+            a: buffers.k,
+            a_row: 1,
+            a_column: width,
             b: &buffers.v[first..],
             b_row: problem.value_width,
             c: local.sum(),
