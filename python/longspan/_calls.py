@@ -22,7 +22,7 @@ def first_distance(q: Any, offset: Any) -> int | None:
 #: torch.compile a size may be a symbol, which no text can hold.
 _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
     "shaw": lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
-    "toeplitz": lambda q, offset, bias: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
+    "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
     "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
     "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
     "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
@@ -79,22 +79,27 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
     return lists[0], lists[-1]
 
 
-_NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
+
+#: What the compiled half takes for bfloat16, a type that NumPy itself has not: two bytes.
+BFLOAT16 = np.dtype("V2")
 
 
-def _widened(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any]:
-    """NumPy arrays in a type that the kernels have, and the half precision that the result goes back to, if any."""
+def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any]:
+    """NumPy arrays in a type that the kernels take, and the bfloat16 of another package that they came in, if any."""
     first = arrays[0]
     for name, array in zip(names, arrays):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{operation}: {name}: expected a numpy.ndarray or a torch.Tensor, all of one kind, "
                             f"got {type(array).__module__}.{type(array).__qualname__}")  # fmt: skip
-    if first.dtype.name not in ("float16", "bfloat16"):
+        if array.dtype == BFLOAT16:
+            raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {array.dtype}")
+    if first.dtype.name != "bfloat16":
         return list(arrays), None
     for name, array in zip(names, arrays):
         if array.dtype != first.dtype:
             raise TypeError(f"{operation}: {name}: expected {first.dtype} like q, got {array.dtype}")
-    return [array.astype(np.float32) for array in arrays], first.dtype
+    return [array.view(BFLOAT16) for array in arrays], first.dtype
 
 
 _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta")}
@@ -111,7 +116,11 @@ def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
 
 def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
     """Arrays, or tensors on the CPU, as arrays."""
-    return tuple([array.detach().numpy() if is_tensor(array) else array for array in arrays])
+    if not any(is_tensor(array) for array in arrays):
+        return tuple(arrays)
+    from .torch import _operators
+
+    return tuple([_operators.as_array(array) if is_tensor(array) else array for array in arrays])
 
 
 def plain_state(operation: str, name: str, state: Any) -> State | None:
@@ -148,9 +157,9 @@ def attend(
             operation, name, options, q, k, v, parameters,
             is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
         )  # fmt: skip
-    half = None
+    other = None
     if type(q) is not np.ndarray or q.dtype not in _NATIVE_DTYPES:
-        (q, k, v, *rest), half = _widened(operation, (q, k, v, *parameters), names(name, parameters))
+        (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), names(name, parameters))
         parameters = tuple(rest)
     if initial_state is not None:
         initial_state = plain_state(operation, "initial_state", initial_state)
@@ -158,8 +167,8 @@ def attend(
     out, _, state = mechanism(name, options, operation, parameters, q, offset).forward(
         q, k, v, parameters, is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
     )
-    if half is not None:
-        out = out.astype(half)
+    if other is not None:
+        out = out.view(other)
     return (out, state) if output_final_state else out
 
 
@@ -168,14 +177,14 @@ def step(
 ) -> Any:
     """One token: ``(output, state)``."""
     state = plain_state(operation, "state", state)
-    back = None
-    half = None
+    given = q
+    other = None
     if is_tensor(q):
         from .torch import _dispatch
 
-        (q, k, v, *rest), back = _dispatch.as_arrays(operation, (q, k, v, *parameters), names(name, parameters))
+        q, k, v, *rest = _dispatch.as_arrays(operation, (q, k, v, *parameters), names(name, parameters))
     else:
-        (q, k, v, *rest), half = _widened(operation, (q, k, v, *parameters), names(name, parameters))
+        (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), names(name, parameters))
     with_token = q.ndim == 4
     if with_token:
         for argument, array in (("q", q), ("k", k), ("v", v)):
@@ -186,6 +195,8 @@ def step(
     out, state = mechanism(name, options, operation, rest).step(q, k, v, tuple(rest), state)
     if with_token:
         out = out[:, :, None]
-    if back is not None:
-        return back(out), state
-    return (out if half is None else out.astype(half)), state
+    if is_tensor(given):
+        from .torch import _operators
+
+        return _operators.as_tensor(out), state
+    return (out if other is None else out.view(other)), state

@@ -227,13 +227,14 @@ def fourier_attention(
 
 
 def fourier_attention_step(
-    q, k, v, a, b=None, c=None, beta=None, state=None, *, normalizer="one_plus", wave="each", feature_map="elu+1",
-    maps=None, decay=None,
+    q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
+    wave="each", feature_map="elu+1", maps=None, decay=None,
 ):  # fmt: skip
-    """One token of `fourier_attention` with ``is_causal=True`` and counted positions; the state counts."""
+    """One token of `fourier_attention` with ``is_causal=True``, at the positions ``q_positions`` and ``k_positions``,
+    ``[B, 1, n]``, or counted; then the state counts."""
     operation = "fourier_attention_step"
     options, parameters = _options.fourier(
-        operation, k, a, b, c, beta, None, None, normalizer, wave, feature_map, decay, "auto"
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto"
     )  # fmt: skip
     parameters += _options.maps(operation, feature_map, maps)
     return _step(operation, "fourier", options, q, k, v, parameters, state)
@@ -249,6 +250,7 @@ def toeplitz_attention(
     max_distance=128,
     bidirectional=True,
     feature_map="elu+1",
+    maps=None,
     is_causal=False,
     offset=0,
     key_padding_mask=None,
@@ -283,7 +285,7 @@ def toeplitz_attention(
             raise ValueError(f"{operation}: bias: expected shape (heads, Lq + Lk - 1 = {expected}), "
                              f"got shape {tuple(bias.shape)}")  # fmt: skip
     return _attend(
-        operation, "toeplitz", options, q, k, v, (bias,),
+        operation, "toeplitz", options, q, k, v, (bias, *_options.maps(operation, feature_map, maps)),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
@@ -299,6 +301,7 @@ def toeplitz_attention_step(
     max_distance=128,
     bidirectional=True,
     feature_map="elu+1",
+    maps=None,
     normalize=True,
 ):
     """One token of `toeplitz_attention` with ``is_causal=True``. A ``bias`` of kind ``"table"`` is centred, ``[H, 2n - 1]``,
@@ -307,7 +310,8 @@ def toeplitz_attention_step(
     options = _options.toeplitz(
         operation, bias, kind, max_distance, bidirectional, feature_map, normalize, "auto", True
     )  # fmt: skip
-    return _step(operation, "toeplitz", options, q, k, v, (bias,), state)
+    parameters = (bias, *_options.maps(operation, feature_map, maps))
+    return _step(operation, "toeplitz", options, q, k, v, parameters, state)
 
 
 def aft_full(

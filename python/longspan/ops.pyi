@@ -206,6 +206,8 @@ def fourier_attention_step(
     beta: _Array | None = None,
     state: _State | None = None,
     *,
+    q_positions: _Array | None = None,
+    k_positions: _Array | None = None,
     normalizer: str = "one_plus",
     wave: str = "each",
     feature_map: str = "elu+1",
@@ -224,6 +226,7 @@ def toeplitz_attention(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -244,6 +247,7 @@ def toeplitz_attention(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -264,6 +268,7 @@ def toeplitz_attention_step(
     max_distance: int = 128,
     bidirectional: bool = True,
     feature_map: str = "elu+1",
+    maps: tuple[_Array, _Array] | None = None,
     normalize: bool = True,
 ) -> tuple[_Array, State]: ...
 

@@ -1,6 +1,9 @@
 //! NumPy arrays as the kernels walk them: where they lie if rows are adjacent numbers, otherwise as a copy.
 
-use longspan_kernels::{Real, View};
+use std::cell::RefCell;
+
+use longspan_kernels::halves::{self, Half, bf16, f16};
+use longspan_kernels::{Real, View, ViewMut};
 use numpy::npyffi::NPY_TYPES;
 use numpy::{Element, PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype};
 use pyo3::intern;
@@ -8,12 +11,63 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::error;
+use crate::threads;
 
 /// The two number types of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     F32,
     F64,
+}
+
+/// What an array holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    F64,
+    F16,
+    /// NumPy has no such type: two bytes without a meaning, `V2`, as the Python half of this package sees them.
+    Bf16,
+}
+
+impl Dtype {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+        }
+    }
+
+    /// What the kernels compute in.
+    pub fn precision(self) -> Precision {
+        match self {
+            Self::F64 => Precision::F64,
+            _ => Precision::F32,
+        }
+    }
+
+    fn of(descriptor: &Bound<'_, PyArrayDescr>) -> Option<Self> {
+        match descriptor.num() {
+            n if n == NPY_TYPES::NPY_FLOAT as i32 => Some(Self::F32),
+            n if n == NPY_TYPES::NPY_DOUBLE as i32 => Some(Self::F64),
+            n if n == NPY_TYPES::NPY_HALF as i32 => Some(Self::F16),
+            n if n == NPY_TYPES::NPY_VOID as i32 && descriptor.itemsize() == 2 && !descriptor.has_fields() => {
+                Some(Self::Bf16)
+            }
+            _ => None,
+        }
+    }
+
+    pub fn descriptor(self, py: Python<'_>) -> PyResult<Bound<'_, PyArrayDescr>> {
+        match self {
+            Self::F32 => Ok(dtype::<f32>(py)),
+            Self::F64 => Ok(dtype::<f64>(py)),
+            Self::F16 => PyArrayDescr::new(py, "f2"),
+            Self::Bf16 => PyArrayDescr::new(py, "V2"),
+        }
+    }
 }
 
 impl Precision {
@@ -23,42 +77,133 @@ impl Precision {
             Self::F64 => "float64",
         }
     }
+}
 
-    fn of(descriptor: &Bound<'_, PyArrayDescr>) -> Option<Self> {
-        match descriptor.num() {
-            n if n == NPY_TYPES::NPY_FLOAT as i32 => Some(Self::F32),
-            n if n == NPY_TYPES::NPY_DOUBLE as i32 => Some(Self::F64),
-            _ => None,
+/// Numbers of wide copies that a thread keeps from call to call: pages that a system gives anew cost more than what is
+/// done with them.
+const KEPT: usize = 1 << 24;
+
+thread_local! {
+    static SPARE: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Single precision beside half-width numbers.
+#[derive(Debug)]
+pub struct Wide(Vec<f32>);
+
+impl Wide {
+    /// Room for `len` numbers, of any value.
+    pub fn new(len: usize) -> Self {
+        let mut numbers = SPARE.with_borrow_mut(|spare| {
+            let fitting = spare.iter().position(|numbers| numbers.capacity() >= len && numbers.capacity() <= 2 * len);
+            fitting.map(|at| spare.swap_remove(at)).unwrap_or_default()
+        });
+        numbers.resize(len, 0.0);
+        Self(numbers)
+    }
+
+    fn of(tensor: &Tensor<'_>) -> Self {
+        let mut wide = Self::new(tensor.array.len());
+        match tensor.dtype {
+            Dtype::F16 => wide.fill::<f16>(tensor),
+            _ => wide.fill::<bf16>(tensor),
+        }
+        wide
+    }
+
+    fn fill<H: Half>(&mut self, tensor: &Tensor<'_>) {
+        let (shape, strides) = tensor.four_axes(size_of::<H>());
+        let from = View::strided(tensor.elements::<H>(), strides);
+        let py = tensor.array.py();
+        py.detach(|| threads::run(self.seconds(), || halves::widen(&from, shape, &mut self.0)))
+            .expect("a view of all that the array holds");
+    }
+
+    /// Rounds into an array with as many numbers, row-major, which nobody else has seen.
+    pub fn round_into(&self, array: &mut Bound<'_, PyUntypedArray>) {
+        match Dtype::of(&array.dtype()) {
+            Some(Dtype::F16) => self.round::<f16>(array),
+            _ => self.round::<bf16>(array),
         }
     }
 
-    fn descriptor(self, py: Python<'_>) -> Bound<'_, PyArrayDescr> {
-        match self {
-            Self::F32 => dtype::<f32>(py),
-            Self::F64 => dtype::<f64>(py),
+    fn round<H: Half>(&self, array: &mut Bound<'_, PyUntypedArray>) {
+        if self.0.is_empty() {
+            return;
         }
+        let py = array.py();
+        // SAFETY: a new array of this type, row-major and aligned, any bits of which are a number; nobody else refers to it.
+        let to: &mut [H] =
+            unsafe { std::slice::from_raw_parts_mut((*array.as_array_ptr()).fields.data.cast(), array.len()) };
+        // Where rows begin does not matter here.
+        let shape = [1, 1, 1, to.len()];
+        let mut to = ViewMut::contiguous(to, shape);
+        py.detach(|| threads::run(self.seconds(), || halves::narrow(&self.0, shape, &mut to)))
+            .expect("as many numbers as the array has");
+    }
+
+    pub fn numbers_mut(&mut self) -> &mut [f32] {
+        &mut self.0
+    }
+
+    /// About what one thread takes to convert them.
+    fn seconds(&self) -> f64 {
+        self.0.len() as f64 * 0.5e-9
+    }
+}
+
+impl Drop for Wide {
+    fn drop(&mut self) {
+        let numbers = std::mem::take(&mut self.0);
+        SPARE.with_borrow_mut(|spare| {
+            spare.push(numbers);
+            while spare.iter().map(Vec::capacity).sum::<usize>() > KEPT {
+                spare.remove(0);
+            }
+        });
     }
 }
 
 /// A number type of both NumPy and the kernels.
 pub trait Number: Real + Element {
     const PRECISION: Precision;
+    const DTYPE: Dtype;
+    /// Numbers of single precision, if this is it.
+    fn from_singles(numbers: &[f32]) -> Option<&[Self]>;
+    /// The same to write.
+    fn from_singles_mut(numbers: &mut [f32]) -> Option<&mut [Self]>;
 }
 
 impl Number for f32 {
     const PRECISION: Precision = Precision::F32;
+    const DTYPE: Dtype = Dtype::F32;
+    fn from_singles(numbers: &[f32]) -> Option<&[Self]> {
+        Some(numbers)
+    }
+    fn from_singles_mut(numbers: &mut [f32]) -> Option<&mut [Self]> {
+        Some(numbers)
+    }
 }
 
 impl Number for f64 {
     const PRECISION: Precision = Precision::F64;
+    const DTYPE: Dtype = Dtype::F64;
+    fn from_singles(_: &[f32]) -> Option<&[Self]> {
+        None
+    }
+    fn from_singles_mut(_: &mut [f32]) -> Option<&mut [Self]> {
+        None
+    }
 }
 
 /// An array whose last axis is adjacent numbers and whose other strides are whole numbers of elements, not negative.
 #[derive(Debug)]
 pub struct Tensor<'py> {
     array: Bound<'py, PyUntypedArray>,
-    precision: Precision,
+    dtype: Dtype,
     copied: bool,
+    /// All numbers of a half-width array, row-major.
+    wide: Option<Wide>,
 }
 
 fn any_array<'py>(operation: &str, argument: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyUntypedArray>> {
@@ -69,12 +214,12 @@ fn any_array<'py>(operation: &str, argument: &str, value: &Bound<'py, PyAny>) ->
 }
 
 impl<'py> Tensor<'py> {
-    /// Takes `value` as `argument` of `operation`, in any precision that the kernels have.
+    /// Takes `value` as `argument` of `operation`: where it lies, or widened.
     pub fn new(operation: &str, argument: &str, value: &Bound<'py, PyAny>) -> PyResult<Self> {
         let array = any_array(operation, argument, value)?;
         let descriptor = array.dtype();
-        let Some(precision) = Precision::of(&descriptor) else {
-            return Err(error::kind(operation, argument, "float32 or float64", descriptor));
+        let Some(dtype) = Dtype::of(&descriptor) else {
+            return Err(error::kind(operation, argument, "float32, float64, float16 or bfloat16", descriptor));
         };
         let walkable = descriptor.is_native_byteorder() != Some(false) && array.is_aligned() && {
             let size = descriptor.itemsize() as isize;
@@ -84,36 +229,40 @@ impl<'py> Tensor<'py> {
             let last = array.shape().last().zip(array.strides().last());
             leading && last.is_none_or(|(&n, &stride)| n <= 1 || stride == size)
         };
-        if walkable {
-            return Ok(Self { array, precision, copied: false });
+        let mut tensor =
+            if walkable { Self { array, dtype, copied: false, wide: None } } else { Self::copy(array, dtype)? };
+        // More axes are refused wherever an array is used.
+        if matches!(dtype, Dtype::F16 | Dtype::Bf16) && tensor.array.ndim() <= 4 {
+            tensor.wide = Some(Wide::of(&tensor));
+            tensor.copied = true;
         }
-        Self::copy(array, precision)
+        Ok(tensor)
     }
 
-    fn copy(array: Bound<'py, PyUntypedArray>, precision: Precision) -> PyResult<Self> {
+    fn copy(array: Bound<'py, PyUntypedArray>, dtype: Dtype) -> PyResult<Self> {
         let py = array.py();
         let options = [("order", "C")].into_py_dict(py)?;
-        let copy = array.call_method(intern!(py, "astype"), (precision.descriptor(py),), Some(&options))?;
-        Ok(Self { array: copy.cast_into::<PyUntypedArray>()?, precision, copied: true })
+        let copy = array.call_method(intern!(py, "astype"), (dtype.descriptor(py)?,), Some(&options))?;
+        Ok(Self { array: copy.cast_into::<PyUntypedArray>()?, dtype, copied: true, wide: None })
     }
 
-    /// The same in a given precision, which another argument has set.
-    pub fn like(operation: &str, argument: &str, value: &Bound<'py, PyAny>, precision: Precision) -> PyResult<Self> {
+    /// The same in a given type, which another argument has set.
+    pub fn like(operation: &str, argument: &str, value: &Bound<'py, PyAny>, dtype: Dtype) -> PyResult<Self> {
         let tensor = Self::new(operation, argument, value)?;
-        if tensor.precision != precision {
-            let expected = format_args!("{} like q", precision.name()).to_string();
-            return Err(error::kind(operation, argument, expected, tensor.precision.name()));
+        if tensor.dtype != dtype {
+            let expected = format_args!("{} like q", dtype.name()).to_string();
+            return Err(error::kind(operation, argument, expected, tensor.dtype.name()));
         }
         Ok(tensor)
     }
 
     /// The same with all numbers adjacent, in row-major order.
     pub fn row_major(self) -> PyResult<Self> {
-        if self.array.is_c_contiguous() { Ok(self) } else { Self::copy(self.array, self.precision) }
+        if self.wide.is_some() || self.array.is_c_contiguous() { Ok(self) } else { Self::copy(self.array, self.dtype) }
     }
 
-    pub fn precision(&self) -> Precision {
-        self.precision
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
     }
 
     pub fn shape(&self) -> &[usize] {
@@ -125,37 +274,63 @@ impl<'py> Tensor<'py> {
         self.shape().try_into().map_err(|_| error::value(operation, argument, axes, Shape(self.shape())))
     }
 
-    /// The numbers from the first to the last.
+    /// The numbers that the kernels see, from the first to the last.
     pub fn numbers<T: Number>(&self) -> &[T] {
-        assert!(T::PRECISION == self.precision, "the precision of a call is that of all its arrays");
+        match &self.wide {
+            Some(wide) => T::from_singles(&wide.0).expect("half-width numbers are computed in single precision"),
+            None => {
+                assert!(T::PRECISION == self.dtype.precision(), "the precision of a call is that of all its arrays");
+                self.elements()
+            }
+        }
+    }
+
+    /// The array's own elements, of type `E`, from the first to the last.
+    fn elements<E>(&self) -> &[E] {
         if self.array.is_empty() {
             return &[];
         }
-        let size = size_of::<T>();
+        let size = size_of::<E>();
+        assert!(size == self.array.dtype().itemsize(), "elements of the array's own type");
         let axes = self.array.shape().iter().zip(self.array.strides());
         let last: usize = axes.map(|(&n, &stride)| if n <= 1 { 0 } else { (n - 1) * (stride as usize / size) }).sum();
         // SAFETY: `array` keeps the memory alive and unmoved while `self` lives (NumPy does not resize an array that
-        // others refer to). It holds numbers of this type at aligned places, as `new` looked at; strides are not
-        // negative, so it begins at the data pointer and ends with the element at the largest index. Another thread of
-        // the program that writes to it meanwhile races with this read as it would with any function of NumPy.
+        // others refer to). It holds numbers of this size, any bits of which are one, at aligned places, as `new` looked
+        // at; strides are not negative, so it begins at the data pointer and ends with the element at the largest index.
+        // Another thread of the program that writes to it meanwhile races with this read as it would with any function
+        // of NumPy.
         unsafe {
-            let data = (*self.array.as_array_ptr()).fields.data.cast::<T>();
+            let data = (*self.array.as_array_ptr()).fields.data.cast::<E>();
             std::slice::from_raw_parts(data, last + 1)
         }
     }
 
+    /// Shape and strides of the array, in elements of `size` bytes, as if it had four axes; it has no more.
+    fn four_axes(&self, size: usize) -> ([usize; 4], [usize; 3]) {
+        let (mut shape, mut strides) = ([1; 4], [0; 3]);
+        let missing = 4 - self.array.ndim();
+        for (axis, (&n, &stride)) in self.array.shape().iter().zip(self.array.strides()).enumerate() {
+            shape[missing + axis] = n;
+            if missing + axis < 3 {
+                strides[missing + axis] = if n <= 1 { 0 } else { stride as usize / size };
+            }
+        }
+        (shape, strides)
+    }
+
     /// The kernels' view of an array of four axes.
     pub fn view<T: Number>(&self) -> View<'_, T> {
-        let (shape, strides) = (self.array.shape(), self.array.strides());
-        let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] as usize / size_of::<T>() };
-        View::strided(self.numbers(), [stride(0), stride(1), stride(2)])
+        match (&self.wide, <[usize; 4]>::try_from(self.shape())) {
+            (Some(_), Ok(shape)) => View::contiguous(self.numbers(), shape),
+            _ => View::strided(self.numbers(), self.four_axes(size_of::<T>()).1),
+        }
     }
 }
 
 /// See the Python function of this name.
 pub fn seen_by_kernels(value: &Bound<'_, PyAny>) -> PyResult<(usize, bool)> {
     let tensor = Tensor::new("seen_by_kernels", "array", value)?;
-    let address = match tensor.precision() {
+    let address = match tensor.dtype().precision() {
         Precision::F32 => tensor.numbers::<f32>().as_ptr().addr(),
         Precision::F64 => tensor.numbers::<f64>().as_ptr().addr(),
     };

@@ -7,14 +7,14 @@ use std::time::Instant;
 use longspan_kernels::{
     self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Scratch, Token, ViewMut,
 };
-use numpy::{PyUntypedArray, PyUntypedArrayMethods, dtype};
+use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::arrays::{Number, Precision, Shape, Tensor, key_padding};
+use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
 use crate::error;
 use crate::mechanisms::{self, Kernel};
 use crate::state::{Numbers, State};
@@ -135,56 +135,82 @@ impl Inputs<'_> {
 const BACKWARD_PASSES: f64 = 2.5;
 
 /// `numpy.empty`, whose failure is a `MemoryError`.
-fn empty<'py, T: Number>(py: Python<'py>, shape: &[usize]) -> PyResult<Bound<'py, PyUntypedArray>> {
+fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let empty = EMPTY.import(py, "numpy", "empty")?;
-    Ok(empty.call1((PyTuple::new(py, shape)?, dtype::<T>(py)))?.cast_into::<PyUntypedArray>()?)
+    Ok(empty.call1((PyTuple::new(py, shape)?, dtype.descriptor(py)?))?.cast_into::<PyUntypedArray>()?)
 }
 
-/// A new array for a tensor of four axes, in their order or with tokens before heads.
+/// A new array for a result, with a wide one that is rounded into it if it is half as wide.
 struct Fresh<'py> {
     array: Bound<'py, PyUntypedArray>,
+    wide: Option<Wide>,
+}
+
+impl<'py> Fresh<'py> {
+    fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
+        let array = empty(py, shape, dtype)?;
+        let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len()));
+        Ok(Self { array, wide })
+    }
+
+    /// What the kernels write.
+    fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
+        if let Some(wide) = &mut self.wide {
+            return T::from_singles_mut(wide.numbers_mut())
+                .expect("half-width numbers are computed in single precision");
+        }
+        if self.array.is_empty() {
+            return &mut [];
+        }
+        // SAFETY: made by `empty` for this type, so row-major, aligned and of `len` numbers, any bits of which are a
+        // number; no other reference to it exists until the call returns it.
+        unsafe {
+            std::slice::from_raw_parts_mut((*self.array.as_array_ptr()).fields.data.cast::<T>(), self.array.len())
+        }
+    }
+
+    fn finish(mut self) -> Bound<'py, PyUntypedArray> {
+        if let Some(wide) = &self.wide {
+            wide.round_into(&mut self.array);
+        }
+        self.array
+    }
+}
+
+/// A [`Fresh`] tensor of four axes, in their order or with tokens before heads.
+struct FreshTensor<'py> {
+    fresh: Fresh<'py>,
     shape: [usize; 4],
     token_major: bool,
 }
 
-impl<'py> Fresh<'py> {
-    fn tensor<T: Number>(py: Python<'py>, shape: [usize; 4], token_major: bool) -> PyResult<Self> {
+impl<'py> FreshTensor<'py> {
+    fn new(py: Python<'py>, shape: [usize; 4], dtype: Dtype, token_major: bool) -> PyResult<Self> {
         let [batch, heads, tokens, width] = shape;
         let axes = if token_major { [batch, tokens, heads, width] } else { shape };
-        Ok(Self { array: empty::<T>(py, &axes)?, shape, token_major })
+        Ok(Self { fresh: Fresh::new(py, &axes, dtype)?, shape, token_major })
     }
 
     fn view_mut<T: Number>(&mut self) -> ViewMut<'_, T> {
         let [_, heads, tokens, width] = self.shape;
-        let shape = self.shape;
-        let token_major = self.token_major;
-        let numbers = numbers_mut(&mut self.array);
-        if token_major {
+        let numbers = self.fresh.numbers_mut();
+        if self.token_major {
             ViewMut::strided(numbers, [tokens * heads * width, width, heads * width])
         } else {
-            ViewMut::contiguous(numbers, shape)
+            ViewMut::contiguous(numbers, self.shape)
         }
     }
 
     /// The array as `[batch, head, token, feature]`.
     fn finish(self) -> PyResult<Bound<'py, PyAny>> {
+        let array = self.fresh.finish();
         if self.token_major {
-            self.array.call_method1(intern!(self.array.py(), "transpose"), (0, 2, 1, 3))
+            array.call_method1(intern!(array.py(), "transpose"), (0, 2, 1, 3))
         } else {
-            Ok(self.array.into_any())
+            Ok(array.into_any())
         }
     }
-}
-
-/// The numbers of an array that was made by [`empty`] and that nobody else has seen.
-fn numbers_mut<'a, T: Number>(array: &'a mut Bound<'_, PyUntypedArray>) -> &'a mut [T] {
-    if array.is_empty() {
-        return &mut [];
-    }
-    // SAFETY: made by `empty` for this type, so row-major, aligned and of `len` numbers, any bits of which are a number;
-    // no other reference to it exists until the call returns it.
-    unsafe { std::slice::from_raw_parts_mut((*array.as_array_ptr()).fields.data.cast::<T>(), array.len()) }
 }
 
 impl Mechanism {
@@ -211,21 +237,21 @@ impl Mechanism {
     ) -> PyResult<Inputs<'py>> {
         let operation = &*self.operation;
         let q = Tensor::new(operation, "q", q)?;
-        let precision = q.precision();
-        let k = Tensor::like(operation, "k", k, precision)?;
-        let v = Tensor::like(operation, "v", v, precision)?;
+        let dtype = q.dtype();
+        let k = Tensor::like(operation, "k", k, dtype)?;
+        let v = Tensor::like(operation, "v", v, dtype)?;
         let axes = "four axes [batch, head, token, feature]";
         let [batch, heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
         let [_, kv_heads, keys, _] = k.shape4(operation, "k", axes)?;
         let [.., value_dim] = v.shape4(operation, "v", axes)?;
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-        self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, precision)])?;
+        self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
         if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
             let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
             return Err(self.wrong("q", expected, format_args!("{heads} heads")));
         }
-        let parameters = self.parameters(&dims, precision, parameters)?;
+        let parameters = self.parameters(&dims, dtype, parameters)?;
         let offset = offset
             .extract::<isize>()
             .map_err(|_| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
@@ -249,13 +275,8 @@ impl Mechanism {
         }
     }
 
-    fn parameters<'py>(
-        &self,
-        dims: &Dims,
-        precision: Precision,
-        given: &Bound<'py, PyTuple>,
-    ) -> PyResult<Vec<Tensor<'py>>> {
-        let expected = match precision {
+    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
+        let expected = match dtype.precision() {
             Precision::F32 => f32::kernel(&*self.kernel).parameters(dims),
             Precision::F64 => f64::kernel(&*self.kernel).parameters(dims),
         };
@@ -266,7 +287,7 @@ impl Mechanism {
         }
         let check = |(parameter, value): (&kernels::Parameter, Bound<'py, PyAny>)| {
             let name = if parameter.name == "relative" { "rel" } else { parameter.name };
-            let tensor = Tensor::like(&self.operation, name, &value, precision)?.row_major()?;
+            let tensor = Tensor::like(&self.operation, name, &value, dtype)?.row_major()?;
             self.expect_shape(name, &tensor, &parameter.shape)?;
             Ok(tensor)
         };
@@ -290,20 +311,20 @@ impl Mechanism {
         let initial_state = self.states_like::<T>("initial_state", initial_state)?;
         let dims = inputs.dims;
         let kernel = T::kernel(&*self.kernel);
-        let mut out = Fresh::tensor::<T>(py, dims.out(), want.token_major)?;
+        let mut out = FreshTensor::new(py, dims.out(), inputs.q.dtype(), want.token_major)?;
         let rows = [dims.batch, dims.heads, dims.queries];
-        let mut denominators = want.denominators.then(|| empty::<T>(py, &rows)).transpose()?;
+        let mut denominators = want.denominators.then(|| Fresh::new(py, &rows, T::DTYPE)).transpose()?;
         let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
         let mut final_state = want.final_state.then(empty_state).transpose()?;
         let output = Output {
             out: out.view_mut(),
-            denominators: denominators.as_mut().map(numbers_mut),
+            denominators: denominators.as_mut().map(Fresh::numbers_mut),
             final_state: final_state.as_mut(),
         };
         inputs
             .run(py, self, initial_state, 1.0, |kernel, call, scratch| kernel.forward(call, output, scratch))
             .map_err(|e| self.failed(e))?;
-        Ok((out.finish()?, denominators.map(Bound::into_any), final_state.map(T::wrap)))
+        Ok((out.finish()?, denominators.map(|d| d.finish().into_any()), final_state.map(T::wrap)))
     }
 
     fn states_like<'a, T: Precise>(
@@ -326,7 +347,7 @@ impl Mechanism {
         inputs: &Inputs<'py>,
         cotangent: [&Tensor<'py>; 3],
         states: [Option<&State>; 2],
-        token_major: bool,
+        token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
         let dims = inputs.dims;
         let initial_state = self.states_like::<T>("initial_state", states[0])?;
@@ -336,12 +357,13 @@ impl Mechanism {
         let mut d_initial = wanted.map_err(|e| self.failed(e))?;
         let [batch, kv_heads, keys, _] = dims.k();
         let key_dim = self.key_dim(&dims, T::PRECISION);
-        let mut dq = Fresh::tensor::<T>(py, dims.q(), token_major)?;
-        let mut dk = Fresh::tensor::<T>(py, [batch, kv_heads, keys, key_dim], token_major)?;
-        let mut dv = Fresh::tensor::<T>(py, dims.v(), token_major)?;
+        let dtype = inputs.q.dtype();
+        let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major[0])?;
+        let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major[1])?;
+        let mut dv = FreshTensor::new(py, dims.v(), dtype, token_major[2])?;
         let shapes = inputs.parameters.iter().map(Tensor::shape);
-        let mut d_parameters = shapes.map(|shape| empty::<T>(py, shape)).collect::<PyResult<Vec<_>>>()?;
-        let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(numbers_mut).collect();
+        let mut d_parameters = shapes.map(|shape| Fresh::new(py, shape, dtype)).collect::<PyResult<Vec<_>>>()?;
+        let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Fresh::numbers_mut).collect();
         let [out, denominators, d_out] = cotangent;
         let cotangent =
             Cotangent { out: out.view(), denominators: denominators.numbers(), d_out: d_out.view(), final_state };
@@ -357,7 +379,7 @@ impl Mechanism {
                 kernel.backward(call, &cotangent, gradients, scratch)
             })
             .map_err(|e| self.failed(e))?;
-        let parameters = PyList::new(py, d_parameters)?;
+        let parameters = PyList::new(py, d_parameters.into_iter().map(Fresh::finish))?;
         (dq.finish()?, dk.finish()?, dv.finish()?, parameters, d_initial.map(T::wrap)).into_pyobject(py)
     }
 
@@ -373,7 +395,7 @@ impl Mechanism {
     }
 
     fn kernel_seconds_as<T: Precise>(&self, py: Python<'_>, inputs: &Inputs<'_>, repeats: usize) -> PyResult<Vec<f64>> {
-        let mut out = Fresh::tensor::<T>(py, inputs.dims.out(), false)?;
+        let mut out = FreshTensor::new(py, inputs.dims.out(), inputs.q.dtype(), false)?;
         let mut seconds = Vec::new();
         for _ in 0..repeats {
             let output = Output { out: out.view_mut::<T>(), denominators: None, final_state: None };
@@ -397,8 +419,8 @@ impl Mechanism {
         if T::unwrap(state).is_none() {
             return Err(self.other_precision::<T>("state", state));
         }
-        let mut out = empty::<T>(py, shape)?;
-        let numbers = numbers_mut::<T>(&mut out);
+        let mut out = Fresh::new(py, shape, token[0].dtype())?;
+        let numbers = out.numbers_mut::<T>();
         let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
         let token =
             Token { q: token[0].numbers(), k: token[1].numbers(), v: token[2].numbers(), parameters: &parameters };
@@ -409,7 +431,7 @@ impl Mechanism {
             let seconds = state.numbers().len() as f64 * 0.5e-9;
             py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers))).map_err(|e| self.failed(e))?;
         }
-        Ok(out.into_any())
+        Ok(out.finish().into_any())
     }
 }
 
@@ -458,7 +480,7 @@ impl Mechanism {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
         let want = Want { denominators, final_state, token_major };
         let initial = initial_state.as_deref();
-        match inputs.q.precision() {
+        match inputs.q.dtype().precision() {
             Precision::F32 => self.forward_as::<f32>(py, &inputs, initial, want),
             Precision::F64 => self.forward_as::<f64>(py, &inputs, initial, want),
         }
@@ -467,7 +489,7 @@ impl Mechanism {
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
     /// of the final state where it was used.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
-                        initial_state=None, d_final_state=None, token_major=false))]
+                        initial_state=None, d_final_state=None, *, token_major))]
     #[allow(clippy::too_many_arguments)]
     fn backward<'py>(
         &self,
@@ -485,17 +507,21 @@ impl Mechanism {
         d_out: &Bound<'py, PyAny>,
         initial_state: Option<PyRef<'py, State>>,
         d_final_state: Option<PyRef<'py, State>>,
-        token_major: bool,
+        token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
         let operation = &*self.operation;
-        let precision = inputs.q.precision();
+        let (dtype, precision) = (inputs.q.dtype(), inputs.q.dtype().precision());
         let dims = inputs.dims;
-        let out = Tensor::like(operation, "out", out, precision)?;
+        let out = Tensor::like(operation, "out", out, dtype)?;
         self.expect_shape("out", &out, &dims.out())?;
-        let denominators = Tensor::like(operation, "denominators", denominators, precision)?.row_major()?;
+        let computed = match precision {
+            Precision::F32 => f32::DTYPE,
+            Precision::F64 => f64::DTYPE,
+        };
+        let denominators = Tensor::like(operation, "denominators", denominators, computed)?.row_major()?;
         self.expect_shape("denominators", &denominators, &[dims.batch, dims.heads, dims.queries])?;
-        let d_out = Tensor::like(operation, "d_out", d_out, precision)?;
+        let d_out = Tensor::like(operation, "d_out", d_out, dtype)?;
         self.expect_shape("d_out", &d_out, &dims.out())?;
         let cotangent = [&out, &denominators, &d_out];
         let states = [initial_state.as_deref(), d_final_state.as_deref()];
@@ -519,9 +545,9 @@ impl Mechanism {
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, State>)> {
         let operation = &*self.operation;
         let q = Tensor::new(operation, "q", q)?.row_major()?;
-        let precision = q.precision();
-        let k = Tensor::like(operation, "k", k, precision)?.row_major()?;
-        let v = Tensor::like(operation, "v", v, precision)?.row_major()?;
+        let (dtype, precision) = (q.dtype(), q.dtype().precision());
+        let k = Tensor::like(operation, "k", k, dtype)?.row_major()?;
+        let v = Tensor::like(operation, "v", v, dtype)?.row_major()?;
         let three = |argument: &str, tensor: &Tensor<'_>| -> PyResult<[usize; 3]> {
             let shape = tensor.shape();
             shape.try_into().map_err(|_| self.wrong(argument, "three axes [batch, head, feature]", Shape(shape)))
@@ -530,13 +556,13 @@ impl Mechanism {
         let [_, kv_heads, _] = three("k", &k)?;
         let [.., value_dim] = three("v", &v)?;
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-        self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, precision)])?;
+        self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
         if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
             let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
             return Err(self.wrong("q", expected, format_args!("{heads} heads")));
         }
-        let parameters = self.parameters(&dims, precision, parameters)?;
+        let parameters = self.parameters(&dims, dtype, parameters)?;
         let state = match state {
             Some(state) => state,
             None => Bound::new(
@@ -580,13 +606,11 @@ impl Mechanism {
     ) -> PyResult<State> {
         let precision = earlier.precision();
         let given = parameters.iter().map(|value| {
-            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| {
-                match tensor.precision() {
-                    found if found == precision => Ok(tensor),
-                    found => {
-                        let expected = format!("{} like the states", precision.name());
-                        Err(error::kind(&self.operation, "parameters", expected, found.name()))
-                    }
+            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| match tensor.dtype() {
+                found if found.precision() == precision => Ok(tensor),
+                found => {
+                    let expected = format!("{} like the states", precision.name());
+                    Err(error::kind(&self.operation, "parameters", expected, found.name()))
                 }
             })
         });
@@ -617,7 +641,7 @@ impl Mechanism {
     ) -> PyResult<Vec<f64>> {
         let zero = 0_i64.into_pyobject(py)?.into_any();
         let inputs = self.inputs(q, k, v, parameters, is_causal, &zero, None, None)?;
-        match inputs.q.precision() {
+        match inputs.q.dtype().precision() {
             Precision::F32 => self.kernel_seconds_as::<f32>(py, &inputs, repeats),
             Precision::F64 => self.kernel_seconds_as::<f64>(py, &inputs, repeats),
         }

@@ -64,7 +64,7 @@ impl State {
         let shape = StateShape { mechanism, batch, kv_heads, parts };
         let numbers = Tensor::new(operation, "numbers", numbers)?.row_major()?;
         let wrong = |e| error::kernel(operation, e);
-        let numbers = match numbers.precision() {
+        let numbers = match numbers.dtype().precision() {
             Precision::F32 => {
                 Numbers::F32(kernels::State::from_numbers(shape, numbers.numbers().to_vec()).map_err(wrong)?)
             }

@@ -23,9 +23,9 @@ REL = np.zeros((4, 7, 5), np.float32)
 WRONG = [
     (TypeError, "q: expected", lambda: ops.kernelized_attention([1.0], K, V)),
     (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: ops.kernelized_attention(Q, None, V)),
-    (TypeError, "q: expected float32 or float64, got int64", lambda: ops.kernelized_attention(Q.astype(int), K, V)),
-    (TypeError, "q: expected float32 or float64, got object", lambda: ops.kernelized_attention(Q.astype(object), K, V)),
-    (TypeError, "q: expected float32 or float64, got complex", lambda: ops.kernelized_attention(Q + 1j, K, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got int64", lambda: ops.kernelized_attention(Q.astype(int), K, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got object", lambda: ops.kernelized_attention(Q.astype(object), K, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got complex", lambda: ops.kernelized_attention(Q + 1j, K, V)),
     (TypeError, "v: expected float32 like q, got float64", lambda: ops.kernelized_attention(Q, K, V.astype(float))),
     (TypeError, "k: expected float16 like q", lambda: ops.kernelized_attention(Q.astype(np.float16), K, V)),
     (ValueError, r"q: expected four axes.*got shape \(13, 5\)", lambda: ops.kernelized_attention(Q[0, 0], K, V)),

@@ -51,6 +51,18 @@ def test_token_by_token(name):
     assert state.parts == end.parts
 
 
+@EVERY
+def test_toeplitz_token_by_token(name):
+    q, k, v = inputs(queries=20, keys=20)
+    options = {"feature_map": name, "maps": maps(name), "kind": "clipped"}
+    bias = draw(4, 7)
+    expected = ops.toeplitz_attention(q, k, v, bias, is_causal=True, **options)
+    state = None
+    for t in range(20):
+        out, state = ops.toeplitz_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], bias, state, **options)
+        close(out, expected[:, :, t], terms=1e4)
+
+
 def test_random_rows_are_drawn_from_the_seed():
     q, k, v = inputs()
     one, same, other = (ops.kernelized_attention(q, k, v, feature_map=f"prf:9:seed={seed}") for seed in (1, 1, 2))
@@ -72,8 +84,6 @@ WRONG = [
         Q, K, V, feature_map="hedgehog", maps=(maps("hedgehog")[0],) * 2)),
     (ValueError, "map of queries: expected shape", lambda: ops.kernelized_attention(
         Q, K, V, feature_map="hedgehog", maps=(draw(3), draw(3)))),
-    (ValueError, "hedgehog", lambda: ops.shaw_attention(
-        Q, K, V, draw(4, 7, 5), feature_map="hedgehog", maps=maps("hedgehog"))),
 ]  # fmt: skip
 
 
@@ -106,18 +116,22 @@ def tensors(name, mechanism):
         return lambda q, k, v, *m, **o: ops.kernelized_attention(q, k, v, feature_map=name, maps=m or None, **o), [
             q, k, v, *learned]  # fmt: skip
     if mechanism == "shaw":
-        raw = name.startswith("hedgehog")
+        raw = name == "hedgehog:3"
         rel = torch.from_numpy(np.abs(draw(4, 5, features if raw else 5)))
         how = {"feature_map": name, "rel_feature_map": "identity" if raw else "same"}
         return lambda q, k, v, rel, *m, **o: ops.shaw_attention(q, k, v, rel, maps=m or None, **how, **o), [
             q, k, v, rel, *learned]  # fmt: skip
+    if mechanism == "toeplitz":
+        how = {"feature_map": name, "kind": "clipped"}
+        return lambda q, k, v, bias, *m, **o: ops.toeplitz_attention(q, k, v, bias, maps=m or None, **how, **o), [
+            q, k, v, torch.from_numpy(draw(4, 7)), *learned]  # fmt: skip
     angles, phases = torch.from_numpy(draw(2, features, 1)), torch.from_numpy(draw(4, features))
     return lambda q, k, v, a, b, *m, **o: ops.fourier_attention(q, k, v, a, b, feature_map=name, maps=m or None, **o), [
         q, k, v, angles, phases, *learned]  # fmt: skip
 
 
 @EVERY
-@pytest.mark.parametrize("mechanism", ["kernelized", "shaw", "fourier"])
+@pytest.mark.parametrize("mechanism", ["kernelized", "shaw", "fourier", "toeplitz"])
 def test_gradients_and_other_devices(name, mechanism, monkeypatch):
     if mechanism == "fourier" and name == "taylor2":
         pytest.skip("its features have signs, and Fourier positions weigh them apart")
@@ -139,10 +153,12 @@ def test_gradients_and_other_devices(name, mechanism, monkeypatch):
 
 
 @EVERY
-@pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 2}, {"attention": "fourier"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz"}], ids=str
+)
 def test_modules(name, options):
     options = dict(options, feature_map=name)
-    if options.get("attention") == "shaw" and name.startswith("hedgehog"):
+    if options.get("attention") == "shaw" and name == "hedgehog:3":
         options["rel_feature_map"] = "identity"
     if options.get("attention") == "fourier" and name == "taylor2":
         pytest.skip("its features have signs, and Fourier positions weigh them apart")

@@ -88,6 +88,22 @@ def test_other_precisions(dtype):
     close(got, shaw(q, k, v, is_causal=True), dtype)
 
 
+def test_bfloat16_of_another_package():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    wide = [x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in inputs(queries=70, keys=70)]
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in wide)
+    got, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    expected = ops.kernelized_attention(*wide, is_causal=True).astype(ml_dtypes.bfloat16)
+    assert got.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(got, expected)
+    out, _ = ops.kernelized_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], state)
+    assert out.dtype == ml_dtypes.bfloat16
+    with pytest.raises(TypeError, match="v: expected bfloat16 like q, got float32"):
+        ops.kernelized_attention(q, k, wide[2], is_causal=True)
+    with pytest.raises(TypeError, match="q: expected float32, float64, float16 or bfloat16"):
+        ops.kernelized_attention(*(x.view("V2") for x in (q, k, v)))
+
+
 def test_contiguous_arrays_are_read_where_they_lie():
     for dtype in (np.float32, np.float64):
         array = np.zeros((2, 3, 4, 5), dtype)

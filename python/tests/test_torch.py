@@ -221,19 +221,34 @@ def test_autocast_computes_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    arguments = inputs(queries=70, keys=70, dtype=dtype, requires_grad=True)
-    wide = [t.detach().float().requires_grad_() for t in arguments]
-    got, expected = ops.kernelized_attention(*arguments), ops.kernelized_attention(*wide)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, expected.to(dtype))
-    with torch.no_grad():
-        torch.testing.assert_close(ops.kernelized_attention(*arguments), got)
-    weights = draw(*got.shape, dtype=dtype)
-    for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
-                    torch.autograd.grad((expected * weights.float()).sum(), wide)):  # fmt: skip
-        assert a.dtype == dtype
-        torch.testing.assert_close(a, b.to(dtype), rtol=0.05, atol=0.05)
+def test_half_precision_is_widened_once_and_rounded_once(dtype):
+    heads_first = inputs(queries=70, keys=70, dtype=dtype)
+    tokens_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in heads_first]
+    rel = table(dtype=dtype)
+    for tensors in (heads_first, tokens_first):
+        arguments = [t.detach().requires_grad_() for t in (*tensors, rel)]
+        wide = [t.detach().float().requires_grad_() for t in arguments]
+        got, expected = (ops.shaw_attention(*all_of_them, is_causal=True) for all_of_them in (arguments, wide))
+        assert got.dtype == dtype
+        assert torch.equal(got, expected.to(dtype))
+        with torch.no_grad():
+            assert torch.equal(ops.shaw_attention(*arguments, is_causal=True), got)
+        # The backward finds the rounded output: its denominators and row sums differ by that rounding and no more.
+        weights = draw(*got.shape, dtype=dtype)
+        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
+                        torch.autograd.grad((expected * weights.float()).sum(), wide)):  # fmt: skip
+            assert a.dtype == dtype
+            torch.testing.assert_close(a, b.to(dtype), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_two_byte_numbers_reach_the_kernels(dtype):
+    # One key a row, of weight 1: the output is its value.
+    v = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    v = v[v.isfinite()].reshape(1, 1, -1, 256)
+    q = k = torch.zeros(1, 1, v.shape[2], 1, dtype=dtype)
+    ends = list(range(v.shape[2] + 1))
+    assert torch.equal(ops.kernelized_attention(q, k, v, cu_seqlens=ends), v)
 
 
 def test_no_copy_in_either_direction():
@@ -243,6 +258,19 @@ def test_no_copy_in_either_direction():
     out = ops.kernelized_attention(q, k, v)
     assert out.data_ptr() == out.numpy().__array_interface__["data"][0]
     assert out.is_contiguous()
+
+
+def test_gradients_lie_as_their_tensors():
+    # Autograd would copy others into that layout.
+    tensors = inputs(queries=9, keys=9, dtype=torch.float32)
+    for transposed in range(8):
+        leaves = [
+            t.transpose(1, 2).contiguous().transpose(1, 2) if transposed >> n & 1 else t for n, t in enumerate(tensors)
+        ]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = ops.kernelized_attention(*leaves)
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert [g.stride() for g in gradients] == [leaf.stride() for leaf in leaves]
 
 
 def test_states():

@@ -3,13 +3,14 @@
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
 //! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
 //! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
-//! computed and why, by the [`Rates`] of the machine.
+//! computed and why, by the [`Rates`] of the machine; [`halves`] brings two-byte numbers in and out.
 
 pub mod aft;
 mod algorithm;
 mod error;
 mod feature_map;
 pub mod fourier;
+pub mod halves;
 pub mod kernelized;
 mod mask;
 mod mechanism;

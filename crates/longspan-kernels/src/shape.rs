@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, expect};
+use crate::simd::block::Ahead;
 
 /// The sizes of one attention call.
 ///
@@ -94,6 +95,13 @@ fn row_major(shape: [usize; 4]) -> [usize; 3] {
     [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]]
 }
 
+/// How many numbers a tensor has, if one follows another.
+fn adjacent(strides: [usize; 3], shape: [usize; 4]) -> Option<usize> {
+    let expected = row_major(shape);
+    let len = shape.iter().product();
+    (len == 0 || (0..3).all(|axis| shape[axis] == 1 || strides[axis] == expected[axis])).then_some(len)
+}
+
 /// One past the largest offset that `shape` reaches under `strides`; `None` if it does not fit.
 fn span(shape: [usize; 4], strides: [usize; 3]) -> Option<usize> {
     if shape.contains(&0) {
@@ -141,6 +149,11 @@ impl<'a, T> View<'a, T> {
             },
             || format!("{} elements", self.data.len()),
         )
+    }
+
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&self, shape: [usize; 4]) -> Option<&'a [T]> {
+        adjacent(self.strides, shape).map(|len| &self.data[..len])
     }
 
     /// The token rows of one batch entry and head.
@@ -196,9 +209,9 @@ impl<'a, T> ViewMut<'a, T> {
         )
     }
 
-    /// The same for a while.
-    pub(crate) fn reborrow(&mut self) -> ViewMut<'_, T> {
-        ViewMut { data: self.data, strides: self.strides }
+    /// All numbers of a checked tensor, if they are adjacent.
+    pub(crate) fn row_major(&mut self, shape: [usize; 4]) -> Option<&mut [T]> {
+        adjacent(self.strides, shape).map(|len| &mut self.data[..len])
     }
 
     /// A handle from which tasks write disjoint rows at the same time.
@@ -247,6 +260,12 @@ unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
 
 impl<T> SharedRows<'_, T> {
+    /// `count` rows from a token on that are written soon.
+    pub fn ahead(&self, batch: usize, head: usize, token: usize, count: usize, width: usize) -> Ahead<T> {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
+        Ahead::to_write(self.data.wrapping_add(start), self.strides[2], count, width)
+    }
+
     /// `width` numbers of one row.
     ///
     /// # Safety

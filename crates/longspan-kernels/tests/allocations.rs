@@ -1,12 +1,13 @@
-//! A token through one layer takes no memory from the allocator.
+//! A token through one layer takes no memory from the allocator, and a call with a map of whole rows none of the length
+//! times the features.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Bias, Dims, FeatureMap, Fourier, KernelizedAttention, Mechanism, Real, Score, Shaw, SoftmaxAttention,
-    Toeplitz, Token,
+    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, KernelizedAttention, Mask, Mechanism,
+    Output, Real, Score, Scratch, Shaw, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
 };
 
 /// Counts what this thread asks for.
@@ -14,12 +15,14 @@ struct Counting;
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    static BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
 // SAFETY: every call goes to the system's allocator; the count is a thread's own and needs no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        BYTES.set(BYTES.get() + layout.size());
         // SAFETY: forwarded to the caller.
         unsafe { System.alloc(layout) }
     }
@@ -90,6 +93,61 @@ fn steps_of_toeplitz_biases() {
     check("toeplitz", Toeplitz::new(Bias::clipped(64)));
     let exp = Toeplitz { feature_map: FeatureMap::Exp, ..Toeplitz::new(Bias::clipped(64)) };
     check("toeplitz, exp", exp);
+    for name in ["prf", "nprf", "dpfp", "hedgehog", "hedgehog:exp"] {
+        let feature_map = name.parse().expect("a name of this list");
+        // Of 128 features some; a shorter ring keeps the state small enough for one thread.
+        check(name, Toeplitz { feature_map, ..Toeplitz::new(Bias::clipped(16)) });
+    }
+}
+
+/// Bytes that a forward and a backward call of one head take from the allocator, all scratch among them.
+fn bytes(toeplitz: &Toeplitz, length: usize) -> usize {
+    let dims = Dims { value_dim: 8, ..Dims::square(1, 1, length, 8) };
+    let shape = dims.q();
+    let numbers = |len: usize| -> Vec<f32> { (0..len).map(|n| (n as f32).sin()).collect() };
+    let parameters: Vec<Vec<f32>> =
+        Mechanism::<f32>::parameters(toeplitz, &dims).iter().map(|p| numbers(p.len())).collect();
+    let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
+    let inputs = [(); 4].map(|()| numbers(length * 8));
+    let [q, k, v, d_out] = inputs.each_ref().map(|numbers| View::contiguous(numbers, shape));
+    let call = Call { dims, q, k, v, parameters: &parameters, mask: Mask::causal(), initial_state: None };
+    let (mut out, mut denominators) = (numbers(length * 8), numbers(length));
+    let mut gradients = [(); 3].map(|()| numbers(length * 8));
+    let mut learned: Vec<Vec<f32>> = parameters.iter().map(|p| p.to_vec()).collect();
+    let mut learned: Vec<&mut [f32]> = learned.iter_mut().map(Vec::as_mut_slice).collect();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool of one thread");
+    // What this thread takes is counted, so the work is brought to the pool's.
+    pool.install(|| {
+        let before = BYTES.get();
+        let mut scratch = Scratch::new();
+        let output = Output {
+            out: ViewMut::contiguous(&mut out, shape),
+            denominators: Some(&mut denominators),
+            final_state: None,
+        };
+        toeplitz.forward(&call, output, &mut scratch).expect("a call of usual size");
+        let out = View::contiguous(&out, shape);
+        let cotangent = Cotangent { out, denominators: &denominators, d_out, final_state: None };
+        let [dq, dk, dv] = gradients.each_mut().map(|numbers| ViewMut::contiguous(numbers, shape));
+        let gradients = Gradients { dq, dk, dv, parameters: &mut learned, initial_state: None };
+        toeplitz.backward(&call, &cotangent, gradients, &mut scratch).expect("as the forward call");
+        BYTES.get() - before
+    })
+}
+
+/// Rows are mapped a tile at a time.
+#[test]
+fn maps_of_whole_rows_keep_no_features_of_a_call() {
+    for name in ["prf:256", "nprf:256", "dpfp:16", "hedgehog:128", "hedgehog:128:exp"] {
+        let feature_map: FeatureMap = name.parse().expect("a name of this list");
+        let features = feature_map.features(8);
+        let (short, long) = (1024, 3072);
+        let toeplitz = Toeplitz { feature_map, algorithm: Algorithm::Tiled, ..Toeplitz::new(Bias::clipped(64)) };
+        let more = bytes(&toeplitz, long).saturating_sub(bytes(&toeplitz, short));
+        // Features of queries and keys would be twice this.
+        let kept = (long - short) * features * size_of::<f32>();
+        assert!(more < kept / 2, "{name}: {more} bytes more, beside {kept} of features");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Feature maps of whole rows: the conformance suite, and what is peculiar to them.
 
-use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures, RelativeMap, Score, Shaw};
+use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, threads};
 
@@ -69,9 +69,4 @@ fn what_has_no_meaning_is_refused() {
         let subject = Subject::kernelized(&KernelizedAttention { feature_map, ..Default::default() });
         rejection::refuses::<f32>(&subject, &case, "feature_map").unwrap_or_else(|failure| panic!("{failure}"));
     }
-    let feature_map = FeatureMap::Hedgehog { width: None, norm: HedgehogNorm::Softmax };
-    let through = Shaw { map: RelativeMap::Same, ..Shaw::new(2) };
-    let subject = KernelizedAttention { feature_map, score: Score::Combined(through), ..Default::default() };
-    let refused = rejection::refuses::<f32>(&Subject::kernelized(&subject), &case, "the feature map hedgehog");
-    refused.unwrap_or_else(|failure| panic!("{failure}"));
 }

@@ -67,7 +67,17 @@ fn image(random: &mut Random, case: Case) -> (Bias, Case) {
 
 /// A map of whole rows for every third mechanism, over rows that it leaves a feature of; that of `other` for the rest.
 fn feature_map(n: usize, other: FeatureMap, case: Case) -> (FeatureMap, Case) {
-    const MAPS: [&str; 6] = ["nprf:7", "prf:7", "taylor2", "prf:40:seed=2", "dpfp:2", "nprf:16:seed=3"];
+    const MAPS: [&str; 9] = [
+        "nprf:7",
+        "hedgehog",
+        "prf:7",
+        "taylor2",
+        "hedgehog:exp",
+        "prf:40:seed=2",
+        "dpfp:2",
+        "nprf:16:seed=3",
+        "hedgehog:3",
+    ];
     let map = MAPS[n / 3 % MAPS.len()].parse().expect("a name of this list");
     let head_dim = case.dims.head_dim.clamp(4, 16);
     if n % 3 == 1 { (map, Case { dims: Dims { head_dim, ..case.dims }, ..case }) } else { (other, case) }
@@ -326,8 +336,11 @@ fn linked(seed: u64, count: usize) -> Vec<(Toeplitz, Case)> {
         3 => Bias::Buckets { buckets: 7, max_distance: 50, bidirectional: false },
         _ => Bias::clipped([0, 1, 2, 3, 6, 20, 70, 140][random.below(8)]),
     };
-    // Where all features of a row's keys are 0 its output leaps: rectified ones have no slope there.
-    let leaps = |toeplitz: &Toeplitz| toeplitz.feature_map == FeatureMap::Relu && toeplitz.normalize;
+    // Where all features of a row's keys are 0, or none meets one of the query's, its output leaps: rectified ones, and
+    // products of such, have no slope there.
+    let leaps = |toeplitz: &Toeplitz| {
+        toeplitz.normalize && matches!(toeplitz.feature_map, FeatureMap::Relu | FeatureMap::Dpfp { .. })
+    };
     let cases = cases(seed, count, &grid::SHORT_LENGTHS).into_iter().filter(|(toeplitz, _)| !leaps(toeplitz));
     cases.map(|(toeplitz, case)| (Toeplitz { bias: reaching(&mut random), ..toeplitz }, case)).collect()
 }

@@ -164,13 +164,6 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
                 (Score::Fourier(_), Algorithm::Cumsum) => Algorithm::Auto,
                 (_, algorithm) => algorithm,
             };
-            let learned = matches!(feature_map, FeatureMap::Hedgehog { .. });
-            let raw = |shaw: Shaw| Shaw { map: if learned { RelativeMap::Identity } else { shaw.map }, ..shaw };
-            let score = match score {
-                Score::Relative(shaw) => Score::Relative(raw(shaw)),
-                Score::Combined(shaw) => Score::Combined(raw(shaw)),
-                other => other,
-            };
             // Fewer numbers leave rows without a feature under DPFP.
             let dims = Dims { head_dim: case.dims.head_dim.clamp(4, 16), ..case.dims };
             // Turned features have signs if the map's have, and weights near 0 if most of them are 0.

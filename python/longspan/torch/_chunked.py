@@ -255,9 +255,9 @@ def _kernelized(
     table = parameters[0] if parameters else None
     same = settings.get("rel_feature_map", "same") == "same"
     if table is not None and same:
-        if of_keys is not None:
-            raise ValueError("shaw: a table that goes through hedgehog has no meaning; use rel_feature_map='identity'")
-        table = _lift(whole, table if table.ndim == 3 else table[None], None)
+        # A row of the table goes through the map of the keys that its head reads.
+        matrix = None if of_keys is None else of_keys.repeat_interleave(heads // max(kv_heads, 1), 0)
+        table = _lift(whole, table if table.ndim == 3 else table[None], matrix)
     rho = phi if same else _FEATURE_MAPS["identity"]
 
     if key_padding_mask is not None:
@@ -553,10 +553,10 @@ def _toeplitz(
     key_padding_mask: Tensor | None,
 ) -> Tensor:
     """`longspan.ops.toeplitz_attention`, a few rows of all pairs at a time."""
-    (bias,) = parameters
+    (bias,), maps = _without_maps(settings, parameters)
     normalize = settings.get("normalize", True)
     k, v, there = _without_padding(k, v, key_padding_mask)
-    left, right = _features(settings, q, k, normalize, (None, None))
+    left, right = _features(settings, q, k, normalize, maps)
     group = q.shape[1] // max(k.shape[1], 1)
     right, values = (right * there).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     ones = there.expand(-1, q.shape[1], -1, -1)

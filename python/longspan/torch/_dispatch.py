@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from . import _operators
 from ._chunked import chunked_attention
 from ._states import TensorState
 
-_HALF = (torch.float16, torch.bfloat16)
-_FLOATS = (torch.float32, torch.float64, *_HALF)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def attend(
@@ -57,22 +56,18 @@ def attend(
     if with_state:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
-    back: Callable[[np.ndarray[Any, Any]], Tensor]
     if simple:
-        arrays, back = [_as_array(tensor) for tensor in tensors], torch.from_numpy
+        arrays = [_operators.as_array(tensor) for tensor in tensors]
     else:
-        arrays, back = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
+        arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    out, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    array, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
-    return (back(out), state) if output_final_state else back(out)
-
-
-def _as_array(tensor: Tensor) -> Any:
-    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    out = _operators.as_tensor(array)
+    return (out, state) if output_final_state else out
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
@@ -166,12 +161,12 @@ def _watched(tensors: Sequence[Tensor]) -> bool:
 
 
 def _simple(tensors: Sequence[Any]) -> bool:
-    """Whether these are plain float32 or float64 tensors on the CPU that nobody watches: the quick way for most calls."""
+    """Whether these are plain tensors on the CPU, of one type, that nobody watches: the quick way for most calls."""
     if _looking():
         return False
     grad = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
-    if dtype is not torch.float32 and dtype is not torch.float64:
+    if dtype not in _FLOATS:
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or tensor.dtype is not dtype or not tensor.is_cpu:
@@ -209,24 +204,15 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
                              f"got {key_padding_mask.device}")  # fmt: skip
 
 
-def as_arrays(
-    operation: str, tensors: Sequence[Any], names: Sequence[str]
-) -> tuple[list[np.ndarray[Any, Any]], Callable[[np.ndarray[Any, Any]], Tensor]]:
-    """CPU tensors as arrays on the same memory (half precision as float32), and the way back for a result."""
+def as_arrays(operation: str, tensors: Sequence[Any], names: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    """CPU tensors of one type as arrays on the same memory; as float32 where autocast mixes types."""
     q = tensors[0]
-    dtype = q.dtype
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
-    if dtype in _HALF or _autocast(q.device):
-        if any(tensor.dtype != dtype for tensor in tensors) and _autocast(q.device):
-            # As the operator does.
-            return [tensor.detach().float().numpy() for tensor in tensors], torch.from_numpy
-        for name, tensor in zip(names, tensors):
-            if tensor.dtype != dtype:
-                raise TypeError(f"{operation}: {name}: expected {dtype} like q, got {tensor.dtype}")
-        if dtype in _HALF:
-            return [tensor.detach().float().numpy() for tensor in tensors], lambda out: torch.from_numpy(out).to(dtype)
-    return [_as_array(tensor) for tensor in tensors], torch.from_numpy
+    if any(tensor.dtype != q.dtype for tensor in tensors) and _autocast(q.device):
+        # As the operator does.
+        tensors = [tensor.float() for tensor in tensors]
+    return [_operators.as_array(tensor) for tensor in tensors]

@@ -22,20 +22,37 @@ Packed = Optional[tuple[list[int], list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach()
-    array: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor on the CPU as an array on the same memory."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        raw: np.ndarray[Any, Any] = tensor.view(torch.int16).numpy()
+        return raw.view(_calls.BFLOAT16)
+    array: np.ndarray[Any, Any] = tensor.numpy()
     return array
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """The way back."""
+    if array.dtype == _calls.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     # NumPy and torch differ in the strides of nothing.
-    tensor = torch.from_numpy(array) if array.size else torch.empty(array.shape, dtype=dtype)
-    return tensor.to(dtype)
+    return as_tensor(array) if array.size else torch.empty(array.shape, dtype=dtype)
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) -> Tensor:
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _lies_token_major(tensor: Tensor) -> bool:
+    """Whether heads lie closer together than tokens."""
+    _, heads, tokens, _ = tensor.shape
+    return heads > 1 and tokens > 1 and tensor.stride(1) < tensor.stride(2)
 
 
 def _dtype_of_denominators(q: Tensor) -> torch.dtype:
@@ -58,7 +75,7 @@ def _forward(
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor, State | None]:
     out, denominators, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
         True, True,
     )  # fmt: skip
@@ -67,7 +84,7 @@ def _forward(
     if out.size == 0:
         out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
     else:
-        out_tensor = torch.from_numpy(out).to(q.dtype)
+        out_tensor = as_tensor(out)
     return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
 
 
@@ -88,21 +105,24 @@ def _backward(
     offset: int,
     initial_state: State | None = None,
     d_final_state: State | None = None,
+    as_the_tensors: bool = True,
 ) -> tuple[list[Tensor], State | None]:
+    """Gradients, laid out as their tensors, because autograd copies those that are not; or all with tokens before heads,
+    for a compiler, which wants to know beforehand."""
+    token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
     ).backward(
-        _array(q), _array(k), _array(v), tuple([_array(p) for p in parameters]), is_causal, offset,
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        _array(out), _array(denominators), _array(d_out), initial_state, d_final_state, True,
+        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
     )  # fmt: skip
     gradients = []
-    for like, gradient in zip((q, k, v), (dq, dk, dv)):
-        batch, heads, tokens, width = like.shape
+    for like, gradient, transposed in zip((q, k, v), (dq, dk, dv), token_major):
         if gradient.size == 0:
-            gradients.append(_token_major(like, batch, heads, tokens, width))
+            gradients.append(_token_major(like, *like.shape) if transposed else like.new_empty(like.shape))
         else:
-            gradients.append(torch.from_numpy(gradient).to(like.dtype))
+            gradients.append(as_tensor(gradient))
     for like, gradient in zip(parameters, d_parameters):
         gradients.append(_tensor(gradient, like.dtype))
     return gradients, d_initial
@@ -172,7 +192,7 @@ def attention_backward(
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
     return _backward(
         d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
-        mechanism, options, operation, is_causal, offset,
+        mechanism, options, operation, is_causal, offset, as_the_tensors=False,
     )[0]  # fmt: skip
 
 

@@ -245,7 +245,8 @@ class FourierAttention(Attention):
 
 
 class ToeplitzAttention(Attention):
-    """`longspan.ops.toeplitz_attention` as a module; it learns ``bias``, which starts close to 0: every distance alike.
+    """`longspan.ops.toeplitz_attention` as a module; it learns ``bias``, which starts close to 0: every distance alike, and
+    the matrices of a ``"hedgehog"`` feature map.
 
     ``kind`` says which distances have a bias of their own: ``"clipped"`` those up to ``radius``, ``"table"`` those below
     ``reach`` (calls with farther ones are refused), ``"buckets"`` T5's ``buckets`` up to ``max_distance``, ``"grid"``
@@ -285,14 +286,16 @@ class ToeplitzAttention(Attention):
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options)
         self.bias = nn.Parameter(bias)
+        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
         self.reset_parameters()
         self._check()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.bias, std=0.02)
+        self._reset_maps()
 
     def _learned(self) -> tuple[Tensor, ...]:
-        return (self.bias,)
+        return (self.bias, *self._learned_maps())
 
 
 def _expect_size(module: str, name: str, size: int) -> None:

@@ -16,6 +16,8 @@ pub(crate) struct Mapping<'a, T: 'static> {
     pub rows: Option<RowMap<'a, T>>,
     /// How many parameters the map has of its own.
     pub parameters: usize,
+    /// Features of a row.
+    pub features: usize,
     ops: &'static Ops<T>,
     head_dim: usize,
     kv_heads: usize,
@@ -54,12 +56,18 @@ impl<'a, T: Real> Mapping<'a, T> {
             exponential: map.is_exponential(),
             rows: RowMap::new(map, dims, &parameters[parameters.len() - own..]),
             parameters: own,
+            features: map.features(dims.head_dim),
             ops: T::ops(),
             head_dim: dims.head_dim,
             kv_heads: dims.kv_heads,
             keys: dims.keys,
             tops: Vec::new(),
         }
+    }
+
+    /// Numbers in the sums that the gradient of one head's own matrix is formed in.
+    pub fn sums_len(&self) -> usize {
+        self.rows.as_ref().map_or(0, RowMap::sums_len)
     }
 
     /// Does what a map of whole rows needs before any row is looked at; `k` are the keys, if they are mapped.
@@ -142,6 +150,17 @@ impl<'a, T: Real> Mapping<'a, T> {
         // Any number cancels in the division; the row's largest exponent keeps the features in (0, 1].
         let shift = if self.exponential { Shift::Own(&mut shifts[..count]) } else { Shift::One(T::ZERO) };
         self.write(Side::Query(head), from, count, None, shift, to, stride, work);
+    }
+
+    /// The exponents that [`write_queries`](Self::write_queries) subtracts from `count` queries.
+    pub fn query_shifts(&self, head: usize, from: Rows<'_, T>, count: usize, shifts: &mut [T], work: &mut [T]) {
+        let shifts = &mut shifts[..count];
+        match &self.rows {
+            _ if !self.exponential => return shifts.fill(T::ZERO),
+            Some(map) => map.tops(Side::Query(head), from, count, shifts, work),
+            None => shifts.iter_mut().enumerate().for_each(|(n, top)| *top = largest(from.row(n, self.head_dim))),
+        }
+        shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
     }
 
     /// The gradient of `count` raw rows and the length of a row in it, from their features `phi` and the gradient `d` of

@@ -205,15 +205,6 @@ impl<'a, T: Real> RowMap<'a, T> {
         }
     }
 
-    /// Writes what is left for an elementwise map, rows `row` apart: the exponents of an exponential map, else features.
-    pub fn lift(&self, side: Side, from: Rows<'_, T>, count: usize, to: &mut [T], row: usize, work: &mut [T]) {
-        if self.map.is_exponential() {
-            self.exponents(side, from, count, to, row);
-        } else {
-            self.write(side, from, count, None, Shift::One(T::ZERO), to, row, work);
-        }
-    }
-
     /// The largest exponent of each of `count` keys of an exponential map: −∞ or NaN where none is finite.
     pub fn tops(&self, side: Side, from: Rows<'_, T>, count: usize, tops: &mut [T], work: &mut [T]) {
         let width = padded::<T>(self.features);

@@ -685,8 +685,8 @@ pub(super) fn backward<T: Real>(
         |index: usize, n: usize| vec![&table_gradients[index * per_unit + (n + 1) * entry - sums_len..][..sums_len]];
     let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
     problem.write_feature_gradients(&query_sums, &unit_sums, [&[], &[]], false, parameters);
-    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
-        reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
+    if let Some(table) = &table {
+        reduce_table(problem, table, table_gradients, per_unit, &|_| 1, parameters);
     }
     Ok(())
 }

@@ -26,6 +26,7 @@ mod features;
 mod forward;
 mod naive;
 mod problem;
+mod row_pass;
 mod state;
 mod step;
 mod summary;
@@ -47,7 +48,7 @@ use crate::mechanism::{
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
-use crate::shaw::{RelativeMap, Shaw};
+use crate::shaw::Shaw;
 use crate::state::State;
 use problem::Problem;
 
@@ -133,23 +134,12 @@ impl KernelizedAttention {
     /// The algorithms that can be forced; the first always can, the last not with Fourier positions.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
 
-    /// Whether the feature map's options make sense for rows of `dims.head_dim`, and together with the score; calls check
-    /// the same.
+    /// Whether the feature map's options make sense for rows of `dims.head_dim`; calls check the same.
     ///
     /// # Errors
-    /// No features or absurdly many; a learned map of keys with a table that should go through it.
+    /// No features or absurdly many.
     pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
-        let operation = Mechanism::<f32>::name(self);
-        self.feature_map.check(operation, dims.head_dim)?;
-        let same = self.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Same);
-        if same && matches!(self.feature_map, FeatureMap::Hedgehog { .. }) {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "the feature map hedgehog with a table of relative positions that goes through it",
-                mend: "give the table as features (RelativeMap::Identity; in layers raw = true), or choose another map",
-            });
-        }
-        Ok(())
+        self.feature_map.check(Mechanism::<f32>::name(self), dims.head_dim)
     }
 
     /// A checked call, and that the algorithm has room for it.

@@ -781,7 +781,7 @@ pub(super) fn backward<T: Real>(
     let unit_sums = |index: usize| vec![&key_sums[index * sums_len..][..sums_len]];
     let positions: [&[T]; 2] = [query_positions, key_positions];
     problem.write_feature_gradients(&query_sums, &unit_sums, positions, false, parameters);
-    if let (Some(d_table), Some(table)) = (parameters.first_mut(), &table) {
-        reduce_table(problem, table, table_gradients, per_unit, &|_| 1, d_table);
+    if let Some(table) = &table {
+        reduce_table(problem, table, table_gradients, per_unit, &|_| 1, parameters);
     }
 }

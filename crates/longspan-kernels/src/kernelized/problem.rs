@@ -16,8 +16,9 @@ use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows};
-use crate::shaw::RelativeMap;
+use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
+use crate::simd::block::Ahead;
 use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
@@ -65,7 +66,7 @@ pub(super) struct Problem<'a, T: 'static> {
     pub radius: Option<usize>,
 }
 
-/// The table of relative positions after its feature map, for each head or once.
+/// The table of relative positions after its feature map: for each head, or for all that share it and a map.
 #[derive(Clone, Copy)]
 pub(super) struct Table<'a, T> {
     /// `[tables, rows, head_width]`.
@@ -77,22 +78,28 @@ pub(super) struct Table<'a, T> {
     /// `count` in whole cache lines.
     pub width: usize,
     head_width: usize,
-    shared: bool,
+    /// Query heads that one of them is for.
+    heads: usize,
     /// The exponent subtracted under an exponential map.
     pub shift: T,
 }
 
 impl<'a, T: Real> Table<'a, T> {
+    /// Which of them is that of a query head.
+    pub fn of(&self, head: usize) -> usize {
+        head / self.heads
+    }
+
     /// `ρ(r)` of one head, row-major.
     pub fn rows(&self, head: usize) -> &'a [T] {
         let len = self.width * self.head_width;
-        &self.rows[if self.shared { 0 } else { head * len }..][..len]
+        &self.rows[self.of(head) * len..][..len]
     }
 
     /// `ρ(r)ᵀ` of one head.
     pub fn columns(&self, head: usize) -> &'a [T] {
         let len = self.width * self.head_width;
-        &self.columns[if self.shared { 0 } else { head * len }..][..len]
+        &self.columns[self.of(head) * len..][..len]
     }
 }
 
@@ -202,6 +209,20 @@ impl<'a, T: Real> Problem<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
 
+    /// Queries of a head that come soon: the rows `from..to` of its sequence.
+    pub fn queries_ahead(&self, unit: &Unit<'_, T>, head: usize, from: isize, to: isize) -> Ahead<T> {
+        Ahead::new(self.queries(unit, head), from, to, unit.sequence.queries, self.dims.head_dim)
+    }
+
+    /// Keys and values that come soon.
+    pub fn keys_ahead(&self, unit: &Unit<'_, T>, from: isize, to: isize) -> [Ahead<T>; 2] {
+        let keys = unit.sequence.keys;
+        [
+            Ahead::new(unit.k, from, to, keys, self.dims.head_dim),
+            Ahead::new(unit.v, from, to, keys, self.dims.value_dim),
+        ]
+    }
+
     /// The query heads of a unit.
     pub fn heads(&self, unit: &Unit<'a, T>) -> std::ops::Range<usize> {
         let group = self.dims.group();
@@ -217,7 +238,7 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Numbers that [`table`](Self::table) takes from an arena.
     pub fn table_len(&self) -> usize {
         let Some(shaw) = self.attention.score.shaw() else { return 0 };
-        let tables = if shaw.shared { 1 } else { self.dims.heads };
+        let (tables, _) = self.tables(shaw);
         let work = self.mapping.rows.as_ref().map_or(0, |map| map.work_len(self.table_count()));
         2 * tables * self.table_width() * self.head_width + padded::<T>(work)
     }
@@ -225,6 +246,18 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Numbers in one row of the table: raw ones go through the map, others stand beside its features.
     pub fn table_dim(&self) -> usize {
         self.attention.score.shaw().map_or(0, |shaw| shaw.row_len(self.map, self.dims.head_dim))
+    }
+
+    /// How many tables of features there are, and for how many query heads each: one that all heads share is one for each
+    /// key/value head where these have maps of their own.
+    pub fn tables(&self, shaw: Shaw) -> (usize, usize) {
+        let (heads, group) = (self.dims.heads, self.dims.group().max(1));
+        match (shaw.shared, shaw.map == RelativeMap::Same && self.mapping.parameters > 0) {
+            (false, _) => (heads, 1),
+            (true, true) => (self.dims.kv_heads, group),
+            // It is there even where no head is.
+            (true, false) => (1, heads.max(1)),
+        }
     }
 
     fn table_count(&self) -> usize {
@@ -252,15 +285,15 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
         let table_dim = self.table_dim();
-        let tables = if shaw.shared { 1 } else { self.dims.heads };
+        let (tables, heads) = self.tables(shaw);
         let rows = arena.take(tables * width * head_width);
         let columns = arena.take(tables * width * head_width);
         let work = arena.take(row_map.map_or(0, |map| map.work_len(count)));
-        // A shared table is there even where no head is.
         let group = self.dims.group().max(1);
         let of = |table: usize| {
-            let data = &source[table * shaw.rows() * table_dim..];
-            (MapSide::Key(table / group), Rows { data, stride: table_dim })
+            let given = if shaw.shared { 0 } else { table };
+            let data = &source[given * shaw.rows() * table_dim..];
+            (MapSide::Key(table * heads / group), Rows { data, stride: table_dim })
         };
         if let Some(map) = row_map.filter(|_| self.exponential) {
             shift = T::NEG_INFINITY;
@@ -286,7 +319,7 @@ impl<'a, T: Real> Problem<'a, T> {
             let columns = &mut columns[table * width * head_width..][..width * head_width];
             self.ops.transpose(rows, head_width, width, head_width, columns, width);
         }
-        Some(Table { rows, columns, count, width, head_width, shared: shaw.shared, shift })
+        Some(Table { rows, columns, count, width, head_width, heads, shift })
     }
 }
 

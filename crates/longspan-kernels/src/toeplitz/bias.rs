@@ -188,6 +188,18 @@ impl Bias {
         }
     }
 
+    /// Entries among which are all that a token and the `tokens - 1` before it meet when it comes last.
+    pub(super) fn entries_before(&self, tokens: usize) -> std::ops::Range<usize> {
+        match *self {
+            Self::Table { first, count, .. } => {
+                let entry = |delta: isize| delta.saturating_sub(first).clamp(0, count as isize - 1) as usize;
+                entry(-(tokens as isize))..entry(0) + 1
+            }
+            Self::Buckets { buckets, .. } => 0..buckets,
+            Self::Grid { .. } => 0..self.centre() as usize + 1,
+        }
+    }
+
     /// The least distance, known to be so, from which on all share one entry, and that entry.
     pub(super) fn after(&self) -> Option<(isize, usize)> {
         let distance = match *self {

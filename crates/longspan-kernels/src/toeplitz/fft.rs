@@ -16,10 +16,13 @@ use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
 use super::gradient::{KeyUnit, Left};
-use super::problem::{Problem, Shared, TILE, Unit, top};
+use super::map_sums::MapSums;
+use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::Side;
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
@@ -336,25 +339,30 @@ struct Keys<'s> {
 impl<'s> Keys<'s> {
     fn len<T: Real>(problem: &Problem<'_, T>, line: &Line) -> usize {
         let (keys, dims) = (line.key_count, &problem.dims);
-        doubles(&[dims.head_dim * keys, (dims.value_dim + 1) * keys, keys, keys, keys])
+        doubles(&[problem.features * keys, (dims.value_dim + 1) * keys, keys, keys, keys])
     }
 
-    /// `block` holds a block of keys or values.
-    fn new<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, block: &mut [T], arena: &mut Arena<'s, f64>) -> Self {
-        let (keys, head_dim, value_dim) = (unit.sequence.keys, problem.dims.head_dim, problem.dims.value_dim);
+    /// `memory` holds a block of keys or values.
+    fn new<T: Real>(
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        memory: &mut [T],
+        arena: &mut Arena<'s, f64>,
+    ) -> Self {
+        let (keys, features, value_dim) = (unit.sequence.keys, problem.features, problem.dims.value_dim);
+        let (block, mut map) = block(problem, memory);
         let mut exponent = T::ZERO;
-        if problem.map == FeatureMap::Exp {
-            let tops = (0..keys).filter(|&key| !unit.ignores(key)).filter_map(|key| top(unit.k.row(key, head_dim)));
+        if problem.mapping.exponential {
+            let tops = (0..keys as isize).filter_map(|key| problem.key_top(unit, key));
             let highest = tops.fold(T::NEG_INFINITY, |a, b| a.max(b));
             exponent = if highest.is_finite() { highest } else { T::ZERO };
         }
-        let (mut k, mut v) = (Columns::new(head_dim, keys, arena), Columns::new(value_dim + 1, keys, arena));
+        let (mut k, mut v) = (Columns::new(features, keys, arena), Columns::new(value_dim + 1, keys, arena));
         for first in (0..keys).step_by(TILE) {
             let rows = (keys - first).min(TILE);
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
-            let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, padding, block, problem.head_width);
-            k.put(first, rows, block, problem.head_width, head_dim);
+            problem.load_keys(unit, (first, rows), exponent, block, &mut map);
+            k.put(first, rows, block, problem.head_width, features);
             let (from, identity) = (unit.v.skip(first), FeatureMap::Identity);
             problem.ops.load(identity, T::ZERO, from, rows, value_dim, padding, block, problem.value_width);
             v.put(first, rows, block, problem.value_width, value_dim);
@@ -370,21 +378,29 @@ impl<'s> Keys<'s> {
     }
 }
 
-/// Mapped queries by columns. `block` holds a block of them.
+/// A block of features or values of either side, and what maps work with, in a worker's memory.
+fn block<'s, T: Real>(problem: &Problem<'_, T>, memory: &'s mut [T]) -> (&'s mut [T], MapBuffers<'s, T>) {
+    let mut arena = Arena::new(memory);
+    let block = arena.take(TILE * problem.head_width.max(problem.value_width));
+    (block, MapBuffers::new(&problem.mapping, TILE, &mut arena))
+}
+
+/// Mapped queries by columns. `memory` holds a block of them.
 fn query_columns<'s, T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
     head: usize,
-    block: &mut [T],
+    memory: &mut [T],
     arena: &mut Arena<'s, f64>,
 ) -> Columns<'s> {
-    let (queries, head_dim) = (unit.sequence.queries, problem.dims.head_dim);
-    let mut columns = Columns::new(head_dim, queries, arena);
+    let (queries, features) = (unit.sequence.queries, problem.features);
+    let (block, mut map) = block(problem, memory);
+    let mut columns = Columns::new(features, queries, arena);
     let mut shifts = [T::ZERO; TILE];
     for first in (0..queries).step_by(TILE) {
         let rows = (queries - first).min(TILE);
-        problem.load_queries(problem.queries(unit, head), first, rows, block, &mut shifts);
-        columns.put(first, rows, block, problem.head_width, head_dim);
+        problem.load_queries(unit, head, first, rows, block, &mut shifts, &mut map);
+        columns.put(first, rows, block, problem.head_width, features);
     }
     columns
 }
@@ -425,7 +441,7 @@ fn forward_len<T: Real>(problem: &Problem<'_, T>, line: &Line) -> usize {
     let (group, dims, queries) = (problem.dims.group(), &problem.dims, line.query_count);
     Keys::len(problem, line)
         + line.work_len()
-        + group * doubles(&[line.spectrum_len(), dims.head_dim * queries, queries])
+        + group * doubles(&[line.spectrum_len(), problem.features * queries, queries])
         + doubles(&[group * (dims.value_dim + 1) * queries])
 }
 
@@ -470,7 +486,7 @@ fn forward_unit<T: Real>(
     sink: Sink<'_, T>,
     tasks: &mut Vec<Task>,
 ) {
-    let (head_dim, value_dim, queries) = (problem.dims.head_dim, problem.dims.value_dim, unit.sequence.queries);
+    let (features, value_dim, queries) = (problem.features, problem.dims.value_dim, unit.sequence.queries);
     let group = problem.dims.group();
     let mut arena = Arena::new(doubles);
     let mut work = line.work(&mut arena);
@@ -495,7 +511,7 @@ fn forward_unit<T: Real>(
             // SAFETY: each column of values is one task's own.
             let sums = unsafe { places.row(value, 0, 0, group * queries) };
             sums.fill(0.0);
-            for feature in 0..head_dim {
+            for feature in 0..features {
                 line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), &mut work);
                 for ((kernel, q), to) in heads.iter().zip(sums.chunks_exact_mut(queries)) {
                     let work = match &mut other {
@@ -521,7 +537,7 @@ fn forward_unit<T: Real>(
         let column = |value: usize| &sums[(value * group + n) * queries..][..queries];
         let bound = lost * norm(keys.norms) / allowed::<T>(line);
         let whole = HeadRows { problem, shared, unit, head, q_norms: q_norms[n], bound, sink };
-        whole.write(kernel.largest + keys.exponent, column(value_dim), column, tasks);
+        whole.write(kernel.largest + keys.exponent, column(value_dim), column, tasks, block);
     }
 }
 
@@ -545,6 +561,7 @@ impl<T: Real> HeadRows<'_, '_, T> {
         denominators: &[f64],
         column: impl Fn(usize) -> &'c [f64],
         tasks: &mut Vec<Task>,
+        memory: &mut [T],
     ) {
         let Self { problem, shared, unit, head, sink, .. } = *self;
         let queries = unit.sequence.queries;
@@ -563,8 +580,10 @@ impl<T: Real> HeadRows<'_, '_, T> {
             }
             // A row's own exponent, which cancels but without normalisation.
             let mut q_shift = [T::ZERO; TILE];
-            if problem.map == FeatureMap::Exp && !problem.toeplitz.normalize {
-                problem.query_shifts(problem.queries(unit, head), first, &mut q_shift[..rows.len()]);
+            if problem.mapping.exponential && !problem.toeplitz.normalize {
+                let queries = problem.queries(unit, head).skip(first);
+                let (_, map) = block(problem, memory);
+                problem.mapping.query_shifts(head, queries, rows.len(), &mut q_shift, map.work);
             }
             for row in rows.filter(|row| !fails(row)) {
                 let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
@@ -599,36 +618,37 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_bias: &mut [T],
+    parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
     let lines = lines(problem);
     let unit_len = most(&lines, |line| Whole::memory(problem, line));
     let per_transform = most(&lines, |line| 2 * line.work_len());
     let doubles_len = unit_len + rayon::current_num_threads() * per_transform;
-    let others = |shared: &Shared<'_, T>, d_lines: &mut [T], block: &mut [T], doubles: &mut [f64]| {
-        let (mut tasks, mut units) = (Vec::new(), Vec::new());
-        for unit in (0..problem.units()).map(|index| problem.unit(index)) {
-            let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
-            let Some(line) = line else {
-                for head in problem.heads(&unit) {
-                    tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+    let others =
+        |shared: &Shared<'_, T>, d_lines: &mut [T], sums: MapSums<'_, T>, block: &mut [T], doubles: &mut [f64]| {
+            let (mut tasks, mut units) = (Vec::new(), Vec::new());
+            for unit in (0..problem.units()).map(|index| problem.unit(index)) {
+                let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
+                let Some(line) = line else {
+                    for head in problem.heads(&unit) {
+                        tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+                    }
+                    units.push(KeyUnit::whole(unit.index));
+                    continue;
+                };
+                let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
+                let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform, sums };
+                let index = unit.index;
+                match whole.backward(&mut tasks, d_lines, block, doubles) {
+                    None => units.push(KeyUnit::whole(index)),
+                    Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
+                    Some(_) => {}
                 }
-                units.push(KeyUnit::whole(unit.index));
-                continue;
-            };
-            let d_lines = super::gradient::unit_lines(problem, d_lines, unit.index);
-            let whole = Whole { problem, shared, cotangent, unit, line, sink, per_transform };
-            let index = unit.index;
-            match whole.backward(&mut tasks, d_lines, block, doubles) {
-                None => units.push(KeyUnit::whole(index)),
-                Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
-                Some(_) => {}
             }
-        }
-        (tasks, units)
-    };
-    tiled::backward_with(problem, cotangent, sink, d_bias, StateGradients::NONE, scratch, doubles_len, others);
+            (tasks, units)
+        };
+    tiled::backward_with(problem, cotangent, sink, parameters, StateGradients::NONE, scratch, doubles_len, others);
 }
 
 /// One unit of the backward pass.
@@ -641,6 +661,7 @@ struct Whole<'x, 'a, T: 'static> {
     sink: GradientSink<'x, T>,
     /// Doubles of working memory of a task of transforms.
     per_transform: usize,
+    sums: MapSums<'x, T>,
 }
 
 /// What one query head brings into the gradients of its unit.
@@ -667,11 +688,11 @@ impl<'x, T: Real> Whole<'x, '_, T> {
     /// Doubles that one unit takes, beside those of tasks.
     fn memory(problem: &Problem<'_, T>, line: &Line) -> usize {
         let (dims, keys, queries) = (&problem.dims, line.key_count, line.query_count);
-        let head = [line.spectrum_len(), dims.head_dim * queries, (dims.value_dim + 1) * queries];
+        let head = [line.spectrum_len(), problem.features * queries, (dims.value_dim + 1) * queries];
         let head = doubles(&head) + 3 * doubles(&[queries]);
         Keys::len(problem, line)
             + dims.group() * head
-            + doubles(&[dims.head_dim * keys, dims.value_dim * keys, dims.head_dim * queries])
+            + doubles(&[problem.features * keys, dims.value_dim * keys, problem.features * queries])
             + doubles(&[keys, queries, line.spectrum_len(), line.length, line.length])
             + (GROUPS + 1) * doubles(&[line.spectrum_len()])
             + line.work_len()
@@ -712,12 +733,12 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let left = distances.map(|distances| Left::new(&failing, &distances));
         // What is left of an image would be scattered over its tiles; under `exp` a key that fails may have lost, beside the
         // largest, what it brings to distances that do not.
-        let whole = problem.is_grid() || problem.map == FeatureMap::Exp;
+        let whole = problem.is_grid() || problem.mapping.exponential;
         let left = left.filter(|left| !whole || !left.any());
         let certified = left.is_some();
-        let mut dk = Columns::new(dims.head_dim, key_count, &mut arena);
+        let mut dk = Columns::new(problem.features, key_count, &mut arena);
         let mut dv = Columns::new(dims.value_dim, key_count, &mut arena);
-        let mut dq = Columns::new(dims.head_dim, queries, &mut arena);
+        let mut dq = Columns::new(problem.features, queries, &mut arena);
         let spectra = arena.take(GROUPS * line.spectrum_len());
         let rest = arena.rest();
         dk.numbers.fill(0.0);
@@ -729,9 +750,9 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 self.biases((n, head), &keys, columns, spectra, left, d_line, &mut work);
             }
         }
-        if certified {
+        if let Some(left) = &left {
             self.values(&keys, &heads, &mut dv, rest);
-            self.write_keys(&keys, &heads, &mut dk, &mut dv, block);
+            self.write_keys(&keys, &heads, left, &mut dk, &mut dv, block);
         }
         left
     }
@@ -765,7 +786,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         for (key, (failing, &scale)) in failing.iter_mut().zip(&*sums.keys).enumerate() {
             let there = (key as isize) < seen && !unit.ignores(key);
             // An exponential of 0 was a number before it was taken relative to the largest.
-            let faded = problem.map == FeatureMap::Exp && keys.k_norms[key].powi(2) < T::MIN_POSITIVE.to_f64();
+            let faded = problem.mapping.exponential && keys.k_norms[key].powi(2) < T::MIN_POSITIVE.to_f64();
             *failing |= there && faded;
             let counts = there && keys.norms[key] != 0.0;
             // A scale that is NaN passes nothing.
@@ -808,9 +829,9 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let line = self.line;
         let HeadColumns { kernel, q, d, .. } = columns;
         let (key_count, query_count, spectrum_len) = (line.key_count, line.query_count, line.spectrum_len());
-        let (head_dim, value_dim) = (self.problem.dims.head_dim, self.problem.dims.value_dim);
-        let width = head_dim.div_ceil(GROUPS).max(1);
-        let groups = head_dim.div_ceil(width);
+        let (features, value_dim) = (self.problem.features, self.problem.dims.value_dim);
+        let width = features.div_ceil(GROUPS).max(1);
+        let groups = features.div_ceil(width);
         let mut dq = ViewMut::strided(&mut *dq.numbers, [query_count, 0, 0]);
         let dq = dq.shared();
         let mut more = more.map(|(dk, spectra)| {
@@ -827,7 +848,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 if let Some(bias) = &mut bias {
                     bias.fill(Complex::default());
                 }
-                for feature in group * width..((group + 1) * width).min(head_dim) {
+                for feature in group * width..((group + 1) * width).min(features) {
                     // SAFETY: each feature is one group's own.
                     let dq = unsafe { dq.row(feature, 0, 0, query_count) };
                     // SAFETY: as above.
@@ -871,7 +892,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         work: &mut Work<'_>,
     ) {
         let Self { problem, line, .. } = self;
-        if problem.dims.head_dim == 0 {
+        if problem.features == 0 {
             return;
         }
         work.spectrum.copy_from_slice(complex(&mut spectrum[..line.spectrum_len()]));
@@ -902,7 +923,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             let to = unsafe { places.row(value, 0, 0, line.key_count) };
             to.fill(0.0);
             for columns in heads {
-                for feature in 0..self.problem.dims.head_dim {
+                for feature in 0..self.problem.features {
                     let (q, d) = (columns.q.column(feature), columns.d.column(value));
                     line.transform(&line.queries, q, Some(d), &mut work);
                     line.convolve(&columns.kernel, true, &mut work);
@@ -918,15 +939,17 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         head: usize,
         kernel: &Kernel<'_>,
         keys: &Keys<'_>,
-        block: &mut [T],
+        memory: &mut [T],
         columns: &mut Columns<'_>,
     ) {
         let Self { problem, shared, unit, .. } = self;
+        let (block, map) = block(problem, memory);
         let (queries, value_dim) = (unit.sequence.queries, problem.dims.value_dim);
         let (mut c, mut shifts) = ([T::ZERO; TILE], [T::ZERO; TILE]);
         for first in (0..queries).step_by(TILE) {
             let rows = first..(first + TILE).min(queries);
-            problem.query_shifts(problem.queries(unit, head), first, &mut shifts[..rows.len()]);
+            let raw = problem.queries(unit, head).skip(first);
+            problem.mapping.query_shifts(head, raw, rows.len(), &mut shifts, map.work);
             load_cotangent(problem, shared, self.cotangent, unit, head, rows.clone(), &shifts, block, &mut c);
             columns.put(first, rows.len(), block, problem.value_width, value_dim);
             for row in rows {
@@ -970,7 +993,11 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         let bound = lost * norm(keys.norms) / allowed::<T>(line);
         let sees = |row: usize| problem.end(unit, row) > unit.begin();
 
-        let (phi, block) = blocks.split_at_mut(TILE * width);
+        let mut arena = Arena::new(blocks);
+        let (phi, block) = (arena.take(TILE * width), arena.take(TILE * width));
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+        // SAFETY: the tasks that share it come later.
+        let map_sums = unsafe { self.sums.of_queries(unit.index, head, 0) };
         let mut shifts = [T::ZERO; TILE];
         let queries = problem.queries(unit, head);
         for first in (0..dq.count).step_by(TILE) {
@@ -979,15 +1006,16 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 tiled::push_strips(tasks, unit.index, head, first..first + rows);
                 continue;
             }
-            problem.load_queries(queries, first, rows, phi, &mut shifts);
+            problem.load_queries(unit, head, first, rows, phi, &mut shifts, &mut map);
             dq.take(first, rows, block, width);
-            problem.ops.pull_back(problem.map, queries.skip(first), phi, block, rows, head_dim, width);
+            let (side, from, counts) = (Side::Query(head), queries.skip(first), |row: usize| sees(first + row));
+            let (raw, width) = problem.pull_back(side, from, rows, counts, phi, block, map_sums, &mut map);
             for row in 0..rows {
                 let token = unit.sequence.query_start + first + row;
                 // SAFETY: each (batch, head, token) belongs to one unit.
                 let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, head_dim) };
                 if sees(first + row) {
-                    problem.ops.store(&block[row * width..], T::ONE, to);
+                    problem.ops.store(&raw[row * width..], T::ONE, to);
                 } else {
                     to.fill(T::ZERO);
                 }
@@ -995,18 +1023,18 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         }
     }
 
-    /// Writes the gradients of the unit's keys and values.
+    /// Writes the gradients of the unit's keys and values, but for the blocks of keys that tiles take.
     fn write_keys(
         &self,
         keys: &Keys<'_>,
         heads: &[HeadColumns<'_>],
+        left: &Left,
         dk: &mut Columns<'_>,
         dv: &mut Columns<'_>,
         blocks: &mut [T],
     ) {
         let Self { problem, unit, line, .. } = self;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let head_dim = problem.dims.head_dim;
         for (feature, dk) in dk.numbers.chunks_exact_mut(line.key_count).enumerate() {
             let bound = |columns: &HeadColumns<'_>| {
                 lost(line, &columns.kernel) * norm_of(columns.q.column(feature), columns.d_norms)
@@ -1022,21 +1050,27 @@ impl<'x, T: Real> Whole<'x, '_, T> {
             dv.iter_mut().zip(keys.k_norms).for_each(|(x, k)| clear(x, bound * k));
         }
         let exponent = T::from_f64(keys.exponent);
-        let (phi, rest) = blocks.split_at_mut(TILE * head_width);
-        let (d_k, d_v) = rest.split_at_mut(TILE * head_width);
+        let mut arena = Arena::new(blocks);
+        let (phi, d_k) = (arena.take(TILE * head_width), arena.take(TILE * head_width));
+        let d_v = arena.take(TILE * value_width);
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+        // SAFETY: the tasks that share it come later.
+        let map_sums = unsafe { self.sums.of_keys(unit.index, 0) };
         let seen = problem.end(unit, unit.sequence.queries - 1);
         for first in (0..dk.count).step_by(TILE) {
             let rows = (dk.count - first).min(TILE);
-            let from = unit.k.skip(first);
-            problem.ops.load(problem.map, exponent, from, rows, head_dim, None, phi, head_width);
+            if left.keys(first, rows) {
+                continue;
+            }
+            problem.load_keys(unit, (first, rows), exponent, phi, &mut map);
             dk.take(first, rows, d_k, head_width);
             dv.take(first, rows, d_v, value_width);
-            problem.ops.pull_back(problem.map, from, phi, d_k, rows, head_dim, head_width);
+            let there = |row: usize| ((first + row) as isize) < seen && !unit.ignores(first + row);
+            let (side, from) = (Side::Key(unit.kv_head), unit.k.skip(first));
+            let (d_k, width) = problem.pull_back(side, from, rows, there, phi, d_k, map_sums, &mut map);
             for row in 0..rows {
-                let key = first + row;
-                let there = (key as isize) < seen && !unit.ignores(key);
-                let rows = (&d_k[row * head_width..], &d_v[row * value_width..]);
-                super::gradient::write(problem, unit, key, self.sink, there.then_some(rows));
+                let rows = (&d_k[row * width..], &d_v[row * value_width..]);
+                super::gradient::write(problem, unit, first + row, self.sink, there(row).then_some(rows));
             }
         }
         for key in dk.count..dk.count + unit.sequence.absent {

@@ -5,10 +5,13 @@
 
 use rayon::prelude::*;
 
+use super::map_sums::MapSums;
 use super::piecewise::{self, Sums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{EXPONENT, Last, StateGradients};
 use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, scores, value_products};
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, padded, parallel};
@@ -20,7 +23,7 @@ use crate::simd::block::{Band, Product};
 const SEGMENTS: usize = 8;
 
 /// Tasks that share the keys of a unit.
-fn segments<T: Real>(problem: &Problem<'_, T>) -> usize {
+pub(super) fn segments<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.most_keys().div_ceil(STRIP).clamp(1, SEGMENTS)
 }
 
@@ -55,6 +58,9 @@ struct Buffers<'s, T> {
     far_tile: &'s mut [T],
     /// The gradient of the final state's sums, its rows filled up with 0.
     last: &'s mut [T],
+    map: MapBuffers<'s, T>,
+    /// Where the gradient of a learned map is summed.
+    map_sums: &'s mut [T],
 }
 
 /// Numbers of one task's working memory; `sums` says whether it meets any.
@@ -66,10 +72,11 @@ pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>, sums: bool) -> usiz
         + KEPT * (KeyBlock::len(problem, true) + TILE * widths)
         + Weights::len(problem)
         + if sums { far } else { 0 }
+        + MapBuffers::len(&problem.mapping, TILE)
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
-    fn new(problem: &Problem<'_, T>, sums: bool, arena: &mut Arena<'s, T>) -> Self {
+    fn new(problem: &Problem<'_, T>, sums: bool, map_sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
         let sums = usize::from(sums);
         Self {
             q: arena.take(TILE * problem.head_width),
@@ -85,6 +92,8 @@ impl<'s, T: Real> Buffers<'s, T> {
             turned: arena.take(sums * problem.head_width * problem.value_width),
             far_tile: arena.take(sums * TILE * problem.head_width.max(problem.value_width)),
             last: arena.take(sums * problem.head_width * (problem.value_width + 1)),
+            map: MapBuffers::new(&problem.mapping, TILE, arena),
+            map_sums,
         }
     }
 }
@@ -98,6 +107,7 @@ pub(super) struct KeyPass<'x, 'a, T: 'static> {
     /// The rows that lie far from each strip of keys; without them all rows are met by tiles.
     pub rows: Option<&'x Sums<'x, T>>,
     pub states: StateGradients<'x, T>,
+    pub sums: MapSums<'x, T>,
 }
 
 /// A unit of the pass, and what of it is wanted if not all.
@@ -159,8 +169,13 @@ impl Left {
         self.distances[n].any(index, 1)
     }
 
+    /// Whether any of `count` keys from `first` on is left: tiles then take the whole block.
+    pub fn keys(&self, first: usize, count: usize) -> bool {
+        self.keys.any(first, count)
+    }
+
     fn keys_of<T>(&self, block: &KeyBlock<'_, T>) -> bool {
-        self.keys.any(block.from as usize, block.count)
+        self.keys(block.from as usize, block.count)
     }
 
     /// Whether any distance between a block of keys and of rows is left.
@@ -205,7 +220,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
             let (unit, left, segment) = (problem.unit(*index), left.as_ref(), task % segments);
             // SAFETY: each task has lines of its own.
             let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
-            let mut buffers = Buffers::new(problem, self.rows.is_some(), &mut Arena::new(scratch));
+            // SAFETY: so is its sum.
+            let map_sums = unsafe { self.sums.of_keys(unit.index, segment) };
+            let mut buffers = Buffers::new(problem, self.rows.is_some(), map_sums, &mut Arena::new(scratch));
             let last = lasts[task / segments];
             if let Some(last) = &last {
                 self.load_last(last, &mut buffers);
@@ -331,7 +348,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let mut loaded = 0;
         let mut next = from;
         while next < end && loaded < KEPT {
-            buffers.keys[loaded].load(problem, unit, next, end);
+            buffers.keys[loaded].load(problem, unit, (next, end), &mut buffers.map);
             buffers.dk[loaded].fill(T::ZERO);
             buffers.dv[loaded].fill(T::ZERO);
             next += buffers.keys[loaded].count as isize;
@@ -344,9 +361,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
         for (n, head) in problem.heads(unit).enumerate() {
             let line = shared.line(head);
             let d_line = &mut lines[n * line_len(problem)..][..problem.line_width()];
-            let queries = problem.queries(unit, head);
             for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
-                let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, .. } = &mut *buffers;
+                let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, map, .. } = &mut *buffers;
                 let span = row.max(near.start)..(row + TILE).min(near.end);
                 let row = span.start;
                 let wanted = |keys: &KeyBlock<'_, T>| {
@@ -356,7 +372,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 if !keys[..loaded].iter().any(wanted) {
                     continue;
                 }
-                problem.load_queries(queries, row, span.len(), q, q_shifts);
+                problem.load_queries(unit, head, row, span.len(), q, q_shifts, map);
                 load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
                 let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
                     && ops.all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
@@ -474,59 +490,60 @@ impl<T: Real> KeyPass<'_, '_, T> {
     fn write_block(&self, strip: &Strip<'_, '_, T>, which: usize, seen: isize, buffers: &mut Buffers<'_, T>) {
         let (problem, unit, ops) = (self.problem, &strip.unit, self.problem.ops);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
-        let Buffers { q, keys, dk, dv, .. } = buffers;
-        let (block, dk, dv) = (&keys[which], &mut *dk[which], &mut *dv[which]);
-        // Rows of the ring of an initial state are features already.
+        let (features, value_dim) = (problem.features, problem.dims.value_dim);
+        let Buffers { q, keys, dk, dv, map, map_sums, .. } = buffers;
+        let (block, dk, dv) = (&mut keys[which], &mut *dk[which], &*dv[which]);
+        let ring = |key: isize| strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
         let kept = ((-block.from).max(0) as usize).min(block.count);
-        let start = (block.from + kept as isize) as usize;
-        let (own, raw) = (&mut dk[kept * head_width..], unit.k.skip(start));
-        ops.pull_back(problem.map, raw, &block.k[kept * head_width..], own, block.count - kept, head_dim, head_width);
-        for row in 0..block.count {
+        for row in 0..kept {
             let key = block.from + row as isize;
-            let (dk, dv) = (&mut dk[row * head_width..][..head_width], &mut dv[row * value_width..][..value_width]);
-            let ring = strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
-            let Ok(key) = usize::try_from(key) else {
-                let (Some(first), Some(past)) = (&self.states.first, &unit.past) else { continue };
-                if past.ignores(key) {
-                    continue;
-                }
-                let slot = past.ring_slot(key);
-                // SAFETY: each key belongs to one task.
-                let (to_k, to_v) = unsafe {
-                    (
-                        first.part(unit.index, 3, slot * head_dim, head_dim),
-                        first.part(unit.index, 5, slot * (value_dim + 1), value_dim),
-                    )
-                };
-                let factor = past.head.ring_exponents.get(slot).map_or(T::ONE, |&own| (own - block.exponent).exp());
-                ops.store(dk, factor, to_k);
-                ops.store(dv, T::ONE, to_v);
-                if let Some((d_keys, d_values)) = ring {
-                    ops.add_scaled(to_k, T::ONE, d_keys);
-                    ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
-                }
-                continue;
-            };
-            if unit.ignores(key) || (key as isize >= seen && strip.last.is_none()) {
-                write(problem, unit, key, self.sink, None);
+            let (Some(first), Some(past)) = (&self.states.first, &unit.past) else { break };
+            if past.ignores(key) {
                 continue;
             }
-            let Some((d_keys, d_values)) = ring else {
-                write(problem, unit, key, self.sink, Some((dk, dv)));
-                continue;
+            let slot = past.ring_slot(key);
+            // SAFETY: each key belongs to one task.
+            let (to_k, to_v) = unsafe {
+                (
+                    first.part(unit.index, 3, slot * features, features),
+                    first.part(unit.index, 5, slot * (value_dim + 1), value_dim),
+                )
             };
+            // Rows of the ring of an initial state are features already.
+            let factor = past.head.ring_exponents.get(slot).map_or(T::ONE, |&own| (own - block.exponent).exp());
+            ops.store(&dk[row * head_width..], factor, to_k);
+            ops.store(&dv[row * value_width..], T::ONE, to_v);
+            if let Some((d_keys, d_values)) = ring(key) {
+                ops.add_scaled(to_k, T::ONE, d_keys);
+                ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
+            }
+        }
+        let (start, rows) = ((block.from + kept as isize) as usize, block.count - kept);
+        let counts = |row: usize| {
+            let key = start + row;
+            !unit.ignores(key) && ((key as isize) < seen || strip.last.is_some())
+        };
+        let (own, phi) = (&mut dk[kept * head_width..], &mut block.k[kept * head_width..]);
+        let (side, raw) = (Side::Key(unit.kv_head), unit.k.skip(start));
+        let (dk, width) = problem.pull_back(side, raw, rows, counts, phi, own, map_sums, map);
+        for row in 0..rows {
+            let of_row = (&dk[row * width..], &dv[(kept + row) * value_width..]);
+            write(problem, unit, start + row, self.sink, counts(row).then_some(of_row));
+        }
+        for key in (start..start + rows).filter(|&key| !unit.ignores(key)) {
+            let Some((d_keys, d_values)) = ring(key as isize) else { continue };
             // The ring's key counts from an exponent of its own.
             let (phi, d_phi) = q.split_at_mut(head_width);
             let d_phi = &mut d_phi[..head_width];
             let (exponent, raw) = (problem.key_block(unit, key as isize, key as isize + 1).1, unit.k.skip(key));
-            ops.load(problem.map, exponent, raw, 1, head_dim, None, phi, head_width);
+            problem.load_keys(unit, (key, 1), exponent, phi, map);
             d_phi.fill(T::ZERO);
-            d_phi[..head_dim].copy_from_slice(d_keys);
-            ops.pull_back(problem.map, raw, phi, d_phi, 1, head_dim, head_width);
-            ops.add_scaled(dk, T::ONE, d_phi);
-            ops.add_scaled(&mut dv[..value_dim], T::ONE, d_values);
-            write(problem, unit, key, self.sink, Some((dk, dv)));
+            d_phi[..features].copy_from_slice(d_keys);
+            let (d_raw, _) = problem.pull_back(side, raw, 1, |_| true, phi, d_phi, map_sums, map);
+            // SAFETY: each key belongs to one task.
+            let (to_k, to_v) = unsafe { places(problem, unit, key, &self.sink) };
+            ops.add_scaled(to_k, T::ONE, d_raw);
+            ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
         }
     }
 }
@@ -537,6 +554,26 @@ pub(super) fn unit_lines<'l, T: Real>(problem: &Problem<'_, T>, lines: &'l mut [
     &mut lines[unit * segments(problem) * per_task..][..per_task]
 }
 
+/// Where the gradients of one key go.
+///
+/// # Safety
+/// While they live no other slices of that key's may exist, in this thread or another.
+unsafe fn places<'s, T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    key: usize,
+    sink: &'s GradientSink<'_, T>,
+) -> (&'s mut [T], &'s mut [T]) {
+    let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        (
+            sink.dk.row(batch, unit.kv_head, token, problem.dims.head_dim),
+            sink.dv.row(batch, unit.kv_head, token, problem.dims.value_dim),
+        )
+    }
+}
+
 /// Writes the gradients of one key, 0 for none.
 pub(super) fn write<T: Real>(
     problem: &Problem<'_, T>,
@@ -545,14 +582,8 @@ pub(super) fn write<T: Real>(
     sink: GradientSink<'_, T>,
     rows: Option<(&[T], &[T])>,
 ) {
-    let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
     // SAFETY: each key belongs to one task.
-    let (to_k, to_v) = unsafe {
-        (
-            sink.dk.row(batch, unit.kv_head, token, problem.dims.head_dim),
-            sink.dv.row(batch, unit.kv_head, token, problem.dims.value_dim),
-        )
-    };
+    let (to_k, to_v) = unsafe { places(problem, unit, key, &sink) };
     match rows {
         Some((dk, dv)) => {
             problem.ops.store(dk, T::ONE, to_k);

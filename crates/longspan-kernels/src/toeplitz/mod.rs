@@ -20,7 +20,7 @@ mod bias;
 mod cost;
 mod fft;
 mod gradient;
-mod mapped;
+mod map_sums;
 mod piecewise;
 mod problem;
 mod reference;
@@ -44,7 +44,6 @@ use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
 use crate::state::State;
-use mapped::Mapped;
 use problem::Problem;
 use state::StateGradients;
 
@@ -53,7 +52,8 @@ const OPERATION: &str = "toeplitz";
 
 /// Kernelized attention whose weights are multiplied by `e^{b_δ}`.
 ///
-/// The one parameter is the table `bias`, of the shape that [`Bias`] gives.
+/// Parameters are the table `bias`, of the shape that [`Bias`] gives, and then those of the
+/// [feature map](FeatureMap::parameters).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Toeplitz {
     /// `φ`.
@@ -77,17 +77,9 @@ impl Toeplitz {
     /// `dims.head_dim`; calls check the same.
     ///
     /// # Errors
-    /// A map with parameters; no features or absurdly many.
+    /// No features or absurdly many.
     pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
-        self.feature_map.check(OPERATION, dims.head_dim)?;
-        if let FeatureMap::Hedgehog { .. } = self.feature_map {
-            return Err(Error::Unsupported {
-                operation: OPERATION,
-                combination: "the feature map hedgehog with Toeplitz positions",
-                mend: "choose a map without parameters, such as nprf, or the positions of kernelized, shaw or fourier",
-            });
-        }
-        Ok(())
+        self.feature_map.check(OPERATION, dims.head_dim)
     }
 
     /// The algorithms that can be forced; the first always can.
@@ -114,7 +106,9 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
-        smallvec![Parameter::new("bias", self.bias.shape(dims.heads))]
+        let mut parameters: Parameters = smallvec![Parameter::new("bias", self.bias.shape(dims.heads))];
+        parameters.extend(self.feature_map.parameters(dims));
+        parameters
     }
 
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
@@ -126,16 +120,14 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
-        if let Some(mapped) = Mapped::new(self, &call.dims, &call.q, &call.k) {
-            return mapped.forward(call, output, scratch);
-        }
-        let dims = &problem.dims;
-        check_output(self, dims, &output)?;
+        let mut problem = Problem::new(self, call)?;
+        let dims = problem.dims;
+        check_output(self, &dims, &output)?;
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             problem.check_final_state(to, "final_state")?;
         }
+        problem.prepare(scratch);
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
@@ -145,7 +137,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
             _ => tiled::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
-            tiled::final_state(&problem, state);
+            tiled::final_state(&problem, state, scratch);
         }
         Ok(())
     }
@@ -157,11 +149,8 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let problem = Problem::new(self, call)?;
+        let mut problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if let Some(mapped) = Mapped::new(self, &call.dims, &call.q, &call.k) {
-            return mapped.backward(call, cotangent, gradients, scratch);
-        }
         if let Some(state) = cotangent.final_state {
             problem.check_final_state(state, "gradient of the final state")?;
         }
@@ -169,16 +158,15 @@ impl<T: Real> Mechanism<T> for Toeplitz {
             to.check(OPERATION, "gradient of the initial state", state::shape(self, &problem.dims))?;
             check_initial_gradient(OPERATION, call)?;
         }
+        problem.prepare(scratch);
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let mut first = initial_state.map(state::FirstGradient::new);
         let states = StateGradients { last: cotangent.final_state, first: first.as_mut().map(|first| first.shared()) };
         match self.chosen(call, cotangent.final_state.is_some()) {
-            Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters[0], scratch),
-            Algorithm::Piecewise => {
-                piecewise::backward(&problem, cotangent, sink, parameters[0], states, scratch);
-            }
-            _ => tiled::backward(&problem, cotangent, sink, parameters[0], states, scratch),
+            Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters, scratch),
+            Algorithm::Piecewise => piecewise::backward(&problem, cotangent, sink, parameters, states, scratch),
+            _ => tiled::backward(&problem, cotangent, sink, parameters, states, scratch),
         }
         Ok(())
     }
@@ -190,10 +178,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
     }
 
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        match mapped::step(self, token, state, out)? {
-            Some(()) => Ok(()),
-            None => step::step(self, token, state, out),
-        }
+        step::step(self, token, state, out)
     }
 
     fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {

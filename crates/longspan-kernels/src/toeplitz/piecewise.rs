@@ -8,9 +8,11 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::gradient::{self, KeyPass, KeyUnit};
+use super::map_sums::{self, MapSums};
 use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
+use crate::feature_map::mapping::MapBuffers;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -141,14 +143,14 @@ fn add_keys<T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
     (from, to): (isize, isize),
-    keys: &mut KeyBlock<'_, T>,
+    (keys, map): (&mut KeyBlock<'_, T>, &mut MapBuffers<'_, T>),
     sum: &mut [T],
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let exponent = sum.len() - padded::<T>(1);
     let mut next = from;
     while next < to {
-        keys.load(problem, unit, next, to);
+        keys.load(problem, unit, (next, to), map);
         raise(problem, sum, keys.exponent);
         if keys.exponent < sum[exponent] {
             problem.ops.scale(&mut keys.k[..keys.count * head_width], (keys.exponent - sum[exponent]).exp());
@@ -203,7 +205,10 @@ fn key_sums<'s, T: Real>(
         if side == 0 && strip == 0 {
             add_past(problem, &unit, sum);
         }
-        add_keys(problem, &unit, own, &mut KeyBlock::new(problem, false, &mut Arena::new(scratch)), sum);
+        let mut arena = Arena::new(scratch);
+        let mut keys = KeyBlock::new(problem, false, &mut arena);
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+        add_keys(problem, &unit, own, (&mut keys, &mut map), sum);
     });
     accumulate(problem, numbers, problem.units(), strips, |side, n| match side {
         // What lies before a strip is all that lies before the one above it, and more.
@@ -281,26 +286,30 @@ fn fars<'s, T: Real>(
         .map(|(side, entry)| sums.get(owner, side, strip, entry.map(|entry| problem.table(head)[entry])))
 }
 
-/// Calls `body` for every strip of rows of every head.
+/// Calls `body` for every strip of rows of every head, for those of a lane one after the other.
 fn each_strip<T: Real>(
     problem: &Problem<'_, T>,
+    lanes: impl Fn(usize) -> usize,
     (scratch, per_worker): (&mut [T], usize),
     body: impl Fn(Unit<'_, T>, usize, usize, Range<usize>, &mut [T]) + Sync,
 ) {
     let (group, strips) = (problem.dims.group(), problem.most_queries().div_ceil(ROWS));
-    parallel(problem.units() * group * strips, scratch, per_worker, |task, scratch| {
-        let unit = problem.unit(task / (group * strips));
-        let (head, strip) = (unit.kv_head * group + task / strips % group, task % strips);
-        let rows = rows(strip, unit.sequence.queries);
-        if !rows.is_empty() {
-            body(unit, head, strip, rows, scratch);
+    let lanes = lanes(strips);
+    parallel(problem.units() * group * lanes, scratch, per_worker, |task, scratch| {
+        let unit = problem.unit(task / (group * lanes));
+        let head = unit.kv_head * group + task / lanes % group;
+        for strip in (task % lanes..strips).step_by(lanes) {
+            let rows = rows(strip, unit.sequence.queries);
+            if !rows.is_empty() {
+                body(unit, head, strip, rows, scratch);
+            }
         }
     });
 }
 
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let per_worker = tiled::forward_len(problem).max(KeyBlock::len(problem, false));
+    let per_worker = tiled::forward_len(problem);
     let workers = rayon::current_num_threads();
     let sums_len = key_sums_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + workers * per_worker));
@@ -308,11 +317,16 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let sums = arena.take(sums_len);
     let rest = arena.rest();
     let sums = key_sums(problem, sums, (&mut *rest, per_worker));
-    each_strip(problem, (rest, per_worker), |unit, head, strip, rows, scratch| {
-        let span = span(problem, &unit, &rows);
-        let fars = fars(problem, &sums, unit.index, head, strip);
-        tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
-    });
+    each_strip(
+        problem,
+        |strips| strips,
+        (rest, per_worker),
+        |unit, head, strip, rows, scratch| {
+            let span = span(problem, &unit, &rows);
+            let fars = fars(problem, &sums, unit.index, head, strip);
+            tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
+        },
+    );
 }
 
 /// Working memory of a task that sums rows.
@@ -321,11 +335,12 @@ struct RowBlock<'s, T> {
     q_shifts: &'s mut [T],
     d: &'s mut [T],
     c: &'s mut [T],
+    map: MapBuffers<'s, T>,
 }
 
 impl<'s, T: Real> RowBlock<'s, T> {
     fn len(problem: &Problem<'_, T>) -> usize {
-        TILE * (problem.head_width + problem.value_width + 2)
+        TILE * (problem.head_width + problem.value_width + 2) + MapBuffers::len(&problem.mapping, TILE)
     }
 
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
@@ -334,6 +349,7 @@ impl<'s, T: Real> RowBlock<'s, T> {
             q_shifts: arena.take(TILE),
             d: arena.take(TILE * problem.value_width),
             c: arena.take(TILE),
+            map: MapBuffers::new(&problem.mapping, TILE, arena),
         }
     }
 }
@@ -359,8 +375,8 @@ fn add_rows<T: Real>(
     let (outer, features) = sum.split_at_mut(head_width * value_width);
     for first in rows.clone().step_by(TILE) {
         let span = first..(first + TILE).min(rows.end);
-        let RowBlock { q, q_shifts, d, c } = &mut *block;
-        problem.load_queries(problem.queries(unit, head), first, span.len(), q, q_shifts);
+        let RowBlock { q, q_shifts, d, c, map } = &mut *block;
+        problem.load_queries(unit, head, first, span.len(), q, q_shifts, map);
         load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
         for (at, row) in span.clone().enumerate() {
             // A row that sees nothing has gradients of 0, whatever it counts from.
@@ -435,7 +451,7 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_bias: &mut [T],
+    parameters: &mut [&mut [T]],
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
@@ -444,21 +460,30 @@ pub(super) fn backward<T: Real>(
     // Sums over keys are done with before those over rows begin.
     let sums_len = key_sums_len(problem).max(row_sums_len(problem));
     let lines = gradient::lines_len(problem);
-    let mut arena = Arena::new(scratch.take(problem.shared_len() + lines + sums_len + workers * per_worker));
+    let map_len = padded::<T>(MapSums::len(problem));
+    let len = problem.shared_len() + lines + map_len + sums_len + workers * per_worker;
+    let mut arena = Arena::new(scratch.take(len));
     let shared = problem.shared(&mut arena);
-    let d_lines = arena.take(lines);
+    let (d_lines, map_numbers) = (arena.take(lines), arena.take(MapSums::len(problem)));
     d_lines.fill(T::ZERO);
+    let mut view = MapSums::view(problem, &mut *map_numbers);
+    let map_sums = MapSums::new(problem, view.shared());
     let numbers = arena.take(sums_len);
     let rest = arena.rest();
     let sums = key_sums(problem, &mut *numbers, (&mut *rest, per_worker));
-    each_strip(problem, (&mut *rest, per_worker), |unit, head, strip, rows, scratch| {
+    let lanes = |strips| map_sums.lanes(strips);
+    each_strip(problem, lanes, (&mut *rest, per_worker), |unit, head, strip, rows, scratch| {
         let span = span(problem, &unit, &rows);
         let fars = fars(problem, &sums, unit.index, head, strip);
-        tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, scratch);
+        // SAFETY: the strips of a lane are one task's.
+        let memory = (unsafe { map_sums.of_queries(unit.index, head, strip) }, scratch);
+        tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, memory);
     });
     let sums = row_sums(problem, &shared, cotangent, &mut *numbers, (&mut *rest, per_worker));
     let units: Vec<KeyUnit> = (0..problem.units()).map(KeyUnit::whole).collect();
-    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: Some(&sums), states };
+    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: Some(&sums), states, sums: map_sums };
     pass.run(&units, d_lines, (rest, per_worker));
+    let [d_bias, of_map @ ..] = parameters else { return };
     gradient::reduce(problem, d_lines, d_bias);
+    map_sums::write(problem, map_numbers, of_map);
 }

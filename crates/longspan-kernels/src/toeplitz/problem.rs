@@ -5,11 +5,12 @@ use rayon::prelude::*;
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::{MapBuffers, Mapping};
+use crate::feature_map::rows::{Shift, Side};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded, parallel};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 use crate::state::State;
@@ -35,11 +36,13 @@ pub(super) struct Problem<'a, T: 'static> {
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
     pub ops: &'static Ops<T>,
-    pub map: FeatureMap,
+    pub mapping: Mapping<'a, T>,
+    /// Features of a row.
+    pub features: usize,
     pub causal: bool,
     pub offset: isize,
     pub sequences: Vec<Sequence<'a>>,
-    /// Widths of q, k and v in blocks: whole cache lines.
+    /// Widths of features and of values in blocks: whole cache lines.
     pub head_width: usize,
     pub value_width: usize,
     /// The places that any two tokens of a sequence may lie apart.
@@ -71,7 +74,7 @@ pub(super) struct Past<'a, T> {
     pub near: usize,
 }
 
-/// The largest entries of a unit's keys from its first on, under [`FeatureMap::Exp`]: of each key (−∞ where it does not
+/// The largest exponents of a unit's keys from its first on, under an exponential map: of each key (−∞ where it does not
 /// count), of all before it, and of it and all after it.
 #[derive(Clone, Copy)]
 struct Tops<'s, T> {
@@ -155,20 +158,28 @@ impl<'a, T: Real> Problem<'a, T> {
         if low > high {
             (low, high) = (0, 0);
         }
+        let mapping = Mapping::new(toeplitz.feature_map, &dims, call.parameters);
+        let features = mapping.features;
         Ok(Self {
             toeplitz,
             call,
             dims,
             ops: T::ops(),
-            map: toeplitz.feature_map,
+            mapping,
+            features,
             causal,
             offset: mask.offset,
             sequences,
-            head_width: padded::<T>(dims.head_dim),
+            head_width: padded::<T>(features),
             value_width: padded::<T>(dims.value_dim),
             low,
             high,
         })
+    }
+
+    /// Does what the feature map needs before any row is loaded.
+    pub fn prepare(&mut self, scratch: &mut Scratch<T>) {
+        self.mapping.prepare(Some(&self.call.k), &self.dims, scratch);
     }
 
     /// Whether the call may have a final state, or the gradient of one, of this shape, and whether its bias reaches it.
@@ -287,7 +298,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Numbers of the [`Tops`] of one unit.
     fn tops_len(&self) -> usize {
-        if self.map == FeatureMap::Exp { 3 * (self.most_keys() + 1) } else { 0 }
+        if self.mapping.exponential { 3 * (self.most_keys() + 1) } else { 0 }
     }
 
     /// Lays out the biases, and finds each row's exponent.
@@ -342,7 +353,7 @@ impl<'a, T: Real> Problem<'a, T> {
         Shared { lines, line_width, levels, splits, queries, group }
     }
 
-    /// Finds the largest entry of every key of a unit under [`FeatureMap::Exp`], and of all keys before and after each.
+    /// Finds the largest exponent of every key of a unit under an exponential map, and of all keys before and after each.
     fn find_tops(&self, index: usize, to: &mut [T]) {
         let unit = self.unit(index);
         let len = to.len() / 3;
@@ -384,9 +395,9 @@ impl<'a, T: Real> Problem<'a, T> {
         };
         let far = self.far_exponent(unit, head, T::ZERO);
         let highest = |end: isize, first: usize, last: usize| {
-            far.max(match self.map {
-                FeatureMap::Exp => self.highest_weight(unit, line, tops, end, (first, last)),
-                _ => self.highest(line, begin, end, first, last),
+            far.max(match self.mapping.exponential {
+                true => self.highest_weight(unit, line, tops, end, (first, last)),
+                false => self.highest(line, begin, end, first, last),
             })
         };
         let level = highest(end, first, last);
@@ -417,7 +428,7 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// The largest exponent, key and bias together, between the keys before `end` and the rows `first..=last`, or more;
-    /// exactly it for a single row. For [`FeatureMap::Exp`].
+    /// exactly it for a single row. For exponential maps.
     fn highest_weight(
         &self,
         unit: &Unit<'_, T>,
@@ -484,11 +495,15 @@ impl<'a, T: Real> Problem<'a, T> {
         self.line_index(place(key) - place(self.stands(row))) as usize
     }
 
-    /// The largest entry of a key that counts, under [`FeatureMap::Exp`].
-    fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
+    /// The largest exponent of a key that counts, under an exponential map.
+    pub fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
         match usize::try_from(key) {
             Ok(key) if unit.ignores(key) => None,
-            Ok(key) => top(unit.k.row(key, self.dims.head_dim)),
+            Ok(key) if self.mapping.rows.is_none() => top(unit.k.row(key, self.dims.head_dim)),
+            Ok(key) => {
+                let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
+                Some(self.mapping.key_top(place, &[])).filter(|top| top.is_finite())
+            }
             Err(_) => unit.past.and_then(|past| past.exponent(key)),
         }
     }
@@ -497,7 +512,7 @@ impl<'a, T: Real> Problem<'a, T> {
     /// before a key that rises too far above its first.
     pub fn key_block(&self, unit: &Unit<'_, T>, from: isize, end: isize) -> (usize, T) {
         let most = ((end - from) as usize).min(TILE);
-        if self.map != FeatureMap::Exp {
+        if !self.mapping.exponential {
             return (most, T::ZERO);
         }
         let mut found: Option<(T, T)> = None;
@@ -512,30 +527,77 @@ impl<'a, T: Real> Problem<'a, T> {
         (most, found.map_or(T::ZERO, |(_, highest)| highest))
     }
 
-    /// Loads the mapped queries of `rows` rows and the exponents subtracted from them.
-    pub fn load_queries(&self, queries: Rows<'_, T>, row: usize, rows: usize, to: &mut [T], shifts: &mut [T]) {
-        let (width, head_dim) = (self.head_width, self.dims.head_dim);
-        let queries = queries.skip(row);
-        self.query_shifts(queries, 0, &mut shifts[..rows]);
-        if self.map == FeatureMap::Exp {
-            for row in 0..rows {
-                let to = &mut to[row * width..];
-                self.ops.load(self.map, shifts[row], queries.skip(row), 1, head_dim, None, to, width);
-            }
-        } else {
-            self.ops.load(self.map, T::ZERO, queries, rows, head_dim, None, to, width);
+    /// Loads the features of `rows` queries of a head, and the exponents subtracted from them.
+    #[allow(clippy::too_many_arguments)]
+    pub fn load_queries(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        row: usize,
+        rows: usize,
+        to: &mut [T],
+        shifts: &mut [T],
+        map: &mut MapBuffers<'_, T>,
+    ) {
+        let queries = self.queries(unit, head).skip(row);
+        for first in (0..rows).step_by(TILE) {
+            let (count, shifts) = ((rows - first).min(TILE), &mut shifts[first..]);
+            let to = &mut to[first * self.head_width..];
+            self.mapping.write_queries(head, queries.skip(first), count, shifts, to, self.head_width, map.work);
         }
     }
 
-    /// The exponents subtracted from the rows from `row` on: any number cancels in the division; the row's largest entry
-    /// keeps its features in (0, 1].
-    pub fn query_shifts(&self, queries: Rows<'_, T>, row: usize, shifts: &mut [T]) {
-        for (n, shift) in shifts.iter_mut().enumerate() {
-            *shift = match self.map {
-                FeatureMap::Exp => top(queries.row(row + n, self.dims.head_dim)).unwrap_or(T::ZERO),
-                _ => T::ZERO,
-            };
+    /// Loads the features, relative to `exponent`, of at most [`TILE`] keys from `first` on; 0 for those ignored.
+    pub fn load_keys(
+        &self,
+        unit: &Unit<'_, T>,
+        (first, count): (usize, usize),
+        exponent: T,
+        to: &mut [T],
+        map: &mut MapBuffers<'_, T>,
+    ) {
+        let (side, from) = (Side::Key(unit.kv_head), unit.k.skip(first));
+        let padding = unit.sequence.padding.map(|padding| &padding[first..first + count]);
+        self.mapping.write(side, from, count, padding, Shift::One(exponent), to, self.head_width, map.work);
+    }
+
+    /// The same of keys from `first` on, each relative to an exponent of its own.
+    pub fn load_each_key(
+        &self,
+        unit: &Unit<'_, T>,
+        first: usize,
+        exponents: &[T],
+        to: &mut [T],
+        map: &mut MapBuffers<'_, T>,
+    ) {
+        let (side, from, count) = (Side::Key(unit.kv_head), unit.k.skip(first), exponents.len());
+        let padding = unit.sequence.padding.map(|padding| &padding[first..first + count]);
+        self.mapping.write(side, from, count, padding, Shift::Each(exponents), to, self.head_width, map.work);
+    }
+
+    /// The gradients of at most [`TILE`] raw rows, and the length of a row in them, from their features and the gradients
+    /// of those. Rows that do not `count` get anything, and what stands in them reaches no sum; those of the map's own
+    /// matrix are added to `sums`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn pull_back<'x>(
+        &self,
+        side: Side,
+        from: Rows<'_, T>,
+        rows: usize,
+        counts: impl Fn(usize) -> bool,
+        features: &mut [T],
+        d: &'x mut [T],
+        sums: &mut [T],
+        map: &'x mut MapBuffers<'_, T>,
+    ) -> (&'x [T], usize) {
+        let width = self.head_width;
+        let mut ignored = [false; TILE];
+        for row in (0..rows).filter(|&row| !counts(row)) {
+            ignored[row] = true;
+            features[row * width..][..width].fill(T::ZERO);
+            d[row * width..][..width].fill(T::ZERO);
         }
+        self.mapping.pull_back(side, from, rows, Some(&ignored[..rows]), features, d, width, sums, map)
     }
 }
 
@@ -558,7 +620,7 @@ impl<'a, T: Real> Unit<'a, T> {
     /// Whether the keys `from..to` that are not ignored, and their values, are finite.
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: isize, to: isize) -> bool {
         let finite = |from: usize, count: usize| {
-            problem.ops.all_finite(self.k.skip(from), count, problem.dims.head_dim)
+            problem.mapping.all_finite(self.k.skip(from), count)
                 && problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
         };
         let (from, to) = (from.max(0) as usize, to.max(0) as usize);

@@ -19,7 +19,7 @@ pub(super) fn reference(toeplitz: &Toeplitz, call: &Call<'_, f64>) -> Result<Ref
     )?;
     let dims = &call.dims;
     let mut reference = Reference { out: Vec::new(), denominators: Vec::new() };
-    let map = Map::new(toeplitz.feature_map, dims, &[]);
+    let map = Map::new(toeplitz.feature_map, dims, &call.parameters[1..]);
     let heads = (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head)));
     let keys = heads.flat_map(|(batch, head)| (0..dims.keys).map(move |j| (batch, head, j)));
     let key = |(batch, head, j)| map.row(Side::Key(head), call.k.rows(batch, head).row(j, dims.head_dim));

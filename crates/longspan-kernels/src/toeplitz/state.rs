@@ -5,7 +5,6 @@ use smallvec::SmallVec;
 use super::problem::{Problem, Unit};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::shape::{Dims, SharedRows, ViewMut};
 use crate::simd::Ops;
@@ -23,7 +22,7 @@ pub(super) struct Head<S> {
     pub marks: S,
     /// `φ(k)` of the last tokens, token `t` of the sequence in row `t mod near`.
     pub ring_keys: S,
-    /// The exponent subtracted from each of them, under [`FeatureMap::Exp`] only; −∞ for ignored keys.
+    /// The exponent subtracted from each of them, under an exponential map only; −∞ for ignored keys.
     pub ring_exponents: S,
     /// Their `v⁺ = [v, 1]`; rows of ignored keys are 0.
     pub ring_values: S,
@@ -254,10 +253,10 @@ impl<'s, T: Real> Last<'s, T> {
         let ring_from = keys - problem.toeplitz.bias.near() as isize;
         let mut exponent = unit.past.map_or(T::NEG_INFINITY, |past| past.head.marks[EXPONENT]);
         for key in unit.begin()..ring_from.max(unit.begin()) {
-            exponent = exponent.max(match (problem.map, usize::try_from(key)) {
+            exponent = exponent.max(match (problem.mapping.exponential, usize::try_from(key)) {
                 (_, Ok(key)) if unit.ignores(key) => T::NEG_INFINITY,
-                (FeatureMap::Exp, Ok(_)) => problem.key_block(unit, key, key + 1).1,
-                (FeatureMap::Exp, Err(_)) => unit.past.and_then(|past| past.exponent(key)).unwrap_or(T::NEG_INFINITY),
+                (true, Ok(_)) => problem.key_block(unit, key, key + 1).1,
+                (true, Err(_)) => unit.past.and_then(|past| past.exponent(key)).unwrap_or(T::NEG_INFINITY),
                 _ => T::ZERO,
             });
         }
@@ -268,7 +267,7 @@ impl<'s, T: Real> Last<'s, T> {
 
     /// The gradients of a ring's row: of `φ(k)` and of `[v, 1]`.
     pub fn ring_row(&self, problem: &Problem<'_, T>, key: isize) -> (&'s [T], &'s [T]) {
-        let (features, width) = (problem.dims.head_dim, problem.dims.value_dim + 1);
+        let (features, width) = (problem.features, problem.dims.value_dim + 1);
         let slot = (self.slot + key).rem_euclid(problem.toeplitz.bias.near() as isize) as usize;
         (&self.head.ring_keys[slot * features..][..features], &self.head.ring_values[slot * width..][..width])
     }

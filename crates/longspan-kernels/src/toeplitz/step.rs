@@ -3,11 +3,12 @@
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::problem::top;
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::largest;
+use crate::feature_map::rows::{RowMap, Shift, Side};
 use crate::mechanism::{Token, check_token, step_rows, token_dims};
 use crate::real::Real;
 use crate::scratch::{Arena, StepMemory, padded};
@@ -28,24 +29,38 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     toeplitz.bias.check()?;
     let dims = token_dims(toeplitz, token, token.k, state)?;
+    toeplitz.check_feature_map(&dims)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(toeplitz, &dims, state, "state")?;
     check_token(toeplitz, &dims, token, out)?;
     let bias = token.parameters[0];
-    let wrong = bias.iter().find(|b| !b.is_finite());
-    expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
+    let mut most = 0;
     for index in 0..batch * kv_heads {
-        state::check_reach(toeplitz, "state", Head::from(state.head(0, index)).mark(TOKENS) + 1)?;
+        let tokens = Head::from(state.head(0, index)).mark(TOKENS) + 1;
+        state::check_reach(toeplitz, "state", tokens)?;
+        most = most.max(tokens);
+    }
+    let (ops, entries) = (T::ops(), toeplitz.bias.entries());
+    // A table may be far longer than what a token reads of it.
+    let read = toeplitz.bias.entries_before(most);
+    for table in bias.chunks_exact(entries).map(|table| &table[read.clone()]) {
+        if !ops.all_finite(Rows { data: table, stride: table.len() }, 1, table.len()) {
+            let wrong = table.iter().find(|b| !b.is_finite());
+            expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
+        }
     }
 
     let group = dims.group();
     let numbers = state.numbers().len();
-    let ops = T::ops();
+    // Not prepared: that takes longer than one row of each side does.
+    let own = token.parameters.get(1..).unwrap_or_default();
+    let row_map = RowMap::new(toeplitz.feature_map, &dims, own);
     let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
-        let entries = toeplitz.bias.entries();
         let token = HeadToken {
             toeplitz,
             ops,
+            row_map: row_map.as_ref(),
+            kv_head: index % kv_heads,
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
@@ -68,6 +83,8 @@ pub(super) fn step<T: Real>(
 struct HeadToken<'a, T: 'static> {
     toeplitz: &'a Toeplitz,
     ops: &'static Ops<T>,
+    row_map: Option<&'a RowMap<'a, T>>,
+    kv_head: usize,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
@@ -78,13 +95,16 @@ struct HeadToken<'a, T: 'static> {
 impl<T: Real> HeadToken<'_, T> {
     fn step(&self, state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
         let (head_dim, value_dim) = (self.k.len(), self.v.len());
+        let features = self.toeplitz.feature_map.features(head_dim);
         let near = self.toeplitz.bias.near();
-        let (wide, room) = (padded::<T>(head_dim), (state.mark(TOKENS) + 1).min(near));
-        let mut arena = Arena::new(memory.take(wide + 3 * padded::<T>(room) + padded::<T>(value_dim)));
-        let features = arena.take(wide);
-        let exponent = self.map(self.k, features);
+        let (wide, room) = (padded::<T>(features), (state.mark(TOKENS) + 1).min(near));
+        let work_len = self.row_map.map_or(0, |map| map.work_len(1));
+        let numbers = wide + 3 * padded::<T>(room) + padded::<T>(value_dim) + padded::<T>(work_len);
+        let mut arena = Arena::new(memory.take(numbers));
+        let (row, work) = (arena.take(wide), arena.take(work_len));
+        let exponent = self.map(Side::Key(self.kv_head), self.k, row, work);
         let mut writer = Writer::new(near, state);
-        writer.push(&features[..head_dim], exponent, self.v, T::ONE);
+        writer.push(&row[..features], exponent, self.v, T::ONE);
         let state = writer.head;
         let tokens = state.mark(TOKENS);
         let oldest = (state.mark(SLOT) + near - tokens) % near.max(1);
@@ -96,8 +116,8 @@ impl<T: Real> HeadToken<'_, T> {
         let entries = self.toeplitz.bias.entries();
         let nearest = self.entries(tokens);
         for (n, (q, out)) in self.q.chunks_exact(head_dim.max(1)).zip(step_rows(out, value_dim)).enumerate() {
-            let q_shift = self.map(q, features);
-            let q = &features[..head_dim];
+            let q_shift = self.map(Side::Query(self.kv_head * self.group() + n), q, row, work);
+            let q = &row[..features];
             let bias = &self.bias[n * entries..][..entries];
             // The exponents first, because weights count from the largest.
             match &nearest {
@@ -134,9 +154,9 @@ impl<T: Real> HeadToken<'_, T> {
             for (slots, first) in &stretches {
                 let dots = &mut dots[*first..][..slots.len()];
                 let exponentials = &exponentials[*first..][..slots.len()];
-                let keys = &state.ring_keys[slots.start * head_dim..];
+                let keys = &state.ring_keys[slots.start * features..];
                 let values = &state.ring_values[slots.start * (value_dim + 1)..];
-                self.ops.feature_dots(FeatureMap::Identity, T::ZERO, keys, head_dim, q, dots);
+                self.ops.feature_dots(FeatureMap::Identity, T::ZERO, keys, features, q, dots);
                 self.ops.multiply(dots, exponentials);
                 // What is ignored has no number that counts, whatever it is.
                 let counts = |row: &[T], exponential: T| row[value_dim] == T::ONE && exponential != T::ZERO;
@@ -183,12 +203,23 @@ impl<T: Real> HeadToken<'_, T> {
         Entries::Each((0..=query).map(|key| bias.between(query, key)).collect())
     }
 
+    /// Query heads.
+    fn group(&self) -> usize {
+        self.q.len() / self.k.len().max(1)
+    }
+
     /// `φ(x)` relative to the exponent that it returns.
-    fn map(&self, x: &[T], to: &mut [T]) -> T {
-        let map = self.toeplitz.feature_map;
-        let shift = if map == FeatureMap::Exp { top(x).unwrap_or(T::ZERO) } else { T::ZERO };
-        let row = to.len();
-        self.ops.load(map, shift, Rows { data: x, stride: x.len() }, 1, x.len(), None, to, row);
+    fn map(&self, side: Side, x: &[T], to: &mut [T], work: &mut [T]) -> T {
+        let (map, row) = (self.toeplitz.feature_map, to.len());
+        let rows = Rows { data: x, stride: x.len() };
+        if let Some(row_map) = self.row_map {
+            let mut top = [T::ZERO];
+            row_map.write(side, rows, 1, None, Shift::Own(&mut top), to, row, work);
+            return if map.is_exponential() { top[0] } else { T::ZERO };
+        }
+        let top = if map == FeatureMap::Exp { largest(x) } else { T::ZERO };
+        let shift = if top.is_finite() { top } else { T::ZERO };
+        self.ops.load(map, shift, rows, 1, x.len(), None, to, row);
         shift
     }
 }

@@ -1,10 +1,15 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
+use rayon::prelude::*;
+
 use super::gradient::{KeyPass, KeyUnit};
+use super::map_sums::{self, MapSums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::mapping::MapBuffers;
+use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded, parallel};
@@ -52,18 +57,24 @@ impl<'s, T: Real> KeyBlock<'s, T> {
     }
 
     /// Loads the next block of the keys from `from` on and before `end`.
-    pub fn load(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, from: isize, end: isize) {
+    pub fn load(
+        &mut self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        (from, end): (isize, isize),
+        map: &mut MapBuffers<'_, T>,
+    ) {
         let (count, exponent) = problem.key_block(unit, from, end);
         (self.from, self.count, self.exponent) = (from, count, exponent);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+        let (features, value_dim) = (problem.features, problem.dims.value_dim);
         let kept = ((-from).max(0) as usize).min(count);
         if let Some(past) = &unit.past {
             for row in 0..kept {
                 let slot = past.ring_slot(from + row as isize);
                 let k = &mut self.k[row * head_width..][..head_width];
-                k[..head_dim].copy_from_slice(&past.head.ring_keys[slot * head_dim..][..head_dim]);
-                k[head_dim..].fill(T::ZERO);
+                k[..features].copy_from_slice(&past.head.ring_keys[slot * features..][..features]);
+                k[features..].fill(T::ZERO);
                 if let Some(&own) = past.head.ring_exponents.get(slot) {
                     problem.ops.scale(k, (own - exponent).exp());
                 }
@@ -75,8 +86,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
         if kept < count {
             let (first, rows) = ((from + kept as isize) as usize, count - kept);
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
-            let k = &mut self.k[kept * head_width..];
-            problem.ops.load(problem.map, exponent, unit.k.skip(first), rows, head_dim, padding, k, head_width);
+            problem.load_keys(unit, (first, rows), exponent, &mut self.k[kept * head_width..], map);
             let v = &mut self.v[kept * value_width..];
             let identity = FeatureMap::Identity;
             problem.ops.load(identity, T::ZERO, unit.v.skip(first), rows, value_dim, padding, v, value_width);
@@ -205,6 +215,7 @@ struct Buffers<'s, T> {
     tile: &'s mut [T],
     keys: KeyBlock<'s, T>,
     weights: Weights<'s, T>,
+    map: MapBuffers<'s, T>,
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
@@ -213,6 +224,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             + TILE * TILE.max(problem.value_width)
             + KeyBlock::len(problem, false)
             + Weights::len(problem)
+            + MapBuffers::len(&problem.mapping, TILE)
     }
 
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
@@ -224,6 +236,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             tile: arena.take(TILE * TILE.max(problem.value_width)),
             keys: KeyBlock::new(problem, false, arena),
             weights: Weights::new(problem, arena),
+            map: MapBuffers::new(&problem.mapping, TILE, arena),
         }
     }
 }
@@ -326,7 +339,7 @@ impl<T: Real> Far<'_, T> {
             c_row: value_width,
             rows: count,
             columns: value_width,
-            depth: problem.dims.head_dim,
+            depth: problem.features,
             accumulate: false,
             a_band: Band::ALL,
             c_band: Band::ALL,
@@ -368,15 +381,15 @@ fn strip<T: Real>(
     sink: Sink<'_, T>,
     buffers: &mut Buffers<'_, T>,
 ) {
-    let Buffers { q, q_shifts, o, sums, tile, keys, weights } = buffers;
+    let Buffers { q, q_shifts, o, sums, tile, keys, weights, map } = buffers;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let value_dim = problem.dims.value_dim;
     let (line, ops) = (shared.line(head), problem.ops);
-    problem.load_queries(problem.queries(unit, head), rows.start, rows.len(), q, q_shifts);
+    problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, map);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
     while from < end {
-        keys.load(problem, unit, from, end);
+        keys.load(problem, unit, (from, end), map);
         shared.blocks(problem, unit, head, rows.clone(), |block| {
             let visible = keys.visible(&block);
             if visible == 0 {
@@ -443,35 +456,40 @@ fn strip<T: Real>(
 }
 
 /// The state after the last key.
-pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>) {
-    use rayon::prelude::*;
+pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
     let near = problem.toeplitz.bias.near();
     if let Some(initial) = problem.call.initial_state {
         *state = initial.clone();
     } else if let Ok(empty) = super::state::empty(problem.toeplitz, &problem.dims) {
         *state = empty;
     }
+    let (width, features, value_dim) = (problem.head_width, problem.features, problem.dims.value_dim);
+    let per_head = TILE * width + padded::<T>(value_dim) + MapBuffers::len(&problem.mapping, TILE);
     let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
-    heads.into_par_iter().for_each(|(index, head)| {
+    let memory = scratch.take(heads.len() * per_head).par_chunks_exact_mut(per_head);
+    heads.into_par_iter().zip(memory).for_each(|((index, head), memory)| {
         // Packed sequences are refused, so units are batch entries and heads in order.
         let unit = problem.unit(index);
         let mut writer = Writer::new(near, head);
-        let mut row = vec![T::ZERO; problem.head_width];
-        for key in 0..unit.sequence.keys {
-            let present = !unit.ignores(key);
-            let exponent = if problem.map == FeatureMap::Exp {
-                problem.key_block(&unit, key as isize, key as isize + 1).1
-            } else {
-                T::ZERO
-            };
-            let ignored = [!present];
-            let (k, head_dim) = (unit.k.skip(key), problem.dims.head_dim);
-            problem.ops.load(problem.map, exponent, k, 1, head_dim, Some(&ignored), &mut row, problem.head_width);
-            let v = unit.v.row(key, problem.dims.value_dim);
-            if present {
-                writer.push(&row[..head_dim], exponent, v, T::ONE);
-            } else {
-                writer.push(&row[..head_dim], exponent, &vec![T::ZERO; v.len()], T::ZERO);
+        let mut arena = Arena::new(memory);
+        let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
+        none.fill(T::ZERO);
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+        for first in (0..unit.sequence.keys).step_by(TILE) {
+            let count = (unit.sequence.keys - first).min(TILE);
+            let mut exponents = [T::ZERO; TILE];
+            if problem.mapping.exponential {
+                for (key, exponent) in exponents[..count].iter_mut().enumerate() {
+                    *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
+                }
+            }
+            problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);
+            for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
+                let (v, present) = match unit.ignores(key) {
+                    true => (&*none, T::ZERO),
+                    false => (unit.v.row(key, value_dim), T::ONE),
+                };
+                writer.push(&row[..features], exponents[key - first], v, present);
             }
         }
     });
@@ -540,7 +558,7 @@ pub(super) fn scores<T: Real>(
         c_row: TILE,
         rows,
         columns: visible,
-        depth: problem.dims.head_dim,
+        depth: problem.features,
         accumulate: false,
         a_band: Band::ALL,
         c_band: band,
@@ -581,49 +599,74 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_bias: &mut [T],
+    parameters: &mut [&mut [T]],
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
-    backward_with(problem, cotangent, sink, d_bias, states, scratch, 0, |_, _, _, _| {
+    backward_with(problem, cotangent, sink, parameters, states, scratch, 0, |_, _, _, _, _| {
         (strips(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
     });
 }
 
 /// Computes the gradients that `others` leaves: first those of the queries in the tasks that it gives, then those of
 /// keys, values and biases of the units that it gives, strip of keys by strip. Both passes form the weights anew.
-/// `others` is given lines of 0 for the gradients of biases, a worker's memory, and as many doubles as it wants.
+/// `others` is given lines of 0 for the gradients of biases, sums for those of a learned map, a worker's memory, and as many
+/// doubles as it wants.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward_with<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    d_bias: &mut [T],
+    parameters: &mut [&mut [T]],
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
     doubles: usize,
-    others: impl FnOnce(&Shared<'_, T>, &mut [T], &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
+    others: impl FnOnce(&Shared<'_, T>, &mut [T], MapSums<'_, T>, &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
 ) {
     let per_worker = QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, false));
     let workers = rayon::current_num_threads();
     let lines = super::gradient::lines_len(problem);
-    let (numbers, doubles) = scratch.take_with_doubles(problem.shared_len() + lines + workers * per_worker, doubles);
+    let sums_len = padded::<T>(MapSums::len(problem));
+    let numbers = problem.shared_len() + lines + sums_len + workers * per_worker;
+    let (numbers, doubles) = scratch.take_with_doubles(numbers, doubles);
     let mut arena = Arena::new(numbers);
     let shared = problem.shared(&mut arena);
-    let d_lines = arena.take(lines);
+    let (d_lines, map_numbers) = (arena.take(lines), arena.take(MapSums::len(problem)));
     d_lines.fill(T::ZERO);
+    let mut view = MapSums::view(problem, &mut *map_numbers);
+    let sums = MapSums::new(problem, view.shared());
     let rest = arena.rest();
-    let (tasks, units) = others(&shared, d_lines, &mut *rest, doubles);
-    parallel(tasks.len(), rest, per_worker, |task, scratch| {
-        let Task { unit, head, rows } = &tasks[task];
-        let mut buffers = QueryBuffers::new(problem, false, &mut Arena::new(scratch));
-        let unit = problem.unit(*unit);
-        let span = (unit.begin(), problem.end(&unit, rows.end - 1));
-        query_strip(problem, &shared, cotangent, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers);
+    let (mut tasks, units) = others(&shared, d_lines, sums, &mut *rest, doubles);
+    // Tasks of one lane add to one sum, one after the other.
+    let lane = |task: &Task| (task.unit, task.head, sums.lane(task.rows.start / STRIP));
+    tasks.sort_by_key(lane);
+    let runs: Vec<&[Task]> = tasks.chunk_by(|a, b| lane(a) == lane(b)).collect();
+    parallel(runs.len(), rest, per_worker, |run, scratch| {
+        for Task { unit, head, rows } in runs[run] {
+            // SAFETY: each lane of a head's rows is one run's own.
+            let sums = unsafe { sums.of_queries(*unit, *head, rows.start / STRIP) };
+            let mut buffers = QueryBuffers::new(problem, false, sums, &mut Arena::new(scratch));
+            let unit = problem.unit(*unit);
+            let span = (unit.begin(), problem.end(&unit, rows.end - 1));
+            query_strip(
+                problem,
+                &shared,
+                cotangent,
+                &unit,
+                *head,
+                rows.clone(),
+                span,
+                [None, None],
+                sink,
+                &mut buffers,
+            );
+        }
     });
-    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states };
+    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states, sums };
     pass.run(&units, d_lines, (rest, per_worker));
+    let [d_bias, of_map @ ..] = parameters else { return };
     super::gradient::reduce(problem, d_lines, d_bias);
+    map_sums::write(problem, map_numbers, of_map);
 }
 
 /// Working memory of a task that computes gradients of queries.
@@ -638,6 +681,9 @@ struct QueryBuffers<'s, T> {
     weights: Weights<'s, T>,
     /// A transposed sum of far keys.
     turned: &'s mut [T],
+    map: MapBuffers<'s, T>,
+    /// Where the gradient of a learned map is summed.
+    sums: &'s mut [T],
 }
 
 /// Numbers of working memory of a worker of [`far_query_strip`].
@@ -652,9 +698,10 @@ impl<'s, T: Real> QueryBuffers<'s, T> {
             + KeyBlock::len(problem, true)
             + Weights::len(problem)
             + if far { problem.head_width * problem.value_width } else { 0 }
+            + MapBuffers::len(&problem.mapping, TILE)
     }
 
-    fn new(problem: &Problem<'_, T>, far: bool, arena: &mut Arena<'s, T>) -> Self {
+    fn new(problem: &Problem<'_, T>, far: bool, sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(STRIP * problem.head_width),
             q_shifts: arena.take(STRIP),
@@ -665,6 +712,8 @@ impl<'s, T: Real> QueryBuffers<'s, T> {
             keys: KeyBlock::new(problem, true, arena),
             weights: Weights::new(problem, arena),
             turned: arena.take(if far { problem.head_width * problem.value_width } else { 0 }),
+            map: MapBuffers::new(&problem.mapping, TILE, arena),
+            sums,
         }
     }
 }
@@ -681,9 +730,9 @@ pub(super) fn far_query_strip<T: Real>(
     span: (isize, isize),
     fars: [Option<Far<'_, T>>; 2],
     sink: GradientSink<'_, T>,
-    scratch: &mut [T],
+    (sums, scratch): (&mut [T], &mut [T]),
 ) {
-    let mut buffers = QueryBuffers::new(problem, true, &mut Arena::new(scratch));
+    let mut buffers = QueryBuffers::new(problem, true, sums, &mut Arena::new(scratch));
     query_strip(problem, shared, cotangent, unit, head, rows, span, fars, sink, &mut buffers);
 }
 
@@ -701,15 +750,14 @@ fn query_strip<T: Real>(
     sink: GradientSink<'_, T>,
     buffers: &mut QueryBuffers<'_, T>,
 ) {
-    let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights, turned } = buffers;
+    let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights, turned, map, sums } = buffers;
     let (head_width, value_width, head_dim) = (problem.head_width, problem.value_width, problem.dims.head_dim);
     let (line, ops) = (shared.line(head), problem.ops);
-    let queries = problem.queries(unit, head);
-    problem.load_queries(queries, rows.start, rows.len(), q, q_shifts);
+    problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, map);
     load_cotangent(problem, shared, cotangent, unit, head, rows.clone(), q_shifts, d, c);
     dq[..rows.len() * head_width].fill(T::ZERO);
     while from < end {
-        keys.load(problem, unit, from, end);
+        keys.load(problem, unit, (from, end), map);
         shared.blocks(problem, unit, head, rows.clone(), |block| {
             let visible = keys.visible(&block);
             if visible == 0 {
@@ -748,15 +796,21 @@ fn query_strip<T: Real>(
             far.add_features(problem, weight, d, block.rows, q, dq, (&mut *turned, &mut *tile));
         });
     }
-    ops.pull_back(problem.map, queries.skip(rows.start), q, dq, rows.len(), head_dim, head_width);
-    for row in rows.clone() {
-        let token = unit.sequence.query_start + row;
-        // SAFETY: each (batch, head, token) belongs to one task.
-        let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
-        if !problem.sees(unit, row) {
-            to.fill(T::ZERO);
-        } else {
-            ops.store(&dq[(row - rows.start) * head_width..], T::ONE, to);
+    let queries = problem.queries(unit, head);
+    for first in rows.clone().step_by(TILE) {
+        let (count, at) = ((rows.end - first).min(TILE), (first - rows.start) * head_width);
+        let sees = |row: usize| problem.sees(unit, first + row);
+        let (q, dq) = (&mut q[at..], &mut dq[at..]);
+        let (dq, width) = problem.pull_back(Side::Query(head), queries.skip(first), count, sees, q, dq, sums, map);
+        for row in 0..count {
+            let token = unit.sequence.query_start + first + row;
+            // SAFETY: each (batch, head, token) belongs to one task.
+            let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
+            if sees(row) {
+                ops.store(&dq[row * width..], T::ONE, to);
+            } else {
+                to.fill(T::ZERO);
+            }
         }
     }
 }

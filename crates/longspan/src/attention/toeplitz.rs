@@ -10,7 +10,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
 use serde::{Deserialize, Serialize};
 
-use super::feature_map::sizes;
+use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
 use crate::backend::feature_map::{Side, lift};
@@ -101,6 +101,8 @@ pub struct ToeplitzAttention {
     /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or by
     /// bucket, or by row and column of the displacement. They start close to 0: every distance alike.
     pub bias: Param<Tensor<2>>,
+    /// What the feature map learns, if anything.
+    pub map: Option<LearnedMap>,
     #[module(skip)]
     toeplitz: Arc<Toeplitz>,
     #[module(skip)]
@@ -127,7 +129,8 @@ impl Options for ToeplitzOptions {
         });
         toeplitz.check_feature_map(&sizes(heads))?;
         let bias = Initializer::Normal { mean: 0.0, std: 0.02 }.init([heads.heads, entries], device);
-        Ok(ToeplitzAttention { bias, toeplitz, heads })
+        let map = LearnedMap::new(self.feature_map, heads, device);
+        Ok(ToeplitzAttention { bias, map, toeplitz, heads })
     }
 
     fn sees_order(&self) -> bool {
@@ -158,7 +161,8 @@ impl Layer for ToeplitzAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        vec![self.bias.val().reshape([-1])]
+        let map = self.map.iter().flat_map(LearnedMap::parameters);
+        std::iter::once(self.bias.val().reshape([-1])).chain(map).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
@@ -169,8 +173,9 @@ impl Layer for ToeplitzAttention {
         let pairs = Pairs::new(&q, k.dims()[2], mask);
         let (mut q, k, v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
         let (mut k, v) = (pairs.without_ignored(k), pairs.without_ignored(v));
-        q = lift(feature_map, &None, Side::Queries, q);
-        k = lift(feature_map, &None, Side::Keys, k);
+        let learned = self.map.as_ref().map(LearnedMap::tensors);
+        q = lift(feature_map, &learned, Side::Queries, q);
+        k = lift(feature_map, &learned, Side::Keys, k);
         if feature_map.is_exponential() && normalize {
             // Any factor common to a row's weights cancels in the division.
             let top = q.clone().detach().max_dim(3);

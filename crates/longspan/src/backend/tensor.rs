@@ -103,12 +103,12 @@ pub(crate) fn features<const D: usize>(map: FeatureMap, x: Tensor<D>) -> Tensor<
     }
 }
 
-/// The rows of Shaw's table for each head, `[1, heads, 2R+1, m]`, [lifted](lift) where they go through the map.
-fn relative_rows(options: &KernelizedAttention, table: Tensor<3>, heads: usize) -> Tensor<4> {
+/// The rows of Shaw's table for each head, `[1, heads, 2R+1, m]`, [lifted](lift) where they go through the map of keys.
+fn relative_rows(options: &KernelizedAttention, learned: &Learned, table: Tensor<3>, heads: usize) -> Tensor<4> {
     let [_, rows, dim] = table.dims();
     let table = widen(table).expand([heads, rows, dim]).unsqueeze_dim::<4>(0);
     match options.score.shaw() {
-        Some(shaw) if shaw.map == RelativeMap::Same => lift(options.feature_map, &None, Side::Keys, table),
+        Some(shaw) if shaw.map == RelativeMap::Same => lift(options.feature_map, learned, Side::Keys, table),
         _ => table,
     }
 }
@@ -190,7 +190,7 @@ impl<'a> Inputs<'a> {
         }
         q = lift(options.feature_map, learned, Side::Queries, q);
         k = lift(options.feature_map, learned, Side::Keys, k);
-        let table = table.map(|table| relative_rows(options, table, heads));
+        let table = table.map(|table| relative_rows(options, learned, table, heads));
         let mut shift = None;
         if options.feature_map.is_exponential() && options.normalize {
             // Any factor common to a row's weights cancels in the division.
@@ -570,7 +570,7 @@ impl Running {
         let [_, kv_heads, _, value_dim] = v.dims();
         let mut q = lift(options.feature_map, learned, Side::Queries, widen(q));
         let mut k = lift(options.feature_map, learned, Side::Keys, widen(repeat_heads(k, heads)));
-        let table = table.map(|table| relative_rows(options, table, heads));
+        let table = table.map(|table| relative_rows(options, learned, table, heads));
         let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
         let decay = options.decay.as_ref().map(|decay| {
             let group = heads / kv_heads;

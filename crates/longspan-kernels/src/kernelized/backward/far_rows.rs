@@ -1,0 +1,152 @@
+//! Rows that see a key as one of their far ones: they share its weight, so a running sum of them is all a key needs.
+
+use super::super::summary::Summary;
+use super::key_buffers::KeyBuffers;
+use super::key_pass::KeyWalk;
+use crate::real::Real;
+use crate::simd::block::Run;
+
+impl<T: Real> KeyWalk<'_, '_, T> {
+    /// Empties the far rows for the positions `first..first + count`.
+    pub fn clear_far_rows(&self, first: isize, count: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
+        buffers.far_rows[..count * width].fill(T::ZERO);
+        buffers.far_counts[..count].fill(T::ZERO);
+        // The final far sum holds key `j` with `γ^{L−j}` up to `j = L − 1 − R`, as a row at `L − 1` holds it with one `γ`
+        // less.
+        let place = usize::try_from(self.unit.sequence.keys as isize - 1 - first).ok().filter(|&place| place < count);
+        if let (Some(state), Some(place)) = (&self.d_final, place)
+            && self.unit.sequence.keys > 0
+        {
+            let decay = self.unit.decay(1);
+            let row = &mut buffers.far_rows[place * width..][..value_dim];
+            self.problem.ops.add_scaled(row, decay, &state.far[..value_dim]);
+            buffers.far_counts[place] = decay * state.far[value_dim];
+        }
+    }
+
+    /// Adds `w·[dN, c]` of the window's rows `first..first + count` to the far rows, where `w` is their weight for row
+    /// `column` of the table.
+    ///
+    /// The weights are taken as dots, not from `relative`, so that a segment's far sum has the same bits whether its
+    /// keys are looked at or only summed up.
+    pub fn add_far_rows(
+        &self,
+        head: usize,
+        first: usize,
+        count: usize,
+        column: usize,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let Some(table) = &self.table else { return };
+        let entry = &table.rows(head)[column * head_width..][..head_width];
+        for n in 0..count {
+            let row = first + n;
+            let mut weight = problem.ops.dot(&buffers.q[row * head_width..][..head_width], entry);
+            if problem.exponential && weight != T::ZERO {
+                weight *= (table.shift - buffers.shift[row]).exp();
+            }
+            let d = &buffers.d[row * value_width..][..value_width];
+            problem.ops.add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
+            buffers.far_counts[n] += weight * buffers.c[row];
+        }
+    }
+
+    /// Runs the far sum down over `count` far rows, and adds it to those of `to` with the weight `gain`. At a position
+    /// it is `Σ γⁿ` times the far rows from there on, `n` positions away.
+    pub fn run_far(&self, count: usize, far: &mut [T], (to, gain): (&mut [T], T), rows: &[T]) {
+        let (ops, width, decay) = (self.problem.ops, self.problem.value_width, self.unit.decay(1));
+        let Some(others) = count.checked_sub(1) else { return };
+        if decay != T::ONE {
+            ops.scale(far, decay);
+        }
+        // The first position, which comes last, is not followed by a decay.
+        let (first, rows) = rows.split_at(width);
+        let (to_first, to) = to.split_at_mut(width.min(to.len()));
+        let weights = &[gain];
+        let run =
+            Run { rows, row_length: width, count: others, reverse: true, gain: T::ONE, decay, weights, weight_step: 0 };
+        ops.add_running(far, run, to, width);
+        ops.add_scaled(far, T::ONE, first);
+        if !to_first.is_empty() {
+            ops.add_scaled(to_first, gain, far);
+        }
+    }
+
+    /// Runs the far sum of a summary down over `count` far rows.
+    pub fn sum_far(&self, count: usize, local: &mut Summary<'_, T>, buffers: &KeyBuffers<'_, T>) {
+        self.run_far(count, local.far(), (&mut [], T::ZERO), buffers.far_rows);
+        let decay = self.unit.decay(1);
+        let total = local.count();
+        for &term in buffers.far_counts[..count].iter().rev() {
+            *total = *total * decay + term;
+        }
+    }
+
+    /// Adds the share of rows that stand `R` or more before a key (bidirectional), first key to last.
+    pub fn add_rows_before(&self, buffers: &mut KeyBuffers<'_, T>) {
+        let problem = self.problem;
+        let Some(radius) = problem.radius.filter(|&radius| radius > 0 && !problem.causal) else { return };
+        let unit = &self.unit;
+        let width = problem.value_width;
+        let far = std::mem::take(&mut buffers.running);
+        far.fill(T::ZERO);
+        let lag = |key: usize| key as isize - radius as isize;
+        // Rows that stand more than R before key 0; under a far offset they end long before it.
+        let std::ops::Range { start: mut position, end } = self.positions();
+        let end = lag(0).min(end);
+        while position < end {
+            let count = ((end - position) as usize).min(buffers.chunk);
+            self.run_before(position, count, radius, far, false, buffers);
+            position += count as isize;
+        }
+        let mut key = 0;
+        while key < unit.sequence.keys {
+            let keys = (unit.sequence.keys - key).min(buffers.chunk);
+            buffers.dv[..keys * width].fill(T::ZERO);
+            self.run_before(lag(key), keys, radius, far, true, buffers);
+            for n in (0..keys).filter(|&n| !unit.ignores(key + n)) {
+                let token = unit.sequence.key_start + key + n;
+                // SAFETY: all of a unit's keys belong to the task that calls.
+                let dv = unsafe { self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
+                problem.ops.add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
+            }
+            key += keys;
+        }
+        buffers.running = far;
+    }
+
+    fn run_before(
+        &self,
+        from: isize,
+        count: usize,
+        radius: usize,
+        far: &mut [T],
+        writes: bool,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let width = self.problem.value_width;
+        for (n, head) in self.problem.heads(&self.unit).enumerate() {
+            self.load_rows(head, from, count, buffers);
+            if n == 0 {
+                buffers.far_rows[..count * width].fill(T::ZERO);
+                buffers.far_counts[..count].fill(T::ZERO);
+            }
+            self.add_far_rows(head, 0, count, 2 * radius, buffers);
+        }
+        let run = Run {
+            rows: buffers.far_rows,
+            row_length: width,
+            count,
+            reverse: false,
+            gain: T::ONE,
+            decay: T::ONE,
+            weights: &[T::ONE],
+            weight_step: 0,
+        };
+        let to: &mut [T] = if writes { buffers.dv } else { &mut [] };
+        self.problem.ops.add_running(far, run, to, width);
+    }
+}

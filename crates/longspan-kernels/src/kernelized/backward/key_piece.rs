@@ -1,0 +1,406 @@
+//! The gradients of a chunk of keys and values: the dense tile of the rows that stand at them, and the sums of those
+//! beyond.
+
+use super::super::summary::{Summary, SummaryRef};
+use super::super::tile::{combine_states, near_columns};
+use super::key_buffers::KeyBuffers;
+use super::key_pass::KeyWalk;
+use crate::feature_map::FeatureMap;
+use crate::feature_map::rows::Shift;
+use crate::real::Real;
+use crate::scratch::padded;
+use crate::simd::block::{Band, Product};
+
+/// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
+/// one further back for every row, and products write whole cache lines.
+const BAND_ROWS: usize = 8;
+
+impl<T: Real> KeyWalk<'_, '_, T> {
+    /// `φ(q)·ρ(r)` of the window's first `rows` rows, for those rows of the table through which they meet one of `keys`
+    /// keys: row `x` meets key `j` through row `R + lead + j − x`. Others are left as they are.
+    fn load_relative(&self, head: usize, rows: usize, keys: usize, lead: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let (Some(table), Some(radius)) = (&self.table, self.problem.radius) else { return };
+        let problem = self.problem;
+        let line = padded::<T>(1);
+        // In a narrow table there is nothing to leave out.
+        let step = if table.width > 2 * line { BAND_ROWS } else { rows.max(1) };
+        for row in (0..rows).step_by(step) {
+            let last = (row + step).min(rows) - 1;
+            let from = (radius + lead).saturating_sub(last) / line * line;
+            let to = (radius + lead + keys - row).min(table.count);
+            problem.ops.product(&mut Product {
+                a: &buffers.q[row * problem.head_width..],
+                a_row: problem.head_width,
+                a_column: 1,
+                b: &table.columns(head)[from..],
+                b_row: table.width,
+                c: &mut buffers.relative[row * table.width + from..],
+                c_row: table.width,
+                rows: last + 1 - row,
+                columns: to - from,
+                depth: problem.depth,
+                accumulate: false,
+                a_band: Band::ALL,
+                c_band: Band::ALL,
+            });
+        }
+    }
+
+    /// The gradients of the keys `first..first + keys`; of the ring's rows for keys before 0, which have no content.
+    #[allow(clippy::too_many_arguments)]
+    pub fn piece(
+        &self,
+        stage: usize,
+        first: isize,
+        keys: usize,
+        start: SummaryRef<'_, T>,
+        start_decay: T,
+        local: &mut Summary<'_, T>,
+        far: &mut [T],
+        buffers: &mut KeyBuffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        let ops = problem.ops;
+        let unit = &self.unit;
+        let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
+        let exp = problem.exponential;
+        let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
+        let decays = unit.gamma != 1.0;
+        let near = near_columns(problem);
+        let radius = problem.radius.unwrap_or(0);
+        let lead = if problem.causal { 0 } else { radius.saturating_sub(1) };
+
+        // Keys and values.
+        let mut key_shift = T::ZERO;
+        if exp && content {
+            key_shift = unit.highest(problem, key, key + keys, T::NEG_INFINITY);
+            if !key_shift.is_finite() {
+                key_shift = T::ZERO;
+            }
+        }
+        if content {
+            let rows = padded::<T>(keys);
+            let padding = unit.padding(key, key + keys);
+            problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
+            buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
+            if problem.causal {
+                ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            }
+            let v = unit.v.skip(key);
+            let value_dim = problem.dims.value_dim;
+            ops.load(FeatureMap::Identity, T::ZERO, v, keys, value_dim, padding, buffers.v, value_width);
+            buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
+            if problem.causal {
+                ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+            }
+        }
+        buffers.dk[..keys * head_width].fill(T::ZERO);
+        buffers.dv[..keys * value_width].fill(T::ZERO);
+
+        // Rows that stand beyond the piece, through the state.
+        if content {
+            let mut shift = T::ZERO;
+            let (mut start_scale, mut local_scale) = (start_decay, T::ONE);
+            if exp {
+                let top = start.shift().max(local.view().shift());
+                if top.is_finite() {
+                    let factor = |x: T| if x.is_finite() { (x - top).exp() } else { T::ZERO };
+                    start_scale = start_decay * factor(start.shift());
+                    local_scale = factor(local.view().shift());
+                    shift = top;
+                }
+            }
+            let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
+            if let Some((sum, z)) = state {
+                // Without a mask every piece of the stage reads the same.
+                if problem.causal || !buffers.state_transposed {
+                    ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                    buffers.state_transposed = true;
+                }
+                let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
+                let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
+                let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+                let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
+                let product = &mut Product {
+                    a: buffers.v,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.state_columns,
+                    b_row: head_width,
+                    c: buffers.dk,
+                    c_row: head_width,
+                    rows: keys,
+                    columns: head_width,
+                    depth: problem.dims.value_dim,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                };
+                ops.product_fetching(product, &[next_k, to_k]);
+                let product = &mut Product {
+                    a: buffers.k,
+                    a_row: head_width,
+                    a_column: 1,
+                    b: sum,
+                    b_row: value_width,
+                    c: buffers.dv,
+                    c_row: value_width,
+                    rows: keys,
+                    columns: value_width,
+                    depth: problem.depth,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                };
+                ops.product_fetching(product, &[next_v, to_v]);
+                // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
+                let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
+                for n in 0..keys {
+                    let dk = &mut buffers.dk[n * head_width..][..head_width];
+                    ops.add_scaled(dk, T::ONE, z);
+                    let factor = lift * unit.decay(keys - n);
+                    if factor != T::ONE {
+                        ops.scale(dk, factor);
+                        ops.scale(&mut buffers.dv[n * value_width..][..value_width], factor);
+                    }
+                }
+            }
+            local.scale_content(problem, unit.decay(keys));
+        }
+
+        // Rows whose tile reaches the piece, and those that enter the far sum.
+        let reach = if near > 0 { keys + near - 1 } else { 0 };
+        let content_rows = if content && problem.causal { keys } else { 0 };
+        let tile_rows = reach.max(content_rows);
+        let first_position = first - lead as isize;
+        // R = 0 under a bidirectional mask has one weight for all pairs, which `start` sums up.
+        let far_rows = problem.radius.is_some() && (problem.causal || radius > 0);
+        let window = if far_rows { tile_rows.max(lead + radius + keys) } else { tile_rows };
+        if far_rows {
+            self.clear_far_rows(first_position + (lead + radius) as isize, keys, buffers);
+        }
+        for head in problem.heads(unit) {
+            if window == 0 {
+                break;
+            }
+            self.load_rows(head, first_position, window, buffers);
+            let ahead = self.rows_ahead(head, first_position - chunk as isize, first_position);
+            if tile_rows > 0 {
+                buffers.tile[..tile_rows * chunk].fill(T::ZERO);
+                if content_rows > 0 {
+                    ops.product(&mut Product {
+                        a: buffers.q,
+                        a_row: head_width,
+                        a_column: 1,
+                        b: buffers.k_columns,
+                        b_row: chunk,
+                        c: buffers.tile,
+                        c_row: chunk,
+                        rows: content_rows,
+                        columns: keys,
+                        depth: problem.depth,
+                        accumulate: false,
+                        a_band: Band::ALL,
+                        c_band: Band::up_to(0),
+                    });
+                    ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                    if exp {
+                        self.lift_tile(content_rows, key_shift, buffers);
+                    }
+                }
+                if near > 0 {
+                    self.load_relative(head, reach, keys, lead, buffers);
+                    let table_width = problem.table_width();
+                    for x in 0..reach {
+                        // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
+                        let begin = x as isize - lead as isize - radius as isize + 1;
+                        let (from, to) = (begin.max(0) as usize, (begin + near as isize).min(keys as isize));
+                        if to <= from as isize {
+                            continue;
+                        }
+                        let to = to as usize;
+                        let column = 1 + (from as isize - begin) as usize;
+                        let weights = &buffers.relative[x * table_width + column..][..to - from];
+                        let factor = match &self.table {
+                            Some(table) if exp => (table.shift - buffers.shift[x]).exp(),
+                            _ => T::ONE,
+                        };
+                        // Rows that are not there have features 0 and any factor will do.
+                        let factor = if factor.is_finite() { factor } else { T::ZERO };
+                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
+                    }
+                }
+                if decays {
+                    self.decay_tile(tile_rows, keys, buffers);
+                }
+                // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
+                let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
+                let band = Band { from: 0, to };
+                let product = &mut Product {
+                    a: buffers.tile,
+                    a_row: 1,
+                    a_column: chunk,
+                    b: buffers.d,
+                    b_row: value_width,
+                    c: buffers.dv,
+                    c_row: value_width,
+                    rows: keys,
+                    columns: value_width,
+                    depth: tile_rows,
+                    accumulate: true,
+                    a_band: band,
+                    c_band: Band::ALL,
+                };
+                ops.product_fetching(product, &ahead[..2]);
+            }
+            if far_rows {
+                self.add_far_rows(head, lead + radius, keys, 0, buffers);
+            }
+            if content_rows > 0 {
+                let product = &mut Product {
+                    a: buffers.d,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.v_columns,
+                    b_row: chunk,
+                    c: buffers.tile,
+                    c_row: chunk,
+                    rows: content_rows,
+                    columns: keys,
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: Band::up_to(0),
+                };
+                ops.product_fetching(product, &ahead[2..]);
+                let separate = problem.layout.separate();
+                for x in 0..if separate.is_some() { 0 } else { content_rows } {
+                    let c = buffers.c[x];
+                    buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
+                }
+                ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                self.scale_tile(content_rows, keys, key_shift, buffers);
+                ops.product(&mut Product {
+                    a: buffers.tile,
+                    a_row: 1,
+                    a_column: chunk,
+                    b: buffers.q,
+                    b_row: head_width,
+                    c: buffers.dk,
+                    c_row: head_width,
+                    rows: keys,
+                    columns: separate.unwrap_or(head_width),
+                    depth: content_rows,
+                    accumulate: true,
+                    a_band: Band::starting_at(0),
+                    c_band: Band::ALL,
+                });
+                if let Some(from) = separate {
+                    for x in 0..content_rows {
+                        buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
+                    }
+                    self.scale_tile(content_rows, keys, key_shift, buffers);
+                    ops.product(&mut Product {
+                        a: buffers.tile,
+                        a_row: 1,
+                        a_column: chunk,
+                        b: &buffers.q[from..],
+                        b_row: head_width,
+                        c: &mut buffers.dk[from..],
+                        c_row: head_width,
+                        rows: keys,
+                        columns: head_width - from,
+                        depth: content_rows,
+                        accumulate: true,
+                        a_band: Band::starting_at(0),
+                        c_band: Band::ALL,
+                    });
+                }
+                self.absorb(keys, &[], local, buffers);
+            }
+        }
+        if far_rows {
+            self.run_far(keys, far, (buffers.dv, unit.decay(radius)), buffers.far_rows);
+            self.sum_far(keys, local, buffers);
+        } else if problem.radius.is_some() {
+            for n in 0..keys {
+                ops.add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
+            }
+        }
+
+        self.add_final_ring(first, keys, buffers.dv);
+        if first < 0 {
+            self.store_ring(first, keys, buffers.dv);
+            return;
+        }
+        // Out.
+        let KeyBuffers { k, dk, dv, lift, .. } = &mut *buffers;
+        let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
+        if content {
+            // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
+            let sums = unsafe { self.sums.row(self.index, stage, 0, problem.sums_len()) };
+            (rows, row_length) = problem.pull_back_keys(unit, key, keys, k, dk, sums, self.sink.positions, lift);
+        }
+        for n in 0..keys {
+            let token = unit.sequence.key_start + key + n;
+            let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+            // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
+            let (to_k, to_v) = unsafe {
+                (
+                    self.sink.dk.row(unit.sequence.batch, unit.kv_head, token, head_dim),
+                    self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
+                )
+            };
+            match (unit.ignores(key + n), self.rows) {
+                (true, true) => {
+                    to_k.fill(T::ZERO);
+                    to_v.fill(T::ZERO);
+                }
+                (true, false) => {}
+                (false, true) => {
+                    if content {
+                        ops.store(&rows[n * row_length..], T::ONE, to_k);
+                    } else {
+                        to_k.fill(T::ZERO);
+                    }
+                    ops.store(&dv[n * value_width..], T::ONE, to_v);
+                }
+                (false, false) => {
+                    if content {
+                        ops.add_scaled(to_k, T::ONE, &rows[n * row_length..]);
+                    }
+                    ops.add_scaled(to_v, T::ONE, &dv[n * value_width..]);
+                }
+            }
+        }
+    }
+
+    /// Brings the first `rows` rows of the tile to each row's exponent and decay.
+    fn scale_tile(&self, rows: usize, keys: usize, key_shift: T, buffers: &mut KeyBuffers<'_, T>) {
+        if self.problem.exponential {
+            self.lift_tile(rows, key_shift, buffers);
+        }
+        if self.unit.gamma != 1.0 {
+            self.decay_tile(rows, keys, buffers);
+        }
+    }
+
+    /// Brings the first `rows` rows of the tile, formed from keys at exponent `κ`, to each row's own: `e^{κ − M_i}`.
+    fn lift_tile(&self, rows: usize, key_shift: T, buffers: &mut KeyBuffers<'_, T>) {
+        for x in 0..rows {
+            let factor = (key_shift - buffers.shift[x]).exp();
+            let factor = if factor.is_finite() { factor } else { T::ZERO };
+            self.problem.ops.scale(&mut buffers.tile[x * buffers.chunk..][..buffers.chunk], factor);
+        }
+    }
+
+    /// Multiplies each weight of the tile by `γ^{x − j}`; there is no other tile than a causal one that decays.
+    fn decay_tile(&self, rows: usize, keys: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let last = buffers.powers.len() - 1;
+        for x in 0..rows {
+            let len = keys.min(x + 1);
+            let powers = &buffers.powers[last - x..][..len];
+            self.problem.ops.multiply(&mut buffers.tile[x * buffers.chunk..][..len], powers);
+        }
+    }
+}

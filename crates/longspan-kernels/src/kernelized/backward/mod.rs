@@ -1,0 +1,286 @@
+//! The chunked backward pass, linear in time and memory.
+//!
+//! With `dN_i = G_i / D_i` and `c_i = −dN_i·A_i`, the gradient of every weight is `dw_ij = dN_i·v_j + c_i`. Gradients of
+//! queries and of the relative table visit the rows as the forward pass does; gradients of keys and values walk the keys
+//! the other way, with the state `Σ φ(q_i) dN_iᵀ` of the rows that come later.
+//!
+//! The gradient of the final state is one more late row to the walk over the keys: that of `S` and `z` joins the state
+//! after the last key, that of the far sum is a far row at the last position, that of the ring goes to the values that
+//! are in it. The walk then goes on over the ring of the initial state, as keys at −1, −2, …, −R without content; what
+//! its sums hold at key 0 and beyond −R are the gradients of `S` and `z` and of the far sum.
+
+mod far_rows;
+mod key_buffers;
+mod key_pass;
+mod key_piece;
+mod query_pass;
+mod row_sums;
+mod stages;
+mod states;
+mod table;
+
+use std::sync::Mutex;
+
+use super::features::PositionSink;
+use super::problem::{Problem, Unit};
+use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
+use crate::feature_map::FeatureMap;
+use crate::mechanism::Cotangent;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, padded};
+use crate::shape::{Rows, SharedRows, ViewMut};
+use crate::simd::block::Ahead;
+use crate::state::State;
+use key_pass::KeyWalk;
+use query_pass::QueryGradients;
+use row_sums::RowSums;
+use stages::KeyMemory;
+pub(super) use table::reduce_table;
+
+/// Where gradients go.
+#[derive(Clone, Copy)]
+pub(super) struct GradientSink<'a, T> {
+    pub dq: SharedRows<'a, T>,
+    pub dk: SharedRows<'a, T>,
+    pub dv: SharedRows<'a, T>,
+    /// For given positions.
+    pub positions: Option<PositionSink<'a, T>>,
+}
+
+/// What the rows' gradients start from.
+#[derive(Clone, Copy)]
+struct Source<'a, T> {
+    cotangent: &'a Cotangent<'a, T>,
+}
+
+impl<'a, T: Real> Source<'a, T> {
+    fn rows(&self, unit: &Unit<'_, T>, head: usize) -> (Rows<'a, T>, Rows<'a, T>) {
+        let sequence = &unit.sequence;
+        let of = |view: &crate::shape::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
+        (of(&self.cotangent.out), of(&self.cotangent.d_out))
+    }
+
+    /// The same that come soon: the rows `from..to` of the sequence.
+    fn ahead(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        from: isize,
+        to: isize,
+    ) -> [Ahead<T>; 2] {
+        let (out, d_out) = self.rows(unit, head);
+        [out, d_out].map(|rows| Ahead::new(rows, from, to, unit.sequence.queries, problem.dims.value_dim))
+    }
+
+    /// Writes `dN` of `count` rows from `first` into a block and `c` beside it; `scale[n]` multiplies row `n` where the
+    /// call does not normalise.
+    #[allow(clippy::too_many_arguments)]
+    fn load(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        first: usize,
+        count: usize,
+        scale: impl Fn(usize) -> T,
+        d: &mut [T],
+        c: &mut [T],
+    ) {
+        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
+        let (out, d_out) = self.rows(unit, head);
+        problem.ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(first), count, value_dim, None, d, width);
+        let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
+        let start = start + unit.sequence.query_start + first;
+        for row in 0..count {
+            let d = &mut d[row * width..][..width];
+            if !problem.attention.normalizes() {
+                problem.ops.scale(d, scale(row));
+                c[row] = T::ZERO;
+                continue;
+            }
+            let denominator = self.cotangent.denominators[start + row];
+            if problem.gives_nothing(denominator) {
+                // The row gave 0 whatever the inputs were.
+                d.fill(T::ZERO);
+                c[row] = T::ZERO;
+            } else {
+                problem.ops.scale(d, T::ONE / denominator);
+                c[row] = -problem.ops.dot(out.row(first + row, value_dim), d);
+            }
+        }
+    }
+}
+
+/// Computes every gradient of a call.
+pub(super) fn backward<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    parameters: &mut [&mut [T]],
+    d_initial: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let units = problem.units();
+    let group = problem.dims.group();
+    let workers = rayon::current_num_threads();
+    let exp = problem.exponential;
+    let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
+    let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
+    // A unit whose rows all see nothing is visited too.
+    let most_segments = (0..units).map(row_segments).max().unwrap_or(0).max(1);
+
+    let entry = problem.table_width() * problem.head_width + problem.sums_len();
+    let per_unit_table = most_segments * group * entry;
+    let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
+    let keys = KeyMemory::new(problem);
+
+    let memory = Memory::new(problem);
+    let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
+    let most_stages = KeyMemory::most_stages(problem);
+    let per_unit_sums = most_stages * problem.sums_len();
+    let row_sums = RowSums::new(problem, most_segments, !memory.split(problem));
+    let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums + row_sums.len());
+    let [query_positions, key_positions] = problem.position_lens();
+    let shared_len = shared_len + query_positions + key_positions + 6 * padded::<T>(1);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + shared_len + walks_len));
+    let table = problem.table(&mut arena);
+    let table_gradients = arena.take(units * per_unit_table);
+    let shifts = arena.take(units * per_unit_shifts);
+    let key_sums = arena.take(units * per_unit_sums);
+    key_sums.fill(T::ZERO);
+    let all_row_sums = arena.take(units * row_sums.len());
+    let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
+    let scratch = arena.rest();
+    let mut positions = problem.position_views(query_positions, key_positions);
+    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+    let mut sums = ViewMut::strided(&mut *key_sums, [per_unit_sums, problem.sums_len(), 0]);
+    let sums = sums.shared();
+    let source = Source { cotangent };
+
+    let per_unit_rows = row_sums.len().max(1);
+    all_row_sums.chunks_exact_mut(per_unit_rows).for_each(|unit| row_sums.clear(unit));
+    {
+        let mut places = ViewMut::strided(&mut *all_row_sums, [row_sums.len(), 0, 1]);
+        let places = places.shared();
+        let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit_table, group * entry, 0]);
+        let gradients = gradients.shared();
+        let mut shifts = ViewMut::strided(&mut *shifts, [per_unit_shifts, 0, 0]);
+        let shifts = shifts.shared();
+        visit_rows(
+            problem,
+            memory,
+            table,
+            &|unit, segment| {
+                // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
+                // the segment that it belongs to.
+                let (table, shifts) = unsafe {
+                    (gradients.row(unit, segment, 0, group * entry), shifts.row(unit, 0, 0, per_unit_shifts))
+                };
+                table.fill(T::ZERO);
+                // SAFETY: as above; a unit's segments come in turn where one place serves them.
+                let sums = unsafe { row_sums.place(&places, unit, segment) };
+                QueryGradients { source, sink, table, shifts, has_state: false, sums }
+            },
+            None,
+            scratch,
+        );
+    }
+    for (index, memory) in all_row_sums.chunks_exact_mut(per_unit_rows).enumerate() {
+        row_sums.join(problem, &problem.unit(index), row_segments(index), memory);
+    }
+    let all_row_sums = &*all_row_sums;
+    let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
+        let heads = state.heads_mut().map(|mut head| {
+            head.iter_mut().for_each(|part| part.fill(T::ZERO));
+            Mutex::new(head.into())
+        });
+        heads.collect()
+    });
+    let walk = |index: usize| {
+        let unit = problem.unit(index);
+        KeyWalk {
+            index,
+            sums,
+            problem,
+            unit,
+            table,
+            source,
+            sink,
+            shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
+            row_sums: all_row_sums.chunks_exact(per_unit_rows).nth(index).map(|unit| row_sums.total(unit)),
+            rows: true,
+            initial: problem.call.initial_state.map(|state| unit.head(state)),
+            d_initial: places.as_ref().map(|places| &places[index]),
+            d_final: cotangent.final_state.map(|state| unit.head(state)),
+        }
+    };
+    keys.run(problem, &walk, scratch);
+    let query_sums = |index: usize, n: usize| {
+        let unit = &table_gradients[index * per_unit_table..][..per_unit_table];
+        let entries = (0..row_segments(index)).map(move |segment| &unit[(segment * group + n) * entry..][..entry]);
+        entries.map(|entry| &entry[entry.len() - problem.sums_len()..]).collect()
+    };
+    let key_sums = |index: usize| {
+        let len = problem.sums_len();
+        (0..most_stages).map(|n| &key_sums[index * per_unit_sums + n * len..][..len]).collect()
+    };
+    problem.write_feature_gradients(&query_sums, &key_sums, [query_positions, key_positions], false, parameters);
+    if let Some(table) = &table {
+        reduce_table(problem, table, table_gradients, per_unit_table, &row_segments, parameters);
+    }
+}
+
+/// In how many segments a unit's rows are visited.
+fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    cut_count(problem, unit.sequence.queries - first_row(problem, unit))
+}
+
+/// Adds what the final state hands back to the gradients of keys and values that another algorithm wrote.
+pub(super) fn add_final_state<T: Real>(
+    problem: &Problem<'_, T>,
+    cotangent: &Cotangent<'_, T>,
+    sink: GradientSink<'_, T>,
+    parameters: &mut [&mut [T]],
+    scratch: &mut Scratch<T>,
+) {
+    let keys = KeyMemory::new(problem);
+    let len = keys.len(problem, rayon::current_num_threads());
+    let stages = KeyMemory::most_stages(problem);
+    let sums_len = problem.sums_len();
+    let [_, positions_len] = problem.position_lens();
+    let shared = problem.units() * stages * sums_len + positions_len + 2 * padded::<T>(1);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + shared + len));
+    let table = problem.table(&mut arena);
+    let key_sums = arena.take(problem.units() * stages * sums_len);
+    key_sums.fill(T::ZERO);
+    let key_positions = arena.take(positions_len);
+    let mut positions = problem.position_views(&mut [], key_positions);
+    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
+    let mut sums = ViewMut::strided(&mut *key_sums, [stages * sums_len, sums_len, 0]);
+    let sums = sums.shared();
+    let walk = |index: usize| {
+        let unit = problem.unit(index);
+        let d_final = cotangent.final_state.map(|state| unit.head(state));
+        let (source, shifts) = (Source { cotangent }, &[][..]);
+        KeyWalk {
+            index,
+            sums,
+            problem,
+            unit,
+            table,
+            source,
+            sink,
+            shifts,
+            row_sums: None,
+            rows: false,
+            initial: None,
+            d_initial: None,
+            d_final,
+        }
+    };
+    keys.run(problem, &walk, arena.rest());
+    let key_sums =
+        |index: usize| (0..stages).map(|n| &key_sums[(index * stages + n) * sums_len..][..sums_len]).collect();
+    problem.write_feature_gradients(&|_, _| Vec::new(), &key_sums, [&[], key_positions], true, parameters);
+}

@@ -1,0 +1,273 @@
+//! The pass over the rows: gradients of queries and of the relative table.
+
+use super::super::problem::{Problem, Unit};
+use super::super::row_pass::{Scales, Scene, Visitor, Walk};
+use super::super::tile::{Buffers, Piece, combine_states, near_columns};
+use super::row_sums;
+use super::{GradientSink, Source};
+use crate::real::Real;
+use crate::scratch::padded;
+use crate::simd::block::{Band, Product};
+
+/// Gradients of queries and of the relative table.
+pub(super) struct QueryGradients<'a, 's, T> {
+    pub source: Source<'a, T>,
+    pub sink: GradientSink<'a, T>,
+    /// Of this unit and segment, for each head of the unit: of the relative table, `[table width, head_width]`, and the
+    /// sums for the parameters of Fourier positions and of the map.
+    pub table: &'s mut [T],
+    /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
+    pub shifts: &'s mut [T],
+    /// Whether the last piece had a state; its transpose stays in the buffers.
+    pub has_state: bool,
+    /// The sums that keys read, where every key reads those of all rows.
+    pub sums: Option<row_sums::Place<'s, T>>,
+}
+
+impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (walk.problem, &walk.unit);
+        let ops = problem.ops;
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let scales = Scales::new(problem, walk.table.as_ref(), scene);
+        let decays = unit.gamma != 1.0;
+        let row_length = buffers.sizes.tile_row;
+        let near = near_columns(problem);
+        let sequence = &unit.sequence;
+        if problem.exponential {
+            self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
+        }
+
+        // Sᵀ and Vᵀ are wanted by every head; without a mask every piece has the same Sᵀ.
+        let mut has_state = self.has_state && !problem.causal;
+        if problem.content && !has_state {
+            let local = scene.local.map(|local| (local, scales.local));
+            if let Some((sum, keys)) = combine_states(problem, buffers.state, (scene.start, scales.start), local) {
+                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                buffers.keys_sum.copy_from_slice(keys);
+                has_state = true;
+            }
+            self.has_state = has_state;
+        }
+        let separate = problem.layout.separate();
+        let tiled = near > 0 || (problem.content && piece.keys > 0);
+        if tiled {
+            let rows = padded::<T>(piece.window_len);
+            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, buffers.sizes.window);
+        }
+        let run_sum = std::mem::take(&mut buffers.far);
+        for (n, head) in problem.heads(unit).enumerate() {
+            let (first, count) = (piece.row, piece.rows);
+            problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
+            let q_shift = &*buffers.q_shift;
+            let scale = |row: usize| if problem.exponential { (scales.shift + q_shift[row]).exp() } else { T::ONE };
+            self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
+            let mut written = false;
+            if has_state {
+                let (next, end) = piece.next_rows();
+                let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
+                let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
+                let product = &mut Product {
+                    a: buffers.o,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: buffers.state_columns,
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: head_width,
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                };
+                ops.product_fetching(product, &ahead);
+                for row in 0..piece.rows {
+                    let line = &mut buffers.dq[row * head_width..][..head_width];
+                    ops.add_scaled(line, buffers.sums[row], buffers.keys_sum);
+                    if decays {
+                        ops.scale(line, unit.decay(row));
+                    }
+                }
+                written = true;
+            }
+            if tiled {
+                let band = Buffers::tile_band(problem, piece);
+                buffers.tile[..piece.rows * row_length].fill(T::ZERO);
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let product = &mut Product {
+                    a: buffers.o,
+                    a_row: value_width,
+                    a_column: 1,
+                    b: &buffers.v_columns[piece.skip..],
+                    b_row: buffers.sizes.window,
+                    c: buffers.tile,
+                    c_row: row_length,
+                    rows: piece.rows,
+                    columns: piece.columns(),
+                    depth: problem.dims.value_dim,
+                    accumulate: false,
+                    a_band: Band::ALL,
+                    c_band: band,
+                };
+                ops.product_fetching(product, &[ahead]);
+                for row in 0..if separate.is_some() { 0 } else { piece.rows } {
+                    let line = &mut buffers.tile[row * row_length..][..piece.columns()];
+                    ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
+                }
+                ops.mask(buffers.tile, row_length, piece.rows, piece.columns(), band);
+                if decays {
+                    buffers.decay_tile(problem, piece);
+                }
+            }
+            if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
+                let d_relative = &mut buffers.relative[..piece.rows * table.width];
+                d_relative.fill(T::ZERO);
+                for row in 0..piece.rows {
+                    d_relative[row * table.width + 1..][..near]
+                        .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
+                }
+                let run = piece.entering(problem, unit, buffers.v);
+                run_sum.copy_from_slice(scene.far.0);
+                let dots = &mut buffers.dots[..piece.rows];
+                dots.fill(T::ZERO);
+                ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                let mut count = scene.far.1;
+                for row in 0..piece.rows {
+                    count += run.gain * buffers.present[row];
+                    d_relative[row * table.width] = dots[row] + buffers.sums[row] * count;
+                    count *= run.decay;
+                }
+                if let Some((sums, mut count)) = scene.after {
+                    let run = piece.leaving(problem, unit, buffers.v);
+                    run_sum.copy_from_slice(sums);
+                    dots.fill(T::ZERO);
+                    ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                    for row in (0..piece.rows).rev() {
+                        count += buffers.present[row + 2 * radius];
+                        d_relative[row * table.width + 2 * radius] = dots[row] + buffers.sums[row] * count;
+                    }
+                }
+                if scales.relative != T::ONE {
+                    ops.scale(d_relative, scales.relative);
+                }
+                ops.product(&mut Product {
+                    a: d_relative,
+                    a_row: table.width,
+                    a_column: 1,
+                    b: table.rows(head),
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: head_width,
+                    depth: table.count,
+                    accumulate: written,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+                written = true;
+                let len = table.width * head_width;
+                ops.product(&mut Product {
+                    a: d_relative,
+                    a_row: 1,
+                    a_column: table.width,
+                    b: buffers.q,
+                    b_row: head_width,
+                    c: &mut self.table[n * (len + problem.sums_len())..][..len],
+                    c_row: head_width,
+                    rows: table.count,
+                    columns: head_width,
+                    depth: piece.rows,
+                    accumulate: true,
+                    a_band: Band::ALL,
+                    c_band: Band::ALL,
+                });
+            }
+            if problem.content && piece.keys > 0 {
+                if scales.local != T::ONE {
+                    ops.scale(&mut buffers.tile[..piece.rows * row_length], scales.local);
+                }
+                ops.product(&mut Product {
+                    a: &buffers.tile[piece.lead..],
+                    a_row: row_length,
+                    a_column: 1,
+                    b: buffers.k,
+                    b_row: head_width,
+                    c: buffers.dq,
+                    c_row: head_width,
+                    rows: piece.rows,
+                    columns: separate.unwrap_or(head_width),
+                    depth: piece.keys,
+                    accumulate: written,
+                    a_band: Band::up_to(0),
+                    c_band: Band::ALL,
+                });
+                if let Some(from) = separate {
+                    for row in 0..piece.rows {
+                        let c = buffers.sums[row] * scales.local;
+                        buffers.tile[row * row_length..][..=row].fill(c);
+                    }
+                    if decays {
+                        buffers.decay_tile(problem, piece);
+                    }
+                    ops.product(&mut Product {
+                        a: buffers.tile,
+                        a_row: row_length,
+                        a_column: 1,
+                        b: &buffers.k[from..],
+                        b_row: head_width,
+                        c: &mut buffers.dq[from..],
+                        c_row: head_width,
+                        rows: piece.rows,
+                        columns: head_width - from,
+                        depth: piece.keys,
+                        accumulate: written,
+                        a_band: Band::up_to(0),
+                        c_band: Band::ALL,
+                    });
+                }
+                written = true;
+            }
+            if !written {
+                buffers.dq[..piece.rows * head_width].fill(T::ZERO);
+            }
+            if let Some(place) = &mut self.sums {
+                // Without a mask the exponent is that of the whole unit.
+                place.sums.raise(problem, -scales.shift);
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
+                row_sums::absorb(problem, count, rows, &[ahead], &mut place.sums);
+            }
+            let head_dim = problem.dims.head_dim;
+            let (len, table) = (problem.sums_len(), problem.table_width() * head_width);
+            let sums = &mut self.table[n * (table + len) + table..][..len];
+            let positions = self.sink.positions;
+            let Buffers { q, dq, lift, .. } = &mut *buffers;
+            let (rows, row_length) = problem.pull_back_queries(unit, head, first, count, q, dq, sums, positions, lift);
+            for row in 0..piece.rows {
+                let token = sequence.query_start + piece.row + row;
+                // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
+                let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
+                ops.store(&rows[row * row_length..], T::ONE, to);
+            }
+        }
+        buffers.far = run_sum;
+    }
+
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize) {
+        let token = unit.sequence.query_start + row;
+        // SAFETY: these rows belong to no segment, and each unit's are written by one task.
+        let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
+        to.fill(T::ZERO);
+    }
+
+    fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        if let Some(place) = &mut self.sums {
+            place.end(problem, unit);
+        }
+    }
+}

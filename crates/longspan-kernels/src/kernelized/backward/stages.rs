@@ -1,0 +1,223 @@
+//! The walk over the keys in stages, one after the other or side by side.
+
+use super::super::problem::{Problem, Unit};
+use super::super::row_pass::{cut, cut_count};
+use super::super::summary::{Carry, Layout, Summary, SummaryRef};
+use super::super::tile::Sizes;
+use super::key_buffers::KeyBuffers;
+use super::key_pass::KeyWalk;
+use crate::real::Real;
+use crate::scratch::{Arena, parallel};
+use crate::shape::ViewMut;
+
+/// Part of a walk over the keys.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stage {
+    /// Positions, or keys.
+    pub from: isize,
+    pub to: isize,
+    pub work: Work,
+    /// Positions without row or key between the stage before and this one.
+    pub idle: usize,
+    /// Its place among the unit's stages.
+    pub number: usize,
+}
+
+impl Stage {
+    /// Whether gradients come of it.
+    fn writes(&self) -> bool {
+        matches!(self.work, Work::Keys | Work::InitialState)
+    }
+
+    /// Tokens that pass with the stage; the order of time has no meaning without a causal mask, nor has decay.
+    pub fn passes<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        if problem.causal { (self.to - self.from) as usize } else { 0 }
+    }
+}
+
+/// What a stage does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    /// Rows that only enter the sums: whether the state, and how many positions later the far sum.
+    Rows { content: bool, far: Option<usize> },
+    /// The sums of all rows, which the pass over the rows formed.
+    RowSums,
+    /// The gradient of the final state enters the sums.
+    FinalState,
+    /// Keys whose gradients are wanted.
+    Keys,
+    /// The ring of the initial state, and all that the state holds beside it.
+    InitialState,
+}
+
+/// The stages of a unit in the order of the walk: rows that every key must know of first, then the keys, last to first.
+fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
+    let problem = walk.problem;
+    let keys = walk.unit.sequence.keys as isize;
+    let positions = walk.positions();
+    let mut list = Vec::new();
+    let mut add = |from: isize, to: isize, work: Work| {
+        let (from, to) = (from, to.max(from));
+        let mut parts = cut(problem, 0, (to - from) as usize, 0, false);
+        parts.reverse();
+        let place = |at: usize| from + at as isize;
+        list.extend(parts.into_iter().map(|part| Stage {
+            from: place(part.from),
+            to: place(part.to),
+            work,
+            idle: 0,
+            number: 0,
+        }));
+    };
+    let mut idle = 0;
+    if !positions.is_empty() {
+        let reach = problem.radius.unwrap_or(0) as isize;
+        let mut rows = |from, to, content, far| add(from, to, Work::Rows { content, far });
+        if problem.causal {
+            let from = keys.max(positions.start - reach);
+            rows(from, positions.end, problem.content, problem.radius);
+            if positions.end > from {
+                idle = (from - keys) as usize;
+            }
+        } else {
+            match problem.radius {
+                Some(0) => rows(positions.start, positions.end, false, Some(0)),
+                Some(radius) => rows(keys.max(positions.start - reach), positions.end - reach, false, Some(radius)),
+                None => {}
+            }
+        }
+    }
+    let end = |from: isize, to: isize, work: Work| Stage { from, to, work, idle: 0, number: 0 };
+    let rows = list.len();
+    if walk.row_sums.is_some() {
+        list.push(end(0, 0, Work::RowSums));
+    }
+    if walk.d_final.is_some() {
+        list.push(end(keys, keys, Work::FinalState));
+    }
+    let mut parts = cut(problem, 0, keys as usize, 0, true);
+    parts.reverse();
+    list.extend(parts.into_iter().map(|part| end(part.from as isize, part.to as isize, Work::Keys)));
+    if walk.d_initial.is_some() {
+        list.push(end(-(problem.radius.unwrap_or(0) as isize), 0, Work::InitialState));
+    }
+    if let Some(stage) = list.get_mut(rows) {
+        stage.idle = idle;
+    }
+    list.iter_mut().enumerate().for_each(|(number, stage)| stage.number = number);
+    list
+}
+
+/// Sizes of the working memory of the walk over the keys.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KeyMemory {
+    layout: Layout,
+    summary: usize,
+    chunk: usize,
+    per_worker: usize,
+}
+
+impl KeyMemory {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        let chunk = Sizes::new(problem).chunk;
+        let layout = Layout::new(problem);
+        let summary = layout.len::<T>();
+        Self { layout, summary, chunk, per_worker: KeyBuffers::len(problem, chunk) + 3 * summary }
+    }
+
+    /// Most stages that a unit can have: segments of rows and of keys, and two states.
+    pub fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
+        let count = |tokens: usize| cut_count(problem, tokens);
+        problem.sequences.iter().map(|s| count(s.queries) + 4 + count(s.keys)).max().unwrap_or(0)
+    }
+
+    fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
+        problem.units() < rayon::current_num_threads() && Self::most_stages(problem) > 6
+    }
+
+    pub fn len<T: Real>(&self, problem: &Problem<'_, T>, workers: usize) -> usize {
+        let shared = if Self::split(problem) { problem.units() * Self::most_stages(problem) * self.summary } else { 0 };
+        shared + workers * self.per_worker
+    }
+
+    pub fn run<'w, 'a, T: Real>(
+        &self,
+        problem: &'w Problem<'a, T>,
+        walk: &(impl Fn(usize) -> KeyWalk<'w, 'a, T> + Sync),
+        scratch: &mut [T],
+    ) {
+        let &Self { layout, summary, chunk, per_worker } = self;
+        let units = problem.units();
+        let start = |unit: &Unit<'_, T>, buffers: &mut KeyBuffers<'_, T>| {
+            buffers.lift.start(problem, unit);
+            for (n, power) in buffers.powers.iter_mut().rev().enumerate() {
+                *power = unit.decay(n);
+            }
+        };
+        if !Self::split(problem) {
+            parallel(units, scratch, per_worker, |index, scratch| {
+                let mut arena = Arena::new(scratch);
+                let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
+                let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+                let mut local = Summary::new(layout, arena.take(summary));
+                let walk = walk(index);
+                start(&walk.unit, &mut buffers);
+                let plan = stages(&walk);
+                for (n, &stage) in plan.iter().enumerate() {
+                    carry.pass(problem, &walk.unit, stage.idle);
+                    walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
+                    walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
+                }
+                walk.finish(&mut buffers);
+            });
+            return;
+        }
+        let most = Self::most_stages(problem);
+        let (shared, scratch) = scratch.split_at_mut(units * most * summary);
+        let plans: Vec<Vec<Stage>> = (0..units).map(|index| stages(&walk(index))).collect();
+        let tasks: Vec<(usize, usize)> =
+            plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |n| (unit, n))).collect();
+        {
+            let mut states = ViewMut::strided(&mut *shared, [most * summary, 0, summary]);
+            let states = states.shared();
+            parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+                let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
+                let (index, n) = tasks[task];
+                let walk = walk(index);
+                start(&walk.unit, &mut buffers);
+                // SAFETY: each (unit, stage) is one task's own.
+                let mut local = Summary::new(layout, unsafe { states.row(index, 0, n, summary) });
+                walk.visit(plans[index][n], None, &mut local, &mut buffers);
+            });
+        }
+        for (index, states) in shared.chunks_exact_mut(most * summary).enumerate() {
+            let mut arena = Arena::new(&mut *scratch);
+            let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+            let local = arena.take(summary);
+            let walk = walk(index);
+            for (n, &stage) in plans[index].iter().enumerate() {
+                carry.pass(problem, &walk.unit, stage.idle);
+                let state = &mut states[n * summary..][..summary];
+                local.copy_from_slice(state);
+                state.copy_from_slice(carry.high.numbers);
+                walk.leave(stage, n + 1 == plans[index].len(), &mut carry, SummaryRef::new(layout, local));
+            }
+        }
+        let shared = &*shared;
+        let tasks: Vec<(usize, usize)> = tasks.into_iter().filter(|&(index, n)| plans[index][n].writes()).collect();
+        parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+            let mut arena = Arena::new(scratch);
+            let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
+            let mut local = Summary::new(layout, arena.take(summary));
+            let (index, n) = tasks[task];
+            let walk = walk(index);
+            start(&walk.unit, &mut buffers);
+            let state = SummaryRef::new(layout, &shared[(index * most + n) * summary..][..summary]);
+            walk.visit(plans[index][n], Some(state), &mut local, &mut buffers);
+        });
+        parallel(units, scratch, per_worker, |index, scratch| {
+            let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
+            walk(index).finish(&mut buffers);
+        });
+    }
+}

@@ -1,0 +1,113 @@
+//! The working memory of the pass over the rows.
+
+use super::super::problem::Problem;
+use super::super::summary::Layout;
+use super::super::tile::{Buffers, Sizes};
+use super::FarMemory;
+use super::segments::segment_count;
+use crate::real::Real;
+use crate::scratch::{Arena, padded};
+
+/// Working memory of one worker.
+pub(in crate::kernelized) struct Worker<'s, T> {
+    pub buffers: Buffers<'s, T>,
+    pub running: &'s mut [T],
+    pub carry: [&'s mut [T]; 2],
+    pub local: &'s mut [T],
+    pub far: FarMemory<'s, T>,
+    pub checkpoints: &'s mut [T],
+}
+
+/// The sizes of all working memory of a forward call.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::kernelized) struct Memory {
+    sizes: Sizes,
+    pub layout: Layout,
+    pub summary: usize,
+    /// `v⁺` of one row.
+    pub entry: usize,
+    /// Most segments of a unit.
+    pub segments: usize,
+    /// Most key segments of a unit whose far sums are kept.
+    far_segments: usize,
+    pub checkpoints: usize,
+}
+
+impl Memory {
+    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        let layout = Layout::new(problem);
+        let sizes = Sizes::new(problem);
+        let units = 0..problem.units();
+        let segments = units.map(|index| segment_count(problem, &problem.unit(index))).max().unwrap_or(0);
+        let rows = problem.sequences.iter().map(|s| s.queries.min(problem.segment(s.queries))).max().unwrap_or(0);
+        let keeps_far = !problem.causal && problem.radius.is_some();
+        let entry = problem.value_width + padded::<T>(1);
+        Self {
+            sizes,
+            layout,
+            summary: layout.len::<T>(),
+            entry,
+            segments,
+            far_segments: if keeps_far { segments.max(1) } else { 0 },
+            checkpoints: if keeps_far { (rows.div_ceil(sizes.chunk) + 1) * entry } else { 0 },
+        }
+    }
+
+    /// Whether segments of a unit run side by side: only where the units alone would leave threads idle, since forming
+    /// the states first costs the products `φ(k) vᵀ` a second time.
+    pub fn split<T: Real>(&self, problem: &Problem<'_, T>) -> bool {
+        problem.units() < rayon::current_num_threads() && self.segments > 1
+    }
+
+    pub fn states_len(&self) -> usize {
+        (self.segments + 1) * self.summary
+    }
+
+    /// Numbers shared between the tasks of a unit.
+    pub fn unit_len(&self, split: bool) -> usize {
+        if split { self.states_len() + self.far_len() } else { 0 }
+    }
+
+    fn far_len(&self) -> usize {
+        if self.far_segments == 0 { 0 } else { (3 * self.far_segments + 2) * self.entry }
+    }
+
+    pub fn worker_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        Buffers::len(problem, self.sizes) + self.entry + 3 * self.summary + self.far_len() + self.checkpoints
+    }
+
+    /// Numbers of scratch that [`visit_rows`] takes beside the table's.
+    pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let workers = rayon::current_num_threads();
+        problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
+    }
+
+    pub fn far<'s, T: Real>(&self, arena: &mut Arena<'s, T>) -> FarMemory<'s, T> {
+        let entry = self.entry;
+        let n = if self.far_len() == 0 { 0 } else { self.far_segments + 1 };
+        FarMemory {
+            sums: arena.take(self.far_segments * entry),
+            prefix: arena.take(n * entry),
+            suffix: arena.take(n * entry),
+        }
+    }
+
+    /// The prefixes and suffixes in memory laid out by [`far`](Self::far).
+    pub fn far_totals<'s, T>(&self, memory: &'s [T]) -> (&'s [T], &'s [T]) {
+        if memory.is_empty() {
+            return (&[], &[]);
+        }
+        memory[self.far_segments * self.entry..].split_at((self.far_segments + 1) * self.entry)
+    }
+
+    pub fn worker<'s, T: Real>(&self, problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Worker<'s, T> {
+        Worker {
+            buffers: Buffers::new(problem, self.sizes, arena),
+            running: arena.take(self.entry),
+            carry: [arena.take(self.summary), arena.take(self.summary)],
+            local: arena.take(self.summary),
+            far: self.far(arena),
+            checkpoints: arena.take(self.checkpoints),
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The pass over the rows of a call that forward and backward share.
+//!
+//! A unit (one key/value head of one sequence) is walked in segments of rows, a segment in chunks. Each chunk reads the
+//! state of all earlier keys, shows its rows to a [`Visitor`] and lets its keys enter the state. The state of a segment
+//! starts from zero (`local`) beside that of all earlier segments (`start`), so segments may run one after the other or
+//! at the same time: the sums are the same to the bit.
+
+mod far_sums;
+mod memory;
+mod segments;
+mod walk;
+
+use std::sync::Mutex;
+
+use super::forward::store_state;
+use super::problem::{Problem, Table, Unit};
+use super::state::Head;
+use super::summary::{Carry, Summary, SummaryRef};
+use super::tile::{Buffers, Piece};
+use crate::real::Real;
+use crate::scratch::{Arena, parallel};
+use crate::shape::ViewMut;
+use far_sums::FarMemory;
+pub(super) use far_sums::{FarSums, accumulate};
+pub(super) use memory::{Memory, Worker};
+pub(super) use segments::{Segment, cut, cut_count, first_row, segments};
+pub(super) use walk::{Scales, Scene, Walk};
+
+/// What is done with the rows of a call: their outputs, or the gradients of their queries.
+pub(super) trait Visitor<T: Real> {
+    /// Handles the rows of one piece for every query head of the unit.
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>);
+
+    /// Handles a row that sees nothing.
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
+
+    /// Called when every row of a segment has been handled.
+    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
+}
+
+/// One head's place for its state. One task at a time writes to it.
+pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
+
+/// Shows every row of a call to the visitor that `make` gives for its unit and segment, and leaves the state after the
+/// last row in `last`, one place a unit.
+pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
+    problem: &Problem<'_, T>,
+    memory: Memory,
+    table: Option<Table<'_, T>>,
+    make: &(impl Fn(usize, usize) -> V + Sync),
+    last: Option<&[Place<'_, T>]>,
+    scratch: &mut [T],
+) {
+    let units = problem.units();
+    let split = memory.split(problem);
+    let states_len = memory.states_len();
+    let (per_unit, per_worker) = (memory.unit_len(split), memory.worker_len(problem));
+    let (shared, scratch) = scratch.split_at_mut(units * per_unit);
+    let call = Visit { problem, memory, table, make, last };
+
+    if !split {
+        parallel(units, scratch, per_worker, |index, scratch| {
+            let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+            call.unit(index, &mut worker);
+        });
+        return;
+    }
+    let plans: Vec<Vec<Segment>> = (0..units).map(|index| segments(problem, &problem.unit(index))).collect();
+    let tasks: Vec<(usize, usize)> =
+        plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |s| (unit, s))).collect();
+    {
+        let mut states = ViewMut::strided(&mut *shared, [per_unit, 0, memory.summary]);
+        let states = states.shared();
+        parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+            let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+            let (index, segment) = tasks[task];
+            // SAFETY: each (unit, segment) is one task's own.
+            let numbers = unsafe { states.row(index, 0, segment, memory.summary) };
+            call.summarize(index, plans[index][segment], numbers, &mut worker);
+        });
+    }
+    for (index, shared) in shared.chunks_exact_mut(per_unit).enumerate() {
+        let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+        call.chain(index, &plans[index], shared, &mut worker);
+    }
+    let shared = &*shared;
+    let tasks: Vec<(usize, usize, Segment)> = (0..units)
+        .flat_map(|index| {
+            let rows = if problem.causal {
+                plans[index].clone()
+            } else {
+                cut(problem, 0, problem.unit(index).sequence.queries, problem.offset, true)
+            };
+            rows.into_iter().enumerate().map(move |(n, segment)| (index, n, segment))
+        })
+        .filter(|(_, _, segment)| segment.writes)
+        .collect();
+    (0..units).for_each(|index| call.visit_unseen_rows(index));
+    parallel(tasks.len(), scratch, per_worker, |task, scratch| {
+        let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+        let (index, n, segment) = tasks[task];
+        let states = &shared[index * per_unit..][..per_unit];
+        let state = |n: usize| SummaryRef::new(memory.layout, &states[n * memory.summary..][..memory.summary]);
+        let walk = call.walk(index);
+        worker.buffers.start(problem, &walk.unit);
+        let Worker { buffers, running, local, checkpoints, .. } = &mut worker;
+        let mut visitor = make(index, segment.number);
+        if problem.causal {
+            let mut local = Summary::new(memory.layout, local);
+            walk.causal(segment, state(n), &mut local, running, Some(&mut visitor), buffers);
+        } else {
+            let segments = plans[index].len();
+            let (prefix, suffix) = memory.far_totals(&states[states_len..]);
+            let far =
+                FarSums { segment: segment_step(&plans[index]), width: problem.value_width, prefix, suffix, segments };
+            let rows = (segment.from, segment.to);
+            walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
+            visitor.end(problem, &walk.unit);
+        }
+    });
+}
+
+/// Rows of each of a unit's segments but the last.
+fn segment_step(segments: &[Segment]) -> usize {
+    segments.first().map_or(1, |first| first.to - first.from)
+}
+
+/// A visit under way.
+struct Visit<'w, 'p, 'a, T: 'static, F> {
+    problem: &'w Problem<'a, T>,
+    memory: Memory,
+    table: Option<Table<'w, T>>,
+    make: &'w F,
+    last: Option<&'w [Place<'p, T>]>,
+}
+
+impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a, T, F> {
+    fn walk(&self, index: usize) -> Walk<'w, 'a, T> {
+        let unit = self.problem.unit(index);
+        let ring = self.problem.call.initial_state.map(|state| unit.head(state));
+        Walk { problem: self.problem, unit, table: self.table, ring }
+    }
+
+    /// What was before key 0.
+    fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
+        let mut carry = Carry::new(self.memory.layout, high, low);
+        if let Some(state) = self.problem.call.initial_state {
+            carry.load(unit.head(state), self.problem.dims.value_dim);
+        }
+        carry
+    }
+
+    /// Forms the summary of one segment alone.
+    fn summarize(&self, index: usize, segment: Segment, numbers: &mut [T], worker: &mut Worker<'_, T>) {
+        let walk = self.walk(index);
+        worker.buffers.start(self.problem, &walk.unit);
+        let mut local = Summary::new(self.memory.layout, numbers);
+        if self.problem.causal {
+            let mut nothing = Summary::new(self.memory.layout, worker.local);
+            nothing.clear();
+            walk.causal(segment, nothing.view(), &mut local, worker.running, None, &mut worker.buffers);
+        } else {
+            walk.bidirectional_keys(segment.from, segment.to, &mut local, &mut worker.buffers);
+        }
+    }
+
+    /// Turns the summaries of a unit's segments into what each segment starts from; the total comes after the last.
+    fn chain(&self, index: usize, plan: &[Segment], shared: &mut [T], worker: &mut Worker<'_, T>) {
+        let Memory { layout, summary, .. } = self.memory;
+        let unit = self.problem.unit(index);
+        let (states, far) = shared.split_at_mut((self.memory.segments + 1) * summary);
+        let mut far = self.memory.far(&mut Arena::new(far));
+        let [high, low] = &mut worker.carry;
+        let mut carry = self.carry(&unit, [high, low]);
+        for (n, segment) in plan.iter().enumerate() {
+            carry.pass(self.problem, &unit, segment.idle);
+            worker.local.copy_from_slice(&states[n * summary..][..summary]);
+            states[n * summary..][..summary].copy_from_slice(carry.high.numbers);
+            let local = SummaryRef::new(layout, worker.local);
+            self.keep_far(n, local, &mut far);
+            carry.add(self.problem, &unit, segment.to - segment.from, local);
+        }
+        states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
+        self.leave(index, &carry.high);
+        self.accumulate_far(plan.len(), &mut far);
+    }
+
+    fn keep_far(&self, n: usize, local: SummaryRef<'_, T>, far: &mut FarMemory<'_, T>) {
+        if !far.sums.is_empty() {
+            let to = &mut far.sums[n * self.memory.entry..][..self.memory.entry];
+            to.fill(T::ZERO);
+            to[..self.problem.value_width].copy_from_slice(local.far());
+            to[self.problem.value_width] = local.count();
+        }
+    }
+
+    fn accumulate_far(&self, segments: usize, far: &mut FarMemory<'_, T>) {
+        if !far.sums.is_empty() {
+            accumulate(&far.sums[..segments * self.memory.entry], self.memory.entry, far.prefix, far.suffix);
+        }
+    }
+
+    /// One unit from its first segment to its last.
+    fn unit(&self, index: usize, worker: &mut Worker<'_, T>) {
+        let problem = self.problem;
+        let walk = self.walk(index);
+        let unit = &walk.unit;
+        self.visit_unseen_rows(index);
+        let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = worker;
+        buffers.start(problem, unit);
+        let mut carry = self.carry(unit, [high, low]);
+        let mut local = Summary::new(self.memory.layout, local);
+        let plan = segments(problem, unit);
+        for (n, &segment) in plan.iter().enumerate() {
+            carry.pass(problem, unit, segment.idle);
+            if problem.causal {
+                let mut visitor = segment.writes.then(|| (self.make)(index, segment.number));
+                let visitor = visitor.as_mut().map(|visitor| visitor as &mut dyn Visitor<T>);
+                walk.causal(segment, carry.high.view(), &mut local, running, visitor, buffers);
+            } else {
+                walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
+                self.keep_far(n, local.view(), far);
+            }
+            // If nothing reads what would be carried beyond the last rows, that is worth its time for short sequences.
+            if problem.causal && n + 1 == plan.len() && self.last.is_none() {
+                return;
+            }
+            carry.add(problem, unit, segment.to - segment.from, local.view());
+        }
+        if problem.causal {
+            self.leave(index, &carry.high);
+            return;
+        }
+        self.accumulate_far(plan.len(), far);
+        let far = FarSums {
+            segment: segment_step(&plan),
+            width: problem.value_width,
+            prefix: far.prefix,
+            suffix: far.suffix,
+            segments: plan.len(),
+        };
+        for rows in cut(problem, 0, unit.sequence.queries, problem.offset, true) {
+            let total = carry.high.view();
+            let mut visitor = (self.make)(index, rows.number);
+            walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
+            visitor.end(problem, unit);
+        }
+    }
+
+    /// Leaves the state after a unit's last row, if it is wanted.
+    fn leave(&self, index: usize, sums: &Summary<'_, T>) {
+        if let Some(places) = self.last {
+            let walk = self.walk(index);
+            store_state(self.problem, &walk.unit, walk.ring, sums, &places[index]);
+        }
+    }
+
+    /// Rows that stand before the first key see nothing.
+    fn visit_unseen_rows(&self, index: usize) {
+        let unit = self.problem.unit(index);
+        let rows = first_row(self.problem, &unit);
+        if rows > 0 {
+            let mut visitor = (self.make)(index, 0);
+            for head in self.problem.heads(&unit) {
+                (0..rows).for_each(|row| visitor.unseen(self.problem, &unit, head, row));
+            }
+        }
+    }
+}

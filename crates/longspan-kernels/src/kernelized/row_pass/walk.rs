@@ -1,0 +1,299 @@
+//! One segment, chunk by chunk, and what the rows of a chunk see beside its tile.
+
+use super::super::problem::{Problem, Table, Unit};
+use super::super::state::Head;
+use super::super::summary::{Summary, SummaryRef};
+use super::super::tile::{Buffers, Piece};
+use super::{FarSums, Segment, Visitor};
+use crate::real::Real;
+use crate::scratch::padded;
+use crate::simd::block::{Band, Product};
+
+/// What the rows of a piece see beside its tile.
+pub(in crate::kernelized) struct Scene<'x, T> {
+    /// The state before the segment, and the decay since.
+    pub start: SummaryRef<'x, T>,
+    pub start_decay: T,
+    /// The state since the segment's start; none under a bidirectional mask.
+    pub local: Option<SummaryRef<'x, T>>,
+    /// The far sum before the piece's first row has taken in its key.
+    pub far: (&'x [T], T),
+    /// The far sum of the keys beyond the last row's reach, under a bidirectional mask.
+    pub after: Option<(&'x [T], T)>,
+}
+
+/// How the parts of a piece's weights are brought to one exponent under an exponential map; all 1 otherwise, but for
+/// the decay of the start state.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::kernelized) struct Scales<T> {
+    pub start: T,
+    pub local: T,
+    pub relative: T,
+    /// The common exponent.
+    pub shift: T,
+}
+
+impl<T: Real> Scales<T> {
+    pub fn new(problem: &Problem<'_, T>, table: Option<&Table<'_, T>>, scene: &Scene<'_, T>) -> Self {
+        let &Scene { start, start_decay, local, .. } = scene;
+        let none = Self { start: start_decay, local: T::ONE, relative: T::ONE, shift: T::ZERO };
+        if !problem.exponential {
+            return none;
+        }
+        let mut shift = T::NEG_INFINITY;
+        if problem.content {
+            if start.has_content() {
+                shift = shift.max(start.shift());
+            }
+            // The local exponent counts the piece's own keys too.
+            if let Some(local) = local {
+                shift = shift.max(local.shift());
+            }
+        }
+        if let Some(table) = table {
+            shift = shift.max(table.shift);
+        }
+        if !shift.is_finite() {
+            return none;
+        }
+        let factor = |x: T| if x.is_finite() { (x - shift).exp() } else { T::ZERO };
+        Self {
+            start: start_decay * factor(start.shift()),
+            local: local.map_or(T::ZERO, |local| factor(local.shift())),
+            relative: table.map_or(T::ZERO, |table| factor(table.shift)),
+            shift,
+        }
+    }
+}
+
+/// What a walk over a segment does beside forming its state.
+pub(in crate::kernelized) struct Walk<'w, 'a, T: 'static> {
+    pub problem: &'w Problem<'a, T>,
+    pub unit: Unit<'a, T>,
+    pub table: Option<Table<'w, T>>,
+    /// The ring of an initial state.
+    pub ring: Option<Head<&'w [T]>>,
+}
+
+impl<T: Real> Walk<'_, '_, T> {
+    /// Walks a causal segment: `local` becomes the summary of its keys; rows are written to `sink`, if given, from the
+    /// state `start` of everything before the segment.
+    pub fn causal(
+        &self,
+        segment: Segment,
+        start: SummaryRef<'_, T>,
+        local: &mut Summary<'_, T>,
+        running_far: &mut [T],
+        mut visitor: Option<&mut dyn Visitor<T>>,
+        buffers: &mut Buffers<'_, T>,
+    ) {
+        let problem = self.problem;
+        local.clear();
+        // The far sum that rows read runs from `start` on; `local` keeps that of the segment alone.
+        let (far, far_count) = running_far.split_at_mut(problem.value_width);
+        far.copy_from_slice(start.far());
+        far_count[0] = start.count();
+        let mut row = segment.from;
+        while row < segment.to {
+            let (piece, shift) =
+                buffers.piece(problem, &self.unit, segment.offset, row, segment.to, local.view().shift(), self.ring);
+            if problem.content && problem.exponential {
+                local.raise(problem, shift);
+            }
+            if let Some(visitor) = &mut visitor {
+                let scene = Scene {
+                    start,
+                    start_decay: self.unit.decay(row - segment.from),
+                    local: Some(local.view()),
+                    far: (far, far_count[0]),
+                    after: None,
+                };
+                visitor.attend(self, &piece, &scene, buffers);
+            }
+            if problem.radius.is_some() {
+                self.advance_far(&piece, local, far, &mut far_count[0], buffers);
+            }
+            if problem.content {
+                self.absorb(&piece, local, buffers);
+            }
+            row += piece.rows;
+        }
+    }
+
+    /// Lets the far sums pass the rows of a piece.
+    fn advance_far(
+        &self,
+        piece: &Piece,
+        local: &mut Summary<'_, T>,
+        far: &mut [T],
+        far_count: &mut T,
+        buffers: &Buffers<'_, T>,
+    ) {
+        let run = piece.entering(self.problem, &self.unit, buffers.v);
+        self.problem.ops.add_running(far, run, &mut [], 0);
+        self.problem.ops.add_running(local.far(), run, &mut [], 0);
+        for row in 0..piece.rows {
+            let here = run.gain * buffers.present[row];
+            *far_count = (*far_count + here) * run.decay;
+            *local.count() = (*local.count() + here) * run.decay;
+        }
+    }
+
+    /// Lets the piece's keys enter the summary and its rows pass.
+    pub fn absorb(&self, piece: &Piece, local: &mut Summary<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let problem = self.problem;
+        let width = problem.head_width;
+        if self.unit.gamma != 1.0 {
+            local.scale_content(problem, self.unit.decay(piece.rows));
+            for key in 0..piece.keys {
+                // Key `key` is `rows − key` tokens before the next piece's first row.
+                let weight = self.unit.decay(piece.rows - key);
+                problem.ops.scale(&mut buffers.k[key * width..][..width], weight);
+            }
+        }
+        if piece.keys == 0 {
+            return;
+        }
+        let first = (piece.key as isize - piece.window) as usize * problem.value_width;
+        let chunk = buffers.sizes.chunk;
+        let next = (piece.key + piece.keys) as isize;
+        let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
+        let product = &mut Product {
+            a: buffers.k,
+            a_row: 1,
+            a_column: width,
+            b: &buffers.v[first..],
+            b_row: problem.value_width,
+            c: local.sum(),
+            c_row: problem.value_width,
+            rows: problem.depth,
+            columns: problem.value_width,
+            depth: piece.keys,
+            accumulate: true,
+            a_band: Band::ALL,
+            c_band: Band::ALL,
+        };
+        problem.ops.product_fetching(product, &ahead);
+        let from = problem.layout.denominator();
+        problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
+        local.set_content();
+    }
+
+    /// Sums up the keys `from..to` for a bidirectional mask: content, and all values as the far sum.
+    pub fn bidirectional_keys(&self, from: usize, to: usize, local: &mut Summary<'_, T>, buffers: &mut Buffers<'_, T>) {
+        let problem = self.problem;
+        local.clear();
+        let mut key = from;
+        while key < to {
+            let keys = (to - key).min(buffers.sizes.chunk);
+            let piece =
+                Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
+            buffers.load_window(problem, &self.unit, &piece, None);
+            if problem.content {
+                let mut shift = local.view().shift();
+                if problem.exponential {
+                    shift = self.unit.highest(problem, key, key + keys, shift);
+                    local.raise(problem, shift);
+                }
+                buffers.load_keys(problem, &self.unit, &piece, shift);
+                self.absorb(&piece, local, buffers);
+            }
+            if problem.radius.is_some() {
+                problem.ops.add_column_sums(buffers.v, problem.value_width, keys, local.far());
+                *local.count() += buffers.present[..keys].iter().copied().sum();
+            }
+            key += keys;
+        }
+    }
+
+    /// Sums `v⁺` over the keys `from..to`, clamped to the sequence, into a far sum.
+    fn sum_values(&self, from: isize, to: isize, far: &mut [T], count: &mut T, buffers: &mut Buffers<'_, T>) {
+        let (mut key, to) = (self.unit.clamp(from), self.unit.clamp(to));
+        while key < to {
+            let keys = (to - key).min(buffers.sizes.chunk);
+            let piece =
+                Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
+            buffers.load_window(self.problem, &self.unit, &piece, None);
+            self.problem.ops.add_column_sums(buffers.v, self.problem.value_width, keys, far);
+            *count += buffers.present[..keys].iter().copied().sum();
+            key += keys;
+        }
+    }
+
+    /// Writes the rows `from..to` under a bidirectional mask, from the summary of all keys and the far sums of each key
+    /// segment before (`prefix`) and after (`suffix`) it.
+    pub fn bidirectional_rows(
+        &self,
+        (from, to): (usize, usize),
+        total: SummaryRef<'_, T>,
+        far: &FarSums<'_, T>,
+        visitor: &mut dyn Visitor<T>,
+        buffers: &mut Buffers<'_, T>,
+        checkpoints: &mut [T],
+    ) {
+        let problem = self.problem;
+        let width = problem.value_width;
+        let entry = width + padded::<T>(1);
+        let chunk = buffers.sizes.chunk;
+        let Some(radius) = problem.radius else {
+            let mut row = from;
+            while row < to {
+                let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
+                let scene = Scene { start: total, start_decay: T::ONE, local: None, far: (&[], T::ZERO), after: None };
+                visitor.attend(self, &piece, &scene, buffers);
+                row += piece.rows;
+            }
+            return;
+        };
+        let stands = |row: usize| row as isize + problem.offset;
+        let reach = radius as isize;
+        // Far sums before the first row and after each chunk.
+        let (before, rest) = checkpoints.split_at_mut(entry);
+        before.fill(T::ZERO);
+        let chunks = (to - from).div_ceil(chunk);
+        let after = &mut rest[..chunks * entry];
+        after.fill(T::ZERO);
+        if radius > 0 {
+            let start = stands(from) - reach;
+            let (sums, count) = before.split_at_mut(width);
+            let boundary = far.prefix(self.unit.clamp(start), sums, &mut count[0]);
+            self.sum_values(boundary as isize, start, sums, &mut count[0], buffers);
+            let end = stands(to) + reach;
+            let (sums, count) = after[(chunks - 1) * entry..].split_at_mut(width);
+            let boundary = far.suffix(self.unit.clamp(end), sums, &mut count[0]);
+            self.sum_values(end, boundary as isize, sums, &mut count[0], buffers);
+            for index in (0..chunks - 1).rev() {
+                let first = from + (index + 1) * chunk;
+                let next = (first + chunk).min(to);
+                let (this, later) = after[index * entry..].split_at_mut(entry);
+                this.copy_from_slice(&later[..entry]);
+                let (sums, count) = this.split_at_mut(width);
+                self.sum_values(stands(first) + reach, stands(next) + reach, sums, &mut count[0], buffers);
+            }
+        } else {
+            // R = 0 has one weight for all keys.
+            before[..width].copy_from_slice(total.far());
+            before[width] = total.count();
+        }
+        let mut row = from;
+        for index in 0..chunks {
+            let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
+            let (sums, count) = before.split_at_mut(width);
+            let later = &after[index * entry..][..entry];
+            let scene = Scene {
+                start: total,
+                start_decay: T::ONE,
+                local: None,
+                far: (sums, count[0]),
+                after: (radius > 0).then_some((&later[..width], later[width])),
+            };
+            visitor.attend(self, &piece, &scene, buffers);
+            if radius > 0 {
+                let run = piece.entering(problem, &self.unit, buffers.v);
+                problem.ops.add_running(sums, run, &mut [], 0);
+                count[0] += buffers.present[..piece.rows].iter().copied().sum();
+            }
+            row += piece.rows;
+        }
+    }
+}
