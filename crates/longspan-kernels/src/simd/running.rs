@@ -139,8 +139,8 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
         let keys = tokens.keys.data.as_ptr().add(column);
         let mut most = part::<V, N>(before, tops.len(), 0, column);
         let mut least = most;
-        for n in 0..N {
-            least[n] = get::<V, WHOLE>(keys.add(n * V::LANES), left).max(least[n]);
+        for (n, least) in least.iter_mut().enumerate() {
+            *least = get::<V, WHOLE>(keys.add(n * V::LANES), left).max(*least);
         }
         for token in 0..tokens.count {
             let key = keys.add(token * tokens.keys.stride);
@@ -236,17 +236,17 @@ unsafe fn factor_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
         let denominators = denominators.as_mut_ptr().add(column);
         for token in 0..tokens.count {
             let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
-            for n in 0..N {
+            for (n, &most) in most.iter().enumerate() {
                 let at = token * width + n * V::LANES;
-                let weight = exp_nonpositive(key(token, n).sub(most[n]));
+                let weight = exp_nonpositive(key(token, n).sub(most));
                 weight.store(denominators.add(at));
                 if let Some(numerators) = numerators {
                     get::<V, WHOLE>(row.add(n * V::LANES), left).mul(weight).store(numerators.add(at));
                 }
             }
         }
-        for n in 0..N {
-            *widest = widest.max(most[n].sub(least[n]).largest());
+        for (most, least) in most.into_iter().zip(least) {
+            *widest = widest.max(most.sub(least).largest());
         }
     }
 }

@@ -199,10 +199,9 @@ fn rows<'a, T: Real>(
         return &[];
     }
     let (low, high) = present(window, from, count);
-    if whole && low == 0 && high == count {
-        if let Some(rows) = source.rows_in_place(line, from, count, width) {
-            return rows;
-        }
+    let all = whole && low == 0 && high == count;
+    if let Some(rows) = all.then(|| source.rows_in_place(line, from, count, width)).flatten() {
+        return rows;
     }
     to[..low * width].fill(T::ZERO);
     to[high * width..SPAN * width].fill(T::ZERO);
