@@ -216,6 +216,66 @@ fn threads_do_not_matter() {
     over(&drawn(40, 30), threads::threads_do_not_matter::<f64>);
 }
 
+/// Sequences of several tiles of AFT-full and blocks of AFT-simple, with few heads, whose channels are then dealt to threads.
+fn long_cases() -> Vec<(Subject, Case)> {
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 580, keys: 580, head_dim: 35, value_dim: 35 };
+    let ignored = (0..dims.keys).map(|key| (200..210).contains(&key) || key % 97 == 3).collect();
+    let wider = Dims { keys: 700, ..dims };
+    let cases = [
+        Case { seed: 5, ..Case::new(dims, true) },
+        Case { seed: 6, ..Case::new(dims, false) },
+        Case { seed: 7, keys: KeyMask::Padding(ignored), ..Case::new(dims, true) },
+        Case { seed: 8, offset: 120, ..Case::new(wider, true) },
+        Case { seed: 9, offset: -30, ..Case::new(dims, true) },
+    ];
+    let variants = [
+        Variant::Simple,
+        Variant::Full { length: 720, rank: None },
+        Variant::Full { length: 710, rank: Some(5) },
+        Variant::Local { window: 300, length: Some(720) },
+        Variant::Conv { taps: 33, normalized: false },
+    ];
+    let all = variants.into_iter().flat_map(|variant| cases.iter().map(move |case| (variant, case.clone())));
+    all.map(|(variant, case)| (subject(Aft::new(variant)), case)).collect()
+}
+
+#[test]
+fn long_sequences_are_the_definition() {
+    over(&long_cases(), accuracy::forward::<f32>);
+    over(&long_cases(), accuracy::gradient_in_singles);
+}
+
+/// Biases and the keys of the heads in the middle range too far for one tile: these heads cut theirs, and others take the same biases whole.
+#[test]
+fn heads_may_cut_their_tiles_apart() {
+    let dims = Dims { batch: 1, heads: 4, kv_heads: 4, queries: 330, keys: 330, head_dim: 6, value_dim: 6 };
+    for rank in [None, Some(3)] {
+        let subject = subject(Aft::new(Variant::Full { length: 330, rank }));
+        for causal in [true, false] {
+            let case = Case { seed: 21, ..Case::new(dims, causal) };
+            let mut inputs = execute::random(&subject, &case);
+            for (n, k) in inputs.k.iter_mut().enumerate() {
+                let (head, key) = (n / (dims.keys * dims.head_dim), n / dims.head_dim % dims.keys);
+                let level = if (1..3).contains(&head) && (64..140).contains(&key) { -40.0 } else { 0.0 };
+                *k = f64::from((*k + level) as f32);
+            }
+            for w in inputs.parameters.iter_mut().flatten() {
+                *w = f64::from((8.0 * *w) as f32);
+            }
+            for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_singles_of] {
+                if let Err(failure) = check(&subject, &case, &inputs) {
+                    panic!("causal {causal}: {failure}\n    {}", subject.label);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_matter_to_long_sequences() {
+    over(&long_cases(), threads::threads_do_not_matter::<f32>);
+}
+
 /// Keys far beyond what a float can hold the exponential of, by the level of each token.
 fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), longspan_testing::Failure>) {
     let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 150, keys: 150, head_dim: 5, value_dim: 5 };
