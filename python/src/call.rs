@@ -489,7 +489,7 @@ impl Mechanism {
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
     /// of the final state where it was used.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
-                        initial_state=None, d_final_state=None, token_major=[false, false, false]))]
+                        initial_state=None, d_final_state=None, *, token_major))]
     #[allow(clippy::too_many_arguments)]
     fn backward<'py>(
         &self,

@@ -50,15 +50,9 @@ def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) 
 
 
 def _lies_token_major(tensor: Tensor) -> bool:
-    """Whether heads lie closer together than tokens. A gradient lies as its tensor does: autograd copies one that does
-    not."""
+    """Whether heads lie closer together than tokens."""
     _, heads, tokens, _ = tensor.shape
     return heads > 1 and tokens > 1 and tensor.stride(1) < tensor.stride(2)
-
-
-def _empty_gradient(like: Tensor) -> Tensor:
-    batch, heads, tokens, width = like.shape
-    return _token_major(like, batch, heads, tokens, width) if _lies_token_major(like) else like.new_empty(like.shape)
 
 
 def _dtype_of_denominators(q: Tensor) -> torch.dtype:
@@ -111,19 +105,22 @@ def _backward(
     offset: int,
     initial_state: State | None = None,
     d_final_state: State | None = None,
+    as_the_tensors: bool = True,
 ) -> tuple[list[Tensor], State | None]:
+    """Gradients, laid out as their tensors, because autograd copies those that are not; or all with tokens before heads,
+    for a compiler, which wants to know beforehand."""
+    token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
     ).backward(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state,
-        (_lies_token_major(q), _lies_token_major(k), _lies_token_major(v)),
+        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
     )  # fmt: skip
     gradients = []
-    for like, gradient in zip((q, k, v), (dq, dk, dv)):
+    for like, gradient, transposed in zip((q, k, v), (dq, dk, dv), token_major):
         if gradient.size == 0:
-            gradients.append(_empty_gradient(like))
+            gradients.append(_token_major(like, *like.shape) if transposed else like.new_empty(like.shape))
         else:
             gradients.append(as_tensor(gradient))
     for like, gradient in zip(parameters, d_parameters):
@@ -195,7 +192,7 @@ def attention_backward(
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
     return _backward(
         d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
-        mechanism, options, operation, is_causal, offset,
+        mechanism, options, operation, is_causal, offset, as_the_tensors=False,
     )[0]  # fmt: skip
 
 
@@ -203,7 +200,7 @@ def attention_backward(
 def _gradient_shapes(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    gradients = [_empty_gradient(tensor) for tensor in (q, k, v)]
+    gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 

@@ -319,6 +319,37 @@ fn positions_may_be_given() {
 }
 
 #[test]
+fn tokens_may_step_at_given_positions() {
+    let device = Device::flex();
+    let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
+    for options in [r#"{"axes": 2}"#, r#"{"axes": 2, "normalizer": "unrotated", "rotary": true}"#] {
+        let options: FourierOptions = serde_json::from_str(options).unwrap();
+        let module = options.init(heads, &device).unwrap();
+        let tensor = |heads| Tensor::<4>::random([2, heads, 7, DIM], Distribution::Normal(0.0, 1.0), &device);
+        let [q, k, v] = [tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)];
+        let places = || Tensor::<3>::random([2, 7, 2], Distribution::Normal(0.0, 3.0), &device);
+        let places = [places(), places()];
+        let mask = AttentionMask::causal();
+        let whole = module.forward_at(q.clone(), k.clone(), v.clone(), places.clone(), &mask).unwrap();
+        let mut state = backend::AttentionState::default();
+        for t in 0..7 {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, t, 1));
+            let place = places.clone().map(|x| x.narrow(1, t, 1));
+            let out = module.step_at(q, k, v, place, &mut state).unwrap();
+            let apart = (out - whole.clone().narrow(2, t, 1)).abs().max().into_scalar::<f32>();
+            assert!(apart < 1e-5, "{options:?}, token {t}: {apart}");
+        }
+        let error = module.step_at(q.clone(), k.clone(), v.clone(), places.clone(), &mut state).unwrap_err().to_string();
+        assert!(error.contains("1 query"), "{error}");
+        let watched = [q, k, v].map(|x| x.narrow(2, 0, 1).autodiff());
+        let [q, k, v] = watched;
+        let place = places.map(|x| x.narrow(1, 0, 1).autodiff());
+        let error = module.step_at(q, k, v, place, &mut state).unwrap_err().to_string();
+        assert!(error.contains("forward_at"), "{error}");
+    }
+}
+
+#[test]
 fn given_positions_that_count_are_counted_ones() {
     let device = Device::flex();
     let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };

@@ -193,6 +193,17 @@ fn is_flex(x: &Tensor<4>) -> bool {
     matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
+/// Whether tokens such as this query can step in the kernels.
+pub(crate) fn steps_in_kernels(q: &Tensor<4>) -> bool {
+    #[cfg(feature = "flex")]
+    return is_flex(q) && !q.device().is_autodiff();
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = q;
+        false
+    }
+}
+
 /// Takes one token into `state` and gives its output: the row that [`attend`] gives under a causal mask.
 ///
 /// # Shapes
@@ -216,7 +227,7 @@ pub(crate) fn step(
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
     #[cfg(feature = "flex")]
-    if is_flex(&q) && !q.device().is_autodiff() && !layer.keeps_past() {
+    if steps_in_kernels(&q) && !layer.keeps_past() {
         return step_kernel(layer, q, k, v, state);
     }
     let mut inner = match state.inner.take() {
