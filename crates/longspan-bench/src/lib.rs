@@ -25,7 +25,7 @@ pub mod registry;
 pub mod report;
 pub mod statistics;
 pub mod sweep;
-mod timing;
+pub mod timing;
 mod workload;
 
 pub use error::Error;

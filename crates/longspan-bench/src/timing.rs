@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 /// Seconds of one run.
-pub(crate) fn seconds(body: impl FnOnce()) -> f64 {
+pub fn seconds(body: impl FnOnce()) -> f64 {
     let start = Instant::now();
     body();
     start.elapsed().as_secs_f64()
@@ -11,7 +11,7 @@ pub(crate) fn seconds(body: impl FnOnce()) -> f64 {
 
 /// Seconds that this thread was at work during one run, whatever else the machine did meanwhile; where the system does
 /// not say, the same as [`seconds`].
-pub(crate) fn processor_seconds(body: impl FnOnce()) -> f64 {
+pub fn processor_seconds(body: impl FnOnce()) -> f64 {
     #[cfg(unix)]
     {
         let now = || {

@@ -1,6 +1,7 @@
 //! Kernelized attention, forward and backward apart, against its wall, by turns in one process.
 //!
-//! `cargo bench -p longspan-kernels --bench kernelized -- [--quick] [--least] [--threads N] [--length L] [NAME]`. The wall of a call is
+//! `cargo bench -p longspan-kernels --bench kernelized -- [--quick] [--processor] [--threads N] [--length L] [NAME]`; with
+//! `--processor` the least processor time of one thread, which a machine with other work can tell too. The wall of a call is
 //! the least products that the chunked algorithm needs, at the rate of the machine's own 64 × 64 × 64 products that stream
 //! through memory, plus a copy of what it reads and writes. Feature maps, divisions and normalisers are not counted.
 //!
@@ -9,9 +10,8 @@
 //! gradients (`dv`), and what they give to queries, keys (`d` each) and values (`dv`): `C/2·(3·d + 2·dv)`; with `R` table rows
 //! twice more `R·(d + dv)` for the near band and its gradients.
 
-use std::time::Instant;
-
 use longspan_bench::machine::Limits;
+use longspan_bench::timing::{processor_seconds, seconds};
 use longspan_kernels::kernelized::{KernelizedAttention, Score};
 use longspan_kernels::{
     Algorithm, Call, Cotangent, Dims, Fourier, Gradients, Mask, Mechanism, Output, Scratch, Shaw, View, ViewMut,
@@ -64,7 +64,7 @@ impl Subject {
     }
 
     /// Runs forward, and then backward too.
-    fn run(&mut self) {
+    fn run(&mut self, clock: fn(&mut dyn FnMut()) -> f64) {
         let shape = self.dims.q();
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let call = Call {
@@ -81,9 +81,12 @@ impl Subject {
             denominators: Some(&mut self.denominators),
             final_state: None,
         };
-        let start = Instant::now();
-        self.attention.forward(&call, output, &mut self.scratch).expect("the benchmark's call makes sense");
-        self.times[0].push(start.elapsed().as_secs_f64());
+        let mut output = Some(output);
+        let time = clock(&mut || {
+            let Some(output) = output.take() else { return };
+            self.attention.forward(&call, output, &mut self.scratch).expect("the benchmark's call makes sense");
+        });
+        self.times[0].push(time);
         let cotangent = Cotangent {
             out: View::contiguous(&self.out, shape),
             denominators: &self.denominators,
@@ -99,11 +102,13 @@ impl Subject {
             parameters: &mut d_parameters,
             initial_state: None,
         };
-        let start = Instant::now();
-        self.attention
-            .backward(&call, &cotangent, gradients, &mut self.scratch)
-            .expect("the benchmark's call makes sense");
-        self.times[1].push(start.elapsed().as_secs_f64());
+        let mut gradients = Some(gradients);
+        let time = clock(&mut || {
+            let Some(gradients) = gradients.take() else { return };
+            let done = self.attention.backward(&call, &cotangent, gradients, &mut self.scratch);
+            done.expect("the benchmark's call makes sense");
+        });
+        self.times[1].push(time);
     }
 
     /// Seconds of the products and of the copy, forward and backward.
@@ -128,7 +133,7 @@ impl Subject {
     }
 }
 
-/// The median, or the least: what a machine with other work can tell.
+/// The median, or the least.
 fn typical(times: &[f64], least: bool) -> f64 {
     let mut times = times.to_vec();
     times.sort_by(f64::total_cmp);
@@ -142,7 +147,8 @@ fn main() {
         place.map_or(default, |n| arguments.get(n + 1).and_then(|x| x.parse().ok()).expect("a number after the option"))
     };
     let (threads, length) = (option("--threads", 2), option("--length", 4096));
-    let least = arguments.iter().any(|a| a == "--least");
+    let processor = arguments.iter().any(|a| a == "--processor");
+    let threads = if processor { 1 } else { threads };
     let quick = arguments.iter().any(|a| a == "--quick");
     let wanted = arguments.iter().find(|a| !a.starts_with("--") && a.parse::<usize>().is_err());
     let mut subjects = Vec::new();
@@ -158,12 +164,14 @@ fn main() {
             }
         }
     }
+    let clock: fn(&mut dyn FnMut()) -> f64 =
+        if processor { |body| processor_seconds(body) } else { |body| seconds(body) };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool of threads");
     pool.install(|| {
         let mut limits = Limits::new(4 * 4 * HEADS * length * HEAD_DIM);
         for round in 0..if quick { 11 } else { 41 } {
             for subject in &mut subjects {
-                subject.run();
+                subject.run(clock);
                 if round == 0 {
                     subject.times = Default::default();
                 }
@@ -173,7 +181,7 @@ fn main() {
         let rates = limits.rates().expect("measured above");
         println!(
             "B=1, H={HEADS}, L={length}, d={HEAD_DIM}, f32, {threads} threads, {}; copy {:.1} GB/s, 64³ products {:.0} GFLOP/s",
-            if least { "least" } else { "medians" },
+            if processor { "least processor time" } else { "medians" },
             rates.copy / 1e9,
             rates.tiles / 1e9
         );
@@ -185,7 +193,7 @@ fn main() {
             let walls = subject.walls(rates.copy, rates.tiles);
             print!("{:<20}", subject.name);
             for (times, [products, copy]) in subject.times.iter().zip(walls) {
-                let time = typical(times, least);
+                let time = typical(times, processor);
                 let rate = products * rates.tiles / time / 1e9;
                 print!(" {:>11.2} {:>7.2} {:>9.0}", time * 1e3, time / (products + copy), rate);
             }
