@@ -615,6 +615,7 @@ pub(super) fn unit_lines<'l, T: Real>(problem: &Problem<'_, T>, lines: &'l mut [
 ///
 /// # Safety
 /// While they live no other slices of that key's may exist, in this thread or another.
+#[allow(clippy::mut_from_ref)]
 pub(super) unsafe fn places<'s, T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
