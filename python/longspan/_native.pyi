@@ -66,7 +66,8 @@ class Mechanism:
         d_out: NDArray[Any],
         initial_state: State | None = None,
         d_final_state: State | None = None,
-        token_major: bool = False,
+        *,
+        token_major: Sequence[bool],
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[NDArray[Any]], State | None]: ...
     def step(
         self,

@@ -227,13 +227,14 @@ def fourier_attention(
 
 
 def fourier_attention_step(
-    q, k, v, a, b=None, c=None, beta=None, state=None, *, normalizer="one_plus", wave="each", feature_map="elu+1",
-    maps=None, decay=None,
+    q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
+    wave="each", feature_map="elu+1", maps=None, decay=None,
 ):  # fmt: skip
-    """One token of `fourier_attention` with ``is_causal=True`` and counted positions; the state counts."""
+    """One token of `fourier_attention` with ``is_causal=True``, at the positions ``q_positions`` and ``k_positions``,
+    ``[B, 1, n]``, or counted; then the state counts."""
     operation = "fourier_attention_step"
     options, parameters = _options.fourier(
-        operation, k, a, b, c, beta, None, None, normalizer, wave, feature_map, decay, "auto"
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto"
     )  # fmt: skip
     parameters += _options.maps(operation, feature_map, maps)
     return _step(operation, "fourier", options, q, k, v, parameters, state)

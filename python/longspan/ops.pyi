@@ -206,6 +206,8 @@ def fourier_attention_step(
     beta: _Array | None = None,
     state: _State | None = None,
     *,
+    q_positions: _Array | None = None,
+    k_positions: _Array | None = None,
     normalizer: str = "one_plus",
     wave: str = "each",
     feature_map: str = "elu+1",

@@ -347,7 +347,7 @@ impl Mechanism {
         inputs: &Inputs<'py>,
         cotangent: [&Tensor<'py>; 3],
         states: [Option<&State>; 2],
-        token_major: bool,
+        token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
         let dims = inputs.dims;
         let initial_state = self.states_like::<T>("initial_state", states[0])?;
@@ -358,9 +358,9 @@ impl Mechanism {
         let [batch, kv_heads, keys, _] = dims.k();
         let key_dim = self.key_dim(&dims, T::PRECISION);
         let dtype = inputs.q.dtype();
-        let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major)?;
-        let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major)?;
-        let mut dv = FreshTensor::new(py, dims.v(), dtype, token_major)?;
+        let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major[0])?;
+        let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major[1])?;
+        let mut dv = FreshTensor::new(py, dims.v(), dtype, token_major[2])?;
         let shapes = inputs.parameters.iter().map(Tensor::shape);
         let mut d_parameters = shapes.map(|shape| Fresh::new(py, shape, dtype)).collect::<PyResult<Vec<_>>>()?;
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Fresh::numbers_mut).collect();
@@ -489,7 +489,7 @@ impl Mechanism {
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
     /// of the final state where it was used.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
-                        initial_state=None, d_final_state=None, token_major=false))]
+                        initial_state=None, d_final_state=None, *, token_major))]
     #[allow(clippy::too_many_arguments)]
     fn backward<'py>(
         &self,
@@ -507,7 +507,7 @@ impl Mechanism {
         d_out: &Bound<'py, PyAny>,
         initial_state: Option<PyRef<'py, State>>,
         d_final_state: Option<PyRef<'py, State>>,
-        token_major: bool,
+        token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
         let operation = &*self.operation;

@@ -131,6 +131,22 @@ def test_aft_conv_over_an_image():
             close(got, definition.aft(q, k[..., :1], v, biases, key_padding_mask=mask))
 
 
+def test_fourier_steps_at_given_positions():
+    q, k, v = inputs(queries=9, keys=9, kv_heads=4)
+    width = q.shape[3]
+    places = np.random.default_rng(2).normal(size=(2, 2, 9, 2))
+    a, b = draw(4, width, 2), draw(4, width)
+    at = {"q_positions": places[0], "k_positions": places[1]}
+    whole = ops.fourier_attention(q, k, v, a, b, is_causal=True, **at)
+    state = None
+    for t in range(9):
+        here = {name: x[:, t : t + 1] for name, x in at.items()}
+        out, state = ops.fourier_attention_step(*(x[:, :, t] for x in (q, k, v)), a, b, state=state, **here)
+        close(out, whole[:, :, t])
+    with pytest.raises(ValueError, match="k_positions"):
+        ops.fourier_attention_step(*(x[:, :, 0] for x in (q, k, v)), a, b, q_positions=places[0][:, :1])
+
+
 STREAMS = {
     "fourier": (
         lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 4, 1), draw(4, 4), is_causal=True, **o),

@@ -154,6 +154,21 @@ def test_in_torchs_decoder():
     torch.testing.assert_close(decoder(tgt, other, tgt_mask=causal, memory_key_padding_mask=mask), out)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_decoder_token_by_token(batch_first):
+    layer = TransformerDecoderLayer(12, 3, 16, batch_first=batch_first, attention="shaw", radius=2).eval()
+    tgt, memory = torch.randn(2, 5, 12), torch.randn(2, 8, 12)
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, 3:] = True
+    swap = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
+    with torch.no_grad():
+        whole = swap(layer(swap(tgt), swap(memory), tgt_is_causal=True, memory_key_padding_mask=mask))
+    state = None
+    for t in range(5):
+        out, state = layer.step(tgt[:, t], swap(memory), state, memory_key_padding_mask=mask)
+        torch.testing.assert_close(out, whole[:, t])
+
+
 def test_a_model_learns_and_streams():
     """The README's example in small: a masked model with Shaw positions learns to repeat what stood four tokens ago."""
     torch.manual_seed(1)

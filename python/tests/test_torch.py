@@ -260,6 +260,19 @@ def test_no_copy_in_either_direction():
     assert out.is_contiguous()
 
 
+def test_gradients_lie_as_their_tensors():
+    # Autograd would copy others into that layout.
+    tensors = inputs(queries=9, keys=9, dtype=torch.float32)
+    for transposed in range(8):
+        leaves = [
+            t.transpose(1, 2).contiguous().transpose(1, 2) if transposed >> n & 1 else t for n, t in enumerate(tensors)
+        ]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = ops.kernelized_attention(*leaves)
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert [g.stride() for g in gradients] == [leaf.stride() for leaf in leaves]
+
+
 def test_states():
     q, k, v = inputs()
     expected, end = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)

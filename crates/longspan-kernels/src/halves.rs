@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    fn there_and_back<H: Half + PartialEq + std::fmt::Debug>(of: fn(u16) -> H) {
+    fn there_and_back<H: Half + PartialOrd + std::fmt::Debug>(of: fn(u16) -> H) {
         // All 65,536 numbers, as tokens before heads and with a gap behind every row.
         let shape = [4, 8, 128, 16];
         let strides = [128 * 8 * 17, 17, 8 * 17];
@@ -158,7 +158,8 @@ mod tests {
         let mut same = 0;
         for (a, b) in halves.iter().zip(&back) {
             // NaN is the only number that differs from itself.
-            assert!(a == b || (a != a && b != b), "{a:?} came back as {b:?}");
+            let nan = |x: &H| x.partial_cmp(x).is_none();
+            assert!(a == b || (nan(a) && nan(b)), "{a:?} came back as {b:?}");
             same += usize::from(a == b);
         }
         assert!(same > 60_000);

@@ -1,6 +1,9 @@
 //! Sizes of a call and strided views of its tensors: the only code that turns `(batch, head, token)` into an offset.
 
+use std::ops::Range;
+
 use crate::error::{Error, expect};
+use crate::simd::block::Ahead;
 
 /// The sizes of one attention call.
 ///
@@ -257,6 +260,12 @@ unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
 
 impl<T> SharedRows<'_, T> {
+    /// `count` rows from a token on that are written soon.
+    pub fn ahead(&self, batch: usize, head: usize, token: usize, count: usize, width: usize) -> Ahead<T> {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
+        Ahead::to_write(self.data.wrapping_add(start), self.strides[2], count, width)
+    }
+
     /// `width` numbers of one row.
     ///
     /// # Safety
@@ -267,5 +276,58 @@ impl<T> SharedRows<'_, T> {
         assert!(start + width <= self.len, "a row outside a checked view");
         // SAFETY: the bounds are checked above, the exclusiveness is the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), width) }
+    }
+
+    /// The columns `columns` of `rows` rows from `token` on.
+    ///
+    /// # Safety
+    /// While the returned columns live nobody else may have a number of them, in this thread or another.
+    pub unsafe fn columns(
+        &self,
+        [batch, head, token]: [usize; 3],
+        rows: usize,
+        columns: Range<usize>,
+    ) -> Columns<'_, T> {
+        let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2] + columns.start;
+        let end = start + rows.saturating_sub(1) * self.strides[2] + columns.len();
+        assert!(columns.start <= columns.end && (rows == 0 || end <= self.len), "columns outside a checked view");
+        // SAFETY: the bounds are checked above, for no rows too.
+        let data = unsafe { self.data.add(start.min(self.len)) };
+        Columns { data, rows, width: columns.len(), stride: self.strides[2], lifetime: std::marker::PhantomData }
+    }
+}
+
+/// Some columns of rows one after the other that nobody else has.
+pub(crate) struct Columns<'a, T> {
+    data: *mut T,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    lifetime: std::marker::PhantomData<&'a mut [T]>,
+}
+
+impl<T> Columns<'_, T> {
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The numbers of one row.
+    pub fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows, "a row beyond the last");
+        // SAFETY: whoever made these columns promised that the row is there and nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride), self.width) }
+    }
+
+    /// A place in a row; it may be written as long as these columns live.
+    ///
+    /// # Safety
+    /// There is such a row, and such a column of it.
+    pub unsafe fn at(&self, row: usize, column: usize) -> *mut T {
+        // SAFETY: the caller's promise.
+        unsafe { self.data.add(row * self.stride + column) }
     }
 }

@@ -49,6 +49,12 @@ def _token_major(like: Tensor, batch: int, heads: int, tokens: int, width: int) 
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
+def _lies_token_major(tensor: Tensor) -> bool:
+    """Whether heads lie closer together than tokens."""
+    _, heads, tokens, _ = tensor.shape
+    return heads > 1 and tokens > 1 and tensor.stride(1) < tensor.stride(2)
+
+
 def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
@@ -99,19 +105,22 @@ def _backward(
     offset: int,
     initial_state: State | None = None,
     d_final_state: State | None = None,
+    as_the_tensors: bool = True,
 ) -> tuple[list[Tensor], State | None]:
+    """Gradients, laid out as their tensors, because autograd copies those that are not; or all with tokens before heads,
+    for a compiler, which wants to know beforehand."""
+    token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
     ).backward(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, True,
+        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
     )  # fmt: skip
     gradients = []
-    for like, gradient in zip((q, k, v), (dq, dk, dv)):
-        batch, heads, tokens, width = like.shape
+    for like, gradient, transposed in zip((q, k, v), (dq, dk, dv), token_major):
         if gradient.size == 0:
-            gradients.append(_token_major(like, batch, heads, tokens, width))
+            gradients.append(_token_major(like, *like.shape) if transposed else like.new_empty(like.shape))
         else:
             gradients.append(as_tensor(gradient))
     for like, gradient in zip(parameters, d_parameters):
@@ -183,7 +192,7 @@ def attention_backward(
     packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
     return _backward(
         d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
-        mechanism, options, operation, is_causal, offset,
+        mechanism, options, operation, is_causal, offset, as_the_tensors=False,
     )[0]  # fmt: skip
 
 

@@ -171,3 +171,30 @@ class TransformerDecoderLayer(_Layer):
 
         x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
         return self._residual(x, 3, self._feed_forward)
+
+    @torch.no_grad()
+    def step(
+        self,
+        token: Tensor,
+        memory: Tensor,
+        state: State | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """One token, ``[batch, d_model]``, of the layer under ``tgt_is_causal=True``, with all of ``memory`` as in
+        `forward`; in evaluation mode. What came before costs nothing, the memory is read anew for each token."""
+        kept: list[State] = []
+
+        def attend(x: Tensor) -> Tensor:
+            out, new = self.self_attn.step(x, state)
+            kept.append(new)
+            return out
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            axis = 1 if self.multihead_attn.batch_first else 0
+            out: Tensor = self.multihead_attn(
+                x.unsqueeze(axis), memory, memory, key_padding_mask=memory_key_padding_mask
+            )[0]  # fmt: skip
+            return out.squeeze(axis)
+
+        x = self._residual(self._residual(token, 1, attend), 2, attend_to_memory)
+        return self._residual(x, 3, self._feed_forward), kept[0]

@@ -9,8 +9,8 @@ use super::forward::{chunks, groups, key_edges, strip_len, work_len};
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
-use super::tiles::{self, Parts, SIDE, Strip};
-use super::walk::{Edges, Items, by_mean, clear, edges, join_all, run, walk};
+use super::tiles::{self, Parts, SIDE, SPAN, Strip};
+use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
@@ -243,10 +243,8 @@ fn block<'a, T: Real>(
             problem.ops.join(sum, last, T::ZERO);
         }
         // SAFETY: every head of every sequence has one task.
-        let Some((head, numerator, denominator)) = (unsafe { links.far_gradient(problem, sequence.batch, own_head) })
-        else {
-            return;
-        };
+        let far = unsafe { links.far_gradient(problem, sequence.batch, own_head, 0..dims.head_dim) };
+        let Some((head, numerator, denominator)) = far else { return };
         far_item(&head, problem.width, item);
         let (d_key, d_value) = work[..2 * problem.width].split_at_mut(problem.width);
         problem.ops.key_gradient(sum, item, d_key, d_value);
@@ -304,14 +302,12 @@ fn block<'a, T: Real>(
             };
             let window = &keys_by_key.windows[index];
             if let Some(strip) = strip.as_deref_mut() {
-                let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], spare: &mut [T]| {
+                let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]| {
                     let queries = from as usize..to as usize;
-                    problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare);
-                    problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, SIDE);
+                    problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare, SIDE);
+                    problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, row);
                 };
                 tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
-            } else if matches!(problem.bias, Bias::Zero) {
-                run(problem.ops, &items, window, chunk, edges, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
@@ -394,12 +390,6 @@ fn query_side<'a, T: Real>(
                 problem.ops.row_cotangent(row, output, dq, item);
                 item
             };
-            if matches!(problem.bias, Bias::Zero) {
-                run(problem.ops, &items, window, chunk, edges, work, |i, row| {
-                    visit(i, row);
-                });
-                continue;
-            }
             let Some(strip) = &mut strip else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
@@ -418,8 +408,8 @@ fn query_side<'a, T: Real>(
                 });
                 continue;
             };
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile);
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
+                problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
             if strip_of.replace(index) != Some(index) {
                 strip.forget();
@@ -442,13 +432,13 @@ fn query_side<'a, T: Real>(
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile, SPAN);
             };
             let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
                 if let Bias::LowRank(factors) = &problem.bias {
                     // Queries before the first key have no row, and see nothing.
                     let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
-                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * SIDE..]);
+                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * SPAN..]);
                     if queries.is_empty() {
                         return;
                     }
@@ -460,7 +450,7 @@ fn query_side<'a, T: Real>(
                     let count = (to - from) as usize;
                     let mut product = Product {
                         a: tile,
-                        a_row: SIDE,
+                        a_row: SPAN,
                         a_column: 1,
                         b: &factors.z[key..],
                         b_row: factors.row,
@@ -476,7 +466,7 @@ fn query_side<'a, T: Real>(
                     problem.ops.product(&mut product);
                     let mut product = Product {
                         a_row: 1,
-                        a_column: SIDE,
+                        a_column: SPAN,
                         b: &factors.u[query..],
                         c: &mut d_z[key..],
                         rows: count,
@@ -486,7 +476,7 @@ fn query_side<'a, T: Real>(
                     problem.ops.product(&mut product);
                     return;
                 }
-                for (i, tile) in queries.zip(tile.chunks_exact(SIDE)) {
+                for (i, tile) in queries.zip(tile.chunks_exact(SPAN)) {
                     let (near, behind) = window.near(i);
                     let (near, behind) = (near.max(from), behind.min(to));
                     if near >= behind {

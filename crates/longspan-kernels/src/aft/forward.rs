@@ -3,13 +3,12 @@
 use std::ops::Range;
 
 use super::keys::KeyItems;
-use super::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
+use super::problem::{Block, CHUNK, Chunks, Problem, Window};
 use super::tiles::{self, Parts, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::SharedRows;
-use crate::simd::log_sum::Tokens;
 
 /// Chunks of the queries of some sequences, once for each of so many heads.
 pub(super) fn chunks<T: Real>(problem: &Problem<'_, T>, sequences: Range<usize>, heads: usize) -> Chunks {
@@ -80,40 +79,15 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
         let edge = by_key.index(index, kv_head, chunk) * mean;
         let edges = (&before[edge..][..mean], &after[edge..][..mean]);
         let window = &by_query.windows[index];
-        let write = |i: usize, row: &[T]| {
-            // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
-            let to = unsafe { out.row(sequence.batch, head, sequence.query_start + i, dims.head_dim) };
-            to.copy_from_slice(&row[..dims.head_dim]);
-        };
         let visit = |i: usize, row: &[T]| {
             let q = if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] };
             // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
             let to = unsafe { out.row(sequence.batch, head, sequence.query_start + i, dims.head_dim) };
             problem.ops.gated_mean(row, q, to);
         };
-        let (from, to) = window.chunk(chunk);
-        let (start, end) = window.span(from, to);
-        // Without biases row `i` of a causal chunk is what was before and the keys from `start` to its own.
-        let aligned = end - start == (to - from) as isize;
-        let plain = if matches!(problem.bias, Bias::Zero) { items.tokens(start, (end - start) as usize) } else { None };
-        if let (Some(tokens), true, true) = (plain, problem.causal, aligned) {
-            let queries = problem.aft.gate.then(|| queries.skip(from));
-            problem.ops.scan_tokens(Tokens { queries, ..tokens }, edges.0, work);
-            for (i, row) in (from..to).zip(work.chunks_exact(problem.width)) {
-                write(i, row);
-            }
-        } else if let (Some(tokens), false) = (plain, problem.causal) {
-            let (own, row) = work[..2 * mean].split_at_mut(mean);
-            row.copy_from_slice(edges.0);
-            problem.ops.sum_tokens(tokens, own);
-            problem.ops.join(row, own, T::ZERO);
-            problem.ops.join(row, edges.1, T::ZERO);
-            for i in from..to {
-                visit(i, row);
-            }
-        } else if let Some(strip) = strip {
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], _: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile);
+        if let Some(strip) = strip {
+            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
+                problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
             tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
         } else {

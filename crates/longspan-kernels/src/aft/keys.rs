@@ -1,10 +1,13 @@
 //! The keys and values of one head as items of a walk.
 
+use std::ops::Range;
+
 use super::problem::Problem;
 use super::state::Head;
 use super::walk::{Factors, Items, clear, join_items};
 use crate::mask::Sequence;
 use crate::real::Real;
+use crate::scratch::padded;
 use crate::shape::Rows;
 use crate::simd::Ops;
 use crate::simd::log_sum::Tokens;
@@ -37,6 +40,20 @@ impl<'a, T: Real> KeyItems<'a, T> {
         }
     }
 
+    /// The same in some channels.
+    pub fn columns(self, columns: Range<usize>) -> Self {
+        let narrow = |rows: Rows<'a, T>| Rows { data: &rows.data[columns.start.min(rows.data.len())..], ..rows };
+        Self {
+            keys: narrow(self.keys),
+            values: narrow(self.values),
+            initial: self.initial.map(|head| head.columns(columns.clone())),
+            key_dim: columns.len(),
+            head_dim: columns.len(),
+            width: padded::<T>(columns.len()),
+            ..self
+        }
+    }
+
     /// Whether key `j` takes part in nothing.
     pub fn ignores(&self, key: isize) -> bool {
         key >= self.count as isize || self.ignored.is_some_and(|ignored| key >= 0 && ignored[key as usize])
@@ -44,7 +61,8 @@ impl<'a, T: Real> KeyItems<'a, T> {
 
     /// Some keys and values as they stand in the caller's tensors, if all are there and none is ignored.
     pub fn tokens(&self, from: isize, count: usize) -> Option<Tokens<'a, T>> {
-        let plain = from >= 0 && from as usize + count <= self.count && self.ignored.is_none();
+        let there = from >= 0 && from as usize + count <= self.count;
+        let plain = there && self.ignored.is_none_or(|all| !all[from as usize..][..count].contains(&true));
         plain.then(|| Tokens {
             keys: self.keys.skip(from as usize),
             key_dim: self.key_dim,
@@ -53,6 +71,14 @@ impl<'a, T: Real> KeyItems<'a, T> {
             count,
             head_dim: self.head_dim,
         })
+    }
+
+    /// The mean of `count` keys from `from` on, whose numerator may be 0.
+    pub fn sum_weights(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
+        match self.tokens(from, count) {
+            Some(tokens) => ops.sum_tokens(tokens, false, mean),
+            None => join_items(ops, self.load(from, count, block), mean),
+        }
     }
 
     /// Key `j` and its value, unless it is ignored.
@@ -103,7 +129,7 @@ impl<T: Real> Items<T> for KeyItems<'_, T> {
 
     fn sum(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
         match self.tokens(from, count) {
-            Some(tokens) => ops.sum_tokens(tokens, mean),
+            Some(tokens) => ops.sum_tokens(tokens, true, mean),
             None => join_items(ops, self.load(from, count, block), mean),
         }
     }

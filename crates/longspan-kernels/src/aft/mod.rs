@@ -19,6 +19,7 @@ mod kernel;
 mod keys;
 mod problem;
 mod reference;
+mod simple;
 mod state;
 mod state_gradient;
 mod step;
@@ -222,6 +223,7 @@ impl<T: Real> Mechanism<T> for Aft {
         }
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
+            None if matches!(self.variant, Variant::Simple) => simple::forward(&problem, out.shared(), scratch),
             None => forward::forward(&problem, out.shared(), scratch),
         }
         if let Some(state) = final_state {
@@ -264,6 +266,9 @@ impl<T: Real> Mechanism<T> for Aft {
         }
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, &links, parameters, scratch),
+            None if matches!(self.variant, Variant::Simple) => {
+                simple::backward(&problem, cotangent, &sink, &links, scratch);
+            }
             None => backward::backward(&problem, cotangent, &sink, &links, parameters, scratch),
         }
         Ok(())

@@ -331,7 +331,7 @@ impl<'a, T: Real> Problem<'a, T> {
         to[..count].copy_from_slice(&row[start..start + count]);
     }
 
-    /// The biases of `count` keys from `key` on for some queries, rows of [`CHUNK`].
+    /// The biases of `count` keys from `key` on for some queries, in rows of `row`.
     pub fn tile(
         &self,
         sequence: &Sequence<'_>,
@@ -339,9 +339,10 @@ impl<'a, T: Real> Problem<'a, T> {
         key: isize,
         count: usize,
         to: &mut [T],
+        row: usize,
     ) {
         let Bias::LowRank(factors) = &self.bias else {
-            for (query, to) in queries.zip(to.chunks_exact_mut(CHUNK)) {
+            for (query, to) in queries.zip(to.chunks_exact_mut(row)) {
                 self.biases_of(sequence, query, key, &mut to[..count]);
             }
             return;
@@ -349,7 +350,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let first = queries.start as isize + self.call.mask.offset + self.origin(sequence);
         // Rows before the first key see nothing.
         let skipped = (-first).clamp(0, queries.len() as isize) as usize;
-        let (unseen, to) = to.split_at_mut(skipped * CHUNK);
+        let (unseen, to) = to.split_at_mut(skipped * row);
         unseen.fill(T::ZERO);
         if skipped == queries.len() {
             return;
@@ -361,7 +362,7 @@ impl<'a, T: Real> Problem<'a, T> {
             b: &factors.turned[(key + self.origin(sequence)) as usize..],
             b_row: factors.across,
             c: to,
-            c_row: CHUNK,
+            c_row: row,
             rows: queries.len() - skipped,
             columns: count,
             depth: factors.rank,

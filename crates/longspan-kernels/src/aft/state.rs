@@ -1,5 +1,7 @@
 //! The state of an attention-free transformer: what each part of a [`State`] means here.
 
+use std::ops::Range;
+
 use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, check_options, reach, table_length};
 use super::state_gradient::far;
@@ -52,6 +54,16 @@ impl<'a, T: Real> Head<&'a [T]> {
         }
         let row = (self.marks[OLDEST].to_f64() as usize + rows - back) % rows;
         Some((&self.ring_keys[row * key_dim..][..key_dim], &self.ring_values[row * head_dim..][..head_dim]))
+    }
+
+    /// The same in some channels, of a state without a ring and with a key for each channel.
+    pub fn columns(self, columns: Range<usize>) -> Self {
+        Self {
+            numerator: &self.numerator[columns.clone()],
+            denominator: &self.denominator[columns.clone()],
+            exponent: &self.exponent[columns],
+            ..self
+        }
     }
 
     /// Into the rows of a mean.

@@ -7,6 +7,8 @@
 //! the exponent `x` of that mean it is one more item `(−x, 0, d num, −d den)` for those keys. The ring's gradients are those
 //! of the keys that stand in it. The initial state's mean is seen by every row, as a key with `v = 0` is.
 
+use std::ops::Range;
+
 use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, reach};
 use super::state::{Head, OLDEST, advance};
@@ -124,24 +126,28 @@ impl<'a, T: Real> Links<'a, T> {
         self.first.is_some()
     }
 
-    /// Where the gradients of numerator and denominator of one head of the initial state go.
+    /// Where the gradients of numerator and denominator of some channels of one head of the initial state go.
     ///
     /// # Safety
-    /// No two tasks may have the same head at one time.
+    /// No two tasks may have the same channels of a head at one time; with one key a head there is one denominator.
     #[allow(clippy::mut_from_ref, clippy::type_complexity)]
     pub unsafe fn far_gradient<'p>(
         &self,
         problem: &Problem<'p, T>,
         batch: usize,
         kv_head: usize,
+        channels: Range<usize>,
     ) -> Option<(Head<&'p [T]>, &mut [T], &mut [T])> {
         let (first, state) = (self.first.as_ref()?, problem.call.initial_state?);
         let parts = state.shape().parts;
         let start = (batch * self.kv_heads + kv_head) * state.shape().head_len();
-        // SAFETY: the parts of a head lie apart; the caller promises one task a head.
+        let of_keys = if parts[1] == parts[0] { channels.clone() } else { 0..parts[1] };
+        // SAFETY: the parts of a head lie apart; the caller promises one task for these channels.
         unsafe {
-            let (numerator, denominator) =
-                (first.row(0, 0, start, parts[0]), first.row(0, 0, start + parts[0], parts[1]));
+            let (numerator, denominator) = (
+                first.row(0, 0, start + channels.start, channels.len()),
+                first.row(0, 0, start + parts[0] + of_keys.start, of_keys.len()),
+            );
             Some((Head::from(state.head(batch, kv_head)), numerator, denominator))
         }
     }

@@ -19,8 +19,12 @@ use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::Factored;
 
-/// Rows and columns of the largest tile, and the length of a row of biases.
+/// Rows of the largest tile.
 pub(super) const SIDE: usize = CHUNK;
+
+/// Its columns, and the length of a row of its biases. References are changed, and rows joined, once a tile, which 64 columns show
+/// (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a core's second cache.
+pub(super) const SPAN: usize = 256;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
 const LEAF: usize = 8;
@@ -49,7 +53,7 @@ struct Work<'w, T> {
     reference: &'w mut [T],
     numerators: &'w mut [T],
     denominators: &'w mut [T],
-    /// Products, and factors turned round: two blocks of a tile's rows.
+    /// Products, and factors turned round: two blocks of a tile's rows, or columns.
     products: &'w mut [T],
 }
 
@@ -58,14 +62,14 @@ impl<'w, T: Real> Work<'w, T> {
         let mut arena = Arena::new(memory);
         Self {
             rows: arena.take(SIDE * mean),
-            items: arena.take(SIDE * mean),
-            biases: arena.take(SIDE * SIDE),
-            turned: arena.take(SIDE * SIDE),
+            items: arena.take(SPAN * mean),
+            biases: arena.take(SIDE * SPAN),
+            turned: arena.take(SIDE * SPAN),
             tops: arena.take(SIDE),
             reference: arena.take(2 * width),
-            numerators: arena.take(SIDE * width),
-            denominators: arena.take(SIDE * width),
-            products: arena.take(2 * SIDE * width),
+            numerators: arena.take(SPAN * width),
+            denominators: arena.take(SPAN * width),
+            products: arena.take(2 * SPAN * width),
         }
     }
 }
@@ -74,16 +78,19 @@ impl<'w, T: Real> Work<'w, T> {
 pub(super) fn work_len(mean: usize) -> usize {
     let width = mean / crate::simd::log_sum::PARTS;
     // Every part of a `Work` but the tops is a whole number of cache lines.
-    2 * SIDE * mean + 2 * SIDE * SIDE + SIDE + 2 * width + 4 * SIDE * width
+    (SIDE + SPAN) * mean + 2 * SIDE * SPAN + SIDE + 2 * width + 4 * SPAN * width
 }
 
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
 /// whoever takes one head after the other forms them once.
 pub(super) struct Strip<'w, T> {
     tiles: &'w mut [T],
+    /// For each [`SIDE`] columns, at the first of a tile: the largest of its rows,
     tops: &'w mut [T],
-    /// The largest range of any row of a tile; negative where the tile has not been formed.
+    /// the largest range of any of them,
     ranges: &'w mut [T],
+    /// and how many columns it has; 0 where no tile begins.
+    lengths: &'w mut [T],
 }
 
 impl<'w, T: Real> Strip<'w, T> {
@@ -91,20 +98,24 @@ impl<'w, T: Real> Strip<'w, T> {
     pub fn new(memory: &'w mut [T]) -> Self {
         let count = memory.len().saturating_sub(64) / TILE_LEN;
         let mut arena = Arena::new(memory);
-        let mut strip =
-            Self { tiles: arena.take(count * SIDE * SIDE), tops: arena.take(count * SIDE), ranges: arena.take(count) };
+        let mut strip = Self {
+            tiles: arena.take(count * SIDE * SIDE),
+            tops: arena.take(count * SIDE),
+            ranges: arena.take(count),
+            lengths: arena.take(count),
+        };
         strip.forget();
         strip
     }
 
     /// Before other biases come.
     pub fn forget(&mut self) {
-        self.ranges.fill(-T::ONE);
+        self.lengths.fill(T::ZERO);
     }
 }
 
-/// Numbers of a tile of a [`Strip`].
-const TILE_LEN: usize = SIDE * SIDE + SIDE + 1;
+/// Numbers that [`SIDE`] columns of a [`Strip`] take.
+const TILE_LEN: usize = SIDE * SIDE + SIDE + 2;
 
 /// Numbers of memory of a [`Strip`] for the chunks of a window.
 pub(super) fn strip_len(window: &Window) -> usize {
@@ -147,7 +158,9 @@ fn cover(
         cover(window, outputs.start..middle, from, to, tile);
         cover(window, middle..outputs.end, from, to, tile);
     } else {
-        let middle = from + (columns / 2) as isize;
+        // Whole tiles of a strip, as long as there are some.
+        let half = if columns > SIDE { (columns / 2).next_multiple_of(SIDE) } else { columns / 2 };
+        let middle = from + half as isize;
         cover(window, outputs.clone(), from, middle, tile);
         cover(window, outputs, middle, to, tile);
     }
@@ -157,7 +170,7 @@ fn cover(
 fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
     let mut at = start;
     while at < end {
-        let to = (at + SIDE as isize).min(end);
+        let to = (at + SPAN as isize).min(end);
         body(at, to);
         at = to;
     }
@@ -165,7 +178,7 @@ fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
 
 /// Forms the mean of every output of a chunk and hands it to `visit`, as [`walk`](super::walk::walk) does.
 ///
-/// `bias(outputs, from, to, tile, spare)` writes those of a tile, rows of [`SIDE`]; `spare` is as large. A `strip` that has been
+/// `bias(outputs, from, to, tile, row, spare)` writes those of a tile, in rows of `row`; `spare` has room for them. A `strip` that has been
 /// used must be that of the same outputs and the same biases.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn means<T: Real>(
@@ -175,7 +188,7 @@ pub(super) fn means<T: Real>(
     chunk: usize,
     edges: (&[T], &[T]),
     parts: Parts,
-    bias: impl Fn(Range<usize>, isize, isize, &mut [T], &mut [T]),
+    bias: impl Fn(Range<usize>, isize, isize, &mut [T], usize, &mut [T]),
     strip: &mut Strip<'_, T>,
     work: &mut [T],
     mut visit: impl FnMut(usize, &[T]),
@@ -194,9 +207,9 @@ pub(super) fn means<T: Real>(
         let (count, columns) = (outputs.len(), (to - from) as usize);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
-            bias(outputs.clone(), from, to, work.biases, work.turned);
+            bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
             let block = items.load(from, columns, work.items);
-            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SIDE)) {
+            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SPAN)) {
                 let (low, high) = window.seen(n);
                 for item in low.max(from)..high.min(to) {
                     let column = (item - from) as usize;
@@ -206,25 +219,28 @@ pub(super) fn means<T: Real>(
             return true;
         }
         // A tile of the strip, or one that has been cut.
-        let index = (from - start) as usize / SIDE;
-        let kept = outputs.len() == chunk_len
-            && ((from - start) as usize).is_multiple_of(SIDE)
-            && (to == end || columns == SIDE);
-        let (weights, tops, range) = if kept {
+        let place = (from - start) as usize;
+        let kept = outputs.len() == chunk_len && place.is_multiple_of(SIDE);
+        let (weights, row, tops, range) = if kept {
+            let index = place / SIDE;
+            let row = columns.next_multiple_of(SIDE);
             let tops = &mut strip.tops[index * SIDE..][..count];
-            let weights = &mut strip.tiles[index * SIDE * SIDE..][..SIDE * SIDE];
-            if strip.ranges[index] < T::ZERO {
-                bias(outputs.clone(), from, to, weights, work.turned);
-                strip.ranges[index] = ops.exponentials(weights, SIDE, columns, tops);
+            let weights = &mut strip.tiles[place * SIDE..][..SIDE * row];
+            if strip.lengths[index] != T::from_f64(columns as f64) {
+                bias(outputs.clone(), from, to, weights, row, work.turned);
+                strip.ranges[index] = ops.exponentials(weights, row, columns, tops);
+                // It lies where smaller ones may have been, or in a larger one.
+                strip.lengths[(index + 1).saturating_sub(SPAN / SIDE)..index + row / SIDE].fill(T::ZERO);
+                strip.lengths[index] = T::from_f64(columns as f64);
             }
-            (&*weights, &*tops, strip.ranges[index])
+            (&*weights, row, &*tops, strip.ranges[index])
         } else {
-            bias(outputs.clone(), from, to, work.biases, work.turned);
-            let range = ops.exponentials(work.biases, SIDE, columns, &mut work.tops[..count]);
-            (&*work.biases, &work.tops[..count], range)
+            bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
+            let range = ops.exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
+            (&*work.biases, SPAN, &work.tops[..count], range)
         };
-        let factors =
-            Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
+        let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
+        let factors = Factors { reference: work.reference, numerators, denominators: work.denominators };
         let depth = items.factor(ops, from, columns, factors, work.items);
         if range > widest() && depth > widest() {
             return false;
@@ -236,7 +252,7 @@ pub(super) fn means<T: Real>(
         {
             ops.product(&mut Product {
                 a: weights,
-                a_row: SIDE,
+                a_row: row,
                 a_column: 1,
                 b,
                 b_row: width,
@@ -265,7 +281,7 @@ pub(super) fn means<T: Real>(
 }
 
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
-/// `visit(outputs, from, to, tile)`, rows of [`SIDE`]; 0 where an output does not see an item. `rows` are those of the
+/// `visit(outputs, from, to, tile)`, rows of [`SPAN`]; 0 where an output does not see an item. `rows` are those of the
 /// chunk as their keys see them.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn bias_gradients<T: Real>(
@@ -289,7 +305,7 @@ pub(super) fn bias_gradients<T: Real>(
         let rows = &rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
             let block = items.load(from, columns, work.items);
-            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(SIDE));
+            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(SPAN));
             for ((row, n), biases) in pairs {
                 let (low, high) = window.seen(n);
                 for (item, (to, key)) in (from..).zip(biases.iter_mut().zip(block.chunks_exact(mean))) {
@@ -305,22 +321,22 @@ pub(super) fn bias_gradients<T: Real>(
         let depth = items.factor(ops, from, columns, factors, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
-            if ops.exponentials(work.turned, SIDE, columns, &mut work.tops[..count]) > widest() {
+            if ops.exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {
                 return false;
             }
         }
-        let (values, weights) = work.products.split_at_mut(SIDE * width);
-        ops.transpose(work.numerators, width, columns, width, values, SIDE);
-        ops.transpose(work.denominators, width, columns, width, weights, SIDE);
+        let (values, weights) = work.products.split_at_mut(SPAN * width);
+        ops.transpose(work.numerators, width, columns, width, values, SPAN);
+        ops.transpose(work.denominators, width, columns, width, weights, SPAN);
         ops.project(rows, work.reference, work.rows, &mut work.tops[..count]);
         ops.product(&mut Product {
             a: work.rows,
             a_row: 2 * width,
             a_column: 1,
             b: work.products,
-            b_row: SIDE,
+            b_row: SPAN,
             c: work.turned,
-            c_row: SIDE,
+            c_row: SPAN,
             rows: count,
             columns,
             depth: 2 * width,
@@ -328,7 +344,7 @@ pub(super) fn bias_gradients<T: Real>(
             a_band: Band::ALL,
             c_band: Band::ALL,
         });
-        let lines = work.biases.chunks_exact_mut(SIDE).zip(work.turned.chunks_exact(SIDE));
+        let lines = work.biases.chunks_exact_mut(SPAN).zip(work.turned.chunks_exact(SPAN));
         for ((biases, terms), &top) in lines.zip(&work.tops[..count]) {
             ops.scale_by_exponents(&mut biases[..padded::<T>(columns)], top, terms);
         }

@@ -11,6 +11,7 @@ use crate::simd::log_sum::{PARTS, floor};
 /// Where items go that are brought to one exponent a channel.
 pub(super) struct Factors<'a, T> {
     pub reference: &'a mut [T],
+    /// Empty where they are not wanted.
     pub numerators: &'a mut [T],
     pub denominators: &'a mut [T],
 }
@@ -165,55 +166,6 @@ pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
     let (back, ahead) = (window.back as usize, window.ahead as usize);
     let span = (CHUNK + back + ahead).min((window.end - window.first).max(0) as usize).max(CHUNK);
     (span + CHUNK + 3) * mean
-}
-
-/// Forms the mean of every output of a chunk and hands it to `visit`, in any order, for items that all count without biases.
-/// What one output sees more than its neighbour enters one running mean.
-pub(super) fn run<T: Real>(
-    ops: &Ops<T>,
-    items: &impl Items<T>,
-    window: &Window,
-    chunk: usize,
-    edges: (&[T], &[T]),
-    work: &mut [T],
-    mut visit: impl FnMut(usize, &[T]),
-) {
-    let mean = edges.0.len();
-    let (from, to) = window.chunk(chunk);
-    let (start, end) = window.span(from, to);
-    let (own, work) = work.split_at_mut(mean);
-    let (part, block) = work.split_at_mut(mean);
-    if window.before && window.after {
-        own.copy_from_slice(edges.0);
-        items.sum(ops, start, (end - start) as usize, part, block);
-        ops.join(own, part, T::ZERO);
-        ops.join(own, edges.1, T::ZERO);
-        (from..to).for_each(|n| visit(n, own));
-        return;
-    }
-    let block = items.load(start, (end - start) as usize, block);
-    let item = |n: isize| &block[(n - start) as usize * mean..][..mean];
-    if window.after {
-        own.copy_from_slice(edges.1);
-        let mut edge = end;
-        for n in (from..to).rev() {
-            while edge > window.near(n).0 {
-                edge -= 1;
-                ops.join(own, item(edge), T::ZERO);
-            }
-            visit(n, own);
-        }
-        return;
-    }
-    own.copy_from_slice(edges.0);
-    let mut edge = start;
-    for n in from..to {
-        while edge < window.near(n).1 {
-            ops.join(own, item(edge), T::ZERO);
-            edge += 1;
-        }
-        visit(n, own);
-    }
 }
 
 /// Forms the mean of every output of a chunk and hands it to `visit`, with the items of its window and where they start.

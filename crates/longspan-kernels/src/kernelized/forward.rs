@@ -29,6 +29,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         let sequence = &unit.sequence;
         let scales = Scales::new(problem, walk.table.as_ref(), scene);
         let decays = unit.gamma != 1.0;
+        if problem.content && piece.keys > 0 {
+            buffers.transpose_keys(problem, piece);
+        }
         let run_sum = std::mem::take(&mut buffers.far);
         for head in problem.heads(unit) {
             let (first, count) = (piece.row, piece.rows);
@@ -43,7 +46,12 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 None
             };
             if let Some((sum, keys)) = state {
-                problem.ops.product(&mut Product {
+                let (next, end) = piece.next_rows();
+                let ahead = [
+                    problem.queries_ahead(unit, head, next, end),
+                    self.out.ahead(sequence.batch, head, sequence.query_start + first, count, problem.dims.value_dim),
+                ];
+                let product = &mut Product {
                     a: buffers.q,
                     a_row: head_width,
                     a_column: 1,
@@ -57,7 +65,8 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
+                };
+                problem.ops.product_fetching(product, &ahead);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);

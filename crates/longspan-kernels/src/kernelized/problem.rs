@@ -18,6 +18,7 @@ use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
+use crate::simd::block::Ahead;
 use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
@@ -206,6 +207,20 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Queries of one head of a sequence.
     pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
+    }
+
+    /// Queries of a head that come soon: the rows `from..to` of its sequence.
+    pub fn queries_ahead(&self, unit: &Unit<'_, T>, head: usize, from: isize, to: isize) -> Ahead<T> {
+        Ahead::new(self.queries(unit, head), from, to, unit.sequence.queries, self.dims.head_dim)
+    }
+
+    /// Keys and values that come soon.
+    pub fn keys_ahead(&self, unit: &Unit<'_, T>, from: isize, to: isize) -> [Ahead<T>; 2] {
+        let keys = unit.sequence.keys;
+        [
+            Ahead::new(unit.k, from, to, keys, self.dims.head_dim),
+            Ahead::new(unit.v, from, to, keys, self.dims.value_dim),
+        ]
     }
 
     /// The query heads of a unit.

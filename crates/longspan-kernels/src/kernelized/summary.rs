@@ -104,6 +104,11 @@ impl<'s, T: Real> Summary<'s, T> {
         *self.shift() = T::NEG_INFINITY;
     }
 
+    /// Becomes the same.
+    pub fn copy(&mut self, other: SummaryRef<'_, T>) {
+        self.numbers.copy_from_slice(other.numbers);
+    }
+
     pub fn sum(&mut self) -> &mut [T] {
         &mut self.numbers[..self.layout.keys()]
     }
@@ -200,6 +205,11 @@ impl<'s, T: Real> Carry<'s, T> {
         let mut high = Summary::new(layout, high);
         high.clear();
         Self { high, low, empty: true }
+    }
+
+    /// Goes on with the sum that [`new`](Self::new) once began in this memory.
+    pub fn resume(layout: Layout, high: &'s mut [T], low: &'s mut [T]) -> Self {
+        Self { high: Summary::new(layout, high), low, empty: false }
     }
 
     /// Takes the state of earlier calls.

@@ -35,6 +35,12 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    /// The rows that come after its own, a chunk at most.
+    pub fn next_rows(&self) -> (isize, isize) {
+        let next = (self.row + self.rows) as isize;
+        (next, next + CHUNK as isize)
+    }
+
     /// Columns of the tile.
     pub fn columns(&self) -> usize {
         self.window_len - self.skip
@@ -91,7 +97,7 @@ pub(super) struct Buffers<'s, T> {
     pub q_shift: &'s mut [T],
     /// `φ(k)` of the piece's keys, chunk × head_width.
     pub k: &'s mut [T],
-    /// Its transpose, head_width × chunk.
+    /// Its transpose, head_width × chunk; where scores are formed.
     pub k_columns: &'s mut [T],
     /// Values of the window, window × value_width; rows that are not there are 0.
     pub v: &'s mut [T],
@@ -300,6 +306,11 @@ impl<'s, T: Real> Buffers<'s, T> {
         problem.load_keys(unit, piece.key, piece.keys, Shift::One(shift), self.k, &mut self.lift);
         let rows = padded::<T>(piece.keys);
         self.k[piece.keys * width..rows * width].fill(T::ZERO);
+    }
+
+    /// Transposes the piece's keys, for scores.
+    pub fn transpose_keys(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+        let (width, rows) = (problem.head_width, padded::<T>(piece.keys));
         problem.ops.transpose(self.k, width, rows, width, self.k_columns, self.sizes.chunk);
     }
 

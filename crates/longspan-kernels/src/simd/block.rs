@@ -5,12 +5,13 @@
 //! has a remainder, and only reading from and writing to a caller's tensors ([`load`], [`store`]) looks at odd widths.
 
 pub(crate) use super::log_sum::{
-    bias_gradient, exponentials, factor, factor_tokens, gated_mean, join, join_factored, key_gradient, project,
-    row_cotangent, scale_by_exponents, scan_tokens, sum_tokens,
+    bias_gradient, exponentials, factor, gated_mean, join, join_factored, key_gradient, project, row_cotangent,
+    scale_by_exponents,
 };
 use super::vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
+use crate::scratch::line;
 use crate::shape::Rows;
 
 /// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
@@ -68,9 +69,53 @@ impl Band {
     }
 }
 
+/// Rows of a caller's tensor that are read or written soon. A product asks for them a few lines at a time, so that memory
+/// answers while the processor multiplies; taken in one go they would make it wait for as long as a chunk's product takes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead<T> {
+    /// Nothing is read through it, and an address that is not there is passed over.
+    start: *const T,
+    stride: usize,
+    count: usize,
+    width: usize,
+}
+
+impl<T> Ahead<T> {
+    /// The rows `from..to` of `len`, as far as they are there.
+    pub fn new(rows: Rows<'_, T>, from: isize, to: isize, len: usize, width: usize) -> Self {
+        let there = |row: isize| row.clamp(0, len as isize) as usize;
+        let start = rows.data.as_ptr().wrapping_add(there(from) * rows.stride);
+        Self { start, stride: rows.stride, count: there(to) - there(from), width }
+    }
+
+    /// `count` rows that are written.
+    pub fn to_write(start: *const T, stride: usize, count: usize, width: usize) -> Self {
+        Self { start, stride, count, width }
+    }
+
+    /// Asks for the `part`-th of `parts` parts.
+    #[inline(always)]
+    unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
+        for row in part * self.count / parts..(part + 1) * self.count / parts {
+            let start = self.start.wrapping_add(row * self.stride);
+            for column in (0..self.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(start.wrapping_add(column)) };
+            }
+        }
+    }
+}
+
 /// See [`Product`].
 #[inline(always)]
 pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
+    // SAFETY: forwarded to the caller.
+    unsafe { product_fetching::<V>(p, &[]) }
+}
+
+/// The same, which asks for rows meanwhile.
+#[inline(always)]
+pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>, ahead: &[Ahead<V::Element>]) {
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {
         return;
@@ -80,6 +125,10 @@ pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
     assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
     let mut row = 0;
     while row < p.rows {
+        for ahead in ahead {
+            // SAFETY: forwarded to the caller.
+            unsafe { ahead.fetch::<V>(row / BLOCK_ROWS, p.rows.div_ceil(BLOCK_ROWS)) };
+        }
         let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
         let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
         let (from, to) = p.c_band.columns(row, last, columns);
@@ -181,6 +230,37 @@ where
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(crate) unsafe fn load<V: Vector>(
+    map: FeatureMap,
+    shift: V::Element,
+    from: Rows<'_, V::Element>,
+    count: usize,
+    width: usize,
+    ignored: Option<&[bool]>,
+    to: &mut [V::Element],
+    to_row: usize,
+) where
+    V::Element: Constants,
+{
+    // The map is looked at once, not for every register.
+    macro_rules! load_as {
+        ($map:ident) => {
+            // SAFETY: forwarded to the caller.
+            unsafe { load_through::<V>(FeatureMap::$map, shift, from, count, width, ignored, to, to_row) }
+        };
+    }
+    match map {
+        FeatureMap::EluPlusOne => load_as!(EluPlusOne),
+        FeatureMap::Relu => load_as!(Relu),
+        FeatureMap::Softplus => load_as!(Softplus),
+        FeatureMap::Exp => load_as!(Exp),
+        // Maps of whole rows are not made here.
+        _ => load_as!(Identity),
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn load_through<V: Vector>(
     map: FeatureMap,
     shift: V::Element,
     from: Rows<'_, V::Element>,

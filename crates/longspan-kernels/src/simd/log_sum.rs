@@ -17,6 +17,22 @@ pub(crate) fn floor<T: Real>() -> T {
 /// Rows of a mean.
 pub(crate) const PARTS: usize = 4;
 
+/// The largest lane, and what a lane that is NaN leaves; a tree, since a chain of sixteen comparisons takes longer than a row of
+/// exponentials.
+#[inline(always)]
+pub(super) unsafe fn largest_lane<V: Vector>(register: V) -> V::Element {
+    let mut lanes = [floor(); 16];
+    // SAFETY: the lanes have room for a register.
+    unsafe { register.store(lanes.as_mut_ptr()) };
+    for half in [8, 4, 2, 1] {
+        for n in 0..half {
+            let (a, b) = (lanes[n], lanes[n + half]);
+            lanes[n] = if a > b { a } else { b };
+        }
+    }
+    lanes[0]
+}
+
 /// Joins `e^{x+b}·(n, d)` to one register of a mean whose rows start at `to` and are `width` apart.
 #[inline(always)]
 unsafe fn join_register<V: Vector>(to: *mut V::Element, width: usize, [x, b, n, d]: [V; PARTS])
@@ -75,153 +91,6 @@ pub(crate) struct Tokens<'a, T> {
     pub head_dim: usize,
 }
 
-impl<T: Copy> Tokens<'_, T> {
-    /// A register of a token's key.
-    #[inline(always)]
-    unsafe fn key<V: Vector<Element = T>>(&self, token: usize, column: usize) -> V {
-        let row = self.keys.row(token, self.key_dim);
-        // SAFETY: forwarded to the caller.
-        unsafe { if self.key_dim == self.head_dim { load_part(row, column) } else { V::splat(row[0]) } }
-    }
-}
-
-/// The mean of tokens that are all there, relative to the largest key of each channel.
-#[inline(always)]
-pub(crate) unsafe fn sum_tokens<V: Vector>(tokens: Tokens<'_, V::Element>, to: &mut [V::Element])
-where
-    V::Element: Constants,
-{
-    let width = to.len() / PARTS;
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width);
-    to.fill(V::Element::ZERO);
-    to[..width].fill(floor());
-    let mut column = 0;
-    while column < tokens.head_dim {
-        // SAFETY: every row of the mean has a register at `column` by the assertion above.
-        unsafe {
-            let mut most = V::splat(floor());
-            for token in 0..tokens.count {
-                most = tokens.key::<V>(token, column).max(most);
-            }
-            let zero = V::splat(V::Element::ZERO);
-            let (mut numerator, mut denominator) = (zero, zero);
-            for token in 0..tokens.count {
-                let weight = exp_nonpositive(tokens.key::<V>(token, column).sub(most));
-                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
-                numerator = weight.mul_add(value, numerator);
-                denominator = denominator.add(weight);
-            }
-            most.store(to.as_mut_ptr().add(column));
-            numerator.store(to.as_mut_ptr().add(2 * width + column));
-            denominator.store(to.as_mut_ptr().add(3 * width + column));
-        }
-        column += V::LANES;
-    }
-}
-
-/// Brings tokens to one exponent a channel, as [`factor`] does with their means.
-#[inline(always)]
-pub(crate) unsafe fn factor_tokens<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    reference: &mut [V::Element],
-    numerators: &mut [V::Element],
-    denominators: &mut [V::Element],
-) -> V::Element
-where
-    V::Element: Constants,
-{
-    let width = reference.len() / 2;
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width);
-    assert!(numerators.len().min(denominators.len()) >= tokens.count * width);
-    reference.fill(V::Element::ZERO);
-    if tokens.head_dim < width {
-        numerators[..tokens.count * width].fill(V::Element::ZERO);
-        denominators[..tokens.count * width].fill(V::Element::ZERO);
-    }
-    let mut widest = V::Element::ZERO;
-    let mut column = 0;
-    while column < tokens.head_dim {
-        // SAFETY: every row has a register at `column` by the assertions above.
-        unsafe {
-            let (zero, bottom) = (V::splat(V::Element::ZERO), V::splat(floor()));
-            let mut most = bottom;
-            for token in 0..tokens.count {
-                most = tokens.key::<V>(token, column).max(most);
-            }
-            most.store(reference.as_mut_ptr().add(column));
-            let mut range = zero;
-            for token in 0..tokens.count {
-                let key = tokens.key::<V>(token, column);
-                let depth = most.sub(key);
-                range = key.sub(bottom).if_positive(depth, zero).max(range);
-                let weight = exp_nonpositive(zero.sub(depth));
-                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
-                value.mul(weight).store(numerators.as_mut_ptr().add(token * width + column));
-                weight.store(denominators.as_mut_ptr().add(token * width + column));
-            }
-            let mut lanes = [V::Element::ZERO; 16];
-            range.store(lanes.as_mut_ptr());
-            widest = lanes.into_iter().fold(widest, V::Element::max);
-        }
-        column += V::LANES;
-    }
-    widest
-}
-
-/// `σ(q) · num / den`, 0 where there is nothing; no `q` is no gate.
-#[inline(always)]
-unsafe fn gated<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
-where
-    V::Element: Constants,
-{
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        let mean = numerator.div(denominator);
-        let value = match q {
-            Some(q) => mean.mul(sigmoid(q).0),
-            None => mean,
-        };
-        // Not a plain 0: a denominator that is NaN shows.
-        denominator.if_positive(value, denominator)
-    }
-}
-
-/// Joins the tokens to a mean without biases one by one; row `n` of `to` is the output after token `n`.
-#[inline(always)]
-pub(crate) unsafe fn scan_tokens<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    before: &[V::Element],
-    to: &mut [V::Element],
-) where
-    V::Element: Constants,
-{
-    let width = before.len() / PARTS;
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && to.len() >= tokens.count * width);
-    let mut column = 0;
-    while column < tokens.head_dim {
-        // SAFETY: every row of the mean and of `to` has a register at `column` by the assertion above.
-        unsafe {
-            let at = |n: usize| V::load(before.as_ptr().add(n * width + column));
-            let (mut x, mut numerator, mut denominator) = (at(0), at(2), at(3));
-            let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
-            for token in 0..tokens.count {
-                let key = tokens.key::<V>(token, column);
-                let value = load_part::<V>(tokens.values.row(token, tokens.head_dim), column);
-                let rise = key.sub(x);
-                let small = exp_nonpositive(zero.sub(rise.abs()));
-                // Where `rise` is NaN so is `small`, which the token's factor then carries on.
-                let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
-                x = rise.if_positive(key, x);
-                numerator = numerator.mul_add(own, value.mul(other));
-                denominator = denominator.mul_add(own, other);
-                let q = tokens.queries.map(|queries| load_part::<V>(queries.row(token, tokens.head_dim), column));
-                gated(numerator, denominator, q).store(to.as_mut_ptr().add(token * width + column));
-            }
-        }
-        column += V::LANES;
-    }
-}
-
 /// Means whose exponents are `e^{reference}` of their channel: `Σ_j a_ij·num_j` and `Σ_j a_ij·den_j` before they are
 /// joined to row `i`, or the `num_j` and `den_j` themselves.
 #[derive(Clone, Copy)]
@@ -265,8 +134,9 @@ pub(crate) unsafe fn join_factored<V: Vector>(
     }
 }
 
-/// Brings means to one exponent a channel, the largest: `e^{x+b−X−B}·n` and `e^{x+b−X−B}·d`, and `(X, B)`. Returns the
-/// largest range of exponents of any channel, without those at the floor or below, which stand for nothing.
+/// Brings means to one exponent a channel, the largest: `e^{x+b−X−B}·n`, if there is room for numerators,
+/// `e^{x+b−X−B}·d`, and `(X, B)`. Returns the largest range of exponents of any channel, without those at the floor or below,
+/// which stand for nothing.
 #[inline(always)]
 pub(crate) unsafe fn factor<V: Vector>(
     items: &[V::Element],
@@ -279,7 +149,8 @@ where
 {
     let width = reference.len() / 2;
     let count = items.len() / (PARTS * width).max(1);
-    assert!(width.is_multiple_of(V::LANES) && numerators.len().min(denominators.len()) >= count * width);
+    assert!(width.is_multiple_of(V::LANES) && denominators.len() >= count * width);
+    assert!(numerators.is_empty() || numerators.len() >= count * width);
     let mut widest = V::Element::ZERO;
     let mut column = 0;
     while column < width {
@@ -302,12 +173,12 @@ where
                 let depth = x.sub(own).add(b.sub(at(item, 1)));
                 range = own.sub(bottom).if_positive(depth, zero).max(range);
                 let weight = exp_nonpositive(zero.sub(depth));
-                at(item, 2).mul(weight).store(numerators.as_mut_ptr().add(item * width + column));
+                if !numerators.is_empty() {
+                    at(item, 2).mul(weight).store(numerators.as_mut_ptr().add(item * width + column));
+                }
                 at(item, 3).mul(weight).store(denominators.as_mut_ptr().add(item * width + column));
             }
-            let mut lanes = [V::Element::ZERO; 16];
-            range.store(lanes.as_mut_ptr());
-            widest = lanes.into_iter().fold(widest, V::Element::max);
+            widest = widest.max(largest_lane(range));
         }
         column += V::LANES;
     }
@@ -342,13 +213,9 @@ where
                 (most, least) = (w.max(most), w.min(least));
                 column += V::LANES;
             }
-            let mut lanes = [first; 16];
-            most.store(lanes.as_mut_ptr());
             // Not below the floor: −∞ − −∞ is no number.
-            *top = lanes.into_iter().fold(floor(), V::Element::max);
-            lanes = [first; 16];
-            least.store(lanes.as_mut_ptr());
-            let bottom = lanes.into_iter().fold(first, |a, b| if b < a { b } else { a });
+            *top = largest_lane(most).max(floor());
+            let bottom = -largest_lane(V::splat(V::Element::ZERO).sub(least));
             widest = widest.max(*top - bottom);
             let top = V::splat(*top);
             column = 0;
@@ -391,9 +258,7 @@ pub(crate) unsafe fn project<V: Vector>(
                 most = exponent(column).max(most);
                 column += V::LANES;
             }
-            let mut lanes = [floor(); 16];
-            most.store(lanes.as_mut_ptr());
-            *top = lanes.into_iter().fold(floor(), V::Element::max);
+            *top = largest_lane(most).max(floor());
             column = 0;
             while column < width {
                 let weight = exp_nonpositive(exponent(column).sub(V::splat(*top)));
@@ -469,6 +334,24 @@ pub(super) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], 
         let mut buffer = [V::Element::ZERO; 16];
         register.store(buffer.as_mut_ptr());
         row.copy_from_slice(&buffer[..row.len()]);
+    }
+}
+
+/// `σ(q) · num / den`, 0 where there is nothing; no `q` is no gate.
+#[inline(always)]
+unsafe fn gated<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let mean = numerator.div(denominator);
+        let value = match q {
+            Some(q) => mean.mul(sigmoid(q).0),
+            None => mean,
+        };
+        // Not a plain 0: a denominator that is NaN shows.
+        denominator.if_positive(value, denominator)
     }
 }
 

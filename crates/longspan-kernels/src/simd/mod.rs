@@ -10,6 +10,7 @@ pub(crate) mod log_sum;
 mod neon;
 mod portable;
 pub(crate) mod rotation;
+pub(crate) mod running;
 pub(crate) mod softmax;
 pub(crate) mod toeplitz;
 mod token;
@@ -22,11 +23,12 @@ use std::sync::OnceLock;
 
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::shape::Rows;
-use block::{Band, Product, Run};
+use crate::shape::{Columns, Rows};
+use block::{Ahead, Band, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
+use running::{OutputRows, TokenGradients};
 use toeplitz::Factors;
 use window::{Entering, Line, Tops};
 
@@ -163,6 +165,10 @@ macro_rules! operations {
 mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::running::{
+        constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
+        sum_tokens, tops,
+    };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_outer, add_weighed_values, feature_dots};
@@ -174,6 +180,7 @@ mod kernels {
 
 operations! {
     product(p: &mut Product<'_, T>);
+    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize
@@ -205,9 +212,17 @@ operations! {
     exp_columns(scores: &mut [T], row_length: usize, keys: usize, shifts: &[T]);
     softmax_pull_back(weights: &[T], d: &mut [T], row_length: usize, keys: usize, dots: &[T]);
     join(to: &mut [T], item: &[T], bias: T);
-    sum_tokens(tokens: Tokens<'_, T>, to: &mut [T]);
     factor_tokens(tokens: Tokens<'_, T>, reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
-    scan_tokens(tokens: Tokens<'_, T>, before: &[T], to: &mut [T]);
+    sum_tokens(tokens: Tokens<'_, T>, numerators: bool, to: &mut [T]);
+    tops(tokens: Tokens<'_, T>, before: &[T], tops: &mut [T]) -> bool;
+    running_means(tokens: Tokens<'_, T>, tops: &[T], mean: &mut [T], to: &mut Columns<'_, T>);
+    constant_means(queries: Option<Rows<'_, T>>, mean: &[T], to: &mut Columns<'_, T>);
+    constant_cotangents(rows: OutputRows<'_, T>, mean: &[T], item: &mut [T], dq: &mut Columns<'_, T>);
+    running_gradients(
+        tokens: Tokens<'_, T>, rows: OutputRows<'_, T>, tops: &[T], before: &[T], after: &mut [T], work: &mut [T],
+        dq: &mut Columns<'_, T>, to: &mut TokenGradients<'_, T>
+    );
+    constant_gradients(tokens: Tokens<'_, T>, rows: &[T], to: &mut TokenGradients<'_, T>);
     join_factored(to: &mut [T], from: Factored<'_, T>, biases: &[T]);
     factor(items: &[T], reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     exponentials(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T;

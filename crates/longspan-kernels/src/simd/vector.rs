@@ -19,6 +19,9 @@ pub(crate) trait Vector: Copy {
     unsafe fn splat(x: Self::Element) -> Self;
     unsafe fn load(from: *const Self::Element) -> Self;
     unsafe fn store(self, to: *mut Self::Element);
+    /// Asks memory for the cache line of an address, which may be any, to have it in the second cache soon.
+    #[inline(always)]
+    unsafe fn fetch(_address: *const Self::Element) {}
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;

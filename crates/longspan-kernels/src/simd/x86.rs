@@ -56,6 +56,11 @@ macro_rules! vector {
                 unsafe { $store(to, self.0) }
             }
             #[inline(always)]
+            unsafe fn fetch(address: *const $element) {
+                // SAFETY: the caller has the instructions; an address that is not there is passed over.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+            }
+            #[inline(always)]
             unsafe fn add(self, other: Self) -> Self {
                 // SAFETY: the caller has the instructions.
                 Self(unsafe { $add(self.0, other.0) })

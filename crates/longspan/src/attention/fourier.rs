@@ -19,7 +19,7 @@ use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
 use crate::backend::tensor::{attend_turned, repeat_heads, widen};
-use crate::backend::{self, Kernel, Layer};
+use crate::backend::{self, AttentionState, Kernel, Layer};
 use crate::error::{Result, argument, config};
 
 /// What a row is divided by, and so which of `c` and `β` are learned.
@@ -179,19 +179,8 @@ impl FourierAttention {
         [query_positions, key_positions]: [Tensor<3>; 2],
         mask: &AttentionMask,
     ) -> Result<Tensor<4>> {
+        self.check_positions(&q, &k, [&query_positions, &key_positions])?;
         let name = Layer::name(self);
-        let axes = self.a.val().dims()[2];
-        for (argument_name, positions, [batch, _, tokens, _]) in
-            [("query positions", &query_positions, q.dims()), ("key positions", &key_positions, k.dims())]
-        {
-            argument(
-                positions.dims() == [batch, tokens, axes] && positions.dtype() == q.dtype(),
-                name,
-                argument_name,
-                || format!("[{batch}, {tokens}, {axes}] of {:?}", q.dtype()),
-                || format!("{:?} of {:?}", positions.dims(), positions.dtype()),
-            )?;
-        }
         argument(
             !matches!(mask.keys, KeyMask::Packed { .. }),
             name,
@@ -200,6 +189,51 @@ impl FourierAttention {
             || "packed sequences".into(),
         )?;
         backend::attend(&self.placed([query_positions, key_positions]), q, k, v, mask)
+    }
+
+    /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a causal
+    /// mask.
+    ///
+    /// # Shapes
+    /// - `query_position` and `key_position`: `[batch, 1, axes]`
+    /// - all else as in [`step`](Self::step)
+    ///
+    /// # Errors
+    /// Positions of other shapes or number types, tensors that are not on the CPU backend or have autodiff (elsewhere
+    /// [`forward_at`](Self::forward_at) over the whole sequence), and the errors of [`step`](Self::step).
+    pub fn step_at(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        [query_position, key_position]: [Tensor<3>; 2],
+        state: &mut AttentionState,
+    ) -> Result<Tensor<4>> {
+        self.check_positions(&q, &k, [&query_position, &key_position])?;
+        argument(
+            backend::steps_in_kernels(&q),
+            Layer::name(self),
+            "q",
+            || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into(),
+            || format!("one on {:?}", q.device()),
+        )?;
+        backend::step(&self.placed([query_position, key_position]), q, k, v, state)
+    }
+
+    fn check_positions(&self, q: &Tensor<4>, k: &Tensor<4>, [queries, keys]: [&Tensor<3>; 2]) -> Result<()> {
+        let axes = self.a.val().dims()[2];
+        for (argument_name, positions, [batch, _, tokens, _]) in
+            [("query positions", queries, q.dims()), ("key positions", keys, k.dims())]
+        {
+            argument(
+                positions.dims() == [batch, tokens, axes] && positions.dtype() == q.dtype(),
+                Layer::name(self),
+                argument_name,
+                || format!("[{batch}, {tokens}, {axes}] of {:?}", q.dtype()),
+                || format!("{:?} of {:?}", positions.dims(), positions.dtype()),
+            )?;
+        }
+        Ok(())
     }
 
     /// The same attention at these positions.
@@ -307,7 +341,7 @@ impl Layer for FourierAttention {
             axes == 1,
             Layer::name(self),
             "positions",
-            || format!("{axes} numbers for each token, given to forward_at"),
+            || format!("{axes} numbers for each token, given to forward_at or step_at"),
             || "none".into(),
         )
     }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::repeat_heads;
+use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{Kernel, Layer};
 use crate::error::Result;
 
@@ -83,12 +83,13 @@ impl Layer for SoftmaxAttention {
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let ([_, heads, _, dim], keys) = (q.dims(), k.dims()[2]);
+        let (dtype, q, k, v) = (q.dtype(), widen(q), widen(k), widen(v));
         let pairs = Pairs::new(&q, keys, mask);
         let k = pairs.without_ignored(repeat_heads(k, heads));
         let v = pairs.without_ignored(repeat_heads(v, heads));
         let scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());
         // Finite, so that a row that sees nothing has a softmax at all; it is emptied after.
         let weights = pairs.hidden_as(softmax(pairs.hidden_as(scores, 0, -1e30), 3), 0, 0.0);
-        weights.matmul(v)
+        narrow_float(weights.matmul(v), dtype)
     }
 }

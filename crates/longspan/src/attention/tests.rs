@@ -1,7 +1,7 @@
 //! Tensor operations against the kernels, for every mechanism that a name can choose: outputs and gradients, in doubles.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Device, Distribution, FloatDType, Gradients, Tensor};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Gradients, Tensor};
 use longspan_kernels::{Call, Dims, Mechanism, Order, View};
 
 use super::fourier::FourierOptions;
@@ -182,6 +182,97 @@ fn tensor_operations_are_the_kernels() {
     }
 }
 
+/// To another type.
+struct Cast(FloatDType);
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| {
+            let cast = x.cast(self.0);
+            if cast.device().is_autodiff() { cast.detach().require_grad() } else { cast }
+        })
+    }
+}
+
+#[test]
+fn half_width_numbers_are_widened_once_and_rounded_once() {
+    for (name, attention) in modules() {
+        for half in [FloatDType::BF16, FloatDType::F16] {
+            let narrow = attention.clone().map(&mut Cast(half));
+            let wide = narrow.clone().map(&mut Cast(FloatDType::F32));
+            let random = |heads, width| {
+                let shape = [2, 70, heads, width];
+                // As a projection gives them: tokens before heads.
+                Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex().autodiff())
+                    .cast(half)
+                    .swap_dims(1, 2)
+            };
+            let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 70, DIM) };
+            let key_dim = Mechanism::<f32>::key_dim(&*narrow.layer().kernel(), &dims);
+            let inputs = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
+            let widened = inputs.clone().map(|x| x.cast(FloatDType::F32));
+            let run = |attention: &Attention, inputs: &[Tensor<4>; 3]| {
+                let layer = attention.layer();
+                let [q, k, v] = inputs.clone();
+                // Images have no direction.
+                let causal = backend::attend(layer, q, k, v, &AttentionMask::causal()).is_ok();
+                let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
+                outcome(attention, inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap())
+            };
+            let (found, expected) = (run(&narrow, &inputs), run(&wide, &widened));
+            for ((part, found), (_, expected)) in found.iter().zip(&expected) {
+                let rounded: Vec<f64> =
+                    numbers(Tensor::<1>::from_data(expected.as_slice(), &Device::flex()).cast(half));
+                if *part == "out" {
+                    assert_eq!(found, &rounded, "{name}, {half:?}");
+                    continue;
+                }
+                // The backward knows the output only as it was rounded, and so the cotangent.
+                let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
+                for (a, b) in found.iter().zip(expected) {
+                    assert!((a - b).abs() <= 0.03 * largest, "{name}, {half:?}, {part}: {a}, not {b}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_of_half_width_step_through_states_of_full_width() {
+    for name in AttentionConfig::NAMES {
+        let device = Device::flex();
+        let attention = AttentionConfig::by_name(name).unwrap().init(HEADS, KV_HEADS, DIM, &device).unwrap();
+        let narrow = attention.map(&mut Cast(FloatDType::BF16));
+        let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 9, DIM) };
+        let key_dim = Mechanism::<f32>::key_dim(&*narrow.layer().kernel(), &dims);
+        let random = |heads, width| {
+            Tensor::<4>::random([2, heads, 9, width], Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::BF16)
+        };
+        let [q, k, v] = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
+        let whole = backend::attend(narrow.layer(), q.clone(), k.clone(), v.clone(), &AttentionMask::causal()).unwrap();
+        let mut state = backend::AttentionState::default();
+        for t in 0..9 {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, t, 1));
+            let out = backend::step(narrow.layer(), q, k, v, &mut state).unwrap();
+            assert_eq!(out.dtype(), DType::BF16);
+            let expected = numbers(whole.clone().narrow(2, t, 1));
+            for (a, b) in numbers(out).iter().zip(&expected) {
+                // One unit of the last of eight bits, where two sums in single precision round apart.
+                assert!((a - b).abs() <= b.abs() / 128.0, "{name}, token {t}: {a}, not {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_of_another_type_are_refused() {
+    let device = Device::flex();
+    let attention = AttentionConfig::by_name("shaw").unwrap().init(HEADS, KV_HEADS, DIM, &device).unwrap();
+    let x = |heads| Tensor::<4>::zeros([1, heads, 3, DIM], &device).cast(FloatDType::BF16);
+    let [q, k, v] = [x(HEADS), x(KV_HEADS), x(KV_HEADS)];
+    let error = backend::attend(attention.layer(), q, k, v, &AttentionMask::causal()).unwrap_err().to_string();
+    assert!(error.contains("F32") && error.contains("BF16") && error.contains("cast"), "{error}");
+}
+
 #[test]
 fn positions_may_be_given() {
     let device = Device::flex().autodiff();
@@ -224,6 +315,37 @@ fn positions_may_be_given() {
         let short = [places[0].clone(), places[0].clone()];
         let error = module.forward_at(q, k, v, short, &masks[0]).unwrap_err().to_string();
         assert!(error.contains("key positions") && error.contains("[2, 9,"), "{error}");
+    }
+}
+
+#[test]
+fn tokens_may_step_at_given_positions() {
+    let device = Device::flex();
+    let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
+    for options in [r#"{"axes": 2}"#, r#"{"axes": 2, "normalizer": "unrotated", "rotary": true}"#] {
+        let options: FourierOptions = serde_json::from_str(options).unwrap();
+        let module = options.init(heads, &device).unwrap();
+        let tensor = |heads| Tensor::<4>::random([2, heads, 7, DIM], Distribution::Normal(0.0, 1.0), &device);
+        let [q, k, v] = [tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)];
+        let places = || Tensor::<3>::random([2, 7, 2], Distribution::Normal(0.0, 3.0), &device);
+        let places = [places(), places()];
+        let mask = AttentionMask::causal();
+        let whole = module.forward_at(q.clone(), k.clone(), v.clone(), places.clone(), &mask).unwrap();
+        let mut state = backend::AttentionState::default();
+        for t in 0..7 {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, t, 1));
+            let place = places.clone().map(|x| x.narrow(1, t, 1));
+            let out = module.step_at(q, k, v, place, &mut state).unwrap();
+            let apart = (out - whole.clone().narrow(2, t, 1)).abs().max().into_scalar::<f32>();
+            assert!(apart < 1e-5, "{options:?}, token {t}: {apart}");
+        }
+        let error = module.step_at(q.clone(), k.clone(), v.clone(), places.clone(), &mut state).unwrap_err().to_string();
+        assert!(error.contains("1 query"), "{error}");
+        let watched = [q, k, v].map(|x| x.narrow(2, 0, 1).autodiff());
+        let [q, k, v] = watched;
+        let place = places.map(|x| x.narrow(1, 0, 1).autodiff());
+        let error = module.step_at(q, k, v, place, &mut state).unwrap_err().to_string();
+        assert!(error.contains("forward_at"), "{error}");
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) trait FusedAttention: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Attention on tensors of the CPU backend in `f32` or `f64`.
+/// Attention on tensors of the CPU backend.
 pub(super) fn attend(
     settings: Settings,
     q: Tensor<4>,

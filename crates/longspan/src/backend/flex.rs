@@ -2,14 +2,16 @@
 //!
 //! A projection gives `[batch, tokens, heads, head_dim]`, and attention wants `[batch, heads, tokens, head_dim]`: the same
 //! numbers with two strides exchanged, which the kernels take. Outputs and gradients are written in the projection's order,
-//! so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is copied first.
+//! so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is copied first, and half-width
+//! numbers are widened.
 
 use std::cell::Cell;
 use std::sync::Arc;
 
-use burn::tensor::{Bytes, DType, Shape, TensorData};
+use burn::tensor::{Bytes, DType, Element, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
+use longspan_kernels::halves::{Half, bf16, f16, narrow, widen};
 use longspan_kernels::{
     Cotangent, Dims, Gradients, Mechanism, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
 };
@@ -76,10 +78,77 @@ macro_rules! number {
 number!(f32, DType::F32, SCRATCH_F32);
 number!(f64, DType::F64, SCRATCH_F64);
 
-/// Whether the kernels compute in this type.
-pub(super) fn supports(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F64)
+/// What the kernels compute in, for numbers of this type.
+pub(super) fn computed(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        other => other,
+    }
 }
+
+/// A tensor of up to four axes in what the kernels compute in.
+fn widened(tensor: &FlexTensor) -> FlexTensor {
+    match tensor.dtype() {
+        DType::F16 => widened_from::<f16>(tensor),
+        DType::BF16 => widened_from::<bf16>(tensor),
+        _ => tensor.clone(),
+    }
+}
+
+fn widened_from<H: Half + Element + Stored>(tensor: &FlexTensor) -> FlexTensor {
+    let tensor = adjacent_rows(tensor.clone());
+    let layout = tensor.layout();
+    let (mut shape, mut strides) = ([1; 4], [0; 4]);
+    let missing = 4 - layout.shape().num_dims();
+    for (axis, &stride) in layout.strides().iter().enumerate() {
+        shape[missing + axis] = layout.shape()[axis];
+        strides[missing + axis] = stride as usize;
+    }
+    let numbers = H::storage(&tensor);
+    let from =
+        View::strided(&numbers[layout.start_offset().min(numbers.len())..], [strides[0], strides[1], strides[2]]);
+    let mut wide = vec![0.0; layout.num_elements()];
+    widen(&from, shape, &mut wide).expect("a view of all that the tensor holds");
+    FlexTensor::new(Bytes::from_elems(wide), Layout::contiguous(layout.shape().clone()), DType::F32)
+}
+
+/// A new tensor, of numbers that lie together in any order, rounded to another type.
+fn rounded(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    match dtype {
+        DType::F16 => rounded_to::<f16>(&tensor, f16::ZERO),
+        DType::BF16 => rounded_to::<bf16>(&tensor, bf16::ZERO),
+        _ => tensor,
+    }
+}
+
+fn rounded_to<H: Half + Element + Stored>(tensor: &FlexTensor, zero: H) -> FlexTensor {
+    let wide: &[f32] = tensor.storage();
+    let mut numbers = vec![zero; wide.len()];
+    let shape = [1, 1, 1, wide.len()];
+    narrow(wide, shape, &mut ViewMut::contiguous(&mut numbers, shape)).expect("as many numbers");
+    FlexTensor::new(H::bytes(numbers), tensor.layout().clone(), H::dtype())
+}
+
+/// Half-width numbers as Flex keeps them.
+trait Stored: Sized {
+    fn storage(tensor: &FlexTensor) -> &[Self];
+    fn bytes(numbers: Vec<Self>) -> Bytes;
+}
+
+macro_rules! stored {
+    ($t:ident) => {
+        impl Stored for $t {
+            fn storage(tensor: &FlexTensor) -> &[Self] {
+                tensor.storage()
+            }
+            fn bytes(numbers: Vec<Self>) -> Bytes {
+                Bytes::from_elems(numbers)
+            }
+        }
+    };
+}
+stored!(f16);
+stored!(bf16);
 
 impl Operands {
     /// The same numbers with adjacent rows: a view wherever possible.
@@ -90,6 +159,12 @@ impl Operands {
             v: adjacent_rows(self.v),
             parameters: self.parameters.map(|all| if all.is_contiguous() { all } else { all.to_contiguous() }),
         }
+    }
+
+    /// The same in what the kernels compute in.
+    fn widened(&self) -> Self {
+        let parameters = self.parameters.as_ref().map(widened);
+        Self { q: widened(&self.q), k: widened(&self.k), v: widened(&self.v), parameters }
     }
 
     fn dims(&self) -> Dims {
@@ -141,7 +216,11 @@ impl Operands {
     pub fn forward(&self, settings: &Settings) -> Result<Outcome, kernels::Error> {
         match self.q.dtype() {
             DType::F64 => self.forward_as::<f64>(settings),
-            _ => self.forward_as::<f32>(settings),
+            DType::F32 => self.forward_as::<f32>(settings),
+            half => {
+                let Outcome { out, denominators } = self.widened().forward_as::<f32>(settings)?;
+                Ok(Outcome { out: rounded(out, half), denominators })
+            }
         }
     }
 
@@ -162,7 +241,14 @@ impl Operands {
         let d_out = adjacent_rows(d_out);
         match self.q.dtype() {
             DType::F64 => self.backward_as::<f64>(settings, outcome, &d_out),
-            _ => self.backward_as::<f32>(settings, outcome, &d_out),
+            DType::F32 => self.backward_as::<f32>(settings, outcome, &d_out),
+            half => {
+                let wide = Outcome { out: widened(&outcome.out), denominators: outcome.denominators.clone() };
+                let Self { q, k, v, parameters } =
+                    self.widened().backward_as::<f32>(settings, &wide, &widened(&d_out))?;
+                let round = |x| rounded(x, half);
+                Ok(Self { q: round(q), k: round(k), v: round(v), parameters: parameters.map(round) })
+            }
         }
     }
 
@@ -266,7 +352,10 @@ impl PrefixState {
     /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
     pub fn step(&mut self, kernel: &dyn Kernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
         match self {
-            Self::F32(state) => step_as(kernel, operands, state),
+            Self::F32(state) => {
+                let out = step_as(kernel, &operands.widened(), state)?;
+                Ok(rounded(out, operands.q.dtype()))
+            }
             Self::F64(state) => step_as(kernel, operands, state),
         }
     }
@@ -327,7 +416,8 @@ impl<T: Number> TokenMajor<T> {
 fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
     let layout = tensor.layout();
     let (shape, strides) = (layout.shape(), layout.strides());
-    let adjacent = shape[3] <= 1 || strides[3] == 1;
+    let last = shape.num_dims() - 1;
+    let adjacent = shape[last] <= 1 || strides[last] == 1;
     if adjacent && strides.iter().all(|&stride| stride >= 0) {
         return tensor;
     }

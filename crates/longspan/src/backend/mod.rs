@@ -25,7 +25,7 @@ use std::sync::Arc;
 use burn::backend::{DispatchDevice, Flex};
 use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
-use burn::tensor::{DType, FloatDType};
+use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::{Call, Dims, Mechanism, Parameter, View};
 
@@ -119,17 +119,9 @@ pub(crate) fn attend(
     check(layer, &q, &k, &v)?;
     #[cfg(feature = "flex")]
     if is_flex(&q) {
-        let dtype = q.dtype();
-        let mut parameters = flat(layer);
-        let (mut q, mut k, mut v) = (q, k, v);
-        if !flex::supports(dtype) {
-            // Half-width numbers are widened: the kernels have no arithmetic for them, nor has the CPU.
-            let wide = FloatDType::F32;
-            (q, k, v, parameters) = (q.cast(wide), k.cast(wide), v.cast(wide), parameters.map(|all| all.cast(wide)));
-        }
+        let parameters = flat(layer, q.dtype())?;
         let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone() };
-        let out = autodiff::attend(settings, q, k, v, parameters)?;
-        return Ok(if out.dtype() == dtype { out } else { out.cast(dtype) });
+        return Ok(autodiff::attend(settings, q, k, v, parameters)?);
     }
     in_tensors(layer, q, k, v, mask)
 }
@@ -164,10 +156,22 @@ pub(crate) fn in_tensors(
 }
 
 /// All learned tensors, one after the other.
+///
+/// # Errors
+/// If they are not of the type that the layer is called with.
 #[cfg(feature = "flex")]
-fn flat(layer: &dyn Layer) -> Option<Tensor<1>> {
+fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
     let mut all = layer.parameters();
-    if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() }
+    for learned in &all {
+        argument(
+            learned.dtype() == dtype,
+            layer.name(),
+            "number types",
+            || format!("{:?} everywhere, like the layer's learned tensors; cast one of them", learned.dtype()),
+            || format!("{dtype:?} queries, keys and values"),
+        )?;
+    }
+    Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
 }
 
 /// `norm` of each token, `[batch, tokens, width]`, where `norm` was made with this `epsilon`.
@@ -187,6 +191,17 @@ pub(crate) fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<3>) -> Tensor
 #[cfg(feature = "flex")]
 fn is_flex(x: &Tensor<4>) -> bool {
     matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
+}
+
+/// Whether tokens such as this query can step in the kernels.
+pub(crate) fn steps_in_kernels(q: &Tensor<4>) -> bool {
+    #[cfg(feature = "flex")]
+    return is_flex(q) && !q.device().is_autodiff();
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = q;
+        false
+    }
 }
 
 /// Takes one token into `state` and gives its output: the row that [`attend`] gives under a causal mask.
@@ -212,7 +227,7 @@ pub(crate) fn step(
         || format!("{} and {}", q.dims()[2], k.dims()[2]),
     )?;
     #[cfg(feature = "flex")]
-    if is_flex(&q) && !q.device().is_autodiff() && flex::supports(q.dtype()) && !layer.keeps_past() {
+    if steps_in_kernels(&q) && !layer.keeps_past() {
         return step_kernel(layer, q, k, v, state);
     }
     let mut inner = match state.inner.take() {
@@ -284,14 +299,14 @@ fn step_kernel(
         x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
     }
     let kernel = &*layer.kernel();
-    let parameters = flat(layer).map(primitive).transpose()?;
+    let parameters = flat(layer, q.dtype())?.map(primitive).transpose()?;
     let operands =
         flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
     if state.inner.is_none() {
         state.inner = Some(Inner::Kernels(flex::PrefixState::empty(kernel, &operands)?));
     }
     match &mut state.inner {
-        Some(Inner::Kernels(prefix)) if prefix.dtype() == operands.q.dtype() => {
+        Some(Inner::Kernels(prefix)) if prefix.dtype() == flex::computed(operands.q.dtype()) => {
             Ok(Tensor::from_primitive::<Flex>(prefix.step(kernel, &operands)?))
         }
         _ => Err(foreign_state(layer)),

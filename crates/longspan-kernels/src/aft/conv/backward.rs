@@ -180,10 +180,8 @@ fn block<'a, T: Real>(
             join(problem.ops, all, own);
         }
         // SAFETY: every head of every sequence has one task.
-        let Some((head, numerator, denominator)) = (unsafe { links.far_gradient(problem, sequence.batch, kv_head) })
-        else {
-            return;
-        };
+        let far = unsafe { links.far_gradient(problem, sequence.batch, kv_head, 0..dims.head_dim) };
+        let Some((head, numerator, denominator)) = far else { return };
         let factor = ((head.exponent[0] + all[0]) + all[1]).exp();
         for (to, &d) in numerator.iter_mut().zip(&all[header::<T>()..]) {
             *to = factor * d;

@@ -31,6 +31,8 @@ pub(super) struct KeyBuffers<'s, T> {
     pub powers: &'s mut [T],
     pub state: &'s mut [T],
     pub state_columns: &'s mut [T],
+    /// Whether the transpose is that of the stage.
+    pub state_transposed: bool,
     pub dk: &'s mut [T],
     pub dv: &'s mut [T],
     pub running: &'s mut [T],
@@ -79,6 +81,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             powers: arena.take(window + chunk),
             state: arena.take(head * (value + 1)),
             state_columns: arena.take(head * value),
+            state_transposed: false,
             dk: arena.take(chunk * head),
             dv: arena.take(chunk * value),
             running: arena.take(value),

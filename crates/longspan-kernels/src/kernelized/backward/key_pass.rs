@@ -5,12 +5,13 @@ use super::super::row_pass::{Place, first_row};
 use super::super::state::Head;
 use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
+use super::row_sums;
 use super::stages::{Stage, Work};
 use super::{GradientSink, Source};
 use crate::real::Real;
 use crate::scratch::padded;
 use crate::shape::SharedRows;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::Ahead;
 
 /// The walk over the keys of one unit.
 pub(super) struct KeyWalk<'w, 'a, T: 'static> {
@@ -24,6 +25,8 @@ pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     pub sums: SharedRows<'w, T>,
     /// The exponent of each row's piece; under an exponential map only.
     pub shifts: &'w [T],
+    /// The sums of all rows, where every key reads them.
+    pub row_sums: Option<SummaryRef<'w, T>>,
     /// Whether the call's rows take part. If not, gradients are added to what another pass wrote.
     pub rows: bool,
     /// The initial state, the place for its gradient, and the gradient of the final state.
@@ -78,10 +81,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
     }
 
+    /// Queries, outputs and their gradients of the rows at the positions `from..to`, which come soon.
+    pub fn rows_ahead(&self, head: usize, from: isize, to: isize) -> [Ahead<T>; 3] {
+        let (from, to) = (from - self.problem.offset, to - self.problem.offset);
+        let [out, d_out] = self.source.ahead(self.problem, &self.unit, head, from, to);
+        [self.problem.queries_ahead(&self.unit, head, from, to), out, d_out]
+    }
+
     /// Lets the rows of the window's first `rows` positions enter the state: `R += φ(q) dNᵀ`, `z += c φ(q)`.
-    pub fn absorb(&self, rows: usize, local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
+    pub fn absorb(&self, rows: usize, ahead: &[Ahead<T>], local: &mut Summary<'_, T>, buffers: &mut KeyBuffers<'_, T>) {
         let problem = self.problem;
-        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let head_width = problem.head_width;
         if problem.exponential {
             // Row i counts e^{−M_i}; the exponent of the state is the largest −M_i.
             let mut top = *local.shift();
@@ -106,27 +116,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
             }
         }
-        problem.ops.product(&mut Product {
-            a: buffers.q,
-            a_row: 1,
-            a_column: head_width,
-            b: buffers.d,
-            b_row: value_width,
-            c: local.sum(),
-            c_row: value_width,
-            rows: problem.depth,
-            columns: value_width,
-            depth: rows,
-            accumulate: true,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
-        let from = problem.layout.denominator();
-        for row in 0..rows {
-            let q = &buffers.q[row * head_width + from..][..head_width - from];
-            problem.ops.add_scaled(&mut local.keys()[from..], buffers.c[row], q);
-        }
-        local.set_content();
+        row_sums::absorb(problem, rows, (&*buffers.q, &*buffers.d, &*buffers.c), ahead, local);
     }
 
     /// Sums up the rows of a stage that come before any key is looked at.
@@ -161,7 +151,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             local.scale_content(problem, self.unit.decay(count));
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start, count, buffers);
-                self.absorb(count, local, buffers);
+                let ahead = self.rows_ahead(head, start - buffers.chunk as isize, start);
+                self.absorb(count, &ahead, local, buffers);
             }
         }
         if let Some(lag) = far {
@@ -186,6 +177,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let problem = self.problem;
         local.clear();
         let Stage { from, to, .. } = stage;
+        buffers.state_transposed = false;
         let far = std::mem::take(&mut buffers.running);
         if let Some(start) = start {
             far.copy_from_slice(start.far());
@@ -261,6 +253,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     ) {
         match stage.work {
             Work::Rows { content, far } => self.sum_rows((stage.from, stage.to), (content, far), local, buffers),
+            Work::RowSums => {
+                if let Some(sums) = self.row_sums {
+                    local.copy(sums);
+                }
+            }
             Work::FinalState => self.load_final(local),
             Work::Keys | Work::InitialState => self.keys(stage, start, local, buffers),
         }

@@ -83,12 +83,16 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let padding = unit.padding(key, key + keys);
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
-            ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            if problem.causal {
+                ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+            }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
             ops.load(FeatureMap::Identity, T::ZERO, v, keys, value_dim, padding, buffers.v, value_width);
             buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
-            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+            if problem.causal {
+                ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+            }
         }
         buffers.dk[..keys * head_width].fill(T::ZERO);
         buffers.dv[..keys * value_width].fill(T::ZERO);
@@ -108,8 +112,16 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
             let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
             if let Some((sum, z)) = state {
-                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
-                ops.product(&mut Product {
+                // Without a mask every piece of the stage reads the same.
+                if problem.causal || !buffers.state_transposed {
+                    ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                    buffers.state_transposed = true;
+                }
+                let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
+                let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
+                let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+                let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
+                let product = &mut Product {
                     a: buffers.v,
                     a_row: value_width,
                     a_column: 1,
@@ -123,8 +135,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     accumulate: true,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
-                ops.product(&mut Product {
+                };
+                ops.product_fetching(product, &[next_k, to_k]);
+                let product = &mut Product {
                     a: buffers.k,
                     a_row: head_width,
                     a_column: 1,
@@ -138,7 +151,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     accumulate: true,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
+                };
+                ops.product_fetching(product, &[next_v, to_v]);
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
                 for n in 0..keys {
@@ -170,6 +184,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 break;
             }
             self.load_rows(head, first_position, window, buffers);
+            let ahead = self.rows_ahead(head, first_position - chunk as isize, first_position);
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
@@ -221,7 +236,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
                 let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
                 let band = Band { from: 0, to };
-                ops.product(&mut Product {
+                let product = &mut Product {
                     a: buffers.tile,
                     a_row: 1,
                     a_column: chunk,
@@ -235,13 +250,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     accumulate: true,
                     a_band: band,
                     c_band: Band::ALL,
-                });
+                };
+                ops.product_fetching(product, &ahead[..2]);
             }
             if far_rows {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
-                ops.product(&mut Product {
+                let product = &mut Product {
                     a: buffers.d,
                     a_row: value_width,
                     a_column: 1,
@@ -255,7 +271,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::up_to(0),
-                });
+                };
+                ops.product_fetching(product, &ahead[2..]);
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
@@ -299,7 +316,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         c_band: Band::ALL,
                     });
                 }
-                self.absorb(keys, local, buffers);
+                self.absorb(keys, &[], local, buffers);
             }
         }
         if far_rows {

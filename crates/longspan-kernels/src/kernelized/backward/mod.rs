@@ -14,6 +14,7 @@ mod key_buffers;
 mod key_pass;
 mod key_piece;
 mod query_pass;
+mod row_sums;
 mod stages;
 mod states;
 mod table;
@@ -28,9 +29,11 @@ use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Rows, SharedRows, ViewMut};
+use crate::simd::block::Ahead;
 use crate::state::State;
 use key_pass::KeyWalk;
 use query_pass::QueryGradients;
+use row_sums::RowSums;
 use stages::KeyMemory;
 pub(super) use table::reduce_table;
 
@@ -55,6 +58,19 @@ impl<'a, T: Real> Source<'a, T> {
         let sequence = &unit.sequence;
         let of = |view: &crate::shape::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
         (of(&self.cotangent.out), of(&self.cotangent.d_out))
+    }
+
+    /// The same that come soon: the rows `from..to` of the sequence.
+    fn ahead(
+        &self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        head: usize,
+        from: isize,
+        to: isize,
+    ) -> [Ahead<T>; 2] {
+        let (out, d_out) = self.rows(unit, head);
+        [out, d_out].map(|rows| Ahead::new(rows, from, to, unit.sequence.queries, problem.dims.value_dim))
     }
 
     /// Writes `dN` of `count` rows from `first` into a block and `c` beside it; `scale[n]` multiplies row `n` where the
@@ -123,15 +139,17 @@ pub(super) fn backward<T: Real>(
     let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let most_stages = KeyMemory::most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();
-    let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums);
+    let row_sums = RowSums::new(problem, most_segments, !memory.split(problem));
+    let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums + row_sums.len());
     let [query_positions, key_positions] = problem.position_lens();
-    let shared_len = shared_len + query_positions + key_positions + 5 * padded::<T>(1);
+    let shared_len = shared_len + query_positions + key_positions + 6 * padded::<T>(1);
     let mut arena = Arena::new(scratch.take(problem.table_len() + shared_len + walks_len));
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(units * per_unit_table);
     let shifts = arena.take(units * per_unit_shifts);
     let key_sums = arena.take(units * per_unit_sums);
     key_sums.fill(T::ZERO);
+    let all_row_sums = arena.take(units * row_sums.len());
     let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
     let scratch = arena.rest();
     let mut positions = problem.position_views(query_positions, key_positions);
@@ -140,7 +158,11 @@ pub(super) fn backward<T: Real>(
     let sums = sums.shared();
     let source = Source { cotangent };
 
+    let per_unit_rows = row_sums.len().max(1);
+    all_row_sums.chunks_exact_mut(per_unit_rows).for_each(|unit| row_sums.clear(unit));
     {
+        let mut places = ViewMut::strided(&mut *all_row_sums, [row_sums.len(), 0, 1]);
+        let places = places.shared();
         let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit_table, group * entry, 0]);
         let gradients = gradients.shared();
         let mut shifts = ViewMut::strided(&mut *shifts, [per_unit_shifts, 0, 0]);
@@ -156,12 +178,18 @@ pub(super) fn backward<T: Real>(
                     (gradients.row(unit, segment, 0, group * entry), shifts.row(unit, 0, 0, per_unit_shifts))
                 };
                 table.fill(T::ZERO);
-                QueryGradients { source, sink, table, shifts }
+                // SAFETY: as above; a unit's segments come in turn where one place serves them.
+                let sums = unsafe { row_sums.place(&places, unit, segment) };
+                QueryGradients { source, sink, table, shifts, has_state: false, sums }
             },
             None,
             scratch,
         );
     }
+    for (index, memory) in all_row_sums.chunks_exact_mut(per_unit_rows).enumerate() {
+        row_sums.join(problem, &problem.unit(index), row_segments(index), memory);
+    }
+    let all_row_sums = &*all_row_sums;
     let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
         let heads = state.heads_mut().map(|mut head| {
             head.iter_mut().for_each(|part| part.fill(T::ZERO));
@@ -180,6 +208,7 @@ pub(super) fn backward<T: Real>(
             source,
             sink,
             shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
+            row_sums: all_row_sums.chunks_exact(per_unit_rows).nth(index).map(|unit| row_sums.total(unit)),
             rows: true,
             initial: problem.call.initial_state.map(|state| unit.head(state)),
             d_initial: places.as_ref().map(|places| &places[index]),
@@ -243,6 +272,7 @@ pub(super) fn add_final_state<T: Real>(
             source,
             sink,
             shifts,
+            row_sums: None,
             rows: false,
             initial: None,
             d_initial: None,

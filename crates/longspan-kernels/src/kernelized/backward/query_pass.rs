@@ -3,6 +3,7 @@
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
 use super::super::tile::{Buffers, Piece, combine_states, near_columns};
+use super::row_sums;
 use super::{GradientSink, Source};
 use crate::real::Real;
 use crate::scratch::padded;
@@ -17,6 +18,10 @@ pub(super) struct QueryGradients<'a, 's, T> {
     pub table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
     pub shifts: &'s mut [T],
+    /// Whether the last piece had a state; its transpose stays in the buffers.
+    pub has_state: bool,
+    /// The sums that keys read, where every key reads those of all rows.
+    pub sums: Option<row_sums::Place<'s, T>>,
 }
 
 impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
@@ -33,15 +38,16 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
         }
 
-        // Sᵀ and Vᵀ are wanted by every head.
-        let mut has_state = false;
-        if problem.content {
+        // Sᵀ and Vᵀ are wanted by every head; without a mask every piece has the same Sᵀ.
+        let mut has_state = self.has_state && !problem.causal;
+        if problem.content && !has_state {
             let local = scene.local.map(|local| (local, scales.local));
             if let Some((sum, keys)) = combine_states(problem, buffers.state, (scene.start, scales.start), local) {
                 ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
                 buffers.keys_sum.copy_from_slice(keys);
                 has_state = true;
             }
+            self.has_state = has_state;
         }
         let separate = problem.layout.separate();
         let tiled = near > 0 || (problem.content && piece.keys > 0);
@@ -58,7 +64,10 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
             let mut written = false;
             if has_state {
-                ops.product(&mut Product {
+                let (next, end) = piece.next_rows();
+                let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
+                let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
+                let product = &mut Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -72,7 +81,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
-                });
+                };
+                ops.product_fetching(product, &ahead);
                 for row in 0..piece.rows {
                     let line = &mut buffers.dq[row * head_width..][..head_width];
                     ops.add_scaled(line, buffers.sums[row], buffers.keys_sum);
@@ -85,7 +95,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             if tiled {
                 let band = Buffers::tile_band(problem, piece);
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
-                ops.product(&mut Product {
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let product = &mut Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -99,7 +111,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     accumulate: false,
                     a_band: Band::ALL,
                     c_band: band,
-                });
+                };
+                ops.product_fetching(product, &[ahead]);
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
@@ -221,6 +234,14 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             if !written {
                 buffers.dq[..piece.rows * head_width].fill(T::ZERO);
             }
+            if let Some(place) = &mut self.sums {
+                // Without a mask the exponent is that of the whole unit.
+                place.sums.raise(problem, -scales.shift);
+                let token = sequence.query_start + first;
+                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
+                row_sums::absorb(problem, count, rows, &[ahead], &mut place.sums);
+            }
             let head_dim = problem.dims.head_dim;
             let (len, table) = (problem.sums_len(), problem.table_width() * head_width);
             let sums = &mut self.table[n * (table + len) + table..][..len];
@@ -242,5 +263,11 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         // SAFETY: these rows belong to no segment, and each unit's are written by one task.
         let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
         to.fill(T::ZERO);
+    }
+
+    fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        if let Some(place) = &mut self.sums {
+            place.end(problem, unit);
+        }
     }
 }

@@ -40,6 +40,8 @@ impl Stage {
 pub(super) enum Work {
     /// Rows that only enter the sums: whether the state, and how many positions later the far sum.
     Rows { content: bool, far: Option<usize> },
+    /// The sums of all rows, which the pass over the rows formed.
+    RowSums,
     /// The gradient of the final state enters the sums.
     FinalState,
     /// Keys whose gradients are wanted.
@@ -78,9 +80,6 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
                 idle = (from - keys) as usize;
             }
         } else {
-            if problem.content {
-                rows(positions.start, positions.end, true, None);
-            }
             match problem.radius {
                 Some(0) => rows(positions.start, positions.end, false, Some(0)),
                 Some(radius) => rows(keys.max(positions.start - reach), positions.end - reach, false, Some(radius)),
@@ -90,6 +89,9 @@ fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
     }
     let end = |from: isize, to: isize, work: Work| Stage { from, to, work, idle: 0, number: 0 };
     let rows = list.len();
+    if walk.row_sums.is_some() {
+        list.push(end(0, 0, Work::RowSums));
+    }
     if walk.d_final.is_some() {
         list.push(end(keys, keys, Work::FinalState));
     }
@@ -126,7 +128,7 @@ impl KeyMemory {
     /// Most stages that a unit can have: segments of rows and of keys, and two states.
     pub fn most_stages<T: Real>(problem: &Problem<'_, T>) -> usize {
         let count = |tokens: usize| cut_count(problem, tokens);
-        problem.sequences.iter().map(|s| 2 * count(s.queries) + 3 + count(s.keys)).max().unwrap_or(0)
+        problem.sequences.iter().map(|s| count(s.queries) + 4 + count(s.keys)).max().unwrap_or(0)
     }
 
     fn split<T: Real>(problem: &Problem<'_, T>) -> bool {

@@ -33,6 +33,9 @@ pub(super) trait Visitor<T: Real> {
 
     /// Handles a row that sees nothing.
     fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
+
+    /// Called when every row of a segment has been handled.
+    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
 }
 
 /// One head's place for its state. One task at a time writes to it.
@@ -112,6 +115,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
                 FarSums { segment: segment_step(&plans[index]), width: problem.value_width, prefix, suffix, segments };
             let rows = (segment.from, segment.to);
             walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
+            visitor.end(problem, &walk.unit);
         }
     });
 }
@@ -239,6 +243,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             let total = carry.high.view();
             let mut visitor = (self.make)(index, rows.number);
             walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
+            visitor.end(problem, unit);
         }
     }
 

@@ -150,18 +150,18 @@ impl<T: Real> Walk<'_, '_, T> {
                 let weight = self.unit.decay(piece.rows - key);
                 problem.ops.scale(&mut buffers.k[key * width..][..width], weight);
             }
-            let rows = padded::<T>(piece.keys);
-            problem.ops.transpose(buffers.k, width, rows, width, buffers.k_columns, buffers.sizes.chunk);
         }
         if piece.keys == 0 {
             return;
         }
         let first = (piece.key as isize - piece.window) as usize * problem.value_width;
         let chunk = buffers.sizes.chunk;
-        problem.ops.product(&mut Product {
-            a: buffers.k_columns,
-            a_row: chunk,
-            a_column: 1,
+        let next = (piece.key + piece.keys) as isize;
+        let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
+        let product = &mut Product {
+            a: buffers.k,
+            a_row: 1,
+            a_column: width,
             b: &buffers.v[first..],
             b_row: problem.value_width,
             c: local.sum(),
@@ -172,7 +172,8 @@ impl<T: Real> Walk<'_, '_, T> {
             accumulate: true,
             a_band: Band::ALL,
             c_band: Band::ALL,
-        });
+        };
+        problem.ops.product_fetching(product, &ahead);
         let from = problem.layout.denominator();
         problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         local.set_content();

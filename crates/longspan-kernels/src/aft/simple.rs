@@ -1,0 +1,339 @@
+//! AFT-simple: no bias, so that a row's mean is that of all keys up to a place, and a key collects what all rows from a place on
+//! give. One running mean goes through a head's keys in the forward, one sum of rows back through its rows in the backward.
+//!
+//! Channels do not know of each other: a task is a head of keys, or some channels of it where heads are few. What is summed in which
+//! order does not depend on that.
+
+use std::ops::Range;
+
+use super::backward::GradientSink;
+use super::keys::KeyItems;
+use super::problem::{CHUNK, Problem};
+use super::state_gradient::{Links, far_item};
+use super::walk::{Items, clear, join_all, join_items};
+use crate::mask::Sequence;
+use crate::mechanism::Cotangent;
+use crate::real::Real;
+use crate::scratch::{Arena, Scratch, line, padded, parallel};
+use crate::shape::{Rows, SharedRows, View};
+use crate::simd::log_sum::{OutputRow, PARTS, Tokens};
+use crate::simd::running::{OutputRows, TokenGradients};
+
+/// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
+/// (16 kB with 64 channels of `f32`) while they are read twice.
+const BLOCK: usize = 64;
+
+/// How the rows of a sequence see its keys: some see only the initial state; then come rows that see all keys up to one that is theirs,
+/// one more with every row; and rows that see all keys.
+struct Stretch {
+    /// The first row with a key of its own.
+    row: usize,
+    /// That key: all before are seen by it too.
+    key: usize,
+    count: usize,
+}
+
+impl Stretch {
+    fn new<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>) -> Self {
+        if !problem.causal {
+            return Self { row: 0, key: sequence.keys, count: 0 };
+        }
+        let offset = problem.call.mask.offset;
+        let (row, key) = (offset.min(0).unsigned_abs(), offset.max(0) as usize);
+        let (row, key) = (row.min(sequence.queries), key.min(sequence.keys));
+        Self { row, key, count: (sequence.queries - row).min(sequence.keys - key) }
+    }
+
+    /// Pieces of the stretch, as distances from its beginning.
+    fn blocks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator + use<> {
+        let count = self.count;
+        (0..count.div_ceil(BLOCK)).map(move |n| n * BLOCK..((n + 1) * BLOCK).min(count))
+    }
+}
+
+/// Channels of a head of a sequence.
+struct Task {
+    sequence: usize,
+    kv_head: usize,
+    channels: Range<usize>,
+}
+
+/// All tasks of a call: heads, cut into parts if there are not enough of them for all threads.
+struct Tasks {
+    heads: usize,
+    parts: usize,
+    count: usize,
+}
+
+impl Tasks {
+    fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+        let (heads, lines) = (problem.dims.kv_heads, problem.width / line::<T>());
+        let all = problem.sequences.len() * heads;
+        let parts = (2 * rayon::current_num_threads()).div_ceil(all.max(1)).clamp(1, lines.max(1));
+        Self { heads, parts, count: all * parts }
+    }
+
+    fn get<T: Real>(&self, problem: &Problem<'_, T>, index: usize) -> Task {
+        let (head, part) = (index / self.parts, index % self.parts);
+        let lines = problem.width / line::<T>();
+        let bound = |part: usize| (part * lines / self.parts * line::<T>()).min(problem.dims.head_dim);
+        Task { sequence: head / self.heads, kv_head: head % self.heads, channels: bound(part)..bound(part + 1) }
+    }
+}
+
+/// The rows of one batch entry and head from a token on, in some channels.
+fn rows_of<'a, T>(view: &View<'a, T>, batch: usize, head: usize, token: usize, channels: &Range<usize>) -> Rows<'a, T> {
+    let rows = view.rows(batch, head).skip(token);
+    Rows { data: &rows.data[channels.start.min(rows.data.len())..], ..rows }
+}
+
+/// Numbers of a task's working memory: seven means, the tops, and a block of items and gradients.
+fn work_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    let mean = problem.mean();
+    8 * mean + (2 * CHUNK + 2) * mean + 12 * line::<T>() * BLOCK + 64
+}
+
+/// Writes every output.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>, scratch: &mut Scratch<T>) {
+    if problem.dims.head_dim == 0 || problem.dims.heads == 0 {
+        return;
+    }
+    let tasks = Tasks::new(problem);
+    let per_worker = work_len(problem).next_multiple_of(64);
+    let workers = rayon::current_num_threads().min(tasks.count).max(1);
+    parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
+        means(problem, &tasks.get(problem, task), out, work);
+    });
+}
+
+/// Writes the outputs of one task.
+fn means<T: Real>(problem: &Problem<'_, T>, task: &Task, out: SharedRows<'_, T>, work: &mut [T]) {
+    let (ops, sequence) = (problem.ops, &problem.sequences[task.sequence]);
+    let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
+    let stretch = Stretch::new(problem, sequence);
+    let width = padded::<T>(task.channels.len());
+    let mean = PARTS * width;
+    let mut arena = Arena::new(work);
+    let [sum, own, part] = [(); 3].map(|()| arena.take(mean));
+    let tops = arena.take(width);
+    let block = arena.take((CHUNK + 1) * mean);
+    let group = problem.dims.group();
+    let heads = task.kv_head * group..(task.kv_head + 1) * group;
+    let queries = |head: usize, row: usize| {
+        let rows = || rows_of(&problem.call.q, sequence.batch, head, sequence.query_start + row, &task.channels);
+        problem.aft.gate.then(rows)
+    };
+    let outputs = |head: usize, row: usize, count: usize| {
+        let place = [sequence.batch, head, sequence.query_start + row];
+        // SAFETY: these channels of a head belong to one task, which has one block of its rows at a time.
+        unsafe { out.columns(place, count, task.channels.clone()) }
+    };
+    let constant = |rows: Range<usize>, sum: &[T]| {
+        for head in heads.clone() {
+            let mut to = outputs(head, rows.start, rows.len());
+            ops.constant_means(queries(head, rows.start), sum, &mut to);
+        }
+    };
+    items.start(sum);
+    constant(0..stretch.row, sum);
+    join_all(ops, &items, 0, stretch.key as isize, sum, block);
+    for at in stretch.blocks() {
+        let (row, key, count) = (stretch.row + at.start, (stretch.key + at.start) as isize, at.len());
+        if let Some(tokens) = items.tokens(key, count).filter(|tokens| ops.tops(*tokens, sum, tops)) {
+            for head in heads.clone() {
+                own.copy_from_slice(sum);
+                let tokens = Tokens { queries: queries(head, row), ..tokens };
+                ops.running_means(tokens, tops, own, &mut outputs(head, row, count));
+            }
+            sum.copy_from_slice(own);
+            continue;
+        }
+        let own_items = items.load(key, count, block);
+        for head in heads.clone() {
+            own.copy_from_slice(sum);
+            let (queries, mut to) = (queries(head, row), outputs(head, row, count));
+            for (n, item) in own_items.chunks_exact(mean).enumerate() {
+                ops.join(own, item, T::ZERO);
+                let q = queries.map_or(&[][..], |queries| queries.row(n, task.channels.len()));
+                ops.gated_mean(own, q, to.row(n));
+            }
+        }
+        join_items(ops, own_items, part);
+        ops.join(sum, part, T::ZERO);
+    }
+    constant(stretch.row + stretch.count..sequence.queries, sum);
+}
+
+/// Writes every gradient.
+pub(super) fn backward<'a, T: Real>(
+    problem: &Problem<'a, T>,
+    cotangent: &Cotangent<'a, T>,
+    sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
+    scratch: &mut Scratch<T>,
+) {
+    let tasks = Tasks::new(problem);
+    let blocks = problem.sequences.iter().map(|sequence| Stretch::new(problem, sequence).blocks().len()).max();
+    let edges = blocks.unwrap_or(0) * 2 * problem.width;
+    let per_worker = (work_len(problem) + edges).next_multiple_of(64);
+    let workers = rayon::current_num_threads().min(tasks.count).max(1);
+    parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
+        gradients(problem, cotangent, sink, links, &tasks.get(problem, task), work);
+    });
+}
+
+/// Writes the gradients of one task: forward through the keys for the means of rows, of which denominators are all that counts; and
+/// back through rows and keys at once, with the sum of the rows from each on.
+fn gradients<'a, T: Real>(
+    problem: &Problem<'a, T>,
+    cotangent: &Cotangent<'a, T>,
+    sink: &GradientSink<'_, T>,
+    links: &Links<'_, T>,
+    task: &Task,
+    work: &mut [T],
+) {
+    let (ops, sequence) = (problem.ops, &problem.sequences[task.sequence]);
+    let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
+    let stretch = Stretch::new(problem, sequence);
+    let channels = &task.channels;
+    let width = padded::<T>(channels.len());
+    let mean = PARTS * width;
+    let mut arena = Arena::new(work);
+    let [start, end, own, after, item, far] = [(); 6].map(|()| arena.take(mean));
+    let tops = arena.take(width);
+    let block = arena.take((CHUNK + 1) * mean);
+    let rows_block = arena.take(BLOCK * mean);
+    let kept = arena.take(12 * line::<T>() * BLOCK);
+    let edges = arena.take(stretch.blocks().len() * 2 * width);
+    items.start(start);
+    end.copy_from_slice(start);
+    let add = |keys: Range<usize>, end: &mut [T], block: &mut [T]| {
+        let (part, block) = block.split_at_mut(mean);
+        items.sum_weights(ops, keys.start as isize, keys.len(), part, block);
+        ops.join(end, part, T::ZERO);
+    };
+    for key in (0..stretch.key).step_by(CHUNK) {
+        add(key..(key + CHUNK).min(stretch.key), end, block);
+    }
+    for (at, edge) in stretch.blocks().zip(edges.chunks_exact_mut(2 * width)) {
+        edge[..width].copy_from_slice(&end[..width]);
+        edge[width..].copy_from_slice(&end[3 * width..]);
+        add(stretch.key + at.start..stretch.key + at.end, end, block);
+    }
+
+    clear(far);
+    for (index, head) in (task.kv_head * problem.dims.group()..).take(problem.dims.group()).enumerate() {
+        let output_rows = |rows: &Range<usize>| {
+            let of =
+                |view: &View<'a, T>| rows_of(view, sequence.batch, head, sequence.query_start + rows.start, channels);
+            OutputRows {
+                q: problem.aft.gate.then(|| of(&problem.call.q)),
+                d_out: of(&cotangent.d_out),
+                out: of(&cotangent.out),
+                count: rows.len(),
+            }
+        };
+        let d_queries = |rows: &Range<usize>| {
+            let place = [sequence.batch, head, sequence.query_start + rows.start];
+            // SAFETY: these channels of a head belong to one task, which has one block of its rows at a time.
+            unsafe { sink.dq.columns(place, rows.len(), channels.clone()) }
+        };
+        let d_tokens = |keys: &Range<usize>| {
+            let place = [sequence.batch, task.kv_head, sequence.key_start + keys.start];
+            // SAFETY: as for the queries.
+            let (dk, dv) = unsafe {
+                (
+                    sink.dk.columns(place, keys.len(), channels.clone()),
+                    sink.dv.columns(place, keys.len(), channels.clone()),
+                )
+            };
+            TokenGradients { dk, dv, add: index > 0 }
+        };
+        // Rows that all have one mean.
+        let constant_rows = |rows: Range<usize>, mean: &[T], after: &mut [T], item: &mut [T]| {
+            for from in rows.clone().step_by(CHUNK).rev() {
+                let rows = from..(from + CHUNK).min(rows.end);
+                clear(item);
+                ops.constant_cotangents(output_rows(&rows), mean, item, &mut d_queries(&rows));
+                ops.join(after, item, T::ZERO);
+            }
+        };
+        // A key that is not there like the others.
+        let single_key = |key: usize, after: &[T], item: &mut [T], own: &mut [T]| {
+            let (d_key, d_value) = own.split_at_mut(2 * width);
+            if items.token(key as isize).is_some() {
+                ops.key_gradient(after, items.load(key as isize, 1, item), d_key, d_value);
+            } else {
+                d_key.fill(T::ZERO);
+                d_value.fill(T::ZERO);
+            }
+            let mut to = d_tokens(&(key..key + 1));
+            let add = to.add;
+            for (to, d) in [(to.dk.row(0), d_key), (to.dv.row(0), d_value)] {
+                to.iter_mut().zip(d).for_each(|(to, d)| *to = if add { *to + *d } else { *d });
+            }
+        };
+        // Keys that are all seen by the same rows.
+        let constant_keys = |keys: Range<usize>, after: &[T], item: &mut [T], own: &mut [T]| {
+            for from in keys.clone().step_by(CHUNK) {
+                let keys = from..(from + CHUNK).min(keys.end);
+                match items.tokens(from as isize, keys.len()) {
+                    Some(tokens) => ops.constant_gradients(tokens, after, &mut d_tokens(&keys)),
+                    None => keys.for_each(|key| single_key(key, after, item, own)),
+                }
+            }
+        };
+        clear(after);
+        if let Some(last) = links.last_item(sequence, task.kv_head).filter(|_| index == 0) {
+            for (to, from) in after.chunks_exact_mut(width).zip(last.chunks_exact(problem.width)) {
+                to.copy_from_slice(&from[channels.start..][..width]);
+            }
+        }
+        constant_keys(stretch.key + stretch.count..sequence.keys, after, item, own);
+        constant_rows(stretch.row + stretch.count..sequence.queries, end, after, item);
+        for (at, edge) in stretch.blocks().zip(edges.chunks_exact(2 * width)).rev() {
+            let (rows, keys) =
+                (stretch.row + at.start..stretch.row + at.end, stretch.key + at.start..stretch.key + at.end);
+            clear(own);
+            own[..width].copy_from_slice(&edge[..width]);
+            own[3 * width..].copy_from_slice(&edge[width..]);
+            let tokens = items.tokens(keys.start as isize, keys.len());
+            if let Some(tokens) = tokens.filter(|tokens| ops.tops(*tokens, own, tops)) {
+                let (mut dq, mut to) = (d_queries(&rows), d_tokens(&keys));
+                ops.running_gradients(tokens, output_rows(&rows), tops, own, after, kept, &mut dq, &mut to);
+                continue;
+            }
+            let (output_rows, mut dq) = (output_rows(&rows), d_queries(&rows));
+            let own_items = items.load(keys.start as isize, keys.len(), block);
+            let row_items = &mut rows_block[..keys.len() * mean];
+            for (n, (key, row)) in own_items.chunks_exact(mean).zip(row_items.chunks_exact_mut(mean)).enumerate() {
+                ops.join(own, key, T::ZERO);
+                let of = |rows: &Rows<'a, T>| rows.row(n, channels.len());
+                let output = OutputRow {
+                    q: output_rows.q.as_ref().map_or(&[][..], of),
+                    d_out: of(&output_rows.d_out),
+                    out: of(&output_rows.out),
+                };
+                ops.row_cotangent(own, output, dq.row(n), row);
+            }
+            for (key, row) in keys.zip(row_items.chunks_exact(mean)).rev() {
+                ops.join(after, row, T::ZERO);
+                single_key(key, after, item, own);
+            }
+        }
+        constant_keys(0..stretch.key, after, item, own);
+        constant_rows(0..stretch.row, start, after, item);
+        ops.join(far, after, T::ZERO);
+    }
+
+    // The initial state's mean is a key without a value that every row sees.
+    // SAFETY: these channels of a head have one task.
+    let to = unsafe { links.far_gradient(problem, sequence.batch, task.kv_head, channels.clone()) };
+    if let Some((head, numerator, denominator)) = to {
+        far_item(&head.columns(channels.clone()), width, item);
+        let (d_key, d_value) = own.split_at_mut(2 * width);
+        ops.key_gradient(far, item, d_key, d_value);
+        numerator.copy_from_slice(&d_value[..channels.len()]);
+        denominator.copy_from_slice(&d_key[..channels.len()]);
+    }
+}

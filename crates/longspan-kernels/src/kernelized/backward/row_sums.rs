@@ -1,0 +1,138 @@
+//! The sums of rows that keys read their gradients from, `R = Σ φ(q) dNᵀ` and `z = Σ c φ(q)`.
+//!
+//! Without a causal mask every key reads the sums of all rows, so the pass over the rows forms them on its way and the walk
+//! over the keys finds them.
+
+use super::super::problem::{Problem, Unit};
+use super::super::summary::{Carry, Layout, Summary, SummaryRef};
+use crate::real::Real;
+use crate::shape::SharedRows;
+use crate::simd::block::{Ahead, Band, Product};
+
+/// Lets rows enter the sums: features `q`, `dN` and `c` of each.
+pub(super) fn absorb<T: Real>(
+    problem: &Problem<'_, T>,
+    rows: usize,
+    (q, d, c): (&[T], &[T], &[T]),
+    ahead: &[Ahead<T>],
+    sums: &mut Summary<'_, T>,
+) {
+    let (head_width, value_width) = (problem.head_width, problem.value_width);
+    let product = &mut Product {
+        a: q,
+        a_row: 1,
+        a_column: head_width,
+        b: d,
+        b_row: value_width,
+        c: sums.sum(),
+        c_row: value_width,
+        rows: problem.depth,
+        columns: value_width,
+        depth: rows,
+        accumulate: true,
+        a_band: Band::ALL,
+        c_band: Band::ALL,
+    };
+    problem.ops.product_fetching(product, ahead);
+    let from = problem.layout.denominator();
+    for row in 0..rows {
+        let q = &q[row * head_width + from..][..head_width - from];
+        problem.ops.add_scaled(&mut sums.keys()[from..], c[row], q);
+    }
+    sums.set_content();
+}
+
+/// The memory of one unit's sums: their total, what rounding took from it, and the sums of each segment, or of one after the
+/// other where segments come in turn.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RowSums {
+    layout: Layout,
+    summary: usize,
+    segments: usize,
+    in_turn: bool,
+}
+
+impl RowSums {
+    /// For units of at most `segments`, that come in turn or side by side; empty where keys form the sums themselves.
+    pub fn new<T: Real>(problem: &Problem<'_, T>, segments: usize, in_turn: bool) -> Self {
+        let layout = Layout::new(problem);
+        let segments = if in_turn { 1 } else { segments };
+        let wanted = problem.content && !problem.causal;
+        Self { layout, summary: layout.len::<T>(), segments: if wanted { segments } else { 0 }, in_turn }
+    }
+
+    /// Numbers of a unit.
+    pub fn len(&self) -> usize {
+        if self.segments == 0 { 0 } else { (2 + self.segments) * self.summary }
+    }
+
+    /// Empties the total of a unit.
+    pub fn clear<T: Real>(&self, unit: &mut [T]) {
+        let (high, rest) = unit.split_at_mut(self.summary);
+        Carry::new(self.layout, high, &mut rest[..self.summary]);
+    }
+
+    /// The total of a unit.
+    pub fn total<'x, T: Real>(&self, unit: &'x [T]) -> SummaryRef<'x, T> {
+        SummaryRef::new(self.layout, &unit[..self.summary])
+    }
+
+    /// A place to form the sums of a segment of a unit in.
+    ///
+    /// # Safety
+    /// No other place of the same segment may live, and where segments come in turn no other of the unit.
+    pub unsafe fn place<'s, T: Real>(
+        &self,
+        units: &'s SharedRows<'_, T>,
+        unit: usize,
+        segment: usize,
+    ) -> Option<Place<'s, T>> {
+        if self.segments == 0 {
+            return None;
+        }
+        // SAFETY: the caller's promise; the units' numbers do not overlap.
+        let (total, sums) = unsafe {
+            if self.in_turn {
+                let (total, sums) = units.row(unit, 0, 0, self.len()).split_at_mut(2 * self.summary);
+                (Some(total), sums)
+            } else {
+                (None, units.row(unit, 0, (2 + segment) * self.summary, self.summary))
+            }
+        };
+        let mut sums = Summary::new(self.layout, sums);
+        sums.clear();
+        Some(Place { total, sums })
+    }
+
+    /// Adds up the segments of a unit that were visited side by side.
+    pub fn join<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, segments: usize, memory: &mut [T]) {
+        if self.in_turn || self.segments == 0 {
+            return;
+        }
+        let (total, rest) = memory.split_at_mut(2 * self.summary);
+        for sums in rest.chunks_exact(self.summary).take(segments) {
+            add(problem, unit, total, SummaryRef::new(self.layout, sums));
+        }
+    }
+}
+
+/// The sums of one segment under way.
+pub(super) struct Place<'s, T> {
+    pub sums: Summary<'s, T>,
+    /// The unit's total and what rounding took from it, if segments come in turn.
+    total: Option<&'s mut [T]>,
+}
+
+impl<T: Real> Place<'_, T> {
+    /// Adds the sums to the total once the segment is over.
+    pub fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+        if let Some(total) = &mut self.total {
+            add(problem, unit, total, self.sums.view());
+        }
+    }
+}
+
+fn add<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, total: &mut [T], sums: SummaryRef<'_, T>) {
+    let (high, low) = total.split_at_mut(total.len() / 2);
+    Carry::resume(Layout::new(problem), high, low).add(problem, unit, 0, sums);
+}
