@@ -740,9 +740,41 @@ pub(crate) unsafe fn absorb_token<V: Vector>(
 /// `out += qᵀ S`, as [`absorb_token`] reads it.
 #[inline(always)]
 pub(crate) unsafe fn read_token<V: Vector>(sum: &[V::Element], q: &[V::Element], out: &mut [V::Element]) {
-    for (row, &q) in sum.chunks_exact(out.len().max(1)).zip(q) {
-        // SAFETY: forwarded to the caller.
-        unsafe { add_scaled::<V>(out, q, row) };
+    let width = out.len();
+    assert!(sum.len() >= q.len() * width);
+    let whole = width / V::LANES * V::LANES;
+    let mut column = 0;
+    while column < whole {
+        let registers = ((whole - column) / V::LANES).min(4);
+        // SAFETY: `registers` registers from `column` lie in every row of `sum` and in `out`.
+        unsafe {
+            macro_rules! columns {
+                ($n:literal) => {{
+                    let mut total = [V::splat(V::Element::ZERO); $n];
+                    for (feature, &q) in q.iter().enumerate() {
+                        let row = sum.as_ptr().add(feature * width + column);
+                        let q = V::splat(q);
+                        for n in 0..$n {
+                            total[n] = q.mul_add(V::load(row.add(n * V::LANES)), total[n]);
+                        }
+                    }
+                    for n in 0..$n {
+                        let at = out.as_mut_ptr().add(column + n * V::LANES);
+                        V::load(at).add(total[n]).store(at);
+                    }
+                }};
+            }
+            match registers {
+                4 => columns!(4),
+                3 => columns!(3),
+                2 => columns!(2),
+                _ => columns!(1),
+            }
+        }
+        column += registers * V::LANES;
+    }
+    for column in whole..width {
+        out[column] += q.iter().enumerate().map(|(feature, &q)| q * sum[feature * width + column]).sum::<V::Element>();
     }
 }
 

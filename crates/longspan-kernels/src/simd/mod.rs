@@ -171,7 +171,7 @@ mod kernels {
     };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
-    pub(crate) use super::token::{add_weighed_values, feature_dots};
+    pub(crate) use super::token::{add_outer, add_weighed_values, feature_dots};
     pub(crate) use super::window::{
         add_row_dot, add_window, exp_all, gated_cotangents, gated_rows, run_rows, window_dots, window_tops,
         window_weights,
@@ -205,6 +205,7 @@ operations! {
     read_token(sum: &[T], q: &[T], out: &mut [T]);
     feature_dots(map: FeatureMap, shift: T, rows: &[T], width: usize, q: &[T], to: &mut [T]);
     add_weighed_values(rows: &[T], weights: &[T], to: &mut [T]) -> T;
+    add_outer(sum: &mut [T], factor: T, x: &[T], y: &[T]);
     mask(block: &mut [T], row_length: usize, rows: usize, columns: usize, band: Band);
     all_finite(from: Rows<'_, T>, count: usize, width: usize) -> bool;
     softmax_tile(scores: &mut [T], row_length: usize, keys: usize, highest: &mut [T], sums: &mut [T], factors: &mut [T]);

@@ -112,6 +112,33 @@ where
     }
 }
 
+/// `sum += factor · x yᵀ`; `sum` is `x.len() × y.len()`, row-major.
+#[inline(always)]
+pub(crate) unsafe fn add_outer<V: Vector>(
+    sum: &mut [V::Element],
+    factor: V::Element,
+    x: &[V::Element],
+    y: &[V::Element],
+) {
+    let width = y.len();
+    assert!(sum.len() >= x.len() * width);
+    let whole = width / V::LANES * V::LANES;
+    for (row, &x) in sum.chunks_exact_mut(width.max(1)).zip(x) {
+        let gain = factor * x;
+        // SAFETY: registers below `whole` lie in a row and in `y`.
+        unsafe {
+            let all = V::splat(gain);
+            let mut column = 0;
+            while column < whole {
+                let at = row.as_mut_ptr().add(column);
+                all.mul_add(V::load(y.as_ptr().add(column)), V::load(at)).store(at);
+                column += V::LANES;
+            }
+        }
+        row[whole..].iter_mut().zip(&y[whole..]).for_each(|(to, &y)| *to += gain * y);
+    }
+}
+
 /// `to += Σ weights[r] · v_r` over rows `v⁺ = [v, 1]`; returns the same sum of their last numbers.
 #[inline(always)]
 pub(crate) unsafe fn add_weighed_values<V: Vector>(

@@ -42,42 +42,58 @@ pub(super) fn lines_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 const KEPT: usize = STRIP / TILE;
 
 /// Working memory of a task.
-struct Buffers<'s, T> {
-    q: &'s mut [T],
-    q_shifts: &'s mut [T],
+pub(super) struct Buffers<'s, T> {
+    pub q: &'s mut [T],
+    pub q_shifts: &'s mut [T],
     d: &'s mut [T],
     c: &'s mut [T],
     tile: &'s mut [T],
     products: &'s mut [T],
-    keys: [KeyBlock<'s, T>; KEPT],
-    dk: [&'s mut [T]; KEPT],
-    dv: [&'s mut [T]; KEPT],
+    pub keys: [KeyBlock<'s, T>; KEPT],
+    pub dk: [&'s mut [T]; KEPT],
+    pub dv: [&'s mut [T]; KEPT],
     weights: Weights<'s, T>,
     /// A sum turned, and what a block makes of it.
     turned: &'s mut [T],
     far_tile: &'s mut [T],
     /// The gradient of the final state's sums, its rows filled up with 0.
     last: &'s mut [T],
-    map: MapBuffers<'s, T>,
+    pub map: MapBuffers<'s, T>,
     /// Where the gradient of a learned map is summed.
     map_sums: &'s mut [T],
+    /// Gradients of a strip of rows, where they are taken in the same pass.
+    pub dq: &'s mut [T],
 }
 
-/// Numbers of one task's working memory; `sums` says whether it meets any.
-pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>, sums: bool) -> usize {
+/// What tasks compute beside the gradients of keys, values and biases from tiles.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Beside {
+    Nothing,
+    /// What sums of far rows give.
+    Sums,
+    /// The gradients of queries.
+    Queries,
+}
+
+/// Numbers of one task's working memory.
+pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>, beside: Beside) -> usize {
     let widths = problem.head_width + problem.value_width;
     let far = problem.head_width * (2 * problem.value_width + 1) + TILE * problem.head_width.max(problem.value_width);
     TILE * (widths + 2)
         + 2 * TILE * TILE
         + KEPT * (KeyBlock::len(problem, true) + TILE * widths)
         + Weights::len(problem)
-        + if sums { far } else { 0 }
+        + match beside {
+            Beside::Nothing => 0,
+            Beside::Sums => far,
+            Beside::Queries => STRIP * problem.head_width,
+        }
         + MapBuffers::len(&problem.mapping, TILE)
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
-    fn new(problem: &Problem<'_, T>, sums: bool, map_sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
-        let sums = usize::from(sums);
+    pub fn new(problem: &Problem<'_, T>, beside: Beside, map_sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
+        let sums = usize::from(beside == Beside::Sums);
         Self {
             q: arena.take(TILE * problem.head_width),
             q_shifts: arena.take(TILE),
@@ -94,6 +110,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             last: arena.take(sums * problem.head_width * (problem.value_width + 1)),
             map: MapBuffers::new(&problem.mapping, TILE, arena),
             map_sums,
+            dq: arena.take(if beside == Beside::Queries { STRIP * problem.head_width } else { 0 }),
         }
     }
 }
@@ -192,14 +209,14 @@ impl Left {
 }
 
 /// Where a task stands.
-struct Strip<'x, 'a, T> {
-    unit: Unit<'a, T>,
-    left: Option<&'x Left>,
+pub(super) struct Strip<'x, 'a, T> {
+    pub unit: Unit<'a, T>,
+    pub left: Option<&'x Left>,
     /// The strip of the unit's keys.
-    index: usize,
-    keys: std::ops::Range<isize>,
+    pub index: usize,
+    pub keys: std::ops::Range<isize>,
     /// What the final state gives.
-    last: Option<Last<'x, T>>,
+    pub last: Option<Last<'x, T>>,
 }
 
 impl<T: Real> KeyPass<'_, '_, T> {
@@ -214,7 +231,10 @@ impl<T: Real> KeyPass<'_, '_, T> {
             .par_iter()
             .map(|unit| self.states.last.map(|state| Last::new(problem, &problem.unit(unit.index), state)))
             .collect();
-        let strip_len = if self.rows.is_some() { piecewise::ROWS } else { STRIP };
+        let (strip_len, beside) = match self.rows {
+            Some(_) => (piecewise::ROWS, Beside::Sums),
+            None => (STRIP, Beside::Nothing),
+        };
         parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
             let KeyUnit { index, left } = &units[task / segments];
             let (unit, left, segment) = (problem.unit(*index), left.as_ref(), task % segments);
@@ -222,7 +242,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
             let lines = unsafe { lines.row(unit.index * segments + segment, 0, 0, per_task) };
             // SAFETY: so is its sum.
             let map_sums = unsafe { self.sums.of_keys(unit.index, segment) };
-            let mut buffers = Buffers::new(problem, self.rows.is_some(), map_sums, &mut Arena::new(scratch));
+            let mut buffers = Buffers::new(problem, beside, map_sums, &mut Arena::new(scratch));
             let last = lasts[task / segments];
             if let Some(last) = &last {
                 self.load_last(last, &mut buffers);
@@ -341,10 +361,10 @@ impl<T: Real> KeyPass<'_, '_, T> {
         lines: &mut [T],
         buffers: &mut Buffers<'_, T>,
     ) -> isize {
-        let Self { problem, shared, cotangent, .. } = *self;
+        let problem = self.problem;
         let unit = &strip.unit;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let (ops, rows) = (problem.ops, unit.sequence.queries);
+        let rows = unit.sequence.queries;
         let mut loaded = 0;
         let mut next = from;
         while next < end && loaded < KEPT {
@@ -359,114 +379,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let near = if self.rows.is_some() { piecewise::near_rows(problem, unit, &strip.keys) } else { 0..rows };
         let near = first.max(near.start)..near.end;
         for (n, head) in problem.heads(unit).enumerate() {
-            let line = shared.line(head);
             let d_line = &mut lines[n * line_len(problem)..][..problem.line_width()];
-            for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
-                let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, map, .. } = &mut *buffers;
-                let span = row.max(near.start)..(row + TILE).min(near.end);
-                let row = span.start;
-                let wanted = |keys: &KeyBlock<'_, T>| {
-                    let rows = (problem.stands(row), span.len());
-                    strip.left.is_none_or(|left| left.keys_of(keys) || left.distances_of(problem, n, keys, rows))
-                };
-                if !keys[..loaded].iter().any(wanted) {
-                    continue;
-                }
-                problem.load_queries(unit, head, row, span.len(), q, q_shifts, map);
-                load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
-                let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
-                    && ops.all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
-                    && c[..span.len()].iter().all(|c| c.is_finite());
-                let mut tile_of = |block: Block<T>, which: usize| {
-                    let keys = &keys[which];
-                    let visible = keys.visible(&block);
-                    if visible == 0 {
-                        return;
-                    }
-                    let keys_wanted = strip.left.is_none_or(|left| left.keys_of(keys));
-                    let rows = (block.stands, block.rows);
-                    let bias_wanted = strip.left.is_none_or(|left| left.distances_of(problem, n, keys, rows));
-                    if !keys_wanted && !bias_wanted {
-                        return;
-                    }
-                    let at = block.row - row;
-                    let band = keys.band(problem, &block);
-                    let transposed =
-                        if problem.causal { Band::starting_at(keys.from - block.stands) } else { Band::ALL };
-                    let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
-                    scores(problem, q, keys, (block.rows, visible, band), tile);
-                    value_products(problem, d, &c[at..], keys, (block.rows, visible, band), products);
-                    let mut unused = [T::ZERO; TILE];
-                    let unused = &mut unused[..block.rows];
-                    let factors = weights.form(problem, unit, line, &block, keys);
-                    ops.weigh(tile, TILE, visible, factors, band, unused);
-                    if keys_wanted {
-                        ops.product(&mut Product {
-                            a: tile,
-                            a_row: 1,
-                            a_column: TILE,
-                            b: d,
-                            b_row: value_width,
-                            c: dv[which],
-                            c_row: value_width,
-                            rows: visible,
-                            columns: value_width,
-                            depth: block.rows,
-                            accumulate: true,
-                            a_band: transposed,
-                            c_band: Band::ALL,
-                        });
-                    }
-                    // Unseen elements of the tile are 0, but those of the products may be anything.
-                    ops.mask(products, TILE, block.rows, visible, band);
-                    for r in 0..block.rows {
-                        let weights = &mut tile[r * TILE..][..visible];
-                        ops.multiply(weights, &products[r * TILE..][..visible]);
-                        each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
-                            let (to, from) = (&mut d_line[index..][..len], &weights[column..][..len]);
-                            match strip.left {
-                                None => ops.add_scaled(to, T::ONE, from),
-                                Some(left) => (0..len).for_each(|at| {
-                                    if left.distance(n, index + at) {
-                                        to[at] += from[at];
-                                    }
-                                }),
-                            }
-                        });
-                    }
-                    if !keys_wanted {
-                        return;
-                    }
-                    ops.weigh(products, TILE, visible, factors, band, unused);
-                    ops.product(&mut Product {
-                        a: products,
-                        a_row: 1,
-                        a_column: TILE,
-                        b: q,
-                        b_row: head_width,
-                        c: dk[which],
-                        c_row: head_width,
-                        rows: visible,
-                        columns: head_width,
-                        depth: block.rows,
-                        accumulate: true,
-                        a_band: transposed,
-                        c_band: Band::ALL,
-                    });
-                };
-                shared.blocks(problem, unit, head, span, |block| {
-                    if finite || !problem.causal {
-                        (0..loaded).for_each(|which| tile_of(block, which));
-                        return;
-                    }
-                    // A product of 0 and NaN would reach keys that a row which is NaN does not see.
-                    for row in block.row..block.row + block.rows {
-                        let stands = problem.stands(row);
-                        let block = Block { row, rows: 1, stands, end: problem.end(unit, row), ..block };
-                        (0..loaded).for_each(|which| tile_of(block, which));
-                    }
-                });
-            }
+            self.tiles(strip, (n, head), near.clone(), loaded, (d_line, 0), buffers);
         }
         let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
         for which in 0..loaded {
@@ -484,6 +398,145 @@ impl<T: Real> KeyPass<'_, '_, T> {
             self.write_block(strip, which, seen, buffers);
         }
         next
+    }
+
+    /// Adds what the tiles between the rows `near` of a unit's `n`-th head and the blocks of keys that are loaded give to
+    /// the gradients of these, to those of the biases in a line from its index `first` on, and, where there is memory for
+    /// them, to those of the rows.
+    pub fn tiles(
+        &self,
+        strip: &Strip<'_, '_, T>,
+        (n, head): (usize, usize),
+        near: std::ops::Range<usize>,
+        loaded: usize,
+        (d_line, first): (&mut [T], usize),
+        buffers: &mut Buffers<'_, T>,
+    ) {
+        let Self { problem, shared, cotangent, .. } = *self;
+        let (unit, line, ops) = (&strip.unit, shared.line(head), problem.ops);
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
+            let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, map, dq, .. } = &mut *buffers;
+            let span = row.max(near.start)..(row + TILE).min(near.end);
+            let row = span.start;
+            let wanted = |keys: &KeyBlock<'_, T>| {
+                let rows = (problem.stands(row), span.len());
+                strip.left.is_none_or(|left| left.keys_of(keys) || left.distances_of(problem, n, keys, rows))
+            };
+            if !keys[..loaded].iter().any(wanted) {
+                continue;
+            }
+            problem.load_queries(unit, head, row, span.len(), q, q_shifts, map);
+            load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
+            let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
+                && ops.all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
+                && c[..span.len()].iter().all(|c| c.is_finite());
+            let mut tile_of = |block: Block<T>, which: usize| {
+                let keys = &keys[which];
+                let visible = keys.visible(&block);
+                if visible == 0 {
+                    return;
+                }
+                let keys_wanted = strip.left.is_none_or(|left| left.keys_of(keys));
+                let rows = (block.stands, block.rows);
+                let bias_wanted = strip.left.is_none_or(|left| left.distances_of(problem, n, keys, rows));
+                if !keys_wanted && !bias_wanted {
+                    return;
+                }
+                let at = block.row - row;
+                let band = keys.band(problem, &block);
+                let transposed = if problem.causal { Band::starting_at(keys.from - block.stands) } else { Band::ALL };
+                let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
+                scores(problem, q, keys, (block.rows, visible, band), tile);
+                value_products(problem, d, &c[at..], keys, (block.rows, visible, band), products);
+                let mut unused = [T::ZERO; TILE];
+                let unused = &mut unused[..block.rows];
+                let factors = weights.form(problem, unit, line, &block, keys);
+                ops.weigh(tile, TILE, visible, factors, band, unused);
+                if keys_wanted {
+                    ops.product(&mut Product {
+                        a: tile,
+                        a_row: 1,
+                        a_column: TILE,
+                        b: d,
+                        b_row: value_width,
+                        c: dv[which],
+                        c_row: value_width,
+                        rows: visible,
+                        columns: value_width,
+                        depth: block.rows,
+                        accumulate: true,
+                        a_band: transposed,
+                        c_band: Band::ALL,
+                    });
+                }
+                // Unseen elements of the tile are 0, but those of the products may be anything.
+                ops.mask(products, TILE, block.rows, visible, band);
+                for r in 0..block.rows {
+                    let weights = &mut tile[r * TILE..][..visible];
+                    ops.multiply(weights, &products[r * TILE..][..visible]);
+                    each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
+                        let (to, from) = (&mut d_line[index - first..][..len], &weights[column..][..len]);
+                        match strip.left {
+                            None => ops.add_scaled(to, T::ONE, from),
+                            Some(left) => (0..len).for_each(|at| {
+                                if left.distance(n, index + at) {
+                                    to[at] += from[at];
+                                }
+                            }),
+                        }
+                    });
+                }
+                if !keys_wanted {
+                    return;
+                }
+                ops.weigh(products, TILE, visible, factors, band, unused);
+                if !dq.is_empty() {
+                    ops.product(&mut Product {
+                        a: products,
+                        a_row: TILE,
+                        a_column: 1,
+                        b: keys.k,
+                        b_row: head_width,
+                        c: &mut dq[(block.row - near.start) * head_width..],
+                        c_row: head_width,
+                        rows: block.rows,
+                        columns: head_width,
+                        depth: visible,
+                        accumulate: true,
+                        a_band: band,
+                        c_band: Band::ALL,
+                    });
+                }
+                ops.product(&mut Product {
+                    a: products,
+                    a_row: 1,
+                    a_column: TILE,
+                    b: q,
+                    b_row: head_width,
+                    c: dk[which],
+                    c_row: head_width,
+                    rows: visible,
+                    columns: head_width,
+                    depth: block.rows,
+                    accumulate: true,
+                    a_band: transposed,
+                    c_band: Band::ALL,
+                });
+            };
+            shared.blocks(problem, unit, head, span, |block| {
+                if finite || !problem.causal {
+                    (0..loaded).for_each(|which| tile_of(block, which));
+                    return;
+                }
+                // A product of 0 and NaN would reach keys that a row which is NaN does not see.
+                for row in block.row..block.row + block.rows {
+                    let stands = problem.stands(row);
+                    let block = Block { row, rows: 1, stands, end: problem.end(unit, row), ..block };
+                    (0..loaded).for_each(|which| tile_of(block, which));
+                }
+            });
+        }
     }
 
     /// Writes the gradients of a block of keys and values, those of an initial state to its ring.
@@ -548,17 +601,22 @@ impl<T: Real> KeyPass<'_, '_, T> {
     }
 }
 
+/// Numbers of the lines of a unit, those of its heads in the first of its segments before others.
+pub(super) fn unit_lines_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    segments(problem) * problem.dims.group() * line_len(problem)
+}
+
 /// The lines of a unit's heads in the first of its segments.
 pub(super) fn unit_lines<'l, T: Real>(problem: &Problem<'_, T>, lines: &'l mut [T], unit: usize) -> &'l mut [T] {
-    let per_task = problem.dims.group() * line_len(problem);
-    &mut lines[unit * segments(problem) * per_task..][..per_task]
+    &mut lines[unit * unit_lines_len(problem)..][..problem.dims.group() * line_len(problem)]
 }
 
 /// Where the gradients of one key go.
 ///
 /// # Safety
 /// While they live no other slices of that key's may exist, in this thread or another.
-unsafe fn places<'s, T: Real>(
+#[allow(clippy::mut_from_ref)]
+pub(super) unsafe fn places<'s, T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
     key: usize,

@@ -21,6 +21,7 @@ mod cost;
 mod fft;
 mod gradient;
 mod map_sums;
+mod one_pass;
 mod piecewise;
 mod problem;
 mod reference;

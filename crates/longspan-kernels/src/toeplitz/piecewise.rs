@@ -455,7 +455,9 @@ pub(super) fn backward<T: Real>(
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
-    let per_worker = tiled::query_len(problem).max(gradient::buffers_len(problem, true)).max(RowBlock::len(problem));
+    let per_worker = tiled::query_len(problem)
+        .max(gradient::buffers_len(problem, gradient::Beside::Sums))
+        .max(RowBlock::len(problem));
     let workers = rayon::current_num_threads();
     // Sums over keys are done with before those over rows begin.
     let sums_len = key_sums_len(problem).max(row_sums_len(problem));

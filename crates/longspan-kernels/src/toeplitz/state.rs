@@ -158,10 +158,9 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
             while writer.head.mark(TOKENS) > 0 {
                 writer.retire();
             }
-            writer.add_far(later.marks[EXPONENT], later.keys, |feature| {
-                let width = later.sum.len() / later.keys.len().max(1);
-                (T::ONE, &later.sum[feature * width..][..width])
-            });
+            let factor = writer.raise_far(later.marks[EXPONENT]);
+            writer.ops.add_scaled(writer.head.keys, factor, later.keys);
+            writer.ops.add_scaled(writer.head.sum, factor, later.sum);
         }
         if near > 0 {
             // A token stands at its number modulo `near`, and `slot` is what is known of the later ones' number.
@@ -290,7 +289,7 @@ impl<'a, T: Real> Writer<'a, T> {
     pub fn push(&mut self, k: &[T], exponent: T, v: &[T], present: T) {
         if self.near == 0 {
             if present == T::ONE {
-                self.add_far(exponent, k, |feature| (k[feature], v));
+                self.add_far(exponent, k, v);
             }
             return;
         }
@@ -322,30 +321,27 @@ impl<'a, T: Real> Writer<'a, T> {
         let row: SmallVec<[T; 128]> = SmallVec::from_slice(&ring_values[oldest * width..][..width]);
         let (v, present) = row.split_at(width - 1);
         if present[0] == T::ONE {
-            self.add_far(exponent, &k, |feature| (k[feature], v));
+            self.add_far(exponent, &k, v);
         }
     }
 
-    /// Adds to the far sums what is relative to `exponent`: `keys`, and for each feature a multiple of a row.
-    fn add_far<'r>(&mut self, exponent: T, keys: &[T], row: impl Fn(usize) -> (T, &'r [T])) {
+    /// Adds `k vᵀ` and `k`, relative to `exponent`, to the far sums.
+    fn add_far(&mut self, exponent: T, k: &[T], v: &[T]) {
+        let factor = self.raise_far(exponent);
+        self.ops.add_scaled(self.head.keys, factor, k);
+        self.ops.add_outer(self.head.sum, factor, k, v);
+    }
+
+    /// Brings the far sums to `exponent` if that is above theirs; returns the factor of what is relative to it.
+    fn raise_far(&mut self, exponent: T) -> T {
         let old = self.head.marks[EXPONENT];
-        let mut factor = T::ONE;
         if exponent > old {
             if old > T::NEG_INFINITY {
                 self.ops.scale(self.head.sum, (old - exponent).exp());
                 self.ops.scale(self.head.keys, (old - exponent).exp());
             }
             self.head.marks[EXPONENT] = exponent;
-        } else if exponent < old {
-            factor = (exponent - old).exp();
         }
-        self.ops.add_scaled(self.head.keys, factor, keys);
-        let width = self.head.sum.len() / keys.len().max(1);
-        if width > 0 {
-            for (feature, to) in self.head.sum.chunks_exact_mut(width).enumerate() {
-                let (gain, row) = row(feature);
-                self.ops.add_scaled(to, factor * gain, row);
-            }
-        }
+        if exponent < old { (exponent - old).exp() } else { T::ONE }
     }
 }

@@ -131,7 +131,7 @@ impl<T: Real> HeadToken<'_, T> {
             let own =
                 stretches.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
             let mut level = if state.ring_exponents.is_empty() {
-                weights.iter().copied().fold(T::NEG_INFINITY, T::max)
+                self.ops.largest(weights)
             } else {
                 weights.iter().zip(own.clone()).fold(T::NEG_INFINITY, |level, (&b, &own)| level.max(b + own))
             };

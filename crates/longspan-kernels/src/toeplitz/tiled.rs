@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::gradient::{KeyPass, KeyUnit};
 use super::map_sums::{self, MapSums};
+use super::one_pass;
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
@@ -603,6 +604,12 @@ pub(super) fn backward<T: Real>(
     states: StateGradients<'_, T>,
     scratch: &mut Scratch<T>,
 ) {
+    if let [d_bias] = parameters
+        && one_pass::takes(problem, &states)
+    {
+        one_pass::backward(problem, cotangent, sink, d_bias, states, scratch);
+        return;
+    }
     backward_with(problem, cotangent, sink, parameters, states, scratch, 0, |_, _, _, _, _| {
         (strips(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
     });
@@ -623,7 +630,8 @@ pub(super) fn backward_with<T: Real>(
     doubles: usize,
     others: impl FnOnce(&Shared<'_, T>, &mut [T], MapSums<'_, T>, &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
 ) {
-    let per_worker = QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, false));
+    let per_worker =
+        QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, super::gradient::Beside::Nothing));
     let workers = rayon::current_num_threads();
     let lines = super::gradient::lines_len(problem);
     let sums_len = padded::<T>(MapSums::len(problem));
