@@ -339,7 +339,8 @@ fn tokens_may_step_at_given_positions() {
             let apart = (out - whole.clone().narrow(2, t, 1)).abs().max().into_scalar::<f32>();
             assert!(apart < 1e-5, "{options:?}, token {t}: {apart}");
         }
-        let error = module.step_at(q.clone(), k.clone(), v.clone(), places.clone(), &mut state).unwrap_err().to_string();
+        let error =
+            module.step_at(q.clone(), k.clone(), v.clone(), places.clone(), &mut state).unwrap_err().to_string();
         assert!(error.contains("1 query"), "{error}");
         let watched = [q, k, v].map(|x| x.narrow(2, 0, 1).autodiff());
         let [q, k, v] = watched;
