@@ -23,6 +23,10 @@ use crate::shape::{SharedRows, ViewMut};
 /// Distances between two strips, one more to be even.
 const DISTANCES: usize = 2 * STRIP;
 
+/// Tasks of a phase for each thread: as many units go through their phases together as make them, and no more, so that what
+/// their phases read and write again stays in the cache.
+const TASKS: usize = 8;
+
 /// Whether all that a call wants comes from tiles, with gradients of features as wide as rows. Exponents of keys, which each
 /// block has its own, and images, whose distances are scattered, are left to two passes.
 pub(super) fn takes<T: Real>(problem: &Problem<'_, T>, states: &StateGradients<'_, T>) -> bool {
@@ -43,29 +47,33 @@ pub(super) fn backward<T: Real>(
     // Without a strip there may be keys that no sequence has, and their gradients.
     let (units, strips) = (problem.units(), longest.div_ceil(STRIP).max(1));
     let window_len = problem.dims.group() * DISTANCES;
-    let (windows_len, lines_len) = (padded::<T>(units * strips * window_len), gradient::lines_len(problem));
+    let together = (TASKS * rayon::current_num_threads()).div_ceil(strips).min(units);
+    let (windows_len, lines_len) = (padded::<T>(together * strips * window_len), gradient::lines_len(problem));
     let per_worker = gradient::buffers_len(problem, Beside::Queries);
     let len = problem.shared_len() + lines_len + windows_len + rayon::current_num_threads() * per_worker;
     let mut arena = Arena::new(scratch.take(len));
     let shared = problem.shared(&mut arena);
-    let (lines, windows) = (arena.take(lines_len), arena.take(units * strips * window_len));
+    let (lines, windows) = (arena.take(lines_len), arena.take(together * strips * window_len));
     lines.fill(T::ZERO);
     let memory = arena.rest();
     // There is no learned map.
     let mut nothing = MapSums::view(problem, &mut []);
     let sums = MapSums::new(problem, nothing.shared());
     let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states, sums };
-    for phase in 0..strips {
-        let mut view = ViewMut::strided(&mut *windows, [window_len, 0, 1]);
-        let view = view.shared();
-        parallel(units * strips, &mut *memory, per_worker, |task, memory| {
-            // SAFETY: each window is one task's own.
-            let window = unsafe { view.row(task, 0, 0, window_len) };
-            let (unit, strip) = (problem.unit(task / strips), task % strips);
-            let meeting = Meeting::new(unit, strip, (strip + phase) % strips);
-            meeting.compute(&pass, phase == 0, window, &mut Arena::new(memory));
-        });
-        add_windows(problem, strips, phase, windows, lines);
+    for first in (0..units).step_by(together.max(1)) {
+        let count = together.min(units - first);
+        for phase in 0..strips {
+            let mut view = ViewMut::strided(&mut *windows, [window_len, 0, 1]);
+            let view = view.shared();
+            parallel(count * strips, &mut *memory, per_worker, |task, memory| {
+                // SAFETY: each window is one task's own.
+                let window = unsafe { view.row(task, 0, 0, window_len) };
+                let (unit, strip) = (problem.unit(first + task / strips), task % strips);
+                let meeting = Meeting::new(unit, strip, (strip + phase) % strips);
+                meeting.compute(&pass, phase == 0, window, &mut Arena::new(memory));
+            });
+            add_windows(problem, first..first + count, (strips, phase), windows, lines);
+        }
     }
     parallel(units * strips, memory, per_worker, |task, memory| {
         let (unit, strip) = (problem.unit(task / strips), task % strips);
@@ -225,20 +233,27 @@ fn put<T: Real>(
     }
 }
 
-/// Adds the gradients of biases of all tasks of a phase to the lines of their heads.
-fn add_windows<T: Real>(problem: &Problem<'_, T>, strips: usize, phase: usize, windows: &[T], lines: &mut [T]) {
-    let (group, len) = (problem.dims.group(), gradient::line_len(problem));
-    lines.par_chunks_exact_mut(gradient::unit_lines_len(problem)).enumerate().for_each(|(index, lines)| {
+/// Adds the gradients of biases of all tasks of a phase of some units to the lines of their heads.
+fn add_windows<T: Real>(
+    problem: &Problem<'_, T>,
+    units: Range<usize>,
+    (strips, phase): (usize, usize),
+    windows: &[T],
+    lines: &mut [T],
+) {
+    let (group, len, unit_len) = (problem.dims.group(), gradient::line_len(problem), gradient::unit_lines_len(problem));
+    let lines = lines[units.start * unit_len..units.end * unit_len].par_chunks_exact_mut(unit_len);
+    lines.enumerate().for_each(|(n, lines)| {
         for strip in 0..strips {
-            let meeting = Meeting::new(problem.unit(index), strip, (strip + phase) % strips);
+            let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
             if !meeting.is_seen(problem) {
                 continue;
             }
             let (first, count) = meeting.distances(problem);
             // Beyond the line there are only pairs that no row sees.
             let count = count.min(problem.line_width() - first);
-            for (n, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
-                let from = &windows[((index * strips + strip) * group + n) * DISTANCES..][..count];
+            for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
+                let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
                 problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
             }
         }
