@@ -67,12 +67,17 @@ impl Dims {
             || format!("a multiple of the {} key/value heads", self.kv_heads),
             || self.heads.to_string(),
         )?;
-        let fits = [self.q(), self.k(), self.v(), self.out()]
-            .iter()
-            .all(|s| s.iter().try_fold(16usize, |n, &x| n.checked_mul(x)).is_some_and(|n| n < isize::MAX as usize));
+        let fits = [self.q(), self.k(), self.v(), self.out()].iter().all(|shape| {
+            // Sizes beside a 0 are not those of any numbers, but of what is kept for a row or a head.
+            let most = if shape.contains(&0) { MOST_OF_NOTHING } else { isize::MAX as usize / 16 };
+            shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x.max(1))).is_some_and(|n| n < most)
+        });
         expect(fits, operation, "dims", || "tensors that fit the address space".into(), || format!("{self:?}"))
     }
 }
+
+/// What the sizes of an empty tensor may multiply to, zeros as ones.
+const MOST_OF_NOTHING: usize = u32::MAX as usize;
 
 /// A read-only tensor `[batch, head, token, feature]` whose features are adjacent and whose other axes have any stride.
 ///
@@ -158,7 +163,9 @@ impl<'a, T> View<'a, T> {
 
     /// The token rows of one batch entry and head.
     pub(crate) fn rows(&self, batch: usize, head: usize) -> Rows<'a, T> {
-        let start = (batch * self.strides[0] + head * self.strides[1]).min(self.data.len());
+        // Strides of an empty tensor may be anything.
+        let start = batch.saturating_mul(self.strides[0]).saturating_add(head.saturating_mul(self.strides[1]));
+        let start = start.min(self.data.len());
         Rows { data: &self.data[start..], stride: self.strides[2] }
     }
 }
@@ -235,12 +242,12 @@ pub(crate) struct Rows<'a, T> {
 impl<'a, T> Rows<'a, T> {
     /// The same rows without the first `n`.
     pub fn skip(self, n: usize) -> Self {
-        Self { data: &self.data[(n * self.stride).min(self.data.len())..], stride: self.stride }
+        Self { data: &self.data[n.saturating_mul(self.stride).min(self.data.len())..], stride: self.stride }
     }
 
     /// `width` numbers of row `i`.
     pub fn row(&self, i: usize, width: usize) -> &'a [T] {
-        &self.data[i * self.stride..][..width]
+        if width == 0 { &[] } else { &self.data[i * self.stride..][..width] }
     }
 }
 
@@ -272,6 +279,9 @@ impl<T> SharedRows<'_, T> {
     /// While the returned slice lives no other slice of this row may exist, in this thread or another.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn row(&self, batch: usize, head: usize, token: usize, width: usize) -> &mut [T] {
+        if width == 0 {
+            return &mut [];
+        }
         let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
         assert!(start + width <= self.len, "a row outside a checked view");
         // SAFETY: the bounds are checked above, the exclusiveness is the caller's promise.

@@ -128,6 +128,11 @@ proptest! {
             Ok(back) => prop_assert!(back.gradients.iter().flatten().all(|x| x.is_finite())),
         }
     }
+}
+
+proptest! {
+    // Most are refused at once, so there may be more of them.
+    #![proptest_config(ProptestConfig { cases: 20 * CASES, ..config() })]
 
     #[test]
     fn whatever_is_wrong_gives_an_error_and_no_panic(which in 0usize..WRONG, call in any_call()) {
