@@ -71,11 +71,16 @@ impl Dtype {
 }
 
 impl Precision {
-    pub fn name(self) -> &'static str {
+    /// The type of arrays that hold what the kernels compute.
+    pub fn dtype(self) -> Dtype {
         match self {
-            Self::F32 => "float32",
-            Self::F64 => "float64",
+            Self::F32 => Dtype::F32,
+            Self::F64 => Dtype::F64,
         }
+    }
+
+    pub fn name(self) -> &'static str {
+        self.dtype().name()
     }
 }
 
@@ -167,7 +172,6 @@ impl Drop for Wide {
 /// A number type of both NumPy and the kernels.
 pub trait Number: Real + Element {
     const PRECISION: Precision;
-    const DTYPE: Dtype;
     /// Numbers of single precision, if this is it.
     fn from_singles(numbers: &[f32]) -> Option<&[Self]>;
     /// The same to write.
@@ -176,7 +180,6 @@ pub trait Number: Real + Element {
 
 impl Number for f32 {
     const PRECISION: Precision = Precision::F32;
-    const DTYPE: Dtype = Dtype::F32;
     fn from_singles(numbers: &[f32]) -> Option<&[Self]> {
         Some(numbers)
     }
@@ -187,7 +190,6 @@ impl Number for f32 {
 
 impl Number for f64 {
     const PRECISION: Precision = Precision::F64;
-    const DTYPE: Dtype = Dtype::F64;
     fn from_singles(_: &[f32]) -> Option<&[Self]> {
         None
     }

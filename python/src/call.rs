@@ -313,7 +313,7 @@ impl Mechanism {
         let kernel = T::kernel(&*self.kernel);
         let mut out = FreshTensor::new(py, dims.out(), inputs.q.dtype(), want.token_major)?;
         let rows = [dims.batch, dims.heads, dims.queries];
-        let mut denominators = want.denominators.then(|| Fresh::new(py, &rows, T::DTYPE)).transpose()?;
+        let mut denominators = want.denominators.then(|| Fresh::new(py, &rows, T::PRECISION.dtype())).transpose()?;
         let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
         let mut final_state = want.final_state.then(empty_state).transpose()?;
         let output = Output {
@@ -515,11 +515,7 @@ impl Mechanism {
         let dims = inputs.dims;
         let out = Tensor::like(operation, "out", out, dtype)?;
         self.expect_shape("out", &out, &dims.out())?;
-        let computed = match precision {
-            Precision::F32 => f32::DTYPE,
-            Precision::F64 => f64::DTYPE,
-        };
-        let denominators = Tensor::like(operation, "denominators", denominators, computed)?.row_major()?;
+        let denominators = Tensor::like(operation, "denominators", denominators, precision.dtype())?.row_major()?;
         self.expect_shape("denominators", &denominators, &[dims.batch, dims.heads, dims.queries])?;
         let d_out = Tensor::like(operation, "d_out", d_out, dtype)?;
         self.expect_shape("d_out", &d_out, &dims.out())?;

@@ -26,6 +26,7 @@ pub mod report;
 pub mod statistics;
 pub mod sweep;
 pub mod timing;
+pub mod turns;
 mod workload;
 
 pub use error::Error;

@@ -158,6 +158,20 @@ impl Subject {
 
     /// One call of the buffers' pass, which is not [`Pass::Decode`].
     pub fn run(&mut self, buffers: &mut Buffers, order: Order) -> Result<(), KernelError> {
+        let unclocked = |body: &mut dyn FnMut()| {
+            body();
+            0.0
+        };
+        self.timed(buffers, order, &unclocked).map(drop)
+    }
+
+    /// The same with seconds by a clock, of the forward call and of the backward one, if the pass has it.
+    pub fn timed(
+        &mut self,
+        buffers: &mut Buffers,
+        order: Order,
+        clock: &dyn Fn(&mut dyn FnMut()) -> f64,
+    ) -> Result<[Option<f64>; 2], KernelError> {
         let Buffers { dims, pass, q, k, v, d_out, out, denominators, dq, dk, dv } = buffers;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, dims);
@@ -177,9 +191,10 @@ impl Subject {
             denominators: backward.then_some(&mut *denominators),
             final_state: None,
         };
-        self.mechanism.forward(&call, output, &mut self.scratch)?;
+        let (mechanism, scratch) = (&*self.mechanism, &mut self.scratch);
+        let forward = once(clock, || mechanism.forward(&call, output, scratch))?;
         if !backward {
-            return Ok(());
+            return Ok([Some(forward), None]);
         }
         let cotangent = Cotangent {
             out: View::contiguous(out, dims.out()),
@@ -195,7 +210,9 @@ impl Subject {
             parameters: &mut d_parameters,
             initial_state: None,
         };
-        self.mechanism.backward(&call, &cotangent, gradients, &mut self.scratch)
+        let scratch = &mut self.scratch;
+        let backward = once(clock, || mechanism.backward(&call, &cotangent, gradients, scratch))?;
+        Ok([Some(forward), Some(backward)])
     }
 
     /// Bytes at the peak of a call whose scratch starts empty, beyond inputs and outputs; what scratch grew to where the
@@ -241,6 +258,20 @@ impl Subject {
         }
         Ok(())
     }
+}
+
+/// Seconds of one call.
+fn once(
+    clock: &dyn Fn(&mut dyn FnMut()) -> f64,
+    call: impl FnOnce() -> Result<(), KernelError>,
+) -> Result<f64, KernelError> {
+    let (mut call, mut result) = (Some(call), Ok(()));
+    let seconds = clock(&mut || {
+        if let Some(call) = call.take() {
+            result = call();
+        }
+    });
+    result.map(|()| seconds)
 }
 
 fn key_shape(mechanism: &dyn Mechanism<f32>, dims: &Dims) -> [usize; 4] {

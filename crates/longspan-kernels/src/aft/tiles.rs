@@ -220,6 +220,24 @@ impl Shelf {
     }
 }
 
+/// Some items and the largest range of their exponents: a block of theirs, or formed in `to`.
+fn factored<'a, T: Real>(
+    ops: &Ops<T>,
+    items: &'a impl Items<T>,
+    from: isize,
+    count: usize,
+    to: Factors<'a, T>,
+    work: &mut [T],
+) -> (Factored<'a, T>, T) {
+    if let Some(block) = items.blocks().and_then(|blocks| blocks.get(from, count)) {
+        return block;
+    }
+    let Factors { reference, numerators, denominators } = to;
+    let place = Factors { reference: &mut *reference, numerators: &mut *numerators, denominators: &mut *denominators };
+    let depth = items.factor(ops, from, count, place, work);
+    (Factored { reference, numerators, denominators }, depth)
+}
+
 /// Blocks of the items of a window.
 fn blocks(window: &Window) -> usize {
     ((window.end - window.first).max(0) as usize).div_ceil(SPAN)
@@ -346,14 +364,9 @@ pub(super) fn means<T: Real>(
             let range = ops.exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
             (&*work.biases, SPAN, &work.tops[..count], range)
         };
-        let formed = items.blocks().and_then(|blocks| blocks.get(from, columns));
-        let (factored, depth) = formed.unwrap_or_else(|| {
-            let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
-            let to = Factors { reference: work.reference, numerators, denominators: work.denominators };
-            let depth = items.factor(ops, from, columns, to, work.items);
-            let (reference, numerators, denominators) = (&*work.reference, &*work.numerators, &*work.denominators);
-            (Factored { reference, numerators, denominators }, depth)
-        });
+        let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
+        let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
+        let (factored, depth) = factored(ops, items, from, columns, place, work.items);
         if range > widest() && depth > widest() {
             return false;
         }
@@ -428,15 +441,8 @@ pub(super) fn bias_gradients<T: Real>(
             visit(outputs, from, to, work.biases);
             return true;
         }
-        let formed = items.blocks().and_then(|blocks| blocks.get(from, columns));
-        let (factored, depth) = formed.unwrap_or_else(|| {
-            let (reference, numerators, denominators) =
-                (&mut *work.reference, &mut *work.numerators, &mut *work.denominators);
-            let to = Factors { reference, numerators, denominators };
-            let depth = items.factor(ops, from, columns, to, work.items);
-            let (reference, numerators, denominators) = (&*work.reference, &*work.numerators, &*work.denominators);
-            (Factored { reference, numerators, denominators }, depth)
-        });
+        let place = Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
+        let (factored, depth) = factored(ops, items, from, columns, place, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
             if ops.exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {

@@ -682,6 +682,25 @@ pub(crate) unsafe fn running_dots<V: Vector>(
     }
 }
 
+/// Calls `$body::<V, N>(arguments, column)` for the whole registers of `$width` columns, four at a time where there are so many:
+/// as many sums in flight hide the latency of the fused products. Returns the first column that is left.
+macro_rules! by_registers {
+    ($width:expr, $body:ident($($argument:expr),*)) => {{
+        let (mut column, whole) = (0, $width / V::LANES * V::LANES);
+        while column < whole {
+            let registers = ((whole - column) / V::LANES).min(4);
+            match registers {
+                4 => $body::<V, 4>($($argument,)* column),
+                3 => $body::<V, 3>($($argument,)* column),
+                2 => $body::<V, 2>($($argument,)* column),
+                _ => $body::<V, 1>($($argument,)* column),
+            }
+            column += registers * V::LANES;
+        }
+        whole
+    }};
+}
+
 /// One token of a running sum: `S += k vᵀ`, then `out += qᵀ S`; `S` is `k.len() × v.len()`, row-major.
 #[inline(always)]
 pub(crate) unsafe fn absorb_token<V: Vector>(
@@ -693,41 +712,8 @@ pub(crate) unsafe fn absorb_token<V: Vector>(
 ) {
     let width = v.len();
     assert!(sum.len() >= k.len() * width && q.len() >= k.len() && out.len() >= width);
-    let whole = width / V::LANES * V::LANES;
-    // Four registers of columns at a time: as many sums in flight hide the latency of the fused products.
-    let mut column = 0;
-    while column < whole {
-        let registers = ((whole - column) / V::LANES).min(4);
-        // SAFETY: `registers` registers from `column` lie in every row of `sum`, in `v` and in `out`.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {{
-                    let mut total = [V::splat(V::Element::ZERO); $n];
-                    let value: [V; $n] = std::array::from_fn(|n| V::load(v.as_ptr().add(column + n * V::LANES)));
-                    for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
-                        let row = sum.as_mut_ptr().add(feature * width + column);
-                        let (k, q) = (V::splat(k), V::splat(q));
-                        for n in 0..$n {
-                            let s = k.mul_add(value[n], V::load(row.add(n * V::LANES)));
-                            s.store(row.add(n * V::LANES));
-                            total[n] = q.mul_add(s, total[n]);
-                        }
-                    }
-                    for n in 0..$n {
-                        let at = out.as_mut_ptr().add(column + n * V::LANES);
-                        V::load(at).add(total[n]).store(at);
-                    }
-                }};
-            }
-            match registers {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
-            }
-        }
-        column += registers * V::LANES;
-    }
+    // SAFETY: all are as long as the assertion says.
+    let whole = unsafe { by_registers!(width, absorb_columns(sum, k, v, q, out)) };
     for column in whole..width {
         for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
             let s = &mut sum[feature * width + column];
@@ -737,44 +723,74 @@ pub(crate) unsafe fn absorb_token<V: Vector>(
     }
 }
 
+#[inline(always)]
+unsafe fn absorb_columns<V: Vector, const N: usize>(
+    sum: &mut [V::Element],
+    k: &[V::Element],
+    v: &[V::Element],
+    q: &[V::Element],
+    out: &mut [V::Element],
+    column: usize,
+) {
+    // SAFETY: the caller has `N` registers from `column` in every row of `sum`, in `v` and in `out`.
+    unsafe {
+        let mut total = [V::splat(V::Element::ZERO); N];
+        let value: [V; N] = std::array::from_fn(|n| V::load(v.as_ptr().add(column + n * V::LANES)));
+        for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
+            let row = sum.as_mut_ptr().add(feature * v.len() + column);
+            let (k, q) = (V::splat(k), V::splat(q));
+            for n in 0..N {
+                let s = k.mul_add(value[n], V::load(row.add(n * V::LANES)));
+                s.store(row.add(n * V::LANES));
+                total[n] = q.mul_add(s, total[n]);
+            }
+        }
+        add_registers(total, out, column);
+    }
+}
+
 /// `out += qᵀ S`, as [`absorb_token`] reads it.
 #[inline(always)]
 pub(crate) unsafe fn read_token<V: Vector>(sum: &[V::Element], q: &[V::Element], out: &mut [V::Element]) {
     let width = out.len();
     assert!(sum.len() >= q.len() * width);
-    let whole = width / V::LANES * V::LANES;
-    let mut column = 0;
-    while column < whole {
-        let registers = ((whole - column) / V::LANES).min(4);
-        // SAFETY: `registers` registers from `column` lie in every row of `sum` and in `out`.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {{
-                    let mut total = [V::splat(V::Element::ZERO); $n];
-                    for (feature, &q) in q.iter().enumerate() {
-                        let row = sum.as_ptr().add(feature * width + column);
-                        let q = V::splat(q);
-                        for n in 0..$n {
-                            total[n] = q.mul_add(V::load(row.add(n * V::LANES)), total[n]);
-                        }
-                    }
-                    for n in 0..$n {
-                        let at = out.as_mut_ptr().add(column + n * V::LANES);
-                        V::load(at).add(total[n]).store(at);
-                    }
-                }};
-            }
-            match registers {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
-            }
-        }
-        column += registers * V::LANES;
-    }
+    // SAFETY: the sum is as long as the assertion says.
+    let whole = unsafe { by_registers!(width, read_columns(sum, q, out)) };
     for column in whole..width {
         out[column] += q.iter().enumerate().map(|(feature, &q)| q * sum[feature * width + column]).sum::<V::Element>();
+    }
+}
+
+#[inline(always)]
+unsafe fn read_columns<V: Vector, const N: usize>(
+    sum: &[V::Element],
+    q: &[V::Element],
+    out: &mut [V::Element],
+    column: usize,
+) {
+    // SAFETY: the caller has `N` registers from `column` in every row of `sum` and in `out`.
+    unsafe {
+        let mut total = [V::splat(V::Element::ZERO); N];
+        for (feature, &q) in q.iter().enumerate() {
+            let row = sum.as_ptr().add(feature * out.len() + column);
+            let q = V::splat(q);
+            for (n, total) in total.iter_mut().enumerate() {
+                *total = q.mul_add(V::load(row.add(n * V::LANES)), *total);
+            }
+        }
+        add_registers(total, out, column);
+    }
+}
+
+/// Adds registers to the numbers from `column` on.
+#[inline(always)]
+unsafe fn add_registers<V: Vector, const N: usize>(total: [V; N], to: &mut [V::Element], column: usize) {
+    for (n, total) in total.into_iter().enumerate() {
+        // SAFETY: the caller has `N` registers there.
+        unsafe {
+            let at = to.as_mut_ptr().add(column + n * V::LANES);
+            V::load(at).add(total).store(at);
+        }
     }
 }
 

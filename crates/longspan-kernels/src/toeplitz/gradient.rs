@@ -9,7 +9,7 @@ use super::map_sums::MapSums;
 use super::piecewise::{self, Sums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{EXPONENT, Last, StateGradients};
-use super::tiled::{Far, GradientSink, KeyBlock, Weights, each_run, load_cotangent, scores, value_products};
+use super::tiled::{Far, GradientSink, KeyBlock, Weights, add_keys, each_run, load_cotangent, scores, value_products};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
@@ -492,21 +492,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 }
                 ops.weigh(products, TILE, visible, factors, band, unused);
                 if !dq.is_empty() {
-                    ops.product(&mut Product {
-                        a: products,
-                        a_row: TILE,
-                        a_column: 1,
-                        b: keys.k,
-                        b_row: head_width,
-                        c: &mut dq[(block.row - near.start) * head_width..],
-                        c_row: head_width,
-                        rows: block.rows,
-                        columns: head_width,
-                        depth: visible,
-                        accumulate: true,
-                        a_band: band,
-                        c_band: Band::ALL,
-                    });
+                    let dq = &mut dq[(block.row - near.start) * head_width..];
+                    add_keys(problem, products, keys, (block.rows, visible, band), dq);
                 }
                 ops.product(&mut Product {
                     a: products,

@@ -566,6 +566,31 @@ pub(super) fn scores<T: Real>(
     });
 }
 
+/// Adds the keys' features, weighed by a tile, to gradients of queries.
+pub(super) fn add_keys<T: Real>(
+    problem: &Problem<'_, T>,
+    tile: &[T],
+    keys: &KeyBlock<'_, T>,
+    (rows, visible, band): (usize, usize, Band),
+    dq: &mut [T],
+) {
+    problem.ops.product(&mut Product {
+        a: tile,
+        a_row: TILE,
+        a_column: 1,
+        b: keys.k,
+        b_row: problem.head_width,
+        c: dq,
+        c_row: problem.head_width,
+        rows,
+        columns: problem.head_width,
+        depth: visible,
+        accumulate: true,
+        a_band: band,
+        c_band: Band::ALL,
+    });
+}
+
 /// Fills a tile with `dN_i·v⁺_j = d_i·v_j + c_i`.
 pub(super) fn value_products<T: Real>(
     problem: &Problem<'_, T>,
@@ -777,21 +802,7 @@ fn query_strip<T: Real>(
             let mut unused = [T::ZERO; TILE];
             let factors = weights.form(problem, unit, line, &block, keys);
             ops.weigh(tile, TILE, visible, factors, band, &mut unused[..block.rows]);
-            ops.product(&mut Product {
-                a: tile,
-                a_row: TILE,
-                a_column: 1,
-                b: keys.k,
-                b_row: head_width,
-                c: &mut dq[at * head_width..],
-                c_row: head_width,
-                rows: block.rows,
-                columns: head_width,
-                depth: visible,
-                accumulate: true,
-                a_band: band,
-                c_band: Band::ALL,
-            });
+            add_keys(problem, tile, keys, (block.rows, visible, band), &mut dq[at * head_width..]);
         });
         from += keys.count as isize;
     }

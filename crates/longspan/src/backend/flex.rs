@@ -8,7 +8,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use burn::tensor::{Bytes, DType, Element, Shape, TensorData};
+use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::halves::{Half, bf16, f16, narrow, widen};
@@ -43,31 +43,46 @@ pub(super) struct Outcome {
     pub denominators: FlexTensor,
 }
 
-/// A number type of both Flex and the kernels.
-trait Number: Real {
+/// Numbers as Flex keeps them.
+trait Stored: Copy + Default {
     const DTYPE: DType;
-    fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self>;
     fn storage(tensor: &FlexTensor) -> &[Self];
     fn bytes(numbers: Vec<Self>) -> Bytes;
-    fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
 }
 
-macro_rules! number {
-    ($t:ident, $dtype:expr, $scratch:ident) => {
-        thread_local! {
-            static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
-        }
-
-        impl Number for $t {
+macro_rules! stored {
+    ($t:ident, $dtype:expr) => {
+        impl Stored for $t {
             const DTYPE: DType = $dtype;
-            fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self> {
-                kernel
-            }
             fn storage(tensor: &FlexTensor) -> &[Self] {
                 tensor.storage()
             }
             fn bytes(numbers: Vec<Self>) -> Bytes {
                 Bytes::from_elems(numbers)
+            }
+        }
+    };
+}
+stored!(f32, DType::F32);
+stored!(f64, DType::F64);
+stored!(f16, DType::F16);
+stored!(bf16, DType::BF16);
+
+/// A number type of both Flex and the kernels.
+trait Number: Real + Stored {
+    fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self>;
+    fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
+}
+
+macro_rules! number {
+    ($t:ident, $scratch:ident) => {
+        thread_local! {
+            static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
+        }
+
+        impl Number for $t {
+            fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self> {
+                kernel
             }
             fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
                 &$scratch
@@ -75,8 +90,8 @@ macro_rules! number {
         }
     };
 }
-number!(f32, DType::F32, SCRATCH_F32);
-number!(f64, DType::F64, SCRATCH_F64);
+number!(f32, SCRATCH_F32);
+number!(f64, SCRATCH_F64);
 
 /// What the kernels compute in, for numbers of this type.
 pub(super) fn computed(dtype: DType) -> DType {
@@ -95,7 +110,7 @@ fn widened(tensor: &FlexTensor) -> FlexTensor {
     }
 }
 
-fn widened_from<H: Half + Element + Stored>(tensor: &FlexTensor) -> FlexTensor {
+fn widened_from<H: Half + Stored>(tensor: &FlexTensor) -> FlexTensor {
     let tensor = adjacent_rows(tensor.clone());
     let layout = tensor.layout();
     let (mut shape, mut strides) = ([1; 4], [0; 4]);
@@ -115,40 +130,19 @@ fn widened_from<H: Half + Element + Stored>(tensor: &FlexTensor) -> FlexTensor {
 /// A new tensor, of numbers that lie together in any order, rounded to another type.
 fn rounded(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     match dtype {
-        DType::F16 => rounded_to::<f16>(&tensor, f16::ZERO),
-        DType::BF16 => rounded_to::<bf16>(&tensor, bf16::ZERO),
+        DType::F16 => rounded_to::<f16>(&tensor),
+        DType::BF16 => rounded_to::<bf16>(&tensor),
         _ => tensor,
     }
 }
 
-fn rounded_to<H: Half + Element + Stored>(tensor: &FlexTensor, zero: H) -> FlexTensor {
+fn rounded_to<H: Half + Stored>(tensor: &FlexTensor) -> FlexTensor {
     let wide: &[f32] = tensor.storage();
-    let mut numbers = vec![zero; wide.len()];
+    let mut numbers = vec![H::default(); wide.len()];
     let shape = [1, 1, 1, wide.len()];
     narrow(wide, shape, &mut ViewMut::contiguous(&mut numbers, shape)).expect("as many numbers");
-    FlexTensor::new(H::bytes(numbers), tensor.layout().clone(), H::dtype())
+    FlexTensor::new(H::bytes(numbers), tensor.layout().clone(), H::DTYPE)
 }
-
-/// Half-width numbers as Flex keeps them.
-trait Stored: Sized {
-    fn storage(tensor: &FlexTensor) -> &[Self];
-    fn bytes(numbers: Vec<Self>) -> Bytes;
-}
-
-macro_rules! stored {
-    ($t:ident) => {
-        impl Stored for $t {
-            fn storage(tensor: &FlexTensor) -> &[Self] {
-                tensor.storage()
-            }
-            fn bytes(numbers: Vec<Self>) -> Bytes {
-                Bytes::from_elems(numbers)
-            }
-        }
-    };
-}
-stored!(f16);
-stored!(bf16);
 
 impl Operands {
     /// The same numbers with adjacent rows: a view wherever possible.
