@@ -255,7 +255,7 @@ impl Series<'_> {
         let mask = Mask { order: order.order(), ..Mask::default() };
         let plan = self.candidate.automatic(reach(dims.queries, pass)).plan(dims, &mask);
         let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == self.candidate.algorithm);
-        estimate.map_or(0.0, |estimate| estimate.seconds) / rayon::current_num_threads() as f64
+        estimate.map_or(0.0, |estimate| estimate.seconds(pass.purpose())) / rayon::current_num_threads() as f64
     }
 }
 
@@ -444,7 +444,7 @@ fn measure(
             set: settings.set.clone(),
             mechanism: timed.series.candidate.name.to_owned(),
             algorithm: algorithm.to_string(),
-            chosen: pass == Pass::Decode || plan.algorithm == algorithm,
+            chosen: pass == Pass::Decode || plan.algorithm(pass.purpose()) == algorithm,
             order,
             pass,
             batch: dims.batch,

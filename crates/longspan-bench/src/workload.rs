@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Scratch, State,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Purpose, Scratch, State,
     Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,14 @@ impl Pass {
             Self::Forward => "forward",
             Self::ForwardBackward => "forward-backward",
             Self::Decode => "decode",
+        }
+    }
+
+    /// What its calls are made for.
+    pub(crate) fn purpose(self) -> Purpose {
+        match self {
+            Self::Forward | Self::Decode => Purpose::Output,
+            Self::ForwardBackward => Purpose::Gradient,
         }
     }
 }

@@ -35,7 +35,7 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
     check_gradients, check_initial_gradient, check_output,
 };
-use crate::rates::{Rate, Rates, Work};
+use crate::rates::{Rate, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -198,15 +198,10 @@ impl<T: Real> Mechanism<T> for Aft {
             flops,
             published_elements: (dims.keys * dims.head_dim) as f64,
             scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near.min(64.0)),
-            seconds: work.seconds(Rates::current()),
             work,
             automatic: true,
         };
-        Plan {
-            algorithm: Algorithm::Chunked,
-            estimates: vec![estimate],
-            reason: "means before, in and after the window are joined: the one algorithm of this mechanism".into(),
-        }
+        Plan::new(Algorithm::Auto, vec![estimate])
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
