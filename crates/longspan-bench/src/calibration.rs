@@ -635,7 +635,11 @@ mod tests {
         }
         let rates = fit(&points, &Rates::default());
         assert_ne!(rates, Rates::default());
-        assert_eq!(Purpose::ALL.map(|purpose| rates.get(Rate::FftFlop, purpose)), Rate::FftFlop.built_in(), "what was not measured stays");
+        assert_eq!(
+            Purpose::ALL.map(|purpose| rates.get(Rate::FftFlop, purpose)),
+            Rate::FftFlop.built_in(),
+            "what was not measured stays"
+        );
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Purpose, Scratch, State,
-    Token, View, ViewMut,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Purpose,
+    Scratch, State, Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};
 

@@ -1,8 +1,8 @@
 //! What `auto` runs: the algorithm that the plan names, and under a backward the one whose denominators it is given.
 
 use longspan_kernels::{
-    Algorithm, Bias, Dims, FeatureMap, Fourier, KernelizedAttention, Output, Purpose, Score, Scratch, Shaw,
-    Toeplitz, ViewMut,
+    Algorithm, Bias, Dims, FeatureMap, Fourier, KernelizedAttention, Output, Purpose, Score, Scratch, Shaw, Toeplitz,
+    ViewMut,
 };
 use longspan_testing::compare::same_bits;
 use longspan_testing::{Assumptions, Case, Failure, Number, Subject, execute};

@@ -179,7 +179,10 @@ mod tests {
         let attention = KernelizedAttention::default();
         let mask = Mask::bidirectional();
         assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
-        assert_eq!(plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output), Algorithm::Chunked);
+        assert_eq!(
+            plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output),
+            Algorithm::Chunked
+        );
         let forced = KernelizedAttention { algorithm: Algorithm::Naive, ..attention };
         assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
     }
