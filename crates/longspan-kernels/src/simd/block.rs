@@ -95,7 +95,7 @@ impl<T> Ahead<T> {
 
     /// Asks for the `part`-th of `parts` parts.
     #[inline(always)]
-    unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
+    pub(super) unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
         for row in part * self.count / parts..(part + 1) * self.count / parts {
             let start = self.start.wrapping_add(row * self.stride);
             for column in (0..self.width).step_by(line::<T>()) {

@@ -11,7 +11,7 @@ use crate::shape::{Columns, Rows};
 
 /// How far below the block's top the largest key of a row may be: every denominator is then at least `e^{−24}`, and terms that
 /// an exponential loses, below `e^{−87}` (`f32`), are nothing beside it.
-const DEEPEST: f64 = 24.0;
+pub(crate) const DEEPEST: f64 = 24.0;
 
 /// The rows of a block of outputs in the backward.
 #[derive(Clone, Copy)]

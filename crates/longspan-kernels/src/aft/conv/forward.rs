@@ -1,12 +1,13 @@
 //! Outputs of AFT-conv.
 
 use super::walk::{Work, header, walk};
-use super::{Geometry, KeySource, kernel};
-use crate::aft::problem::{Block, Chunks, Problem};
+use super::{Geometry, KeySource, kernel, run};
+use crate::aft::problem::{Block, CHUNK, Chunks, Problem};
 use crate::aft::state::Head;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, parallel};
 use crate::shape::SharedRows;
+use crate::simd::block::Ahead;
 
 /// Writes every output.
 pub(in crate::aft) fn forward<T: Real>(
@@ -37,23 +38,34 @@ pub(in crate::aft) fn forward<T: Real>(
     };
     let memory = arena.rest();
     let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, per_worker);
-    parallel(chunks.tasks(), work, per_worker, |task, work| {
-        let (line, head, chunk) = chunks.task(task);
-        let (index, kv_head) = (line / geometry.lines, head / dims.group());
-        let (sequence, window) = (&problem.sequences[index], &windows[line]);
-        let field = geometry.field(*window, line % geometry.lines, kernel(problem, head));
-        let edges = edges.of(window, line, kv_head, chunk);
-        let mut work = Work::new(work, geometry.most(), width);
-        walk(problem.ops, &source(index, kv_head), &field, chunk, edges, &mut work);
-        let (from, to) = window.chunk(chunk);
-        let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + geometry.start(line));
-        let factors = &mut work.d[..to - from];
-        // A row that sees nothing gives 0; a weight that is NaN shows.
-        factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
-        let token = sequence.query_start + geometry.start(line) + from;
-        // SAFETY: every row belongs to one chunk of one head, and the columns end here.
-        let mut rows = unsafe { out.columns([sequence.batch, head, token], to - from, 0..dims.head_dim) };
-        let queries = problem.aft.gate.then(|| queries.skip(from));
-        problem.ops.gated_rows(&work.sums[..(to - from) * width], factors, queries, &mut rows);
+    let run = run(chunks.tasks());
+    parallel(chunks.tasks().div_ceil(run), work, per_worker, |task, work| {
+        for task in task * run..((task + 1) * run).min(chunks.tasks()) {
+            let (line, head, chunk) = chunks.task(task);
+            let (index, kv_head) = (line / geometry.lines, head / dims.group());
+            let (sequence, window) = (&problem.sequences[index], &windows[line]);
+            let field = geometry.field(*window, line % geometry.lines, kernel(problem, head));
+            let edges = edges.of(window, line, kv_head, chunk);
+            let mut work = Work::new(work, geometry.most(), width);
+            let (from, to) = window.chunk(chunk);
+            let (start, rows) = (geometry.start(line), to - from);
+            let (first, end) = (sequence.query_start + start, window.outputs.min(to + CHUNK));
+            let queries = problem.call.q.rows(sequence.batch, head).skip(first);
+            let source = source(index, kv_head);
+            // What the next chunk reads and writes, if it is one of this line.
+            let ahead = [
+                Ahead::new(queries, to as isize, end as isize, window.outputs, dims.head_dim),
+                out.ahead(sequence.batch, head, first + to, end - to, dims.head_dim),
+                source.ahead(&field, chunk + 1),
+            ];
+            walk(problem.ops, &source, &field, chunk, edges, &mut work, &ahead);
+            let factors = &mut work.d[..rows];
+            // A row that sees nothing gives 0; a weight that is NaN shows.
+            factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
+            // SAFETY: every row belongs to one chunk of one head, and the columns end here.
+            let mut to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
+            let queries = problem.aft.gate.then(|| queries.skip(from));
+            problem.ops.gated_rows(&work.sums[..rows * width], factors, queries, &mut to);
+        }
     });
 }
