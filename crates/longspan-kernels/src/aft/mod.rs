@@ -212,7 +212,7 @@ impl<T: Real> Mechanism<T> for Aft {
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_output(self, &problem.dims, &output)?;
-        let Output { mut out, denominators, final_state } = output;
+        let Output { mut out, denominators, mut final_state } = output;
         if let Some(to) = &final_state {
             check_final_mask(Mechanism::<T>::name(self), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
@@ -223,7 +223,9 @@ impl<T: Real> Mechanism<T> for Aft {
         }
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
-            None if matches!(self.variant, Variant::Simple) => simple::forward(&problem, out.shared(), scratch),
+            None if matches!(self.variant, Variant::Simple) => {
+                simple::forward(&problem, out.shared(), final_state.take(), scratch);
+            }
             None => forward::forward(&problem, out.shared(), scratch),
         }
         if let Some(state) = final_state {

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use super::keys::write_item;
-use super::problem::{reach, table_length};
+use super::problem::{CHUNK, reach, table_length};
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
 use super::walk::clear;
 use super::{Aft, Variant, kernel};
@@ -11,8 +11,8 @@ use crate::error::{Error, expect};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
 use crate::scratch::{StepMemory, padded};
-use crate::shape::Dims;
-use crate::simd::log_sum::PARTS;
+use crate::shape::{Dims, Rows};
+use crate::simd::log_sum::{PARTS, Tokens};
 use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
@@ -55,6 +55,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
+    let mut biases = [T::ZERO; CHUNK];
     for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {
         let k = &token.k[index * key_dim..][..key_dim];
         let v = &token.v[index * width..][..width];
@@ -81,15 +82,27 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 }
             };
             sum.copy_from_slice(far);
-            for place in ring - filled..=ring {
-                let token = if place == ring {
-                    (k, v)
+            let mut place = ring - filled;
+            while place <= ring && width > 0 {
+                // Tokens that stand one after the other in the ring; the token itself comes last.
+                let row = (oldest + place) % ring.max(1);
+                let (keys, values, count) = if place == ring {
+                    (k, v, 1)
                 } else {
-                    let row = (oldest + place) % ring;
-                    (&head.ring_keys[row * key_dim..][..key_dim], &head.ring_values[row * width..][..width])
+                    let count = (ring - row.max(place)).min(CHUNK);
+                    (&head.ring_keys[row * key_dim..], &head.ring_values[row * width..], count)
                 };
-                write_item(Some(token), padded, item);
-                ops.join(sum, item, bias(place));
+                biases.iter_mut().zip(place..).take(count).for_each(|(to, place)| *to = bias(place));
+                let tokens = Tokens {
+                    keys: Rows { data: keys, stride: key_dim },
+                    key_dim,
+                    values: Rows { data: values, stride: width },
+                    queries: None,
+                    count,
+                    head_dim: width,
+                };
+                ops.join_tokens(tokens, &biases[..count], sum);
+                place += count;
             }
             let row = index * group + n;
             let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };

@@ -166,8 +166,8 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
     pub(crate) use super::running::{
-        constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
-        sum_tokens, tops,
+        constant_cotangents, constant_gradients, constant_means, factor_tokens, join_tokens, running_gradients,
+        running_means, sum_tokens, tops,
     };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
@@ -215,6 +215,7 @@ operations! {
     join(to: &mut [T], item: &[T], bias: T);
     factor_tokens(tokens: Tokens<'_, T>, reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     sum_tokens(tokens: Tokens<'_, T>, numerators: bool, to: &mut [T]);
+    join_tokens(tokens: Tokens<'_, T>, biases: &[T], mean: &mut [T]);
     tops(tokens: Tokens<'_, T>, before: &[T], tops: &mut [T]) -> bool;
     running_means(tokens: Tokens<'_, T>, tops: &[T], mean: &mut [T], to: &mut Columns<'_, T>);
     constant_means(queries: Option<Rows<'_, T>>, mean: &[T], to: &mut Columns<'_, T>);

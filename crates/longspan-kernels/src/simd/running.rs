@@ -24,13 +24,13 @@ pub(crate) struct OutputRows<'a, T> {
 }
 
 /// Whether `count` rows of `width` are there.
-fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
+pub(super) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
     count == 0 || rows.data.len() >= (count - 1) * rows.stride + width
 }
 
 /// A register, or the first `left` numbers of one and zeros.
 #[inline(always)]
-unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
+pub(super) unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
     // SAFETY: the caller has so many numbers there.
     unsafe {
         if WHOLE {
@@ -44,7 +44,7 @@ unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize
 
 /// Writes a register, or its first `left` numbers.
 #[inline(always)]
-unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
+pub(super) unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
     // SAFETY: the caller has room for so many numbers there.
     unsafe {
         if WHOLE {
@@ -308,6 +308,66 @@ unsafe fn sum_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
         set_part(to, width, 0, column, top);
         set_part(to, width, 2, column, numerator);
         set_part(to, width, 3, column, denominator);
+    }
+}
+
+/// Joins tokens with a bias each to a mean: what joining one after the other gives, with one exponential a number.
+#[inline(always)]
+pub(crate) unsafe fn join_tokens<V: Vector>(
+    tokens: Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    mean: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let width = tokens.head_dim;
+    assert!(fits::<V>(mean, width) && tokens.key_dim > 0 && biases.len() >= tokens.count);
+    assert!(covers(&tokens.keys, tokens.count, tokens.key_dim) && covers(&tokens.values, tokens.count, width));
+    // SAFETY: all rows are as large as the assertions say.
+    unsafe { by_registers!(width, join_tokens_of(&tokens, biases, mean)) };
+}
+
+#[inline(always)]
+unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    mean: &mut [V::Element],
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    let width = mean.len() / PARTS;
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
+        let [own_x, own_b, mut numerator, mut denominator] =
+            [0, 1, 2, 3].map(|row| part::<V, N>(mean, width, row, column));
+        let (mut x, mut b) = (own_x, own_b);
+        for (token, &bias) in biases.iter().enumerate().take(tokens.count) {
+            let bias = V::splat(bias);
+            for n in 0..N {
+                let key = key(token, n);
+                let rise = key.sub(x[n]).add(bias.sub(b[n]));
+                (x[n], b[n]) = (rise.if_positive(key, x[n]), rise.if_positive(bias, b[n]));
+            }
+        }
+        for n in 0..N {
+            let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
+            (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
+        }
+        for (token, &bias) in biases.iter().enumerate().take(tokens.count) {
+            let bias = V::splat(bias);
+            let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
+            for n in 0..N {
+                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(bias.sub(b[n])));
+                numerator[n] = weight.mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), numerator[n]);
+                denominator[n] = denominator[n].add(weight);
+            }
+        }
+        for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
+            set_part(mean, width, row, column, registers);
+        }
     }
 }
 

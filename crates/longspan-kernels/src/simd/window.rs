@@ -6,7 +6,7 @@
 
 use super::block::{Ahead, BLOCK_ROWS};
 use super::log_sum::{floor, load_part, sigmoid, store_part};
-use super::running::{OutputRows, TokenGradients};
+use super::running::{OutputRows, TokenGradients, covers, get, put};
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
 use crate::shape::{Columns, Rows};
@@ -348,16 +348,14 @@ pub(crate) unsafe fn span_top<V: Vector>(line: Line<'_, V::Element>) -> SpanTop<
             (x, b) = (rise.if_positive(own_x, x), rise.if_positive(own_b, b));
             count = count.add(own_x.sub(bottom).if_positive(one, zero));
         }
-        let mut lanes = [[V::Element::ZERO; 16]; 2];
-        x.store(lanes[0].as_mut_ptr());
-        b.store(lanes[1].as_mut_ptr());
-        let mut top = (lanes[0][0], lanes[1][0]);
-        for lane in 1..V::LANES {
-            let own = (lanes[0][lane], lanes[1][lane]);
-            if (own.0 - top.0) + (own.1 - top.1) > V::Element::ZERO {
-                top = own;
-            }
-        }
+        // Of the lanes whose sums are the largest, one; sums relative to something near them keep their digits.
+        let (near_x, near_b) = (V::splat(x.largest()), V::splat(b.largest()));
+        let rise = x.sub(near_x).add(b.sub(near_b));
+        let less = V::splat(rise.largest()).sub(rise);
+        let none = V::splat(V::Element::NEG_INFINITY);
+        let top_x = less.if_positive(none, x).largest();
+        let less = V::splat(top_x).sub(x).if_positive(one, less);
+        let top = (top_x, less.if_positive(none, b).largest());
         let mut depth = zero;
         for lane in (0..len).step_by(V::LANES) {
             let (own_x, own_b) = at(lane);
@@ -511,13 +509,9 @@ pub(crate) unsafe fn convolve<V: Vector>(
                     if let Some(end) = c.after {
                         after_blocks::<V, $n>(c, end, column, after);
                     }
+                    let ahead = if column == 0 { ahead } else { &[] };
                     for block in 0..blocks {
-                        if column == 0 {
-                            for ahead in ahead {
-                                ahead.fetch::<V>(block, blocks);
-                            }
-                        }
-                        convolution_tile::<V, $n>(c, block, column, before, after, to);
+                        convolution_tile::<V, $n>(c, block, column, before, after, to, ahead);
                     }
                 }};
             }
@@ -565,7 +559,7 @@ unsafe fn after_blocks<V: Vector, const N: usize>(
 
 /// `BLOCK_ROWS` outputs and `N` registers. No output meets a row that its window does not hold: what stands there may be no
 /// number.
-#[allow(clippy::needless_range_loop)]
+#[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 #[inline(always)]
 unsafe fn convolution_tile<V: Vector, const N: usize>(
     c: &Convolution<'_, V::Element>,
@@ -574,7 +568,10 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     before: &mut [V::Element],
     after: &[V::Element],
     to: &mut [V::Element],
+    ahead: &[Ahead<V::Element>],
 ) {
+    /// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
+    const STRIDE: usize = 8;
     let (output, length) = (block * BLOCK_ROWS, c.row_length);
     // SAFETY: the caller checked that all these rows and lines are there.
     unsafe {
@@ -623,12 +620,18 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 }
             }
         }
-        for j in whole {
-            let row = row(output + j);
-            for r in 0..BLOCK_ROWS {
-                let weight = weight(j, r);
-                for n in 0..N {
-                    sums[r][n] = weight.mul_add(row[n], sums[r][n]);
+        let (strides, blocks) = (whole.len().div_ceil(STRIDE).max(1), c.outputs.div_ceil(BLOCK_ROWS));
+        for stride in 0..strides {
+            for ahead in ahead {
+                ahead.fetch::<V>(block * strides + stride, blocks * strides);
+            }
+            for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
+                let row = row(output + j);
+                for r in 0..BLOCK_ROWS {
+                    let weight = weight(j, r);
+                    for n in 0..N {
+                        sums[r][n] = weight.mul_add(row[n], sums[r][n]);
+                    }
                 }
             }
         }
@@ -688,18 +691,15 @@ pub(crate) unsafe fn add_tap_gradients<V: Vector>(
     let groups = taps.div_ceil(TAPS);
     for group in 0..groups {
         let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
-        for ahead in ahead {
-            // SAFETY: forwarded to the caller.
-            unsafe { ahead.fetch::<V>(group, groups) };
-        }
         let mut dots = [V::Element::ZERO; TAPS];
+        let part = (group * g.count, groups * g.count);
         // SAFETY: outputs and rows are as many as the assertions say.
         unsafe {
             macro_rules! some {
                 ($($n:literal)*) => {
                     match last - first {
-                        $($n => tap_products::<V, $n>(g, first, &mut dots),)*
-                        _ => tap_products::<V, TAPS>(g, first, &mut dots),
+                        $($n => tap_products::<V, $n>(g, first, &mut dots, ahead, part),)*
+                        _ => tap_products::<V, TAPS>(g, first, &mut dots, ahead, part),
                     }
                 };
             }
@@ -727,11 +727,16 @@ unsafe fn tap_products<V: Vector, const P: usize>(
     g: &TapGradients<'_, V::Element>,
     first: usize,
     dots: &mut [V::Element],
+    ahead: &[Ahead<V::Element>],
+    (part, parts): (usize, usize),
 ) {
     // SAFETY: the caller checked that all these rows are there.
     unsafe {
         let mut sums = [V::splat(V::Element::ZERO); P];
         for n in 0..g.count {
+            for ahead in ahead {
+                ahead.fetch::<V>(part + n, parts);
+            }
             let output = g.outputs.as_ptr().add(n * g.width);
             let row = g.rows.as_ptr().add((n + first) * g.width);
             for column in (0..g.width).step_by(V::LANES) {
@@ -799,6 +804,20 @@ where
     }
 }
 
+/// Calls `$body::<V, WHOLE>(column, left)` for all columns of a row.
+macro_rules! by_columns {
+    ($width:expr, $body:ident($($argument:expr),*), $each:expr) => {{
+        let (mut column, width) = (0, $width);
+        while column + V::LANES <= width {
+            $each($body::<V, true>($($argument,)* column, V::LANES));
+            column += V::LANES;
+        }
+        if column < width {
+            $each($body::<V, false>($($argument,)* column, width - column));
+        }
+    }};
+}
+
 /// `out = σ(q) ⊙ factor·sum` for rows of sums one after the other; no `queries` are no gate.
 #[inline(always)]
 pub(crate) unsafe fn gated_rows<V: Vector>(
@@ -812,21 +831,35 @@ pub(crate) unsafe fn gated_rows<V: Vector>(
     let (count, head_dim) = (factors.len(), to.width());
     let width = sums.len() / count.max(1);
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && to.rows() >= count);
+    assert!(queries.is_none_or(|queries| covers(&queries, count, head_dim)));
     for (row, (sum, &factor)) in sums.chunks_exact(width.max(1)).zip(factors).enumerate() {
-        let q = queries.map(|queries| queries.row(row, head_dim));
-        let out = to.row(row);
-        let mut column = 0;
-        while column < head_dim {
-            // SAFETY: the sum has a register at `column` by the assertion above.
-            unsafe {
-                let mut value = V::load(sum.as_ptr().add(column)).mul(V::splat(factor));
-                if let Some(q) = q {
-                    value = value.mul(sigmoid(load_part::<V>(q, column)).0);
-                }
-                store_part(value, out, column);
-            }
-            column += V::LANES;
+        // SAFETY: sums, queries and outputs have such rows by the assertions above.
+        unsafe {
+            let factor = V::splat(factor);
+            let q = queries.map(|queries| queries.data.as_ptr().add(row * queries.stride));
+            by_columns!(head_dim, gated_register(sum, factor, q, to.at(row, 0)), |()| ());
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn gated_register<V: Vector, const WHOLE: bool>(
+    sum: &[V::Element],
+    factor: V,
+    q: Option<*const V::Element>,
+    to: *mut V::Element,
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    // SAFETY: the caller's rows have so many numbers from `column` on, and the sum a register.
+    unsafe {
+        let mut value = V::load(sum.as_ptr().add(column)).mul(factor);
+        if let Some(q) = q {
+            value = value.mul(sigmoid(get::<V, WHOLE>(q.add(column), left)).0);
+        }
+        put::<V, WHOLE>(value, to.add(column), left);
     }
 }
 
@@ -845,41 +878,54 @@ pub(crate) unsafe fn gated_cotangents<V: Vector>(
     let (count, head_dim) = (factors.len(), dq.width());
     let width = items.len() / count.max(1);
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count);
-    assert!(rows.count == count && dq.rows() >= count);
+    assert!(rows.count == count && dq.rows() >= count && rows.q.is_none_or(|q| covers(&q, count, head_dim)));
+    assert!(covers(&rows.d_out, count, head_dim) && covers(&rows.out, count, head_dim));
     for (row, (item, &factor)) in items.chunks_exact_mut(width.max(1)).zip(factors).enumerate() {
-        let d_query = dq.row(row);
         if factor == V::Element::ZERO {
-            d_query.fill(V::Element::ZERO);
+            dq.row(row).fill(V::Element::ZERO);
             item.fill(V::Element::ZERO);
             sums[row] = V::Element::ZERO;
             continue;
         }
-        let (q, d_out) = (rows.q.map(|q| q.row(row, head_dim)), rows.d_out.row(row, head_dim));
-        let out = rows.out.row(row, head_dim);
-        let mut column = 0;
-        // SAFETY: `item` has a register at `column` by the assertion above.
+        item[head_dim..].fill(V::Element::ZERO);
+        // SAFETY: items, rows and gradients have such rows by the assertions above.
         unsafe {
-            let zero = V::splat(V::Element::ZERO);
+            let start = |rows: &Rows<'_, V::Element>| rows.data.as_ptr().add(row * rows.stride);
+            let from = (rows.q.as_ref().map(start), start(&rows.d_out), start(&rows.out));
             let factor = V::splat(factor);
-            let mut sum = zero;
-            while column < width {
-                let (mut g, mut slope) = (zero, zero);
-                if column < head_dim {
-                    g = load_part::<V>(d_out, column);
-                    let product = g.mul(load_part::<V>(out, column));
-                    sum = sum.add(product);
-                    if let Some(q) = q {
-                        let (gate, rest) = sigmoid(load_part::<V>(q, column));
-                        g = g.mul(gate);
-                        slope = product.mul(rest);
-                    }
-                    store_part(slope, d_query, column);
-                }
-                g.mul(factor).store(item.as_mut_ptr().add(column));
-                column += V::LANES;
-            }
+            let mut sum = V::splat(V::Element::ZERO);
+            let mut add = |product: V| sum = sum.add(product);
+            by_columns!(head_dim, cotangent_register(from, factor, dq.at(row, 0), item.as_mut_ptr()), add);
             sums[row] = sum.mul(factor).sum();
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn cotangent_register<V: Vector, const WHOLE: bool>(
+    (q, d_out, out): (Option<*const V::Element>, *const V::Element, *const V::Element),
+    factor: V,
+    dq: *mut V::Element,
+    item: *mut V::Element,
+    column: usize,
+    left: usize,
+) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: the caller's rows have so many numbers from `column` on, and the item a register.
+    unsafe {
+        let mut g = get::<V, WHOLE>(d_out.add(column), left);
+        let product = g.mul(get::<V, WHOLE>(out.add(column), left));
+        let mut slope = V::splat(V::Element::ZERO);
+        if let Some(q) = q {
+            let (gate, rest) = sigmoid(get::<V, WHOLE>(q.add(column), left));
+            g = g.mul(gate);
+            slope = product.mul(rest);
+        }
+        put::<V, WHOLE>(slope, dq.add(column), left);
+        g.mul(factor).store(item.add(column));
+        product
     }
 }
 
