@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use super::keys::write_item;
-use super::problem::{CHUNK, reach, table_length};
+use super::problem::{reach, table_length};
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
 use super::walk::clear;
 use super::{Aft, Variant, kernel};
@@ -13,6 +13,7 @@ use crate::real::Real;
 use crate::scratch::{StepMemory, padded};
 use crate::shape::{Dims, Rows};
 use crate::simd::log_sum::{PARTS, Tokens};
+use crate::simd::running::JOINED;
 use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
@@ -55,7 +56,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
-    let mut biases = [T::ZERO; CHUNK];
+    let mut biases = [T::ZERO; JOINED];
     for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {
         let k = &token.k[index * key_dim..][..key_dim];
         let v = &token.v[index * width..][..width];
@@ -66,6 +67,12 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         // A state may claim more tokens than positions, but no bias stands before the first position.
         let filled = head.marks[FILLED].to_f64() as usize;
         let filled = if matches!(aft.variant, Variant::Full { .. }) { filled.min(position) } else { filled };
+        // Without windows all query heads see the same.
+        let simple = matches!(aft.variant, Variant::Simple);
+        if simple {
+            write_item(Some((k, v)), padded, item);
+            ops.join(far, item, T::ZERO);
+        }
         for n in 0..group {
             let query_head = index % kv_heads * group + n;
             // From `ring` tokens ago to the token itself; `place` counts from there.
@@ -82,14 +89,14 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 }
             };
             sum.copy_from_slice(far);
-            let mut place = ring - filled;
+            let mut place = if simple { ring + 1 } else { ring - filled };
             while place <= ring && width > 0 {
                 // Tokens that stand one after the other in the ring; the token itself comes last.
                 let row = (oldest + place) % ring.max(1);
                 let (keys, values, count) = if place == ring {
                     (k, v, 1)
                 } else {
-                    let count = (ring - row.max(place)).min(CHUNK);
+                    let count = (ring - row.max(place)).min(JOINED);
                     (&head.ring_keys[row * key_dim..], &head.ring_values[row * width..], count)
                 };
                 biases.iter_mut().zip(place..).take(count).for_each(|(to, place)| *to = bias(place));
@@ -109,6 +116,10 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             ops.gated_mean(sum, q, &mut out[row * width..][..width]);
         }
         // The oldest token leaves the windows' reach, this one takes its place.
+        if simple {
+            head.write(far);
+            continue;
+        }
         if ring == 0 {
             write_item(Some((k, v)), padded, item);
         } else {

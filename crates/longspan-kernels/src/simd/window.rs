@@ -4,7 +4,7 @@
 //! A line of weights belongs to one tap `p` and has a lane for each output, so that exponents are formed in whole
 //! registers of outputs whatever the number of taps.
 
-use super::block::{Ahead, BLOCK_ROWS};
+use super::block::{Ahead, BLOCK_ROWS, Fetching};
 use super::log_sum::{floor, load_part, sigmoid, store_part};
 use super::running::{OutputRows, TokenGradients, covers, get, put};
 use super::vector::{Constants, Vector, exp_nonpositive};
@@ -499,6 +499,8 @@ pub(crate) unsafe fn convolve<V: Vector>(
     if let Some(end) = c.after {
         assert!(after.len() >= (blocks + 1) * width && items >= behind + end.max(whole));
     }
+    let strides = (c.taps.saturating_sub(MARGIN)).div_ceil(STRIDE);
+    let mut fetching = Fetching::new(ahead, blocks * strides);
     let mut column = 0;
     while column < width {
         let left = ((width - column) / V::LANES).min(V::BLOCK_COLUMNS);
@@ -509,9 +511,8 @@ pub(crate) unsafe fn convolve<V: Vector>(
                     if let Some(end) = c.after {
                         after_blocks::<V, $n>(c, end, column, after);
                     }
-                    let ahead = if column == 0 { ahead } else { &[] };
                     for block in 0..blocks {
-                        convolution_tile::<V, $n>(c, block, column, before, after, to, ahead);
+                        convolution_tile::<V, $n>(c, block, column, before, after, to, &mut fetching);
                     }
                 }};
             }
@@ -525,6 +526,9 @@ pub(crate) unsafe fn convolve<V: Vector>(
         column += left * V::LANES;
     }
 }
+
+/// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
+const STRIDE: usize = 8;
 
 /// What comes after the last output of each block, behind the sum of what comes after all.
 #[allow(clippy::needless_range_loop)]
@@ -568,10 +572,8 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     before: &mut [V::Element],
     after: &[V::Element],
     to: &mut [V::Element],
-    ahead: &[Ahead<V::Element>],
+    fetching: &mut Fetching<'_, V::Element>,
 ) {
-    /// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
-    const STRIDE: usize = 8;
     let (output, length) = (block * BLOCK_ROWS, c.row_length);
     // SAFETY: the caller checked that all these rows and lines are there.
     unsafe {
@@ -620,11 +622,8 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 }
             }
         }
-        let (strides, blocks) = (whole.len().div_ceil(STRIDE).max(1), c.outputs.div_ceil(BLOCK_ROWS));
-        for stride in 0..strides {
-            for ahead in ahead {
-                ahead.fetch::<V>(block * strides + stride, blocks * strides);
-            }
+        for stride in 0..whole.len().div_ceil(STRIDE) {
+            fetching.next::<V>();
             for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
                 let row = row(output + j);
                 for r in 0..BLOCK_ROWS {
@@ -689,17 +688,17 @@ pub(crate) unsafe fn add_tap_gradients<V: Vector>(
     assert!(g.outputs.len() >= g.count * g.width && g.count <= lanes && g.items.len() + 1 >= lanes + taps);
     assert!(g.rows.len() >= (g.count + taps).saturating_sub(1) * g.width);
     let groups = taps.div_ceil(TAPS);
+    let mut fetching = Fetching::new(ahead, groups * g.count);
     for group in 0..groups {
         let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
         let mut dots = [V::Element::ZERO; TAPS];
-        let part = (group * g.count, groups * g.count);
         // SAFETY: outputs and rows are as many as the assertions say.
         unsafe {
             macro_rules! some {
                 ($($n:literal)*) => {
                     match last - first {
-                        $($n => tap_products::<V, $n>(g, first, &mut dots, ahead, part),)*
-                        _ => tap_products::<V, TAPS>(g, first, &mut dots, ahead, part),
+                        $($n => tap_products::<V, $n>(g, first, &mut dots, &mut fetching),)*
+                        _ => tap_products::<V, TAPS>(g, first, &mut dots, &mut fetching),
                     }
                 };
             }
@@ -727,16 +726,13 @@ unsafe fn tap_products<V: Vector, const P: usize>(
     g: &TapGradients<'_, V::Element>,
     first: usize,
     dots: &mut [V::Element],
-    ahead: &[Ahead<V::Element>],
-    (part, parts): (usize, usize),
+    fetching: &mut Fetching<'_, V::Element>,
 ) {
     // SAFETY: the caller checked that all these rows are there.
     unsafe {
         let mut sums = [V::splat(V::Element::ZERO); P];
         for n in 0..g.count {
-            for ahead in ahead {
-                ahead.fetch::<V>(part + n, parts);
-            }
+            fetching.next::<V>();
             let output = g.outputs.as_ptr().add(n * g.width);
             let row = g.rows.as_ptr().add((n + first) * g.width);
             for column in (0..g.width).step_by(V::LANES) {
