@@ -35,7 +35,9 @@ pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
     let flops = rows * near * pair_flops + 20.0 * tokens;
     let joins = if near > 1.0 { rows * near } else { 0.0 };
     let weights = weight * joins / dims.head_dim.max(1) as f64;
-    let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftNumber, tokens)];
+    // Tiles on a mask's diagonal are cut down to 8 × 8 pairs, which are joined one by one: a row's share of halves and pairs.
+    let cut = if tiled && banded.is_none() && causal && near > 1.0 { near.min(8.0) * rows } else { 0.0 };
+    let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftJoined, cut), (Rate::AftNumber, tokens)];
     let work = Work::new(1.0, Rate::AftCall, counts);
     let estimate = Estimate {
         algorithm: Algorithm::Chunked,

@@ -89,17 +89,30 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 }
             };
             sum.copy_from_slice(far);
-            let mut place = if simple { ring + 1 } else { ring - filled };
-            while place <= ring && width > 0 {
-                // Tokens that stand one after the other in the ring; the token itself comes last.
-                let row = (oldest + place) % ring.max(1);
-                let (keys, values, count) = if place == ring {
+            // A full ring is read as it stands, whichever of its rows is the oldest; one with empty rows from the oldest token on.
+            // The token itself comes last.
+            let whole = filled == ring;
+            let mut at = match (simple, whole) {
+                (true, _) => ring + 1,
+                (_, true) => 0,
+                (_, false) => ring - filled,
+            };
+            while at <= ring && width > 0 {
+                let row = if whole { at } else { (oldest + at) % ring };
+                let (keys, values, count) = if at == ring {
                     (k, v, 1)
                 } else {
-                    let count = (ring - row.max(place)).min(JOINED);
+                    let count = (ring - row.max(at)).min(JOINED);
                     (&head.ring_keys[row * key_dim..], &head.ring_values[row * width..], count)
                 };
-                biases.iter_mut().zip(place..).take(count).for_each(|(to, place)| *to = bias(place));
+                for (n, to) in biases.iter_mut().enumerate().take(count) {
+                    let place = at + n;
+                    *to = bias(match place {
+                        place if !whole || place == ring => place,
+                        row if row < oldest => row + ring - oldest,
+                        row => row - oldest,
+                    });
+                }
                 let tokens = Tokens {
                     keys: Rows { data: keys, stride: key_dim },
                     key_dim,
@@ -109,7 +122,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     head_dim: width,
                 };
                 ops.join_tokens(tokens, &biases[..count], sum);
-                place += count;
+                at += count;
             }
             let row = index * group + n;
             let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };

@@ -260,9 +260,9 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
 }
 
 /// Chunks one after the other that one task takes, so that what the next one reads can be asked for meanwhile: so many that
-/// few have no next one, and so few that all threads have several.
+/// few have no next one, and so few that no thread waits long for the last of another.
 fn run(chunks: usize) -> usize {
-    (chunks / (4 * rayon::current_num_threads())).clamp(1, 16)
+    (chunks / (8 * rayon::current_num_threads())).clamp(1, 16)
 }
 
 /// The taps of one head of queries.
