@@ -14,9 +14,10 @@ use super::problem::{Bias, Block, CHUNK, Problem, Window};
 use super::{Aft, Variant};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::Arena;
 use crate::shape::ViewMut;
 use crate::simd::block::Ahead;
+use crate::threads::{self, parallel};
 use walk::{Edges, Field, SPAN, Source, Work, header};
 
 /// Where taps stand.
@@ -262,7 +263,7 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
 /// Chunks one after the other that one task takes, so that what the next one reads can be asked for meanwhile: so many that
 /// few have no next one, and so few that no thread waits long for the last of another.
 fn run(chunks: usize) -> usize {
-    (chunks / (8 * rayon::current_num_threads())).clamp(1, 16)
+    (chunks / (8 * threads::count())).clamp(1, 16)
 }
 
 /// The taps of one head of queries.
