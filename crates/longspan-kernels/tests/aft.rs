@@ -532,7 +532,7 @@ fn plans_say_how_much_memory_a_call_takes() {
                 k: View::contiguous(&numbers[..length * key_dim], [1, 1, length, key_dim]),
                 v: View::contiguous(&numbers, dims.v()),
                 parameters: &parameters,
-                mask: mask.clone(),
+                mask,
                 initial_state: None,
             };
             let mut out = vec![0.0; numbers.len()];

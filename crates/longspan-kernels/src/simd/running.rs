@@ -395,13 +395,18 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
             let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
             (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
         }
-        for (token, &bias) in biases.iter().enumerate() {
-            let bias = V::splat(bias);
+        let mut add = |token: usize, shift: [V; N]| {
             let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
             for n in 0..N {
-                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(bias.sub(b[n])));
+                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift[n]));
                 numerator[n] = weight.mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), numerator[n]);
                 denominator[n] = denominator[n].add(weight);
+            }
+        };
+        for (token, &bias) in biases.iter().enumerate() {
+            match common {
+                Some(common) => add(token, [V::splat(bias - common); N]),
+                None => add(token, b.map(|b| V::splat(bias).sub(b))),
             }
         }
         for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
