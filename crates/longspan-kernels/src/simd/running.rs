@@ -395,18 +395,20 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
             let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
             (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
         }
-        let mut add = |token: usize, shift: [V; N]| {
+        for (token, &bias) in biases.iter().enumerate() {
+            let mut shift = [V::splat(bias); N];
+            if let Some(common) = common {
+                shift = [V::splat(bias - common); N];
+            } else {
+                for n in 0..N {
+                    shift[n] = shift[n].sub(b[n]);
+                }
+            }
             let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
             for n in 0..N {
                 let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift[n]));
                 numerator[n] = weight.mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), numerator[n]);
                 denominator[n] = denominator[n].add(weight);
-            }
-        };
-        for (token, &bias) in biases.iter().enumerate() {
-            match common {
-                Some(common) => add(token, [V::splat(bias - common); N]),
-                None => add(token, b.map(|b| V::splat(bias).sub(b))),
             }
         }
         for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
