@@ -4,7 +4,7 @@ use super::problem::{CHUNK, TILED, reach};
 use super::{Aft, Variant, tiles};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
-use crate::rates::{Rate, Rates, Work};
+use crate::rates::{Rate, Work};
 use crate::shape::Dims;
 
 /// The cost model's answer.
@@ -44,15 +44,11 @@ pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
         flops,
         published_elements: (dims.keys * dims.head_dim) as f64,
         scratch_bytes: 4.0 * scratch_numbers(aft, dims, causal),
-        seconds: work.seconds(Rates::current()),
         work,
         automatic: true,
     };
-    Plan {
-        algorithm: Algorithm::Chunked,
-        estimates: vec![estimate],
-        reason: "means before, in and after the window are joined: the one algorithm of this mechanism".into(),
-    }
+    // Means before, in and after the window are joined: the one algorithm.
+    Plan::new(Algorithm::Auto, vec![estimate])
 }
 
 /// Numbers of working memory that one head's forward pass takes on one thread, in doubles because sizes have not been checked here. A
