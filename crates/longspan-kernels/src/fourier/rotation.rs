@@ -8,7 +8,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, line};
 use crate::shape::Dims;
 use crate::simd::Ops;
-use crate::simd::rotation::{Angles, Rotation, Turn, Unrotated};
+use crate::simd::rotation::{AngleSums, Angles, Rate, Rotation, Turn, Unrotated};
 
 /// Which rows: queries of a head, or the keys of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,41 +83,14 @@ struct SideAngles<'s, T> {
     base: &'s mut [T],
 }
 
-/// Turns for a step of 1.
-#[derive(Debug, Clone, Copy, Default)]
-struct Rate {
-    turns: f64,
-    /// What rounding took from it.
-    rest: f64,
-}
-
-/// 1/2π, and what rounding took from it.
-const PER_RADIAN: Rate = Rate { turns: 0.159_154_943_091_895_35, rest: -9.839_338_337_591_243e-18 };
-
-impl Rate {
-    fn new(radians: f64) -> Self {
-        let turns = radians * PER_RADIAN.turns;
-        Self { turns, rest: radians.mul_add(PER_RADIAN.turns, -turns) + radians * PER_RADIAN.rest }
-    }
-
-    /// Turns after so many steps, without whole ones. To the precision of `T`: an `f32` rate times a count of steps below
-    /// 2²⁴ is exact in doubles and loses nothing that `f32` would notice; doubles take what rounding left, too.
-    fn after<T>(self, steps: f64) -> f64 {
-        let turns = self.turns * steps;
-        let part = turns - turns.round_ties_even();
-        if size_of::<T>() == size_of::<f64>() {
-            part + (self.turns.mul_add(steps, -turns) + self.rest * steps)
-        } else {
-            part
-        }
-    }
-}
-
 /// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
 pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
-    let turns: Vec<f64> = a.iter().map(|a| Rate::new(a.to_f64()).after::<T>(steps)).collect();
+    let ops = T::ops();
+    let (mut rates, mut turns) = (vec![Rate::default(); a.len()], vec![0.0; a.len()]);
+    ops.rates(a, 1, &mut rates);
+    ops.add_turns(&rates, steps, &mut turns);
     let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
-    T::ops().cos_sin(&turns, &mut cos, &mut sin);
+    ops.cos_sin(&turns, &mut cos, &mut sin);
     [cos, sin]
 }
 
@@ -160,17 +133,22 @@ impl<'a, T: Real> Rotations<'a, T> {
         let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
         let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
         let a = a.unwrap_or(&[]);
+        let ops = T::ops();
         let mut rates: Angular<_> = smallvec![Rate::default(); a.len()];
         let mut slopes: Angular<_> = smallvec![T::ZERO; a.len()];
         for head in 0..dims.kv_heads {
-            for k in 0..angles {
-                for axis in 0..axes {
-                    let (from, to) = ((head * angles + k) * axes + axis, (head * axes + axis) * angles + k);
-                    rates[to] = Rate::new(a[from].to_f64());
-                    slopes[to] = a[from];
-                }
+            for axis in 0..axes {
+                let from = &a[(head * angles * axes + axis).min(a.len())..];
+                let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
+                ops.rates(from, axes, &mut rates[to.clone()]);
+                slopes[to].iter_mut().zip(from.iter().step_by(axes)).for_each(|(slope, &a)| *slope = a);
             }
         }
+        let b = b.unwrap_or(&[]);
+        let mut phases: Angular<f64> = smallvec![0.0; b.len()];
+        let mut phase_rates: Angular<_> = smallvec![Rate::default(); b.len()];
+        ops.rates(b, 1, &mut phase_rates);
+        ops.add_turns(&phase_rates, 1.0, &mut phases);
         let rests = match (fourier.normalizer, beta, c) {
             (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
                 let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
@@ -181,14 +159,14 @@ impl<'a, T: Real> Rotations<'a, T> {
         };
         Self {
             fourier,
-            ops: T::ops(),
+            ops,
             features,
             angles,
             axes,
             dims,
             rates,
             slopes,
-            phases: b.unwrap_or(&[]).iter().map(|b| Rate::new(b.to_f64()).after::<T>(1.0)).collect(),
+            phases,
             gains: Angular::from_slice(c.unwrap_or(&[])),
             rests,
             ones: smallvec![T::ONE; features],
@@ -230,7 +208,8 @@ impl<'a, T: Real> Rotations<'a, T> {
         let [cos, sin] = &mut buffers.table;
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
         for (row, (cos, sin)) in rows.enumerate() {
-            turns.iter_mut().zip(rates).for_each(|(turn, rate)| *turn = rate.after::<T>(row as f64));
+            turns.fill(0.0);
+            self.ops.add_turns(rates, row as f64, &mut turns);
             self.ops.cos_sin(&turns, cos, sin);
         }
     }
@@ -292,9 +271,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                         start(turns);
                         for axis in 0..self.axes {
                             let position = self.position(span, row, axis).to_f64();
-                            for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, axis)[from..to]) {
-                                *turn += rate.after::<T>(position);
-                            }
+                            self.ops.add_turns(&self.rates(span.kv_head, axis)[from..to], position, turns);
                         }
                         let place = row * angles + from..row * angles + to;
                         self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
@@ -302,9 +279,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                 } else {
                     start(turns);
                     let position = span.position + stretch.from as f64 - stretch.place as f64;
-                    for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, 0)[from..to]) {
-                        *turn += rate.after::<T>(position);
-                    }
+                    self.ops.add_turns(&self.rates(span.kv_head, 0)[from..to], position, turns);
                     self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
                 }
             }
@@ -418,6 +393,11 @@ impl<'a, T: Real> Rotations<'a, T> {
         let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
         for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
             let rotation = self.rotation(span.side, (n, stretch), (x, x_row, width), false, buffers);
+            let sums = (!self.given()).then(|| AngleSums {
+                position: T::from_f64(span.position + stretch.from as f64),
+                d_phase: &mut *d_phase,
+                d_rate: &mut *d_rates,
+            });
             self.ops.unrotate(
                 &rotation,
                 &mut Unrotated {
@@ -427,8 +407,12 @@ impl<'a, T: Real> Rotations<'a, T> {
                     dx: &mut dx[stretch.from * x_row..],
                     d_gain: if gain.is_some() { &mut *d_gain } else { &mut [] },
                     d_rest: if wants_rest { &mut *d_rest } else { &mut [] },
+                    angles: sums,
                 },
             );
+        }
+        if !self.given() {
+            return;
         }
         let angles = self.angles;
         for row in 0..span.count {
@@ -437,10 +421,8 @@ impl<'a, T: Real> Rotations<'a, T> {
             for axis in 0..self.axes {
                 let to = &mut d_rates[axis * width..][..angles];
                 self.ops.add_scaled(to, self.position(span, row, axis), angle);
-                if self.given() {
-                    let slopes = &self.slopes[(span.kv_head * self.axes + axis) * angles..][..angles];
-                    d_positions(row, axis, self.ops.dot(angle, slopes));
-                }
+                let slopes = &self.slopes[(span.kv_head * self.axes + axis) * angles..][..angles];
+                d_positions(row, axis, self.ops.dot(angle, slopes));
             }
         }
     }

@@ -27,7 +27,7 @@ use crate::shape::{Columns, Rows};
 use block::{Ahead, Band, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
-use rotation::{Rotation, Unrotated};
+use rotation::{Rate, Rotation, Unrotated};
 use running::{OutputRows, TokenGradients};
 use toeplitz::Factors;
 use window::{Entering, Line, Tops};
@@ -164,7 +164,7 @@ macro_rules! operations {
 /// The generic operations, wherever they are defined.
 mod kernels {
     pub(crate) use super::block::*;
-    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, unrotate};
     pub(crate) use super::running::{
         constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
         sum_tokens, tops,
@@ -251,6 +251,8 @@ operations! {
     add_products(to: &mut [T], x: &[T], y: &[T]);
     multiply_spectrum(x: &mut [Complex<T>], by: &[Complex<T>], conjugate: bool);
     add_conjugate_products(to: &mut [Complex<T>], x: &[Complex<T>], y: &[Complex<T>]);
+    rates(radians: &[T], step: usize, to: &mut [Rate]);
+    add_turns(rates: &[Rate], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
