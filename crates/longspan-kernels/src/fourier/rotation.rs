@@ -208,6 +208,11 @@ impl<'a, T: Real> Rotations<'a, T> {
         let [cos, sin] = &mut buffers.table;
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
         for (row, (cos, sin)) in rows.enumerate() {
+            if row == 0 {
+                cos.fill(T::ONE);
+                sin.fill(T::ZERO);
+                continue;
+            }
             turns.fill(0.0);
             self.ops.add_turns(rates, row as f64, &mut turns);
             self.ops.cos_sin(&turns, cos, sin);

@@ -180,7 +180,7 @@ mod kernels {
 
 operations! {
     product(p: &mut Product<'_, T>);
-    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<T>]);
+    product_fetching(p: &mut Product<'_, T>, outer: Option<(&[T], &[T])>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize
@@ -195,6 +195,7 @@ operations! {
     largest(x: &[T]) -> T;
     add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
     mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
+    add_compensated(high: &mut [T], low: &mut [T], terms: &[T], factor: T);
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
     add_scaled(to: &mut [T], a: T, x: &[T]);
     multiply(to: &mut [T], x: &[T]);
