@@ -8,6 +8,7 @@ mod arrays;
 mod call;
 mod error;
 mod mechanisms;
+mod openmp;
 mod state;
 mod threads;
 
@@ -37,10 +38,18 @@ mod _native {
         map.projection(head_dim).map(|rows| Ok(PyArray1::from_slice(py, &rows).reshape(shape)?.into_any())).transpose()
     }
 
-    /// From now on kernels run on so many threads; 0 stands for as many as the machine has.
+    /// From now on kernels run on so many threads; 0 stands for `RAYON_NUM_THREADS`, else as many as PyTorch uses where
+    /// `longspan.torch` is imported, else as many as the machine has.
     #[pyfunction]
     fn set_num_threads(threads: i64) -> PyResult<()> {
         crate::threads::set(threads)
+    }
+
+    /// From now on kernels run on the threads of the OpenMP runtime that a loaded library uses, if there is one and it is not
+    /// another number of threads than was wanted.
+    #[pyfunction]
+    fn use_openmp_of(library: &str) -> bool {
+        crate::openmp::use_of(library)
     }
 
     /// Threads that kernels run on.

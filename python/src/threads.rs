@@ -1,18 +1,19 @@
 //! On which threads a kernel runs.
 //!
-//! A call that is over before another thread would be awake runs on the caller's thread alone; a longer one on a pool.
-//! Results do not depend on it. Threads do not survive a fork: a child process finds out by its process id and starts
-//! pools of its own, without ever touching what its parent's threads may have held.
+//! A call that is over before another thread would be awake runs on the caller's thread alone; a longer one on the threads
+//! that PyTorch has, or on a pool. Results do not depend on it. Threads do not survive a fork: a child process finds out by
+//! its process id and starts pools of its own, without ever touching what its parent's threads may have held.
 
-use std::cell::OnceCell;
 use std::process;
 use std::ptr;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
+use longspan_kernels::threads::{alone, on_team};
 use pyo3::PyResult;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::error;
+use crate::{error, openmp};
 
 /// Seconds that it takes to hand a call to a sleeping pool and to wait for its answer; measured on two cores.
 const HANDING_OVER: f64 = 13e-6;
@@ -20,17 +21,11 @@ const HANDING_OVER: f64 = 13e-6;
 /// More threads than any machine has; a mistake rather than a wish.
 const MOST: usize = 4096;
 
-/// Threads that may have a pool of their own: rayon never gives such a pool's memory (some kilobytes) back, so a program
-/// that starts threads without end must not get one for each.
-const MOST_LOCAL: usize = 256;
-
 /// Pools that were started, newest first. They are kept for good: another thread may still be running on one.
 static POOLS: AtomicPtr<Pool> = AtomicPtr::new(ptr::null_mut());
 
-/// What [`set`] was told; 0 stands for as many threads as the machine has.
+/// What [`set`] was told; 0 stands for what the environment says, or PyTorch, or else for as many as the machine has.
 static WANTED: AtomicUsize = AtomicUsize::new(0);
-
-static LOCAL: AtomicUsize = AtomicUsize::new(0);
 
 struct Pool {
     process: u32,
@@ -39,21 +34,25 @@ struct Pool {
     next: *const Pool,
 }
 
-thread_local! {
-    /// A pool whose only thread is this one: inside it a kernel sees one thread, and nothing is handed over.
-    static ALONE: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
-}
-
 /// Threads that [`run`] may use.
 pub fn count() -> usize {
     match WANTED.load(Ordering::Relaxed) {
-        0 => std::env::var("RAYON_NUM_THREADS")
-            .ok()
-            .and_then(|n| n.parse().ok())
-            .filter(|n| (1..=MOST).contains(n))
-            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from)),
+        0 => by_default(),
         n => n,
     }
+}
+
+fn by_default() -> usize {
+    // Once, because asking the system costs more than a small call.
+    static ENVIRONMENT: OnceLock<Option<usize>> = OnceLock::new();
+    static MACHINE: OnceLock<usize> = OnceLock::new();
+    let environment = || {
+        let threads = std::env::var("RAYON_NUM_THREADS").ok().and_then(|n| n.parse().ok());
+        threads.filter(|n| (1..=MOST).contains(n))
+    };
+    let machine = || std::thread::available_parallelism().map_or(1, usize::from);
+    let wanted = ENVIRONMENT.get_or_init(environment).or_else(openmp::threads);
+    wanted.unwrap_or_else(|| *MACHINE.get_or_init(machine))
 }
 
 /// See the Python function of this name.
@@ -61,42 +60,28 @@ pub fn set(threads: i64) -> PyResult<()> {
     let Some(threads) = usize::try_from(threads).ok().filter(|&n| n <= MOST) else {
         return Err(error::value("set_num_threads", "threads", format_args!("0 to {MOST}"), threads));
     };
-    // Once, because asking the system costs more than a small call.
     WANTED.store(threads, Ordering::Relaxed);
-    WANTED.store(count(), Ordering::Relaxed);
     Ok(())
 }
 
 /// Runs `work`, of which one thread would have about `seconds` to do.
 pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
-    if WANTED.load(Ordering::Relaxed) == 0 {
-        WANTED.store(count(), Ordering::Relaxed);
-    }
-    let threads = WANTED.load(Ordering::Relaxed);
+    let threads = count();
     // A pool wins where `seconds · (1 − 1/threads)` is more than handing over takes; twice that, because on a machine with
     // other work the others wake late.
     let saved = seconds * (1.0 - 1.0 / threads.max(1) as f64);
-    if saved < 2.0 * HANDING_OVER && alone() {
-        return work();
+    if saved < 2.0 * HANDING_OVER {
+        return alone(work);
+    }
+    // Asked for another number of threads, the runtime would end some or start some, and so again for its next user.
+    if let Some(team) = openmp::team().filter(|team| team.size() == threads) {
+        return on_team(team, work);
     }
     match pool(threads) {
         Some(pool) => pool.install(work),
         // The system has no thread to give.
         None => work(),
     }
-}
-
-/// Whether this thread is now a pool of one.
-fn alone() -> bool {
-    ALONE.with(|pool| {
-        pool.get_or_init(|| {
-            if LOCAL.fetch_add(1, Ordering::Relaxed) >= MOST_LOCAL {
-                return None;
-            }
-            ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().ok()
-        })
-        .is_some()
-    })
 }
 
 /// The pool of so many threads of this process.

@@ -29,10 +29,10 @@
 
 use ::half::slice::HalfFloatSliceExt;
 pub use ::half::{bf16, f16};
-use rayon::prelude::*;
 
 use crate::error::{Error, expect};
 use crate::shape::{View, ViewMut};
+use crate::threads::share;
 
 /// Numbers that one task converts: enough to be worth a thread, few enough to stay in a cache.
 const TASK: usize = 1 << 15;
@@ -76,7 +76,7 @@ fn place(row: usize, shape: [usize; 4]) -> (usize, usize, usize) {
     (row / (shape[1] * shape[2]), row / shape[2] % shape[1], row % shape[2])
 }
 
-/// Fills `to` with the numbers of `from`, row-major `[batch, head, token, feature]`, on the threads of the current pool.
+/// Fills `to` with the numbers of `from`, row-major `[batch, head, token, feature]`, on the threads of the call.
 ///
 /// # Errors
 /// If `from` has too few numbers for `shape`, or `to` another count.
@@ -85,22 +85,26 @@ pub fn widen<H: Half>(from: &View<'_, H>, shape: [usize; 4], to: &mut [f32]) -> 
     from.check(OPERATION, "from", shape)?;
     check(OPERATION, to.len(), shape)?;
     if let Some(from) = from.row_major(shape) {
-        to.par_chunks_mut(TASK).zip(from.par_chunks(TASK)).for_each(|(to, from)| H::widen(from, to));
+        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), || (), |(to, from), ()| H::widen(from, to));
         return Ok(());
     }
     let width = shape[3];
     let rows = TASK.div_ceil(width);
-    to.par_chunks_mut(rows * width).enumerate().for_each(|(task, to)| {
-        for (n, to) in to.chunks_exact_mut(width).enumerate() {
-            let (batch, head, token) = place(task * rows + n, shape);
-            H::widen(from.token(batch, head, token, width), to);
-        }
-    });
+    share(
+        to.chunks_mut(rows * width).enumerate(),
+        || (),
+        |(task, to), ()| {
+            for (n, to) in to.chunks_exact_mut(width).enumerate() {
+                let (batch, head, token) = place(task * rows + n, shape);
+                H::widen(from.token(batch, head, token, width), to);
+            }
+        },
+    );
     Ok(())
 }
 
 /// Fills `to` with the numbers of `from`, row-major `[batch, head, token, feature]`, each rounded to the nearest, on the
-/// threads of the current pool.
+/// threads of the call.
 ///
 /// # Errors
 /// If `to` has too few numbers for `shape`, or places that overlap, or `from` has another count.
@@ -109,19 +113,23 @@ pub fn narrow<H: Half>(from: &[f32], shape: [usize; 4], to: &mut ViewMut<'_, H>)
     to.check(OPERATION, "to", shape)?;
     check(OPERATION, from.len(), shape)?;
     if let Some(to) = to.row_major(shape) {
-        to.par_chunks_mut(TASK).zip(from.par_chunks(TASK)).for_each(|(to, from)| H::narrow(from, to));
+        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), || (), |(to, from), ()| H::narrow(from, to));
         return Ok(());
     }
     let width = shape[3];
     let rows = TASK.div_ceil(width);
     let to = to.shared();
-    from.par_chunks(rows * width).enumerate().for_each(|(task, from)| {
-        for (n, from) in from.chunks_exact(width).enumerate() {
-            let (batch, head, token) = place(task * rows + n, shape);
-            // SAFETY: every row belongs to one task, which holds one at a time.
-            H::narrow(from, unsafe { to.row(batch, head, token, width) });
-        }
-    });
+    share(
+        from.chunks(rows * width).enumerate(),
+        || (),
+        |(task, from), ()| {
+            for (n, from) in from.chunks_exact(width).enumerate() {
+                let (batch, head, token) = place(task * rows + n, shape);
+                // SAFETY: every row belongs to one task, which holds one at a time.
+                H::narrow(from, unsafe { to.row(batch, head, token, width) });
+            }
+        },
+    );
     Ok(())
 }
 

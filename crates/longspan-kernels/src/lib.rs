@@ -3,7 +3,8 @@
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
 //! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
 //! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
-//! computed and why, by the [`Rates`] of the machine; [`halves`] brings two-byte numbers in and out.
+//! computed and why, by the [`Rates`] of the machine; [`halves`] brings two-byte numbers in and out;
+//! [`threads`] runs calls on other threads than rayon's.
 
 pub mod aft;
 mod algorithm;
@@ -22,6 +23,7 @@ pub mod shaw;
 mod simd;
 pub mod softmax;
 mod state;
+pub mod threads;
 pub mod toeplitz;
 
 pub use aft::Aft;

@@ -152,7 +152,7 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// Which algorithm a call will run, and why.
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan;
 
-    /// Computes outputs, on the threads of the current rayon pool; the bits do not depend on their number.
+    /// Computes outputs, on the threads of the current rayon pool or of a [team](crate::threads); the bits do not depend on their number.
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error>;
 
     /// Computes the gradients of every input from the gradient of the output.

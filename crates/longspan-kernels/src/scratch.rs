@@ -1,9 +1,5 @@
 //! Working memory that the caller keeps between calls.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use rayon::prelude::*;
-
 use crate::real::Real;
 
 /// Bytes from one cache line to the next; scratch rows start on cache lines.
@@ -128,32 +124,5 @@ impl<'s, T: Real> Arena<'s, T> {
     /// Everything that is left.
     pub fn rest(self) -> &'s mut [T] {
         self.rest
-    }
-}
-
-/// Runs `body(task, scratch)` for every task, on the threads of the current pool, each worker with `per_worker` numbers
-/// of its own. Which worker takes which task is left to chance, so results must not depend on it.
-pub(crate) fn parallel<T: Real>(
-    tasks: usize,
-    scratch: &mut [T],
-    per_worker: usize,
-    body: impl Fn(usize, &mut [T]) + Sync,
-) {
-    let next = AtomicUsize::new(0);
-    let work = |scratch: &mut [T]| {
-        loop {
-            let task = next.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                break;
-            }
-            body(task, scratch);
-        }
-    };
-    let workers = (scratch.len() / per_worker.max(1)).min(tasks);
-    // Tasks that want no memory have next to nothing to do.
-    if workers <= 1 || per_worker == 0 {
-        work(scratch);
-    } else {
-        scratch[..workers * per_worker].par_chunks_exact_mut(per_worker).for_each(work);
     }
 }

@@ -5,6 +5,12 @@ for torch's, `TransformerEncoderLayer` and `TransformerDecoderLayer` fit torch's
 `ShawAttention` ... are single mechanisms, and `chunked_attention` is the formulation that tensors on other devices get.
 """
 
+import sys as _sys
+from pathlib import Path as _Path
+
+import torch as _torch
+
+from .._native import use_openmp_of as _use_openmp_of
 from ._chunked import chunked_attention
 from ._states import TensorState
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -20,6 +26,9 @@ from .mechanisms import (
     ToeplitzAttention,
 )
 from .multi_head import MultiheadAttention
+
+# Torch's threads spin for a while after each of its operations: kernels on other threads would get half of each core.
+_use_openmp_of(str(_Path(_torch.__file__).with_name("lib") / ("libtorch_cpu.dylib" if _sys.platform == "darwin" else "libtorch_cpu.so")))
 
 __all__ = [
     "AftConv",

@@ -13,10 +13,11 @@ use super::tiles::{self, Blocks, Parts, SIDE, SPAN, Shelf, Strip};
 use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::{SharedRows, View, ViewMut};
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::OutputRow;
+use crate::threads::{self, parallel};
 
 /// Where the gradients of q, k and v go.
 pub(super) struct GradientSink<'a, T> {
@@ -112,7 +113,7 @@ pub(super) fn backward<'a, T: Real>(
 
     let per_worker = blocks.iter().map(|sides| sides.work_len(problem)).max().unwrap_or(0);
     let tasks = blocks.iter().map(|sides| sides.tasks(&sums)).max().unwrap_or(0);
-    let workers = rayon::current_num_threads().min(tasks).max(1);
+    let workers = threads::count().min(tasks).max(1);
     let own = blocks.iter().map(|sides| sides.memory(problem)).max().unwrap_or(0);
     let sums_len = if direct { 0 } else { sums.len() };
     let wanted = workers * per_worker + own + sums_len.next_multiple_of(64) + 128;

@@ -7,8 +7,9 @@ use super::problem::{Block, CHUNK, Chunks, Problem, Window};
 use super::tiles::{self, Parts, Shelf, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
+use crate::threads::{self, parallel};
 
 /// Chunks of the queries of some sequences, once for each of so many heads.
 pub(super) fn chunks<T: Real>(problem: &Problem<'_, T>, sequences: Range<usize>, heads: usize) -> Chunks {
@@ -51,7 +52,7 @@ pub(super) fn strip_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> u
 /// for all. The bits do not depend on it.
 pub(super) fn groups<T: Real>(problem: &Problem<'_, T>, windows: &[Window], heads: usize) -> usize {
     let chunks: usize = windows.iter().map(Window::chunks).sum();
-    let wanted = (4 * rayon::current_num_threads()).div_ceil(chunks.max(1));
+    let wanted = (4 * threads::count()).div_ceil(chunks.max(1));
     if problem.tiled() { wanted.clamp(1, heads.max(1)) } else { heads }
 }
 
@@ -67,7 +68,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     let by_query = chunks(problem, all.sequences.clone(), groups);
     let strip_len = strip_len(problem, &by_key);
     let per_worker = work_len(problem, &by_key) + strip_len;
-    let workers = rayon::current_num_threads().min(by_query.tasks()).max(1);
+    let workers = threads::count().min(by_query.tasks()).max(1);
     let edge_len = (by_key.tasks() * mean).next_multiple_of(64);
     let shelf = Shelf::new(if problem.full() { &by_key.windows } else { &[] }, dims.kv_heads, problem.width);
     let mut arena = Arena::new(scratch.take(2 * edge_len + shelf.len::<T>() + workers * per_worker + 128));

@@ -14,10 +14,11 @@ use super::walk::{Items, clear, join_all, join_items};
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, line, padded, parallel};
+use crate::scratch::{Arena, Scratch, line, padded};
 use crate::shape::{Rows, SharedRows, View};
 use crate::simd::log_sum::{OutputRow, PARTS, Tokens};
 use crate::simd::running::{OutputRows, TokenGradients};
+use crate::threads::{self, parallel};
 
 /// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
 /// (16 kB with 64 channels of `f32`) while they are read twice.
@@ -69,7 +70,7 @@ impl Tasks {
     fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         let (heads, lines) = (problem.dims.kv_heads, problem.width / line::<T>());
         let all = problem.sequences.len() * heads;
-        let parts = (2 * rayon::current_num_threads()).div_ceil(all.max(1)).clamp(1, lines.max(1));
+        let parts = (2 * threads::count()).div_ceil(all.max(1)).clamp(1, lines.max(1));
         Self { heads, parts, count: all * parts }
     }
 
@@ -100,7 +101,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     }
     let tasks = Tasks::new(problem);
     let per_worker = work_len(problem).next_multiple_of(64);
-    let workers = rayon::current_num_threads().min(tasks.count).max(1);
+    let workers = threads::count().min(tasks.count).max(1);
     parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
         means(problem, &tasks.get(problem, task), out, work);
     });
@@ -176,7 +177,7 @@ pub(super) fn backward<'a, T: Real>(
     let blocks = problem.sequences.iter().map(|sequence| Stretch::new(problem, sequence).blocks().len()).max();
     let edges = blocks.unwrap_or(0) * 2 * problem.width;
     let per_worker = (work_len(problem) + edges).next_multiple_of(64);
-    let workers = rayon::current_num_threads().min(tasks.count).max(1);
+    let workers = threads::count().min(tasks.count).max(1);
     parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
         gradients(problem, cotangent, sink, links, &tasks.get(problem, task), work);
     });

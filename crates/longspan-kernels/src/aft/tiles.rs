@@ -13,11 +13,12 @@ use std::ops::Range;
 use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
 use crate::real::Real;
-use crate::scratch::{Arena, line, padded, parallel};
+use crate::scratch::{Arena, line, padded};
 use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::Factored;
+use crate::threads::parallel;
 
 /// Rows of the largest tile.
 pub(super) const SIDE: usize = CHUNK;

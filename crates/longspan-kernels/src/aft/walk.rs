@@ -4,10 +4,10 @@
 use super::problem::{CHUNK, Chunks, Window};
 use super::tiles::Blocks;
 use crate::real::Real;
-use crate::scratch::parallel;
 use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::log_sum::{PARTS, floor};
+use crate::threads::parallel;
 
 /// Where items go that are brought to one exponent a channel.
 pub(super) struct Factors<'a, T> {

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::real::Real;
-use crate::scratch::{Scratch, padded, parallel};
+use crate::scratch::{Scratch, padded};
 use crate::shape::{Dims, Rows, View, ViewMut};
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// Rows that are mapped at a time where nothing else sets their number.
 const CHUNK: usize = 64;
@@ -225,7 +226,7 @@ impl<'a, T: Real> RowMap<'a, T> {
         let view = view.shared();
         let (chunks, per_worker) = (keys.div_ceil(CHUNK), self.work_len(CHUNK.min(keys)));
         let tasks = heads * chunks;
-        let scratch = scratch.take(per_worker * rayon::current_num_threads().min(tasks));
+        let scratch = scratch.take(per_worker * threads::count().min(tasks));
         parallel(tasks, scratch, per_worker, |task, work| {
             let (head, first) = (task / chunks, task % chunks * CHUNK);
             let (batch, kv_head) = (head / dims.kv_heads, head % dims.kv_heads);

@@ -27,10 +27,11 @@ use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::Shift;
 use crate::mechanism::{Cotangent, Mechanism};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// Working memory of one call at most, all heads that run at once together: a machine that runs this at all has it, and
 /// beyond 65,000 keys of 64 features no one gains from this algorithm.
@@ -123,7 +124,7 @@ fn reserve<'s, T: Real>(
 /// Workers that run at once: as many as there are threads and as the memory has room for.
 fn workers<T: Real>(problem: &Problem<'_, T>, per_worker: usize) -> usize {
     let room = LIMIT_BYTES / size_of::<T>() / per_worker;
-    rayon::current_num_threads().min(problem.units()).min(room).max(1)
+    threads::count().min(problem.units()).min(room).max(1)
 }
 
 /// The cumulated sums of one unit.

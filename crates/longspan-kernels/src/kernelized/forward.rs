@@ -9,10 +9,11 @@ use super::state::{Head, OLDEST};
 use super::summary::{Carry, Summary};
 use super::tile::{Buffers, Piece, combine_states};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
 use crate::simd::block::{Band, Product, Run};
 use crate::state::State;
+use crate::threads::{self, parallel};
 
 /// Where outputs go.
 #[derive(Clone, Copy)]
@@ -203,7 +204,7 @@ pub(super) fn forward<T: Real>(
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
     let memory = Memory::new(problem);
     let per_worker = memory.worker_len(problem);
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     // The table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);

@@ -22,9 +22,10 @@ use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::Shift;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
 /// the rows of 64 features that pass by.
@@ -423,7 +424,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let (value_width, ops) = (problem.value_width, problem.ops);
     let separate = problem.layout.separate().is_some();
     let per_worker = Keys::len(problem, false) + Block::len(problem) + Lift::len(problem, TILE);
-    let workers = rayon::current_num_threads().min(problem.units());
+    let workers = threads::count().min(problem.units());
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
@@ -508,7 +509,7 @@ pub(super) fn backward<T: Real>(
         + most_rows * (tile_width::<T>(most_keys) + table_width + head_width)
         + Lift::len(problem, TILE)
         + 2 * padded::<T>(most_rows);
-    let workers = rayon::current_num_threads().min(problem.units());
+    let workers = threads::count().min(problem.units());
     let [query_positions, key_positions] = problem.position_lens();
     let positions_len = query_positions + key_positions + 4 * padded::<T>(1);
     let shared = problem.table_len() + units * (per_unit + sums_len) + positions_len;

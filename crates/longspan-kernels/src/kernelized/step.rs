@@ -1,7 +1,5 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
-use rayon::prelude::*;
-
 use super::features::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
@@ -17,6 +15,7 @@ use crate::shape::{Dims, Rows};
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
 use crate::state::State;
+use crate::threads;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread updates about this many.
@@ -73,7 +72,7 @@ pub(super) fn step<T: Real>(
         tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each_init(StepMemory::new, run);
+        threads::share(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
     }
     negative.report(operation, &dims)
 }

@@ -7,10 +7,11 @@ use super::problem::{Block, KEYS, Problem, ROWS, against, right_side};
 use super::state;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{Band, Product};
 use crate::state::State;
+use crate::threads::{self, parallel};
 
 /// Where gradients go.
 #[derive(Clone, Copy)]
@@ -39,7 +40,7 @@ pub(super) fn backward<T: Real>(
         + KEYS * head_width
         + ROWS;
     let units = problem.sequences.len() * dims.kv_heads;
-    let workers = rayon::current_num_threads().min(units);
+    let workers = threads::count().min(units);
     let entry = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
     if let Some(state) = &mut d_initial {
         state::clear(state);

@@ -3,9 +3,10 @@
 use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, right_side};
 use crate::mask::Sequence;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::SharedRows;
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// Where outputs go.
 #[derive(Clone, Copy)]
@@ -27,7 +28,7 @@ struct Span {
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let blocks = Blocks::new(problem);
     let per_worker = Block::len(problem);
-    let workers = rayon::current_num_threads().min(blocks.len());
+    let workers = threads::count().min(blocks.len());
     parallel(blocks.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
         let mut memory = Block::new(problem, &mut Arena::new(scratch));
         let (sequence, head, block) = blocks.task(task);

@@ -1,7 +1,5 @@
 //! One token at a time: the cache takes in its key and value, its queries read the cache.
 
-use rayon::prelude::*;
-
 use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
 use crate::error::Error;
@@ -11,6 +9,7 @@ use crate::real::Real;
 use crate::shape::{Dims, Rows};
 use crate::simd::Ops;
 use crate::state::State;
+use crate::threads;
 
 /// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread reads about this many.
@@ -56,7 +55,7 @@ pub(super) fn step<T: Real>(
         tasks.for_each(run);
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each(run);
+        threads::share(tasks.into_iter(), || (), |task, ()| run(task));
     }
     Ok(())
 }

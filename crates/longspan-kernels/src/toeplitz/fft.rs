@@ -26,9 +26,10 @@ use crate::feature_map::rows::Side;
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::ViewMut;
 use crate::simd::{Element, Ops};
+use crate::threads::{self, parallel};
 
 /// What a certified row or key may lose to a transform, in units of `ε √L` of the number type: sums of as many terms
 /// lose about as much by rounding anyway.
@@ -448,7 +449,7 @@ fn forward_len<T: Real>(problem: &Problem<'_, T>, line: &Line) -> usize {
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = tiled::forward_len(problem);
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let lines = lines(problem);
     // A transform of keys is multiplied by the kernel of each head that reads them.
     let works = if problem.dims.group() > 1 { 2 } else { 1 };
@@ -624,7 +625,7 @@ pub(super) fn backward<T: Real>(
     let lines = lines(problem);
     let unit_len = most(&lines, |line| Whole::memory(problem, line));
     let per_transform = most(&lines, |line| 2 * line.work_len());
-    let doubles_len = unit_len + rayon::current_num_threads() * per_transform;
+    let doubles_len = unit_len + threads::count() * per_transform;
     let others =
         |shared: &Shared<'_, T>, d_lines: &mut [T], sums: MapSums<'_, T>, block: &mut [T], doubles: &mut [f64]| {
             let (mut tasks, mut units) = (Vec::new(), Vec::new());

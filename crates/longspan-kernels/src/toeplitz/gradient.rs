@@ -3,8 +3,6 @@
 //! With `p_ij = e^{b_δ} φ(q_i)·φ(k_j)` and `E_ij = dN⁺_i·v⁺_j`: `dv_j = Σ_i p_ij dN_i`, `dk̄_j = Σ_i e^{b_δ} E_ij q̄_i`,
 //! `db_δ = Σ_{j−i=δ} p_ij E_ij`.
 
-use rayon::prelude::*;
-
 use super::map_sums::MapSums;
 use super::piecewise::{self, Sums};
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
@@ -14,9 +12,10 @@ use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, padded, parallel};
+use crate::scratch::{Arena, padded};
 use crate::shape::{Rows, ViewMut};
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// At most so many tasks share the keys of a unit, each with a line of biases' gradients of its own: that bounds their
 /// memory, and the order of sums does not depend on the number of threads.
@@ -227,10 +226,16 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let per_task = problem.dims.group() * line_len(problem);
         let mut lines = ViewMut::strided(lines, [per_task, 0, 0]);
         let lines = lines.shared();
-        let lasts: Vec<Option<Last<'_, T>>> = units
-            .par_iter()
-            .map(|unit| self.states.last.map(|state| Last::new(problem, &problem.unit(unit.index), state)))
-            .collect();
+        let mut lasts: Vec<Option<Last<'_, T>>> = vec![None; units.len()];
+        if let Some(state) = self.states.last {
+            threads::share(
+                lasts.iter_mut().zip(units),
+                || (),
+                |(last, unit), ()| {
+                    *last = Some(Last::new(problem, &problem.unit(unit.index), state));
+                },
+            );
+        }
         let (strip_len, beside) = match self.rows {
             Some(_) => (piecewise::ROWS, Beside::Sums),
             None => (STRIP, Beside::Nothing),
@@ -650,26 +655,30 @@ pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mu
         Some(0) => bias.far(),
         Some(_) => bias.after().map(|(_, entry)| entry),
     };
-    d_bias.par_chunks_exact_mut(bias.entries()).enumerate().for_each(|(head, to)| {
-        to.fill(T::ZERO);
-        let mut run = (None, 0.0);
-        for index in 0..len {
-            let Some(entry) = entry(index) else { continue };
-            if run.0 != Some(entry) {
-                if let (Some(entry), sum) = run {
-                    to[entry] += T::from_f64(sum);
+    threads::share(
+        d_bias.chunks_exact_mut(bias.entries()).enumerate(),
+        || (),
+        |(head, to), ()| {
+            to.fill(T::ZERO);
+            let mut run = (None, 0.0);
+            for index in 0..len {
+                let Some(entry) = entry(index) else { continue };
+                if run.0 != Some(entry) {
+                    if let (Some(entry), sum) = run {
+                        to[entry] += T::from_f64(sum);
+                    }
+                    run = (Some(entry), 0.0);
                 }
-                run = (Some(entry), 0.0);
-            }
-            for sequence in 0..problem.sequences.len() {
-                let unit = sequence * problem.dims.kv_heads + head / group;
-                for segment in 0..segments {
-                    run.1 += lines[((unit * segments + segment) * group + head % group) * len + index].to_f64();
+                for sequence in 0..problem.sequences.len() {
+                    let unit = sequence * problem.dims.kv_heads + head / group;
+                    for segment in 0..segments {
+                        run.1 += lines[((unit * segments + segment) * group + head % group) * len + index].to_f64();
+                    }
                 }
             }
-        }
-        if let (Some(entry), sum) = run {
-            to[entry] += T::from_f64(sum);
-        }
-    });
+            if let (Some(entry), sum) = run {
+                to[entry] += T::from_f64(sum);
+            }
+        },
+    );
 }

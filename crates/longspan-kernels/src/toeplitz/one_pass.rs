@@ -7,8 +7,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::gradient::{self, Beside, Buffers, KeyPass, Strip, places};
 use super::map_sums::MapSums;
 use super::problem::{Problem, STRIP, TILE, Unit};
@@ -17,8 +15,9 @@ use super::tiled::GradientSink;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{SharedRows, ViewMut};
+use crate::threads::{self, parallel};
 
 /// Distances between two strips, one more to be even.
 const DISTANCES: usize = 2 * STRIP;
@@ -47,10 +46,10 @@ pub(super) fn backward<T: Real>(
     // Without a strip there may be keys that no sequence has, and their gradients.
     let (units, strips) = (problem.units(), longest.div_ceil(STRIP).max(1));
     let window_len = problem.dims.group() * DISTANCES;
-    let together = (TASKS * rayon::current_num_threads()).div_ceil(strips).min(units);
+    let together = (TASKS * threads::count()).div_ceil(strips).min(units);
     let (windows_len, lines_len) = (padded::<T>(together * strips * window_len), gradient::lines_len(problem));
     let per_worker = gradient::buffers_len(problem, Beside::Queries);
-    let len = problem.shared_len() + lines_len + windows_len + rayon::current_num_threads() * per_worker;
+    let len = problem.shared_len() + lines_len + windows_len + threads::count() * per_worker;
     let mut arena = Arena::new(scratch.take(len));
     let shared = problem.shared(&mut arena);
     let (lines, windows) = (arena.take(lines_len), arena.take(together * strips * window_len));
@@ -242,20 +241,24 @@ fn add_windows<T: Real>(
     lines: &mut [T],
 ) {
     let (group, len, unit_len) = (problem.dims.group(), gradient::line_len(problem), gradient::unit_lines_len(problem));
-    let lines = lines[units.start * unit_len..units.end * unit_len].par_chunks_exact_mut(unit_len);
-    lines.enumerate().for_each(|(n, lines)| {
-        for strip in 0..strips {
-            let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
-            if !meeting.is_seen(problem) {
-                continue;
+    let lines = lines[units.start * unit_len..units.end * unit_len].chunks_exact_mut(unit_len).enumerate();
+    threads::share(
+        lines,
+        || (),
+        |(n, lines), ()| {
+            for strip in 0..strips {
+                let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
+                if !meeting.is_seen(problem) {
+                    continue;
+                }
+                let (first, count) = meeting.distances(problem);
+                // Beyond the line there are only pairs that no row sees.
+                let count = count.min(problem.line_width() - first);
+                for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
+                    let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
+                    problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
+                }
             }
-            let (first, count) = meeting.distances(problem);
-            // Beyond the line there are only pairs that no row sees.
-            let count = count.min(problem.line_width() - first);
-            for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
-                let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
-                problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
-            }
-        }
-    });
+        },
+    );
 }

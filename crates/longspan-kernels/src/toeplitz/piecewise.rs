@@ -5,8 +5,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::gradient::{self, KeyPass, KeyUnit};
 use super::map_sums::{self, MapSums};
 use super::problem::{Problem, Shared, TILE, Unit};
@@ -15,9 +13,10 @@ use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
 use crate::feature_map::mapping::MapBuffers;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::ViewMut;
 use crate::simd::block::{Band, Product};
+use crate::threads::{self, parallel};
 
 /// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
 /// that is 128 keys wider than the table reaches costs about what reading the sums does.
@@ -235,26 +234,30 @@ fn accumulate<T: Real>(
     let own: Vec<T> = numbers.chunks_exact(len).map(|sum| sum[end]).collect();
     let mut places = ViewMut::strided(&mut *numbers, [strips * len, len, 1]);
     let places = places.shared();
-    (0..all * PARTS).into_par_iter().for_each(|task| {
-        let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
-        let width = part.min(end - from);
-        // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
-        let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
-        let mut running = None;
-        for n in 1..strips {
-            let (to, before) = order(owner % sides, n);
-            let old = running.unwrap_or(own[owner * strips + before]);
-            let new = own[owner * strips + to];
-            let highest = old.max(new);
-            if new < highest {
-                ops.scale(row(to), factor(new, highest));
+    threads::share(
+        0..all * PARTS,
+        || (),
+        |task, ()| {
+            let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
+            let width = part.min(end - from);
+            // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
+            let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
+            let mut running = None;
+            for n in 1..strips {
+                let (to, before) = order(owner % sides, n);
+                let old = running.unwrap_or(own[owner * strips + before]);
+                let new = own[owner * strips + to];
+                let highest = old.max(new);
+                if new < highest {
+                    ops.scale(row(to), factor(new, highest));
+                }
+                if old > T::NEG_INFINITY {
+                    ops.add_scaled(row(to), factor(old, highest), row(before));
+                }
+                running = Some(highest);
             }
-            if old > T::NEG_INFINITY {
-                ops.add_scaled(row(to), factor(old, highest), row(before));
-            }
-            running = Some(highest);
-        }
-    });
+        },
+    );
     for owner in 0..all {
         for n in 1..strips {
             let (to, before) = order(owner % sides, n);
@@ -310,7 +313,7 @@ fn each_strip<T: Real>(
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = tiled::forward_len(problem);
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let sums_len = key_sums_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + workers * per_worker));
     let shared = problem.shared(&mut arena);
@@ -458,7 +461,7 @@ pub(super) fn backward<T: Real>(
     let per_worker = tiled::query_len(problem)
         .max(gradient::buffers_len(problem, gradient::Beside::Sums))
         .max(RowBlock::len(problem));
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     // Sums over keys are done with before those over rows begin.
     let sums_len = key_sums_len(problem).max(row_sums_len(problem));
     let lines = gradient::lines_len(problem);

@@ -1,7 +1,5 @@
 //! A checked call: sequences, heads, the line of biases, and the exponents that weights are counted from.
 
-use rayon::prelude::*;
-
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
@@ -10,10 +8,11 @@ use crate::feature_map::rows::{Shift, Side};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 use crate::state::State;
+use crate::threads::{self, parallel};
 
 /// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
 /// second-level cache while the rows of a [`STRIP`] pass by.
@@ -293,7 +292,7 @@ impl<'a, T: Real> Problem<'a, T> {
             + padded::<T>(heads * self.most_queries())
             + padded::<T>(heads * self.blocks())
             + padded::<T>(self.units() * self.tops_len())
-            + rayon::current_num_threads() * padded::<T>(1)
+            + threads::count() * padded::<T>(1)
     }
 
     /// Numbers of the [`Tops`] of one unit.
@@ -307,21 +306,25 @@ impl<'a, T: Real> Problem<'a, T> {
         let lines = arena.take(self.dims.heads * line_width);
         // The entries of all heads are the same ones.
         let entries = self.toeplitz.bias.entries();
-        let heads = lines.par_chunks_exact_mut(line_width).zip(self.call.parameters[0].par_chunks_exact(entries));
-        heads.for_each(|(line, table)| {
-            line.par_chunks_mut(PART).enumerate().for_each(|(part, line)| {
+        let heads = lines.chunks_exact_mut(line_width).zip(self.call.parameters[0].chunks_exact(entries));
+        let parts: Vec<_> =
+            heads.flat_map(|(line, table)| line.chunks_mut(PART).enumerate().map(move |part| (part, table))).collect();
+        threads::share(
+            parts.into_iter(),
+            || (),
+            |((part, line), table), ()| {
                 for (index, b) in line.iter_mut().enumerate() {
                     let entry = self.line_difference(part * PART + index).and_then(|d| self.toeplitz.bias.entry(d));
                     // What no row sees has weight 0.
                     *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
                 }
-            });
-        });
+            },
+        );
         let lines = &*lines;
         let tops_len = self.tops_len();
         let tops = arena.take(self.units() * tops_len);
         if tops_len > 0 {
-            tops.par_chunks_exact_mut(tops_len).enumerate().for_each(|(index, to)| self.find_tops(index, to));
+            self.find_tops(tops, tops_len);
         }
         let tops = &*tops;
         let levels = arena.take(self.units() * group * queries);
@@ -332,7 +335,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let split_rows = split_rows.shared();
         let blocks = self.blocks();
         let line_numbers = padded::<T>(1);
-        let workers = arena.take(rayon::current_num_threads() * line_numbers);
+        let workers = arena.take(threads::count() * line_numbers);
         parallel(self.units() * group * blocks, workers, line_numbers, |task, _| {
             let (index, block) = (task / blocks, task % blocks);
             let unit = self.unit(index / group);
@@ -353,26 +356,40 @@ impl<'a, T: Real> Problem<'a, T> {
         Shared { lines, line_width, levels, splits, queries, group }
     }
 
-    /// Finds the largest exponent of every key of a unit under an exponential map, and of all keys before and after each.
-    fn find_tops(&self, index: usize, to: &mut [T]) {
-        let unit = self.unit(index);
-        let len = to.len() / 3;
-        let (own, rest) = to.split_at_mut(len);
-        let (before, after) = rest.split_at_mut(len);
-        let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
-        own.fill(T::NEG_INFINITY);
-        own[..(keys - begin) as usize].par_iter_mut().enumerate().with_min_len(PART).for_each(|(n, to)| {
-            *to = self.key_top(&unit, begin + n as isize).unwrap_or(T::NEG_INFINITY);
-        });
-        let mut highest = T::NEG_INFINITY;
-        for (to, &own) in before.iter_mut().zip(&*own) {
-            *to = highest;
-            highest = highest.max(own);
+    /// Finds the largest exponent of every key of the units under an exponential map, and of all keys before and after each.
+    fn find_tops(&self, tops: &mut [T], tops_len: usize) {
+        let mut parts = Vec::new();
+        for (index, to) in tops.chunks_exact_mut(tops_len).enumerate() {
+            let unit = self.unit(index);
+            let own = &mut to[..tops_len / 3];
+            own.fill(T::NEG_INFINITY);
+            let seen = &mut own[..(unit.sequence.keys as isize - unit.begin()) as usize];
+            parts.extend(seen.chunks_mut(PART).enumerate().map(|part| (index, part)));
         }
-        let mut highest = T::NEG_INFINITY;
-        for (to, &own) in after.iter_mut().zip(&*own).rev() {
-            highest = highest.max(own);
-            *to = highest;
+        threads::share(
+            parts.into_iter(),
+            || (),
+            |(index, (part, to)), ()| {
+                let unit = self.unit(index);
+                let begin = unit.begin() + (part * PART) as isize;
+                for (key, to) in (begin..).zip(to) {
+                    *to = self.key_top(&unit, key).unwrap_or(T::NEG_INFINITY);
+                }
+            },
+        );
+        for to in tops.chunks_exact_mut(tops_len) {
+            let (own, rest) = to.split_at_mut(tops_len / 3);
+            let (before, after) = rest.split_at_mut(tops_len / 3);
+            let mut highest = T::NEG_INFINITY;
+            for (to, &own) in before.iter_mut().zip(&*own) {
+                *to = highest;
+                highest = highest.max(own);
+            }
+            let mut highest = T::NEG_INFINITY;
+            for (to, &own) in after.iter_mut().zip(&*own).rev() {
+                highest = highest.max(own);
+                *to = highest;
+            }
         }
     }
 

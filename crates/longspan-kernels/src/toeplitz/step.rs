@@ -1,6 +1,5 @@
 //! One token at a time: the weights of the ring's tokens one by one, and the sum of all earlier ones.
 
-use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
@@ -15,6 +14,7 @@ use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
 use crate::simd::Ops;
 use crate::state::State;
+use crate::threads;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
 /// microseconds, in which one thread reads about this many.
@@ -74,7 +74,7 @@ pub(super) fn step<T: Real>(
         tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        tasks.into_par_iter().for_each_init(StepMemory::new, run);
+        threads::share(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
     }
     Ok(())
 }

@@ -1,8 +1,6 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
-use rayon::prelude::*;
-
 use super::gradient::{KeyPass, KeyUnit};
 use super::map_sums::{self, MapSums};
 use super::one_pass;
@@ -13,11 +11,12 @@ use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded, parallel};
+use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Rows, SharedRows};
 use crate::simd::block::{Band, Product};
 use crate::simd::toeplitz::Factors;
 use crate::state::State;
+use crate::threads::{self, parallel};
 
 /// Where the forward pass writes.
 #[derive(Clone, Copy)]
@@ -250,7 +249,7 @@ pub(super) fn forward_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = forward_len(problem);
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let mut arena = Arena::new(scratch.take(problem.shared_len() + workers * per_worker));
     let shared = problem.shared(&mut arena);
     run(problem, &shared, &strips(problem, 0..problem.units()), sink, (arena.rest(), per_worker));
@@ -467,33 +466,37 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let (width, features, value_dim) = (problem.head_width, problem.features, problem.dims.value_dim);
     let per_head = TILE * width + padded::<T>(value_dim) + MapBuffers::len(&problem.mapping, TILE);
     let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
-    let memory = scratch.take(heads.len() * per_head).par_chunks_exact_mut(per_head);
-    heads.into_par_iter().zip(memory).for_each(|((index, head), memory)| {
-        // Packed sequences are refused, so units are batch entries and heads in order.
-        let unit = problem.unit(index);
-        let mut writer = Writer::new(near, head);
-        let mut arena = Arena::new(memory);
-        let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
-        none.fill(T::ZERO);
-        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
-        for first in (0..unit.sequence.keys).step_by(TILE) {
-            let count = (unit.sequence.keys - first).min(TILE);
-            let mut exponents = [T::ZERO; TILE];
-            if problem.mapping.exponential {
-                for (key, exponent) in exponents[..count].iter_mut().enumerate() {
-                    *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
+    let memory = scratch.take(heads.len() * per_head).chunks_exact_mut(per_head);
+    threads::share(
+        heads.into_iter().zip(memory),
+        || (),
+        |((index, head), memory), ()| {
+            // Packed sequences are refused, so units are batch entries and heads in order.
+            let unit = problem.unit(index);
+            let mut writer = Writer::new(near, head);
+            let mut arena = Arena::new(memory);
+            let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
+            none.fill(T::ZERO);
+            let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+            for first in (0..unit.sequence.keys).step_by(TILE) {
+                let count = (unit.sequence.keys - first).min(TILE);
+                let mut exponents = [T::ZERO; TILE];
+                if problem.mapping.exponential {
+                    for (key, exponent) in exponents[..count].iter_mut().enumerate() {
+                        *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
+                    }
+                }
+                problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);
+                for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
+                    let (v, present) = match unit.ignores(key) {
+                        true => (&*none, T::ZERO),
+                        false => (unit.v.row(key, value_dim), T::ONE),
+                    };
+                    writer.push(&row[..features], exponents[key - first], v, present);
                 }
             }
-            problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);
-            for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
-                let (v, present) = match unit.ignores(key) {
-                    true => (&*none, T::ZERO),
-                    false => (unit.v.row(key, value_dim), T::ONE),
-                };
-                writer.push(&row[..features], exponents[key - first], v, present);
-            }
-        }
-    });
+        },
+    );
 }
 
 /// Where the backward pass writes.
@@ -657,7 +660,7 @@ pub(super) fn backward_with<T: Real>(
 ) {
     let per_worker =
         QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, super::gradient::Beside::Nothing));
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let lines = super::gradient::lines_len(problem);
     let sums_len = padded::<T>(MapSums::len(problem));
     let numbers = problem.shared_len() + lines + sums_len + workers * per_worker;

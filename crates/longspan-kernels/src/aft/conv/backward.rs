@@ -11,10 +11,11 @@ use crate::aft::state::Head;
 use crate::aft::state_gradient::Links;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::{View, ViewMut};
 use crate::simd::log_sum::floor;
 use crate::simd::running::OutputRows;
+use crate::threads::{self, parallel};
 
 /// A block with its lines.
 struct Sides {
@@ -66,7 +67,7 @@ pub(in crate::aft) fn backward<'a, T: Real>(
     let blocks: Vec<Sides> = Block::all(problem, BLOCK_NUMBERS).into_iter().map(side).collect();
     let sums = 2 * (header::<T>() + problem.width);
     let per_worker = (Work::<T>::len(geometry.most(), problem.width) + CHUNK.max(sums)).next_multiple_of(64);
-    let workers = rayon::current_num_threads().max(1);
+    let workers = threads::count().max(1);
     let memory = blocks.iter().map(|sides| sides.memory(problem, &geometry)).max().unwrap_or(0);
     // Each head of each sequence has so many sums, whatever the number of threads.
     let planes = problem.sequences.len() * dims.heads * GROUPS;

@@ -5,8 +5,9 @@ use super::{Geometry, KeySource, kernel};
 use crate::aft::problem::{Block, Chunks, Problem};
 use crate::aft::state::Head;
 use crate::real::Real;
-use crate::scratch::{Arena, Scratch, parallel};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
+use crate::threads::{self, parallel};
 
 /// Writes every output.
 pub(in crate::aft) fn forward<T: Real>(
@@ -23,7 +24,7 @@ pub(in crate::aft) fn forward<T: Real>(
     let windows = geometry.windows(problem, &all, false);
     let chunks = Chunks::new(windows.clone(), dims.heads);
     let per_worker = Work::<T>::len(geometry.most(), width).next_multiple_of(64);
-    let workers = rayon::current_num_threads().min(chunks.tasks()).max(1);
+    let workers = threads::count().min(chunks.tasks()).max(1);
     let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
     let mut arena = Arena::new(scratch.take(workers * per_worker + edges_len + 128));
     let work = arena.take(workers * per_worker);

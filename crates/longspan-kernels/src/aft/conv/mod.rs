@@ -13,8 +13,9 @@ use super::problem::{Bias, Block, Problem, Window};
 use super::{Aft, Variant};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::Arena;
 use crate::shape::ViewMut;
+use crate::threads::parallel;
 use walk::{Edges, Field, SPAN, Source, Work, header};
 
 /// Where taps stand.

@@ -8,12 +8,13 @@
 
 use crate::aft::problem::{CHUNK, Chunks, Window};
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::Arena;
 use crate::shape::{Rows, ViewMut};
 use crate::simd::Ops;
 use crate::simd::block::{Band, Product};
 use crate::simd::log_sum::floor;
 use crate::simd::window::{Entering, Line, MARGIN, Tops};
+use crate::threads::parallel;
 
 /// Items that the windows of a chunk reach with [`CHUNK`] taps, and more.
 pub(super) const SPAN: usize = 2 * CHUNK;

@@ -31,6 +31,7 @@ use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Rows, SharedRows, ViewMut};
 use crate::simd::block::Ahead;
 use crate::state::State;
+use crate::threads;
 use key_pass::KeyWalk;
 use query_pass::QueryGradients;
 use row_sums::RowSums;
@@ -123,7 +124,7 @@ pub(super) fn backward<T: Real>(
 ) {
     let units = problem.units();
     let group = problem.dims.group();
-    let workers = rayon::current_num_threads();
+    let workers = threads::count();
     let exp = problem.exponential;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
     let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
@@ -245,7 +246,7 @@ pub(super) fn add_final_state<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let keys = KeyMemory::new(problem);
-    let len = keys.len(problem, rayon::current_num_threads());
+    let len = keys.len(problem, threads::count());
     let stages = KeyMemory::most_stages(problem);
     let sums_len = problem.sums_len();
     let [_, positions_len] = problem.position_lens();

@@ -7,8 +7,9 @@ use super::super::tile::Sizes;
 use super::key_buffers::KeyBuffers;
 use super::key_pass::KeyWalk;
 use crate::real::Real;
-use crate::scratch::{Arena, parallel};
+use crate::scratch::Arena;
 use crate::shape::ViewMut;
+use crate::threads::{self, parallel};
 
 /// Part of a walk over the keys.
 #[derive(Debug, Clone, Copy)]
@@ -132,7 +133,7 @@ impl KeyMemory {
     }
 
     fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
-        problem.units() < rayon::current_num_threads() && Self::most_stages(problem) > 6
+        problem.units() < threads::count() && Self::most_stages(problem) > 6
     }
 
     pub fn len<T: Real>(&self, problem: &Problem<'_, T>, workers: usize) -> usize {

@@ -7,6 +7,7 @@ use super::FarMemory;
 use super::segments::segment_count;
 use crate::real::Real;
 use crate::scratch::{Arena, padded};
+use crate::threads;
 
 /// Working memory of one worker.
 pub(in crate::kernelized) struct Worker<'s, T> {
@@ -56,7 +57,7 @@ impl Memory {
     /// Whether segments of a unit run side by side: only where the units alone would leave threads idle, since forming
     /// the states first costs the products `φ(k) vᵀ` a second time.
     pub fn split<T: Real>(&self, problem: &Problem<'_, T>) -> bool {
-        problem.units() < rayon::current_num_threads() && self.segments > 1
+        problem.units() < threads::count() && self.segments > 1
     }
 
     pub fn states_len(&self) -> usize {
@@ -78,7 +79,7 @@ impl Memory {
 
     /// Numbers of scratch that [`visit_rows`] takes beside the table's.
     pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let workers = rayon::current_num_threads();
+        let workers = threads::count();
         problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
     }
 

@@ -1,0 +1,241 @@
+//! On which threads a call's tasks run: the current rayon pool, unless the caller says otherwise.
+//!
+//! A program that brings threads of its own (an OpenMP runtime whose threads wait for work by spinning, say) has twice as
+//! many threads as cores if kernels start theirs beside them. [`on_team`] runs calls on the threads that are there,
+//! [`alone`] on the caller's. The bits do not depend on it.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use rayon::prelude::*;
+
+use crate::real::Real;
+
+/// Threads that can be asked to do the same thing at once.
+pub trait Team: Sync {
+    /// Threads that it has, with the one that asks; at least 1.
+    fn size(&self) -> usize;
+
+    /// Calls `work` once on each of up to `members` threads, at least on one, and returns when all calls have.
+    ///
+    /// `work` does not panic.
+    fn run(&self, members: usize, work: &(dyn Fn() + Sync));
+}
+
+#[derive(Clone, Copy)]
+enum Threads {
+    /// The current rayon pool's.
+    Pool,
+    Team(&'static dyn Team),
+    /// Only this one.
+    Alone,
+}
+
+thread_local! {
+    static THREADS: Cell<Threads> = const { Cell::new(Threads::Pool) };
+}
+
+/// Runs `work`, whose kernels run on a team.
+pub fn on_team<R>(team: &'static dyn Team, work: impl FnOnce() -> R) -> R {
+    on(Threads::Team(team), work)
+}
+
+/// Runs `work`, whose kernels run on this thread alone: for calls that are over before another thread would be awake.
+pub fn alone<R>(work: impl FnOnce() -> R) -> R {
+    on(Threads::Alone, work)
+}
+
+fn on<R>(threads: Threads, work: impl FnOnce() -> R) -> R {
+    struct Before(Threads);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            THREADS.set(self.0);
+        }
+    }
+    let _before = Before(THREADS.replace(threads));
+    work()
+}
+
+/// Threads that a call made here would use.
+pub(crate) fn count() -> usize {
+    match THREADS.get() {
+        Threads::Pool => rayon::current_num_threads(),
+        Threads::Team(team) => team.size().max(1),
+        Threads::Alone => 1,
+    }
+}
+
+/// Calls `work` once on each of up to `members` threads at once, at least on one.
+fn on_members(members: usize, work: impl Fn() + Sync) {
+    let threads = THREADS.get();
+    match threads {
+        _ if members <= 1 => work(),
+        Threads::Alone => work(),
+        Threads::Pool => (0..members).into_par_iter().with_max_len(1).for_each(|_| work()),
+        Threads::Team(team) => {
+            let panic = Mutex::new(None);
+            // A member has no team of its own.
+            team.run(members, &|| {
+                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| alone(&work))) {
+                    *panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+                }
+            });
+            if let Some(payload) = panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                resume_unwind(payload);
+            }
+        }
+    }
+}
+
+/// Runs `body(item, memory)` for every item, each thread with memory of its own. Which thread takes which item is left to
+/// chance, so results must not depend on it.
+pub(crate) fn share<I: Send, M>(
+    items: impl ExactSizeIterator<Item = I> + Send,
+    memory: impl Fn() -> M + Sync,
+    body: impl Fn(I, &mut M) + Sync,
+) {
+    let members = count().min(items.len());
+    let items = Mutex::new(items);
+    // Only the iterator's own code runs under the lock.
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    on_members(members, || {
+        let mut memory = memory();
+        while let Some(item) = next() {
+            body(item, &mut memory);
+        }
+    });
+}
+
+/// Runs `body(task, scratch)` for every task, each worker with `per_worker` numbers of its own. Which worker takes which
+/// task is left to chance, so results must not depend on it.
+pub(crate) fn parallel<T: Real>(
+    tasks: usize,
+    scratch: &mut [T],
+    per_worker: usize,
+    body: impl Fn(usize, &mut [T]) + Sync,
+) {
+    let next = AtomicUsize::new(0);
+    let work = |scratch: &mut [T]| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                break;
+            }
+            body(task, scratch);
+        }
+    };
+    let workers = (scratch.len() / per_worker.max(1)).min(tasks);
+    // Tasks that want no memory have next to nothing to do.
+    if workers <= 1 || per_worker == 0 {
+        work(scratch);
+    } else {
+        let parts = Mutex::new(scratch.chunks_exact_mut(per_worker));
+        on_members(workers, || {
+            let part = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+            part.into_iter().for_each(&work);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Has as many threads as it says, started for each piece of work.
+    struct Started(usize);
+
+    impl Team for Started {
+        fn size(&self) -> usize {
+            self.0
+        }
+
+        fn run(&self, members: usize, work: &(dyn Fn() + Sync)) {
+            std::thread::scope(|scope| {
+                for _ in 1..members {
+                    scope.spawn(work);
+                }
+                work();
+            });
+        }
+    }
+
+    /// Gives one thread, whatever it was asked for.
+    struct Busy;
+
+    impl Team for Busy {
+        fn size(&self) -> usize {
+            4
+        }
+
+        fn run(&self, _: usize, work: &(dyn Fn() + Sync)) {
+            work();
+        }
+    }
+
+    fn everything_runs_once() {
+        let mut done = vec![0; 1000];
+        share(
+            done.chunks_mut(7).enumerate(),
+            || 0,
+            |(n, chunk): (usize, &mut [usize]), seen| {
+                *seen += 1;
+                chunk.iter_mut().for_each(|x| *x += n);
+            },
+        );
+        assert!(done.iter().enumerate().all(|(at, &n)| n == at / 7));
+
+        let mut scratch = vec![0.0f32; 16 * count()];
+        let runs: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+        parallel(100, &mut scratch, 16, |task, part| {
+            assert_eq!(part.len(), 16);
+            runs[task].fetch_add(1, Ordering::Relaxed);
+        });
+        assert!(runs.iter().all(|runs| runs.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
+    fn every_task_runs_once_on_whatever_threads() {
+        everything_runs_once();
+        alone(everything_runs_once);
+        on_team(&Started(3), everything_runs_once);
+        on_team(&Busy, everything_runs_once);
+    }
+
+    #[test]
+    fn members_are_alone_and_the_caller_is_what_it_was() {
+        static TEAM: Started = Started(3);
+        on_team(&TEAM, || {
+            assert_eq!(count(), 3);
+            let counts = Mutex::new(Vec::new());
+            on_members(3, || counts.lock().unwrap().push(count()));
+            assert_eq!(counts.into_inner().unwrap(), [1, 1, 1]);
+            assert_eq!(count(), 3);
+            alone(|| assert_eq!(count(), 1));
+            assert_eq!(count(), 3);
+        });
+        assert_eq!(count(), rayon::current_num_threads());
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_after_all_members_are_done() {
+        static TEAM: Started = Started(4);
+        let done = AtomicUsize::new(0);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            on_team(&TEAM, || {
+                share(
+                    0..100,
+                    || (),
+                    |n, ()| {
+                        assert_ne!(n, 17);
+                        done.fetch_add(1, Ordering::Relaxed);
+                    },
+                );
+            });
+        }));
+        assert!(result.is_err());
+        assert_eq!(done.load(Ordering::Relaxed), 99);
+        assert_eq!(count(), rayon::current_num_threads());
+    }
+}

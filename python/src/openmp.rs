@@ -1,0 +1,92 @@
+//! The OpenMP threads of a library that is loaded anyway, PyTorch's.
+//!
+//! They wait for work by spinning, so that kernels on threads of their own beside them get half of each core; and they are
+//! awake where a sleeping pool has to be woken.
+
+use std::ffi::c_void;
+use std::process;
+use std::sync::OnceLock;
+
+use longspan_kernels::threads::Team;
+
+/// `GOMP_parallel` of GCC's runtime, which LLVM's and Intel's have as well: calls `body(data)` on up to so many threads, the
+/// caller's with them, and returns when all have returned.
+type Parallel =
+    unsafe extern "C" fn(body: unsafe extern "C" fn(*mut c_void), data: *mut c_void, threads: u32, flags: u32);
+
+/// `omp_get_max_threads`.
+type MaxThreads = unsafe extern "C" fn() -> i32;
+
+struct OpenMp {
+    /// Threads do not survive a fork, and the runtime would wait for them in vain.
+    process: u32,
+    parallel: Parallel,
+    max_threads: MaxThreads,
+}
+
+static FOUND: OnceLock<OpenMp> = OnceLock::new();
+
+/// How many threads the library's operations run on in this thread, if one brought some.
+pub fn threads() -> Option<usize> {
+    FOUND.get().map(Team::size)
+}
+
+/// The threads, if a library brought some and this is not a fork of the process that loaded it.
+pub fn team() -> Option<&'static dyn Team> {
+    FOUND.get().filter(|found| found.process == process::id()).map(|found| found as &dyn Team)
+}
+
+/// Looks for the runtime that a loaded library uses; returns whether there is one.
+pub fn use_of(library: &str) -> bool {
+    FOUND.get().is_some() || find(library).is_some_and(|found| FOUND.set(found).is_ok())
+}
+
+#[cfg(unix)]
+fn find(library: &str) -> Option<OpenMp> {
+    use std::ffi::{CStr, CString};
+    let path = CString::new(library).ok()?;
+    // SAFETY: the path ends with a zero; nothing is loaded that was not before, and so no code of it runs.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if handle.is_null() {
+        return None;
+    }
+    // The library itself or what it was linked with, so that of several runtimes in a process it is the right one.
+    let symbol = |name: &CStr| {
+        // SAFETY: the handle is never closed.
+        let address = unsafe { libc::dlsym(handle, name.as_ptr()) };
+        (!address.is_null()).then_some(address)
+    };
+    let (parallel, max_threads) = (symbol(c"GOMP_parallel")?, symbol(c"omp_get_max_threads")?);
+    // SAFETY: the OpenMP standard and GCC's binary interface give these names to functions of these types.
+    let (parallel, max_threads) = unsafe {
+        (
+            std::mem::transmute::<*mut c_void, Parallel>(parallel),
+            std::mem::transmute::<*mut c_void, MaxThreads>(max_threads),
+        )
+    };
+    Some(OpenMp { process: process::id(), parallel, max_threads })
+}
+
+#[cfg(not(unix))]
+fn find(_: &str) -> Option<OpenMp> {
+    None
+}
+
+impl Team for OpenMp {
+    fn size(&self) -> usize {
+        // SAFETY: may be called from any thread.
+        usize::try_from(unsafe { (self.max_threads)() }).unwrap_or(1).max(1)
+    }
+
+    fn run(&self, members: usize, work: &(dyn Fn() + Sync)) {
+        unsafe extern "C" fn body(work: *mut c_void) {
+            // SAFETY: `run` passes the address of a reference that lives until all threads have returned.
+            let work = unsafe { *work.cast::<&(dyn Fn() + Sync)>() };
+            work();
+        }
+        let threads = u32::try_from(members).unwrap_or(u32::MAX);
+        let mut work = work;
+        // SAFETY: `body` takes what it is given here, may run on several threads at once, and does not unwind.
+        unsafe { (self.parallel)(body, (&raw mut work).cast(), threads, 0) };
+    }
+}

@@ -1,0 +1,88 @@
+"""Kernels beside PyTorch run on its threads, with the same bits. In processes of their own: the threads of a process are for good."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("torch")
+
+BEGIN = """
+import os, sys, torch
+from pathlib import Path
+import longspan, longspan.torch
+from longspan import ops
+
+torch.set_num_threads(3)
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 3, 700, 32, requires_grad=True) for _ in range(3))
+
+def call():
+    out = ops.kernelized_attention(q, k, v, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+def same(results):
+    return all(torch.equal(a, b) for a, b in zip(results, expected))
+
+def own_threads():
+    return [name for task in Path("/proc/self/task").iterdir() if (name := (task / "comm").read_text()).startswith("longspan-")]
+
+expected = call()
+"""
+
+
+def run(code: str) -> None:
+    script = textwrap.dedent(BEGIN) + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_torch_says_how_many_until_the_user_does():
+    run("""
+        assert longspan.get_num_threads() == 3
+        assert not own_threads()
+        torch.set_num_threads(2)
+        assert longspan.get_num_threads() == 2
+        assert same(call()) and not own_threads()
+        longspan.set_num_threads(2)
+        assert same(call()) and not own_threads()
+        longspan.set_num_threads(4)
+        assert longspan.get_num_threads() == 4
+        assert same(call()) and len(own_threads()) == 4
+        longspan.set_num_threads(0)
+        assert longspan.get_num_threads() == 2
+    """)
+
+
+def test_bits_in_any_thread():
+    run("""
+        import threading
+        results = []
+        threads = [threading.Thread(target=lambda: results.append(call())) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert len(results) == 4 and all(map(same, results))
+        torch.set_num_threads(1)
+        assert same(call())
+    """)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork on this system")
+def test_a_fork_starts_threads_of_its_own():
+    run("""
+        import signal
+        child = os.fork()
+        if child == 0:
+            signal.alarm(100)
+            with torch.no_grad():
+                # Torch's own operations would wait for threads that are not there; kernels do not.
+                out = ops.kernelized_attention(q, k, v, is_causal=True)
+            assert len(own_threads()) == 3 or sys.platform != "linux"
+            # As torch's data loader does in its workers.
+            torch.set_num_threads(1)
+            assert longspan.get_num_threads() == 1
+            os._exit(0 if out.numpy().tobytes() == expected[0].numpy().tobytes() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """)
