@@ -61,12 +61,12 @@ pub(crate) struct Rotations<'a, T: 'static> {
     dims: Dims,
     /// Turns for a step, `[kv_heads, axes, angles]`.
     rates: Angular<Rate>,
-    /// The same in radians: what takes the gradients of angles to positions.
-    slopes: Angular<T>,
+    /// Radians for a step, `[kv_heads, angles, axes]`: what takes the gradients of angles to positions.
+    slopes: &'a [T],
     /// Turns, `[heads, angles]`, or empty.
     phases: Angular<f64>,
     /// `c`, `[heads, features]`, or empty.
-    gains: Angular<T>,
+    gains: &'a [T],
     /// What queries' unturned features are multiplied by, `[heads, features]`, or empty where that is 1.
     rests: Angular<T>,
     ones: Angular<T>,
@@ -132,46 +132,48 @@ impl<'a, T: Real> Rotations<'a, T> {
     pub fn new(fourier: Fourier, dims: Dims, features: usize, parameters: &[&'a [T]]) -> Self {
         let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
         let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
-        let a = a.unwrap_or(&[]);
+        let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
         let ops = T::ops();
-        let mut rates: Angular<_> = smallvec![Rate::default(); a.len()];
-        let mut slopes: Angular<_> = smallvec![T::ZERO; a.len()];
-        for head in 0..dims.kv_heads {
-            for axis in 0..axes {
-                let from = &a[(head * angles * axes + axis).min(a.len())..];
-                let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
-                ops.rates(from, axes, &mut rates[to.clone()]);
-                slopes[to].iter_mut().zip(from.iter().step_by(axes)).for_each(|(slope, &a)| *slope = a);
-            }
-        }
-        let b = b.unwrap_or(&[]);
-        let mut phases: Angular<f64> = smallvec![0.0; b.len()];
-        let mut phase_rates: Angular<_> = smallvec![Rate::default(); b.len()];
-        ops.rates(b, 1, &mut phase_rates);
-        ops.add_turns(&phase_rates, 1.0, &mut phases);
-        let rests = match (fourier.normalizer, beta, c) {
-            (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
-                let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
-                c.iter().zip(beta).map(|(c, beta)| T::from_f64(c.to_f64().abs() + softplus(beta.to_f64()))).collect()
-            }
-            (_, Some(beta), _) => Angular::from_slice(beta),
-            _ => Angular::new(),
-        };
-        Self {
+        // Lists are filled where they stay: a step makes this anew for every head, and moving them costs as much as filling.
+        let mut this = Self {
             fourier,
             ops,
             features,
             angles,
             axes,
             dims,
-            rates,
-            slopes,
-            phases,
-            gains: Angular::from_slice(c.unwrap_or(&[])),
-            rests,
-            ones: smallvec![T::ONE; features],
+            rates: Angular::new(),
+            slopes: a,
+            phases: Angular::new(),
+            gains: c.unwrap_or(&[]),
+            rests: Angular::new(),
+            ones: Angular::new(),
             positions,
+        };
+        this.phases.resize(b.len(), 0.0);
+        // As rates of one step, where those of steps come to stand afterwards.
+        this.rates.resize(a.len().max(b.len()), Rate::default());
+        ops.rates(b, 1, &mut this.rates);
+        ops.add_turns(&this.rates[..b.len()], 1.0, &mut this.phases);
+        this.rates.truncate(a.len());
+        for head in 0..dims.kv_heads {
+            for axis in 0..axes {
+                let from = &a[(head * angles * axes + axis).min(a.len())..];
+                let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
+                ops.rates(from, axes, &mut this.rates[to]);
+            }
         }
+        match (fourier.normalizer, beta, c) {
+            (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
+                let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
+                let sums = c.iter().zip(beta).map(|(c, beta)| c.to_f64().abs() + softplus(beta.to_f64()));
+                this.rests.extend(sums.map(T::from_f64));
+            }
+            (_, Some(beta), _) => this.rests.extend_from_slice(beta),
+            _ => {}
+        }
+        this.ones.resize(features, T::ONE);
+        this
     }
 
     /// Whether positions are given, so that they have gradients.
@@ -241,7 +243,8 @@ impl<'a, T: Real> Rotations<'a, T> {
             return [Stretch { from: 0, count: span.count, place: 0 }, Stretch::default()];
         }
         let rows = (buffers.table[0].len() / self.angles.max(1)).max(1);
-        let place = span.position.rem_euclid(rows as f64) as usize;
+        // A count, so a whole number.
+        let place = (span.position as i64).rem_euclid(rows as i64) as usize;
         let count = span.count.min(rows - place);
         [Stretch { from: 0, count, place }, Stretch { from: count, count: span.count - count, place: 0 }]
     }
@@ -426,8 +429,14 @@ impl<'a, T: Real> Rotations<'a, T> {
             for axis in 0..self.axes {
                 let to = &mut d_rates[axis * width..][..angles];
                 self.ops.add_scaled(to, self.position(span, row, axis), angle);
-                let slopes = &self.slopes[(span.kv_head * self.axes + axis) * angles..][..angles];
-                d_positions(row, axis, self.ops.dot(angle, slopes));
+                let slopes = &self.slopes[span.kv_head * angles * self.axes..][..angles * self.axes];
+                let d = if self.axes == 1 {
+                    self.ops.dot(angle, slopes)
+                } else {
+                    let slopes = slopes.iter().skip(axis).step_by(self.axes);
+                    angle.iter().zip(slopes).map(|(&d, &slope)| d * slope).sum()
+                };
+                d_positions(row, axis, d);
             }
         }
     }
