@@ -8,7 +8,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, line};
 use crate::shape::Dims;
 use crate::simd::Ops;
-use crate::simd::rotation::{AngleSums, Angles, Rate, Rotation, Turn, Unrotated};
+use crate::simd::rotation::{AngleSums, Angles, Rotation, Turn, Unrotated, is_double};
 
 /// Which rows: queries of a head, or the keys of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +59,8 @@ pub(crate) struct Rotations<'a, T: 'static> {
     angles: usize,
     axes: usize,
     dims: Dims,
-    /// Turns for a step, `[kv_heads, axes, angles]`.
-    rates: Angular<Rate>,
+    /// Turns for a step, `[kv_heads, axes, angles]`, and for doubles what rounding took from each.
+    rates: [Angular<f64>; 2],
     /// Radians for a step, `[kv_heads, angles, axes]`: what takes the gradients of angles to positions.
     slopes: &'a [T],
     /// Turns, `[heads, angles]`, or empty.
@@ -86,9 +86,9 @@ struct SideAngles<'s, T> {
 /// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
 pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
     let ops = T::ops();
-    let (mut rates, mut turns) = (vec![Rate::default(); a.len()], vec![0.0; a.len()]);
-    ops.rates(a, 1, &mut rates);
-    ops.add_turns(&rates, steps, &mut turns);
+    let [mut rates, mut rests, mut turns] = [0; 3].map(|_| vec![0.0; a.len()]);
+    ops.rates(a, 1, &mut rates, &mut rests);
+    ops.add_turns(&rates, &rests, steps, &mut turns);
     let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
     ops.cos_sin(&turns, &mut cos, &mut sin);
     [cos, sin]
@@ -142,7 +142,7 @@ impl<'a, T: Real> Rotations<'a, T> {
             angles,
             axes,
             dims,
-            rates: Angular::new(),
+            rates: Default::default(),
             slopes: a,
             phases: Angular::new(),
             gains: c.unwrap_or(&[]),
@@ -150,17 +150,20 @@ impl<'a, T: Real> Rotations<'a, T> {
             ones: Angular::new(),
             positions,
         };
-        this.phases.resize(b.len(), 0.0);
+        let [rates, rests] = &mut this.rates;
+        let most = a.len().max(b.len());
+        rates.resize(most, 0.0);
+        rests.resize(if is_double::<T>() { most } else { 0 }, 0.0);
         // As rates of one step, where those of steps come to stand afterwards.
-        this.rates.resize(a.len().max(b.len()), Rate::default());
-        ops.rates(b, 1, &mut this.rates);
-        ops.add_turns(&this.rates[..b.len()], 1.0, &mut this.phases);
-        this.rates.truncate(a.len());
+        this.phases.resize(b.len(), 0.0);
+        ops.rates(b, 1, rates, rests);
+        ops.add_turns(rates, rests, 1.0, &mut this.phases);
         for head in 0..dims.kv_heads {
             for axis in 0..axes {
                 let from = &a[(head * angles * axes + axis).min(a.len())..];
                 let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
-                ops.rates(from, axes, &mut this.rates[to]);
+                let rests = if is_double::<T>() { &mut rests[to.clone()] } else { &mut [] };
+                ops.rates(from, axes, &mut rates[to], rests);
             }
         }
         match (fourier.normalizer, beta, c) {
@@ -196,8 +199,13 @@ impl<'a, T: Real> Rotations<'a, T> {
         RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
     }
 
-    fn rates(&self, kv_head: usize, axis: usize) -> &[Rate] {
-        &self.rates[(kv_head * self.axes + axis) * self.angles..][..self.angles]
+    /// Adds the turns of some of a head's angles after so many steps along an axis.
+    fn add_turns(&self, (kv_head, axis): (usize, usize), angles: std::ops::Range<usize>, steps: f64, to: &mut [f64]) {
+        let first = (kv_head * self.axes + axis) * self.angles;
+        let place = first + angles.start..first + angles.end;
+        let [rates, rests] = &self.rates;
+        let rests = if is_double::<T>() { &rests[place.clone()] } else { &[] };
+        self.ops.add_turns(&rates[place], rests, steps, to);
     }
 
     /// Prepares for the rows of one head.
@@ -205,18 +213,19 @@ impl<'a, T: Real> Rotations<'a, T> {
         if self.given() || self.angles == 0 {
             return;
         }
-        let rates = self.rates(kv_head, 0);
-        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
         let [cos, sin] = &mut buffers.table;
+        let first = self.angles.min(cos.len());
+        cos[..first].fill(T::ONE);
+        sin[..first].fill(T::ZERO);
+        // A step has this row alone.
+        if cos.len() < 2 * self.angles {
+            return;
+        }
+        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
-        for (row, (cos, sin)) in rows.enumerate() {
-            if row == 0 {
-                cos.fill(T::ONE);
-                sin.fill(T::ZERO);
-                continue;
-            }
+        for (row, (cos, sin)) in rows.enumerate().skip(1) {
             turns.fill(0.0);
-            self.ops.add_turns(rates, row as f64, &mut turns);
+            self.add_turns((kv_head, 0), 0..self.angles, row as f64, &mut turns);
             self.ops.cos_sin(&turns, cos, sin);
         }
     }
@@ -279,7 +288,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                         start(turns);
                         for axis in 0..self.axes {
                             let position = self.position(span, row, axis).to_f64();
-                            self.ops.add_turns(&self.rates(span.kv_head, axis)[from..to], position, turns);
+                            self.add_turns((span.kv_head, axis), from..to, position, turns);
                         }
                         let place = row * angles + from..row * angles + to;
                         self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
@@ -287,7 +296,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                 } else {
                     start(turns);
                     let position = span.position + stretch.from as f64 - stretch.place as f64;
-                    self.ops.add_turns(&self.rates(span.kv_head, 0)[from..to], position, turns);
+                    self.add_turns((span.kv_head, 0), from..to, position, turns);
                     self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
                 }
             }

@@ -6,52 +6,48 @@
 use super::vector::{Constants, Vector};
 use crate::real::Real;
 
-/// Turns for a step of 1.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Rate {
-    turns: f64,
-    /// What rounding took from it, where that can be told in the number type of the call.
-    rest: f64,
-}
-
 /// 1/2π, and what rounding took from it.
-const PER_RADIAN: Rate = Rate { turns: 0.159_154_943_091_895_35, rest: -9.839_338_337_591_243e-18 };
+const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
 
 /// Whether a number type notices what rounding a rate takes from it: an `f32` rate times a count of steps below 2²⁴ is
 /// exact in doubles and loses nothing that `f32` would notice.
-const fn is_double<T>() -> bool {
+pub(crate) const fn is_double<T>() -> bool {
     size_of::<T>() == size_of::<f64>()
 }
 
-/// The rates of every `step`-th of `radians`.
+/// Turns for every `step`-th of `radians`, and for doubles what rounding took from each.
 ///
 /// These loops stand here for the instructions: fused products and roundings of doubles are calls into the C library where a
 /// processor may lack them.
 #[inline(always)]
-pub(crate) unsafe fn rates<V: Vector>(radians: &[V::Element], step: usize, to: &mut [Rate]) {
-    for (rate, radians) in to.iter_mut().zip(radians.iter().step_by(step)) {
-        let radians = radians.to_f64();
-        let turns = radians * PER_RADIAN.turns;
-        let rest = if is_double::<V::Element>() {
-            radians.mul_add(PER_RADIAN.turns, -turns) + radians * PER_RADIAN.rest
-        } else {
-            0.0
-        };
-        *rate = Rate { turns, rest };
+pub(crate) unsafe fn rates<V: Vector>(radians: &[V::Element], step: usize, turns: &mut [f64], rests: &mut [f64]) {
+    if step == 1 {
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    } else {
+        let radians = radians.iter().step_by(step);
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    }
+    if is_double::<V::Element>() {
+        for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
+            let radians = radians.to_f64();
+            *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
+        }
     }
 }
 
-/// Adds to `turns` those after so many steps, without whole ones.
+/// Adds to `to` the turns after so many steps, without whole ones.
 #[inline(always)]
-pub(crate) unsafe fn add_turns<V: Vector>(rates: &[Rate], steps: f64, to: &mut [f64]) {
-    for (to, rate) in to.iter_mut().zip(rates) {
-        let turns = rate.turns * steps;
-        let part = turns - turns.round_ties_even();
-        *to += if is_double::<V::Element>() {
-            part + (rate.turns.mul_add(steps, -turns) + rate.rest * steps)
-        } else {
-            part
-        };
+pub(crate) unsafe fn add_turns<V: Vector>(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]) {
+    if is_double::<V::Element>() {
+        for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
+            let turns = rate * steps;
+            *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
+        }
+    } else {
+        for (to, rate) in to.iter_mut().zip(turns) {
+            let turns = rate * steps;
+            *to += turns - turns.round_ties_even();
+        }
     }
 }
 
