@@ -101,6 +101,7 @@ class Mechanism:
         value_dim: int,
         is_causal: bool,
         offset: int,
+        with_backward: bool,
     ) -> tuple[str, str, list[Estimate]]: ...
 
 def mechanisms() -> list[tuple[str, str, list[str]]]: ...

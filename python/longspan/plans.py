@@ -63,7 +63,7 @@ class Estimate(TypedDict):
     published_elements: float
     #: Working memory for one head.
     scratch_bytes: float
-    #: On one thread.
+    #: On one thread; with the backward where that was asked for.
     seconds: float
 
 
@@ -98,9 +98,13 @@ def explain(
     value_dim: int | None = None,
     is_causal: bool = False,
     offset: int = 0,
+    with_backward: bool = False,
     **options: Any,
 ) -> Plan:
     """Which algorithm a call of these sizes would run, and why: ``print(longspan.explain("shaw", queries=4096, radius=64))``.
+
+    A backward runs the algorithm of its forward. So a call whose gradients are wanted is chosen for by the time of both:
+    ``with_backward`` shows that.
 
     ``options`` are those of the mechanism (``feature_map``, ``algorithm`` ...), and ``radius`` of ``"shaw"``, ``window``
     of ``"aft-local"``, ``taps`` of ``"aft-conv"``, ``length`` and ``rank`` of ``"aft-full"``.
@@ -121,7 +125,9 @@ def explain(
     if mechanism == "aft-full":
         options = {"length": max(sizes["queries"], sizes["keys"], 1), **options}
     native = _named("explain", mechanism, sizes["kv_heads"], options)
-    algorithm, reason, estimates = native.plan(**sizes, is_causal=is_causal, offset=offset)
+    algorithm, reason, estimates = native.plan(
+        **sizes, is_causal=is_causal, offset=offset, with_backward=with_backward
+    )
     return Plan(algorithm, reason, tuple(estimates))
 
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use longspan_kernels::{
-    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Scratch, Token, ViewMut,
+    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Purpose, Scratch, Token, ViewMut,
 };
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyRuntimeError;
@@ -121,8 +121,8 @@ impl Inputs<'_> {
         py.detach(|| {
             let kernel = T::kernel(kernel);
             let plan = kernel.plan(&call.dims, &call.mask);
-            let chosen = plan.estimates.iter().find(|estimate| estimate.algorithm == plan.algorithm);
-            let seconds = chosen.map_or(f64::INFINITY, |estimate| estimate.seconds * passes);
+            let chosen = plan.chosen(Purpose::Output);
+            let seconds = chosen.map_or(f64::INFINITY, |estimate| estimate.seconds(Purpose::Output) * passes);
             let mut scratch = T::scratch().take().unwrap_or_default();
             let result = threads::run(seconds, || work(kernel, &call, &mut scratch));
             T::scratch().set(Some(scratch));
@@ -661,7 +661,7 @@ impl Mechanism {
     }
 
     /// Which algorithm a call of these sizes runs, and why.
-    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim, is_causal, offset))]
+    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim, is_causal, offset, with_backward))]
     #[allow(clippy::too_many_arguments)]
     fn plan<'py>(
         &self,
@@ -675,10 +675,13 @@ impl Mechanism {
         value_dim: usize,
         is_causal: bool,
         offset: isize,
+        with_backward: bool,
     ) -> PyResult<(&'static str, String, Bound<'py, PyList>)> {
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
         let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
         let plan = f32::kernel(&*self.kernel).plan(&dims, &mask);
+        let purpose = if with_backward { Purpose::Gradient } else { Purpose::Output };
+        let (algorithm, reason) = (plan.algorithm(purpose), plan.reason(purpose));
         let estimates = PyList::empty(py);
         for estimate in plan.estimates {
             let entry = PyDict::new(py);
@@ -686,9 +689,9 @@ impl Mechanism {
             entry.set_item("flops", estimate.flops)?;
             entry.set_item("published_elements", estimate.published_elements)?;
             entry.set_item("scratch_bytes", estimate.scratch_bytes)?;
-            entry.set_item("seconds", estimate.seconds)?;
+            entry.set_item("seconds", estimate.seconds(purpose))?;
             estimates.append(entry)?;
         }
-        Ok((plan.algorithm.name(), plan.reason, estimates))
+        Ok((algorithm.name(), reason, estimates))
     }
 }

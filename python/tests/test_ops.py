@@ -165,6 +165,8 @@ def test_padding_says_nothing():
 def test_explain_and_mechanisms():
     plan = longspan.explain("shaw", queries=4096, radius=64, is_causal=True)
     assert plan.algorithm == "chunked" and plan.reason
+    longer = longspan.explain("shaw", queries=4096, radius=64, is_causal=True, with_backward=True)
+    assert all(b["seconds"] > a["seconds"] for a, b in zip(plan.estimates, longer.estimates))
     assert {e["algorithm"] for e in plan.estimates} >= {"chunked", "naive"}
     assert "chunked" in str(plan)
     assert longspan.explain(queries=4096, algorithm="naive").algorithm == "naive"

@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use longspan_kernels::{Algorithm, Dims, Mask, Order, Plan, Rate, Rates, Work};
+use longspan_kernels::{Algorithm, Dims, Mask, Order, Plan, Purpose, Rate, Rates, Work};
 use serde::{Deserialize, Serialize};
 
 use crate::conformance;
@@ -61,6 +61,16 @@ pub struct Sample {
     pub forward: f64,
     /// Seconds of a forward and a backward call.
     pub both: f64,
+}
+
+impl Sample {
+    /// The seconds that count for a purpose.
+    pub fn seconds(&self, purpose: Purpose) -> f64 {
+        match purpose {
+            Purpose::Output => self.forward,
+            Purpose::Gradient => self.both,
+        }
+    }
 }
 
 /// One mechanism at one size by each algorithm that was not left out.
@@ -129,7 +139,7 @@ pub fn measure(entries: &[Entry], settings: &Settings, watch: Watch<'_>) -> Resu
         if watch(&progress).is_break() {
             return Ok(None);
         }
-        points.push(point(case, settings, share)?);
+        points.extend(point(case, settings, share)?);
         progress.done += 1;
     }
     progress.label = "done".to_owned();
@@ -153,13 +163,14 @@ struct Runner {
     best: [f64; 2],
 }
 
-fn point(case: &Case<'_>, settings: &Settings, share: Duration) -> Result<Point, Error> {
+/// One size, measured; `None` for an entry without algorithms.
+fn point(case: &Case<'_>, settings: &Settings, share: Duration) -> Result<Option<Point>, Error> {
     let Case { entry, order, dims } = case;
     let length = dims.queries;
     let mask = Mask { order: order.order(), ..Mask::default() };
     let candidates = entry.candidates();
-    let plan = candidates.first().map(|candidate| candidate.automatic(length).plan(dims, &mask));
-    let plan = plan.unwrap_or(Plan { algorithm: Algorithm::Auto, estimates: Vec::new(), reason: String::new() });
+    let Some(first) = candidates.first() else { return Ok(None) };
+    let plan = first.automatic(length).plan(dims, &mask);
     let passes = [Pass::Forward, Pass::ForwardBackward];
     let mut buffers = passes.map(|pass| Buffers::new(*dims, pass));
     let mut runners = Vec::new();
@@ -167,7 +178,7 @@ fn point(case: &Case<'_>, settings: &Settings, share: Duration) -> Result<Point,
         let Some(estimate) = plan.estimates.iter().find(|estimate| estimate.algorithm == candidate.algorithm) else {
             continue;
         };
-        if estimate.seconds > settings.longest_call {
+        if estimate.seconds(Purpose::Output) > settings.longest_call {
             continue;
         }
         let mechanism = candidate.single(length);
@@ -204,7 +215,7 @@ fn point(case: &Case<'_>, settings: &Settings, share: Duration) -> Result<Point,
             both: runner.best[1],
         })
         .collect();
-    Ok(Point { mechanism: entry.name.to_owned(), order: *order, dims: *dims, plan, samples })
+    Ok(Some(Point { mechanism: entry.name.to_owned(), order: *order, dims: *dims, plan, samples }))
 }
 
 impl Runner {
@@ -224,11 +235,15 @@ const FAR: f64 = 0.05;
 /// Rounds of that.
 const REWEIGHTED: usize = 8;
 
-/// The rates by which the work of all samples takes their time best; a rate that no sample depends on stays as `before`
-/// has it.
+/// The rates by which the work of all samples takes their time best, for each purpose on its own; a rate that no sample
+/// depends on stays as `before` has it.
 pub fn fit(points: &[Point], before: &Rates) -> Rates {
+    Purpose::ALL.into_iter().fold(before.clone(), |rates, purpose| fit_for(purpose, points, &rates))
+}
+
+fn fit_for(purpose: Purpose, points: &[Point], before: &Rates) -> Rates {
     let samples: Vec<&Sample> = points.iter().flat_map(|point| &point.samples).collect();
-    let samples: Vec<&Sample> = samples.into_iter().filter(|sample| sample.forward > 0.0).collect();
+    let samples: Vec<&Sample> = samples.into_iter().filter(|sample| sample.seconds(purpose) > 0.0).collect();
     let used: Vec<Rate> = Rate::ALL
         .iter()
         .copied()
@@ -240,11 +255,11 @@ pub fn fit(points: &[Point], before: &Rates) -> Rates {
         .map(|sample| {
             let counts = sample.work.counts().iter();
             let place = |rate: &Rate| used.iter().position(|used| used == rate);
-            counts.filter_map(|(rate, count)| Some((place(rate)?, count / sample.forward))).collect()
+            counts.filter_map(|(rate, count)| Some((place(rate)?, count / sample.seconds(purpose)))).collect()
         })
         .collect();
     let mut weights = vec![1.0; rows.len()];
-    let mut solution: Vec<f64> = used.iter().map(|&rate| before.get(rate)).collect();
+    let mut solution: Vec<f64> = used.iter().map(|&rate| before.get(rate, purpose)).collect();
     for _ in 0..REWEIGHTED {
         solution = non_negative_least_squares(&rows, &weights, solution);
         for (row, weight) in rows.iter().zip(&mut weights) {
@@ -255,7 +270,7 @@ pub fn fit(points: &[Point], before: &Rates) -> Rates {
     // A solution is finite and not negative; one that is not would leave the rate as it was.
     used.iter()
         .zip(solution)
-        .fold(before.clone(), |rates, (&rate, seconds)| rates.clone().with(rate, seconds).unwrap_or(rates))
+        .fold(before.clone(), |rates, (&rate, seconds)| rates.clone().with(rate, purpose, seconds).unwrap_or(rates))
 }
 
 /// Sweeps over all unknowns.
@@ -310,9 +325,11 @@ pub struct Judgement {
     pub mechanism: String,
     /// Predicted over measured times of forward calls.
     pub predicted: Spread,
+    /// The same for forward and backward together.
+    pub predicted_both: Spread,
     /// The choice for forward calls; `None` where there is none.
     pub forward: Option<Choices>,
-    /// The same choice, for forward and backward together.
+    /// The choice for forward and backward together.
     pub both: Option<Choices>,
 }
 
@@ -336,25 +353,27 @@ pub fn judge(points: &[Point], rates: &Rates) -> Vec<Judgement> {
         .into_iter()
         .filter_map(|name| {
             let own: Vec<&Point> = points.iter().filter(|point| point.mechanism == name).collect();
-            let ratios: Vec<f64> = own
-                .iter()
-                .flat_map(|point| &point.samples)
-                .map(|sample| sample.work.seconds(rates) / sample.forward)
-                .collect();
+            let samples = || own.iter().flat_map(|point| &point.samples);
+            let predicted = |purpose| {
+                let ratio = |sample: &Sample| sample.work.seconds(rates, purpose) / sample.seconds(purpose);
+                Spread::of(&samples().map(ratio).collect::<Vec<f64>>())
+            };
             Some(Judgement {
                 mechanism: name.to_owned(),
-                predicted: Spread::of(&ratios)?,
-                forward: choices(&own, rates, |sample| sample.forward),
-                both: choices(&own, rates, |sample| sample.both),
+                predicted: predicted(Purpose::Output)?,
+                predicted_both: predicted(Purpose::Gradient)?,
+                forward: choices(&own, rates, Purpose::Output),
+                both: choices(&own, rates, Purpose::Gradient),
             })
         })
         .collect()
 }
 
-fn choices(points: &[&Point], rates: &Rates, time: fn(&Sample) -> f64) -> Option<Choices> {
+fn choices(points: &[&Point], rates: &Rates, purpose: Purpose) -> Option<Choices> {
+    let time = |sample: &Sample| sample.seconds(purpose);
     let mut result: Option<Choices> = None;
     for point in points.iter().filter(|point| point.samples.len() > 1) {
-        let chosen = point.plan.cheapest(rates)?;
+        let chosen = point.plan.cheapest(rates, purpose)?;
         // What was left out for its length cannot be judged; it is not chosen either.
         let Some(taken) = point.samples.iter().find(|sample| sample.algorithm == chosen) else { continue };
         let best = point.samples.iter().map(time).fold(f64::INFINITY, f64::min);
@@ -375,21 +394,22 @@ pub fn to_text(before: &[Judgement], after: &[Judgement]) -> String {
     let names = before.iter().chain(after).map(|judgement| judgement.mechanism.len());
     let width = names.max().unwrap_or(0) + 2;
     let mut text = format!(
-        "{:<width$} {:>24} {:>35} {:>35}\n",
-        "", "predicted / measured", "choice, forward", "choice, forward + backward"
+        "{:<width$} {:>24} {:>35} {:>24} {:>35}\n",
+        "", "predicted / measured", "choice, forward", "the same, with backward", "choice, forward + backward"
     );
     for (name, judgements) in [("before", before), ("after", after)] {
         // Writing to a string does not fail.
         let _ = writeln!(text, "{name}");
         for judgement in judgements {
-            let Spread { median, lower, upper, .. } = judgement.predicted;
+            let spread = |Spread { median, lower, upper, .. }: Spread| format!("{median:.2} ({lower:.2} – {upper:.2})");
             let cell = |choices: &Option<Choices>| choices.as_ref().map_or("one algorithm".to_owned(), Choices::text);
             let _ = writeln!(
                 text,
-                "{:<width$} {:>24} {:>35} {:>35}",
+                "{:<width$} {:>24} {:>35} {:>24} {:>35}",
                 format!("  {}", judgement.mechanism),
-                format!("{median:.2} ({lower:.2} – {upper:.2})"),
+                spread(judgement.predicted),
                 cell(&judgement.forward),
+                spread(judgement.predicted_both),
                 cell(&judgement.both)
             );
         }
@@ -402,10 +422,11 @@ pub fn to_text(before: &[Judgement], after: &[Judgement]) -> String {
         let cell = |(near, all, worst): (usize, usize, f64)| format!("{near} of {all}, worst {worst:.2} ×");
         let _ = writeln!(
             text,
-            "{:<width$} {:>24} {:>35} {:>35}",
+            "{:<width$} {:>24} {:>35} {:>24} {:>35}",
             "  all",
             "",
             cell(total(|judgement| judgement.forward)),
+            "",
             cell(total(|judgement| judgement.both))
         );
     }
@@ -425,7 +446,7 @@ impl Choices {
 }
 
 /// The version of the file's form. A file of another one is outdated.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// Measured rates, as a file holds them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -439,8 +460,8 @@ pub struct Calibration {
     pub measured: String,
     /// Where it was measured.
     pub machine: Machine,
-    /// Every rate by its name, in picoseconds.
-    pub picoseconds: BTreeMap<String, f64>,
+    /// Every rate by its name, in picoseconds: forward, and forward with backward.
+    pub picoseconds: BTreeMap<String, [f64; 2]>,
 }
 
 /// Seconds in a picosecond.
@@ -458,7 +479,7 @@ impl Calibration {
             machine: Machine::here(),
             picoseconds: rates
                 .iter()
-                .map(|(rate, seconds)| (rate.name().to_owned(), rounded(seconds / PICO)))
+                .map(|(rate, seconds)| (rate.name().to_owned(), seconds.map(|seconds| rounded(seconds / PICO))))
                 .collect(),
         }
     }
@@ -468,7 +489,8 @@ impl Calibration {
     /// # Errors
     /// As [`Rates::from_names`].
     pub fn rates(&self) -> Result<Rates, longspan_kernels::Error> {
-        Rates::from_names(self.picoseconds.iter().map(|(name, picoseconds)| (name.as_str(), picoseconds * PICO)))
+        let seconds = |picoseconds: &[f64; 2]| picoseconds.map(|picoseconds| picoseconds * PICO);
+        Rates::from_names(self.picoseconds.iter().map(|(name, picoseconds)| (name.as_str(), seconds(picoseconds))))
     }
 
     /// Whether it was measured on a machine like this one, with the same instructions.
@@ -523,12 +545,11 @@ mod tests {
                 // By made-up rates one of the others may be the fastest, which no choice can follow.
                 .filter(|estimate| estimate.automatic)
                 .map(|estimate| {
-                    let mut time = estimate.work.seconds(rates) * (1.0 + noise * random.normal().abs());
-                    if noise > 0.0 && points.len() % 10 == 9 {
-                        time *= 3.0;
-                    }
-                    let algorithm = estimate.algorithm;
-                    Sample { algorithm, work: estimate.work, forward: time, both: 3.0 * time }
+                    let [forward, both] = Purpose::ALL.map(|purpose| {
+                        let slow = if noise > 0.0 && points.len() % 10 == 9 { 3.0 } else { 1.0 };
+                        slow * estimate.work.seconds(rates, purpose) * (1.0 + noise * random.normal().abs())
+                    });
+                    Sample { algorithm: estimate.algorithm, work: estimate.work, forward, both }
                 })
                 .collect();
             let (mechanism, order, dims) = (case.entry.name.to_owned(), case.order, case.dims);
@@ -537,11 +558,14 @@ mod tests {
         points
     }
 
-    /// Rates of another machine: each of the built-in ones times 1, 2 or 3, none of them 0.
+    /// Rates of another machine: each of the built-in ones times 1, 2 or 3, by turns otherwise for each purpose, none of
+    /// them 0.
     fn other() -> Rates {
-        Rate::ALL.iter().enumerate().fold(Rates::default(), |rates, (n, &rate)| {
-            let seconds = rate.built_in() * (1 + n % 3) as f64;
-            rates.with(rate, if seconds > 0.0 { seconds } else { 1e-12 }).unwrap()
+        let all = Rate::ALL.iter().enumerate().flat_map(|(n, &rate)| Purpose::ALL.map(|purpose| (n, rate, purpose)));
+        all.fold(Rates::default(), |rates, (n, rate, purpose)| {
+            let turn = if purpose == Purpose::Output { n } else { n / 3 };
+            let seconds = Rates::default().get(rate, purpose) * (1 + turn % 3) as f64;
+            rates.with(rate, purpose, if seconds > 0.0 { seconds } else { 1e-12 }).unwrap()
         })
     }
 
@@ -551,16 +575,19 @@ mod tests {
         let points = synthetic(&wanted, 0.0);
         let found = fit(&points, &Rates::default());
         for judgement in judge(&points, &found) {
-            let Spread { median, lower, upper, .. } = judgement.predicted;
-            assert!((median - 1.0).abs() < 1e-3 && (upper - lower) < 2e-3, "{judgement:?}");
+            for Spread { median, lower, upper, .. } in [judgement.predicted, judgement.predicted_both] {
+                assert!((median - 1.0).abs() < 1e-3 && (upper - lower) < 2e-3, "{judgement:?}");
+            }
             for choices in [judgement.forward, judgement.both].into_iter().flatten() {
                 assert_eq!(choices.within_a_tenth, choices.points, "{judgement:?}");
             }
         }
         // What decides long calls is told apart from all else.
         for rate in [Rate::NaiveFlop, Rate::ChunkedFlop, Rate::FftFlop, Rate::NaiveHead, Rate::ChunkedHead] {
-            let ratio = found.get(rate) / wanted.get(rate);
-            assert!((ratio - 1.0).abs() < 0.05, "{rate}: {ratio}");
+            for purpose in Purpose::ALL {
+                let ratio = found.get(rate, purpose) / wanted.get(rate, purpose);
+                assert!((ratio - 1.0).abs() < 0.05, "{rate}, {purpose:?}: {ratio}");
+            }
         }
     }
 
@@ -572,22 +599,26 @@ mod tests {
         let truth = synthetic(&wanted, 0.0);
         for judgement in judge(&truth, &found) {
             assert!((judgement.predicted.median - 1.0).abs() < 0.15, "{judgement:?}");
-            if let Some(choices) = judgement.forward {
+            for choices in [judgement.forward, judgement.both].into_iter().flatten() {
                 assert!(choices.worst < 1.15, "{judgement:?}");
             }
         }
-        assert!(found.iter().all(|(_, seconds)| seconds.is_finite() && seconds >= 0.0));
+        assert!(found.iter().flat_map(|(_, pair)| pair).all(|seconds| seconds.is_finite() && seconds >= 0.0));
     }
 
     #[test]
     fn a_wrong_choice_is_seen() {
         let points = synthetic(&Rates::default(), 0.0);
-        let slow = Rates::default().with(Rate::ChunkedFlop, 1e-6).unwrap();
-        let judged = judge(&points, &slow);
-        let own = judged.iter().find(|judgement| judgement.mechanism == "kernelized").unwrap();
-        let choices = own.forward.unwrap();
-        assert!(choices.within_a_tenth < choices.points && choices.worst > 2.0, "{choices:?}");
-        assert!(to_text(&judged, &judged).contains("worst"));
+        for purpose in Purpose::ALL {
+            let slow = Rates::default().with(Rate::ChunkedFlop, purpose, 1e-6).unwrap();
+            let judged = judge(&points, &slow);
+            let own = judged.iter().find(|judgement| judgement.mechanism == "kernelized").unwrap();
+            let both = [own.forward.unwrap(), own.both.unwrap()];
+            let (wrong, right) = (both[purpose as usize], both[1 - purpose as usize]);
+            assert!(wrong.within_a_tenth < wrong.points && wrong.worst > 2.0, "{wrong:?}");
+            assert_eq!(right.within_a_tenth, right.points, "{right:?}");
+            assert!(to_text(&judged, &judged).contains("worst"));
+        }
     }
 
     #[test]
@@ -604,7 +635,11 @@ mod tests {
         }
         let rates = fit(&points, &Rates::default());
         assert_ne!(rates, Rates::default());
-        assert_eq!(rates.get(Rate::FftFlop), Rate::FftFlop.built_in(), "what was not measured stays");
+        assert_eq!(
+            Purpose::ALL.map(|purpose| rates.get(Rate::FftFlop, purpose)),
+            Rate::FftFlop.built_in(),
+            "what was not measured stays"
+        );
     }
 
     #[test]
@@ -623,16 +658,18 @@ mod tests {
         let calibration = Calibration::new(&other());
         let rates = calibration.rates().unwrap();
         for (rate, seconds) in other().iter() {
-            assert!((rates.get(rate) / seconds - 1.0).abs() < 1e-4, "{rate}");
+            for (purpose, seconds) in Purpose::ALL.into_iter().zip(seconds) {
+                assert!((rates.get(rate, purpose) / seconds - 1.0).abs() < 1e-4, "{rate}");
+            }
         }
         assert!(calibration.fits(&Machine::here()));
         let text = serde_json::to_string(&calibration).unwrap();
         assert_eq!(serde_json::from_str::<Calibration>(&text).unwrap(), calibration);
         let mut foreign = calibration.clone();
-        foreign.picoseconds.insert("kernelized.naive.coffee".to_owned(), 1.0);
+        foreign.picoseconds.insert("kernelized.naive.coffee".to_owned(), [1.0; 2]);
         assert!(foreign.rates().unwrap_err().to_string().contains("coffee"));
         let mut broken = calibration;
-        broken.picoseconds.insert(Rate::NaiveFlop.name().to_owned(), -1.0);
+        broken.picoseconds.insert(Rate::NaiveFlop.name().to_owned(), [1.0, -1.0]);
         assert!(broken.rates().unwrap_err().to_string().contains(Rate::NaiveFlop.name()));
     }
 

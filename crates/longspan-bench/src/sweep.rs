@@ -234,16 +234,28 @@ struct Series<'c> {
 }
 
 impl Series<'_> {
-    /// What the next length will need, by the growth so far, which is taken to be linear at least.
-    fn next(&self) -> (f64, usize) {
+    /// What the next length will need, by the growth so far, which is taken to be linear at least; seconds by the cost
+    /// model before anything is measured.
+    fn next(&self, dims: &Dims, (pass, order): (Pass, OrderName)) -> (f64, usize) {
         match self.history.as_slice() {
-            [] => (0.0, 0),
+            [] => (self.predicted(dims, (pass, order)), 0),
             [only] => (2.0 * only.0, 2 * only.1),
             [.., before, last] => {
                 let grow = |before: f64, last: f64| last * (last / before.max(f64::MIN_POSITIVE)).clamp(2.0, 4.0);
                 (grow(before.0, last.0), grow(before.1 as f64, last.1 as f64) as usize)
             }
         }
+    }
+
+    /// Seconds of a call on all threads by the cost model.
+    fn predicted(&self, dims: &Dims, (pass, order): (Pass, OrderName)) -> f64 {
+        if pass == Pass::Decode {
+            return 0.0;
+        }
+        let mask = Mask { order: order.order(), ..Mask::default() };
+        let plan = self.candidate.automatic(reach(dims.queries, pass)).plan(dims, &mask);
+        let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == self.candidate.algorithm);
+        estimate.map_or(0.0, |estimate| estimate.seconds(pass.purpose())) / rayon::current_num_threads() as f64
     }
 }
 
@@ -369,7 +381,7 @@ fn measure(
     let dims = settings.dims(length);
     let shared = Buffers::bytes(&dims, pass);
     for series in series.iter_mut().filter(|series| series.alive) {
-        let (time, extra) = series.next();
+        let (time, extra) = series.next(&dims, (pass, order));
         let parameters = parameter_bytes(&*series.candidate.single(reach(length, pass)), &dims, pass);
         let bytes = shared.saturating_add(parameters).saturating_add(extra);
         let reason = if bytes > settings.memory_limit {
@@ -432,7 +444,7 @@ fn measure(
             set: settings.set.clone(),
             mechanism: timed.series.candidate.name.to_owned(),
             algorithm: algorithm.to_string(),
-            chosen: pass == Pass::Decode || plan.algorithm == algorithm,
+            chosen: pass == Pass::Decode || plan.algorithm(pass.purpose()) == algorithm,
             order,
             pass,
             batch: dims.batch,
@@ -533,6 +545,7 @@ impl Timed<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::goals::go_on;
     use crate::registry::registry;
 
     fn tiny() -> Settings {
@@ -587,10 +600,27 @@ mod tests {
         let result = sweep(&entries, &never, &mut |_| ControlFlow::Continue(())).unwrap();
         assert!(result.rows.is_empty());
         assert!(result.endings.iter().all(|ending| ending.length == 16 && ending.reason.contains("GiB")));
-        let impatient = Settings { longest_call: 1e-9, passes, ..tiny() };
+        let impatient = Settings { longest_call: 1e-9, passes: passes.clone(), ..tiny() };
         let result = sweep(&entries, &impatient, &mut |_| ControlFlow::Continue(())).unwrap();
-        assert!(result.rows.iter().all(|row| row.length == 16), "only the first length needs no forecast");
-        assert!(result.endings.iter().all(|ending| ending.length == 32 && ending.reason.contains("s a call")));
+        assert!(result.rows.is_empty(), "the cost model answers for the first length");
+        assert!(result.endings.iter().all(|ending| ending.length == 16 && ending.reason.contains("s a call")));
+        // Every pair of 2¹⁹ tokens would take the naive algorithm minutes, and this test with it.
+        let long = Settings { heads: 1, min_length: 1 << 19, max_length: 1 << 19, passes, ..tiny() };
+        let long = Settings { fresh: false, orders: vec![OrderName::Causal], ..long };
+        let result = sweep(&entries, &long, &mut |_| ControlFlow::Continue(())).unwrap();
+        assert!(result.rows.iter().any(|row| row.algorithm == "chunked"), "{:?}", result.endings);
+        assert!(result.rows.iter().all(|row| row.algorithm != "naive"));
+        let naive = result.endings.iter().find(|ending| ending.algorithm == "naive");
+        assert!(naive.is_some_and(|ending| ending.reason.contains("s a call")), "{:?}", result.endings);
+    }
+
+    /// Softmax attention over that prefix, of which decoding needs only the state, would take minutes.
+    #[test]
+    fn decoding_begins_after_a_prefix_of_any_length() {
+        let entries = crate::registry::select(&registry(), &["softmax".to_owned()]).unwrap();
+        let lengths = Settings { heads: 1, min_length: 1 << 19, max_length: 1 << 19, ..tiny() };
+        let result = sweep(&entries, &Settings { passes: vec![Pass::Decode], ..lengths }, &mut go_on).unwrap();
+        assert_eq!((result.rows.len(), result.endings.len()), (1, 0), "{:?}", result.endings);
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Scratch, State,
-    Token, View, ViewMut,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Purpose,
+    Scratch, State, Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +36,14 @@ impl Pass {
             Self::Forward => "forward",
             Self::ForwardBackward => "forward-backward",
             Self::Decode => "decode",
+        }
+    }
+
+    /// What its calls are made for.
+    pub(crate) fn purpose(self) -> Purpose {
+        match self {
+            Self::Forward | Self::Decode => Purpose::Output,
+            Self::ForwardBackward => Purpose::Gradient,
         }
     }
 }
@@ -224,23 +232,25 @@ impl Subject {
         Ok(peak.unwrap_or(self.scratch.bytes()))
     }
 
-    /// The state after all tokens of the buffers.
+    /// The state after all tokens of the buffers, from a call of the last query alone: outputs of all of them take a
+    /// quadratic mechanism minutes where its state takes none.
     pub fn prefix(&mut self, buffers: &mut Buffers) -> Result<State<f32>, KernelError> {
-        let dims = buffers.dims;
+        let all = buffers.dims;
+        let dims = Dims { queries: 1, ..all };
         let mut state = self.mechanism.empty_state(&dims)?;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, &dims);
         let call = Call {
             dims,
-            q: View::contiguous(&buffers.q, dims.q()),
+            q: View::contiguous(&buffers.q[..len(dims.q())], dims.q()),
             k: View::contiguous(&buffers.k[..len(k_shape)], k_shape),
             v: View::contiguous(&buffers.v, dims.v()),
             parameters: &parameters,
-            mask: Mask::causal(),
+            mask: Mask::causal().with_offset(all.keys as isize - 1),
             initial_state: None,
         };
         let output = Output {
-            out: ViewMut::contiguous(&mut buffers.out, dims.out()),
+            out: ViewMut::contiguous(&mut buffers.out[..len(dims.out())], dims.out()),
             denominators: None,
             final_state: Some(&mut state),
         };

@@ -86,9 +86,10 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 /// Of as many right choices as before, so many must be left: the times of a busy machine are not to replace better ones.
 const KEPT: f64 = 0.9;
 
-/// Choices for forward calls that are within a tenth of the best.
+/// Choices, for forward calls and for those with a backward, that are within a tenth of the best.
 fn near(judgements: &[Judgement]) -> f64 {
-    judgements.iter().filter_map(|judgement| judgement.forward).map(|choices| choices.within_a_tenth as f64).sum()
+    let choices = judgements.iter().flat_map(|judgement| [judgement.forward, judgement.both]).flatten();
+    choices.map(|choices| choices.within_a_tenth as f64).sum()
 }
 
 fn settings(arguments: &Arguments) -> Result<Settings> {

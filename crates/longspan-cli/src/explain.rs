@@ -5,7 +5,7 @@ use std::io::Write;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Mask, Mechanism, Plan, Rates};
+use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Mask, Mechanism, Plan, Purpose, Rates};
 use serde_json::{Map, Value, json};
 
 use crate::Outcome;
@@ -124,7 +124,8 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
                 "flops": estimate.flops,
                 "published_elements_per_head": estimate.published_elements,
                 "scratch_bytes_per_head": estimate.scratch_bytes,
-                "seconds_one_thread": estimate.seconds,
+                "seconds_one_thread": estimate.seconds(Purpose::Output),
+                "seconds_one_thread_with_backward": estimate.seconds(Purpose::Gradient),
                 "automatic": estimate.automatic,
                 "work": work(estimate),
             })
@@ -140,8 +141,10 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
         "attention": options,
         "radius": options.pointer("/relative/radius"),
         "causal": arguments.causal,
-        "algorithm": plan.algorithm.name(),
-        "reason": plan.reason,
+        "algorithm": plan.algorithm(Purpose::Output).name(),
+        "reason": plan.reason(Purpose::Output),
+        "algorithm_with_backward": plan.algorithm(Purpose::Gradient).name(),
+        "reason_with_backward": plan.reason(Purpose::Gradient),
         "estimates": estimates,
         "rates": rates::source().to_json(),
     })
@@ -152,8 +155,13 @@ fn work(estimate: &Estimate) -> Value {
     let counts = estimate.work.counts().iter();
     counts
         .map(|&(rate, count)| {
-            let seconds = count * Rates::current().get(rate);
-            json!({ "rate": rate.name(), "count": count, "seconds": seconds })
+            let seconds = |purpose| count * Rates::current().get(rate, purpose);
+            json!({
+                "rate": rate.name(),
+                "count": count,
+                "seconds": seconds(Purpose::Output),
+                "seconds_with_backward": seconds(Purpose::Gradient),
+            })
         })
         .collect()
 }
@@ -162,12 +170,13 @@ fn work(estimate: &Estimate) -> Value {
 const SHARES: usize = 3;
 
 /// What takes an algorithm's time: its largest shares.
-fn shares(estimate: &Estimate) -> String {
+fn shares(estimate: &Estimate, purpose: Purpose) -> String {
     let counts = estimate.work.counts().iter();
+    let total = estimate.seconds(purpose).max(f64::MIN_POSITIVE);
     let mut shares: Vec<(f64, String)> = counts
         .map(|&(rate, count)| {
-            let each = Rates::current().get(rate);
-            let share = count * each / estimate.seconds.max(f64::MIN_POSITIVE);
+            let each = Rates::current().get(rate, purpose);
+            let share = count * each / total;
             let name = rate.name().rsplit('.').next().unwrap_or_default();
             (share, format!("{:.0} % {name} ({} × {})", 100.0 * share, scaled(count, ""), seconds(each)))
         })
@@ -195,26 +204,31 @@ fn as_table(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) ->
         table.remove("mechanism");
     }
     text.push_str(&format!("options {given}\n\n"));
-    text.push_str(
-        "  algorithm   flops, all heads   working memory a head   published count a head   time, one thread\n",
-    );
+    text.push_str(&format!("{:<11} {:>18}", "algorithm", "flops, all heads"));
+    text.push_str("   working memory a head   published count a head   time, one thread      with backward\n");
     for estimate in &plan.estimates {
-        let mark = if estimate.algorithm == plan.algorithm { '→' } else { ' ' };
         text.push_str(&format!(
-            "{mark} {:<9} {:>18} {:>23} {:>24} {:>18}\n",
+            "{:<11} {:>18} {:>23} {:>24}",
             estimate.algorithm.name(),
             scaled(estimate.flops, ""),
             bytes(estimate.scratch_bytes),
             scaled(estimate.published_elements, ""),
-            seconds(estimate.seconds),
         ));
+        for purpose in Purpose::ALL {
+            let mark = if estimate.algorithm == plan.algorithm(purpose) { "→ " } else { "" };
+            text.push_str(&format!(" {:>18}", format!("{mark}{}", seconds(estimate.seconds(purpose)))));
+        }
+        text.push('\n');
     }
-    text.push_str(&format!("\n{}: {}\n\nwhat takes the time:\n", plan.algorithm.name(), plan.reason));
-    for estimate in &plan.estimates {
-        let only = if estimate.automatic { "" } else { "; only if forced" };
-        text.push_str(&format!("  {:<9} {}{only}\n", estimate.algorithm.name(), shares(estimate)));
+    for (purpose, heading) in Purpose::ALL.into_iter().zip(["forward alone", "with a backward"]) {
+        let algorithm = plan.algorithm(purpose).name();
+        text.push_str(&format!("\n{heading}, {algorithm}: {}\n", plan.reason(purpose)));
+        for estimate in &plan.estimates {
+            let only = if estimate.automatic { "" } else { "; only if forced" };
+            text.push_str(&format!("  {:<9} {}{only}\n", estimate.algorithm.name(), shares(estimate, purpose)));
+        }
     }
-    text.push_str(&format!("rates: {}\n", rates::source().describe()));
+    text.push_str(&format!("\nrates: {}\n", rates::source().describe()));
     text
 }
 

@@ -8,7 +8,7 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameters, View};
+use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameters, Purpose, View};
 use serde_json::{Value, json};
 
 use crate::Outcome;
@@ -82,7 +82,7 @@ fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
     let lengths = [longest / 4, longest];
     let seconds = lengths.map(|length| {
         let plan = kernel.plan(&sizes(length), &mask);
-        plan.estimates.iter().find(|e| e.algorithm == plan.algorithm).map_or(f64::NAN, |e| e.seconds)
+        plan.chosen(Purpose::Output).map_or(f64::NAN, |estimate| estimate.seconds(Purpose::Output))
     });
     let growth = match (seconds[1] / seconds[0]).ln() / 4f64.ln() {
         e if (e - 1.0).abs() < 0.02 => "L".into(),

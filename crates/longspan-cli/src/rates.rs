@@ -175,7 +175,7 @@ mod tests {
         let refused = |text: &str| parse(text).expect_err("a broken file").to_string();
         assert!(refused("").contains("does not say its format"));
         assert!(refused("rates = [").contains("not a calibration"));
-        assert!(refused(&text.replace("format = 1", "format = 99")).contains("outdated: format 99"));
+        assert!(refused(&text.replace("format = 2", "format = 99")).contains("outdated: format 99"));
         assert!(refused(&text.replace("measured =", "tasted =")).contains("tasted"));
         let rate = "\"kernelized.naive.flop\"";
         assert!(text.contains(rate), "{text}");
@@ -183,8 +183,9 @@ mod tests {
         let without: String =
             text.lines().filter(|line| !line.starts_with(rate)).map(|line| format!("{line}\n")).collect();
         assert!(refused(&without).contains("kernelized.naive.flop"));
-        assert!(refused(&format!("{without}{rate} = -1.0\n")).contains("not negative"));
-        assert!(refused(&format!("{without}{rate} = nan\n")).contains("finite"));
+        assert!(refused(&format!("{without}{rate} = [1.0, -1.0]\n")).contains("not negative"));
+        assert!(refused(&format!("{without}{rate} = 1.0\n")).contains("not a calibration"));
+        assert!(refused(&format!("{without}{rate} = [nan, 1.0]\n")).contains("finite"));
     }
 
     #[test]

@@ -81,6 +81,26 @@ impl FromStr for Algorithm {
     }
 }
 
+/// What a call is made for. [`Algorithm::Auto`] looks at the time of all of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// Its output: a forward call that is not asked for denominators.
+    Output,
+    /// Its output and then the gradients: a forward call that is asked for denominators, and the backward that is given
+    /// them. Both run one algorithm, as the denominators are its own.
+    Gradient,
+}
+
+impl Purpose {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Output, Self::Gradient];
+
+    /// Its place in the list of both.
+    pub(crate) fn index(self) -> usize {
+        self as usize
+    }
+}
+
 /// What one algorithm would cost for one call, forward.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
@@ -93,53 +113,75 @@ pub struct Estimate {
     pub published_elements: f64,
     /// Bytes of working memory that this implementation takes for one head in `f32`.
     pub scratch_bytes: f64,
-    /// Predicted time on one thread, in seconds: `work` by the [current](Rates::current) rates.
-    pub seconds: f64,
     /// What it does, by the rates that it depends on.
     pub work: Work,
     /// Whether [`Algorithm::Auto`] may take it.
     pub automatic: bool,
 }
 
+impl Estimate {
+    /// Predicted time on one thread, in seconds: `work` by the [current](Rates::current) rates.
+    pub fn seconds(&self, purpose: Purpose) -> f64 {
+        self.work.seconds(Rates::current(), purpose)
+    }
+}
+
 /// The cost model's answer for one call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// The algorithm that will run: never [`Algorithm::Auto`].
-    pub algorithm: Algorithm,
-    /// Every algorithm that could.
+    /// Every algorithm that could run.
     pub estimates: Vec<Estimate>,
-    /// One sentence on the choice.
-    pub reason: String,
+    /// The one that the caller forces.
+    wanted: Algorithm,
 }
 
 impl Plan {
     /// The algorithm that the caller forces, or the cheapest of those that `auto` may take.
     pub(crate) fn new(wanted: Algorithm, estimates: Vec<Estimate>) -> Self {
-        let candidates = || estimates.iter().filter(|estimate| estimate.automatic);
-        let cheapest = candidates().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        let (algorithm, reason) = match (wanted, cheapest) {
-            (Algorithm::Auto, Some(best)) => {
-                let next = candidates()
-                    .filter(|estimate| estimate.algorithm != best.algorithm)
-                    .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-                let reason = next.map_or("there is no other".to_owned(), |next| {
-                    let ratio = if best.seconds > 0.0 { next.seconds / best.seconds } else { 1.0 };
-                    format!("predicted to be the fastest, {ratio:.2} × before {}", next.algorithm)
-                });
-                (best.algorithm, reason)
-            }
-            (forced, _) => (forced, "forced by the caller".to_owned()),
-        };
-        Self { algorithm, estimates, reason }
+        Self { estimates, wanted }
+    }
+
+    /// The algorithm that will run: never [`Algorithm::Auto`].
+    pub fn algorithm(&self, purpose: Purpose) -> Algorithm {
+        match self.wanted {
+            Algorithm::Auto => self.cheapest(Rates::current(), purpose).unwrap_or_default(),
+            forced => forced,
+        }
+    }
+
+    /// The estimate of the algorithm that will run.
+    pub fn chosen(&self, purpose: Purpose) -> Option<&Estimate> {
+        let algorithm = self.algorithm(purpose);
+        self.estimates.iter().find(|estimate| estimate.algorithm == algorithm)
+    }
+
+    /// One sentence on the choice.
+    pub fn reason(&self, purpose: Purpose) -> String {
+        if self.wanted != Algorithm::Auto {
+            return "forced by the caller".to_owned();
+        }
+        let Some(best) = self.chosen(purpose) else { return "there is no other".to_owned() };
+        let others = self.automatic().filter(|estimate| estimate.algorithm != best.algorithm);
+        others.min_by(|a, b| a.seconds(purpose).total_cmp(&b.seconds(purpose))).map_or(
+            "there is no other".to_owned(),
+            |next| {
+                let seconds = best.seconds(purpose);
+                let ratio = if seconds > 0.0 { next.seconds(purpose) / seconds } else { 1.0 };
+                format!("predicted to be the fastest, {ratio:.2} × before {}", next.algorithm)
+            },
+        )
     }
 
     /// What [`Algorithm::Auto`] would take by other rates than the current ones; `None` if there is nothing to choose
     /// from.
-    pub fn cheapest(&self, rates: &Rates) -> Option<Algorithm> {
-        let candidates = self.estimates.iter().filter(|estimate| estimate.automatic);
-        candidates
-            .min_by(|a, b| a.work.seconds(rates).total_cmp(&b.work.seconds(rates)))
-            .map(|estimate| estimate.algorithm)
+    pub fn cheapest(&self, rates: &Rates, purpose: Purpose) -> Option<Algorithm> {
+        let seconds = |estimate: &Estimate| estimate.work.seconds(rates, purpose);
+        self.automatic().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).map(|estimate| estimate.algorithm)
+    }
+
+    /// Those that `auto` may take.
+    fn automatic(&self) -> impl Iterator<Item = &Estimate> {
+        self.estimates.iter().filter(|estimate| estimate.automatic)
     }
 }
 

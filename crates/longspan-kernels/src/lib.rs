@@ -27,7 +27,7 @@ pub mod threads;
 pub mod toeplitz;
 
 pub use aft::Aft;
-pub use algorithm::{Algorithm, Estimate, Plan};
+pub use algorithm::{Algorithm, Estimate, Plan, Purpose};
 pub use error::Error;
 pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};

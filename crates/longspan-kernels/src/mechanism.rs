@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use smallvec::SmallVec;
 
-use crate::algorithm::{Algorithm, Plan};
+use crate::algorithm::{Algorithm, Plan, Purpose};
 use crate::error::{Error, expect};
 use crate::mask::{Mask, Order};
 use crate::real::Real;
@@ -70,10 +70,17 @@ pub struct Output<'a, T> {
     pub out: ViewMut<'a, T>,
     /// The denominators `[batch, heads, queries]`, row-major: what the backward wants to be given. With
     /// [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the mechanism
-    /// does not normalise.
+    /// does not normalise. Who asks for them has a backward to come, and [`Algorithm::Auto`] then looks at the time of both.
     pub denominators: Option<&'a mut [T]>,
     /// The state after the last key (trailing padding is not part of a sequence); causal masks only.
     pub final_state: Option<&'a mut State<T>>,
+}
+
+impl<T> Output<'_, T> {
+    /// What the call is made for.
+    pub(crate) fn purpose(&self) -> Purpose {
+        if self.denominators.is_some() { Purpose::Gradient } else { Purpose::Output }
+    }
 }
 
 /// What a backward call starts from.

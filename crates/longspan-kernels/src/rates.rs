@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::algorithm::Purpose;
 use crate::error::{Error, expect};
 
 /// What errors call the rates.
@@ -11,7 +12,8 @@ const OPERATION: &str = "rates";
 /// Generates [`Rate`], its names and the built-in values.
 macro_rules! rates {
     ($( $(#[$doc:meta])* $rate:ident = $name:literal, $seconds:expr; )*) => {
-        /// A rate of the cost models: the seconds that one of something takes an algorithm, in `f32` on one thread.
+        /// A rate of the cost models: the seconds that one of something takes an algorithm, in `f32` on one thread; for each
+        /// [`Purpose`], since a backward does each thing again and more besides.
         ///
         /// A name says mechanism, algorithm, and what is counted.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,8 +28,8 @@ macro_rules! rates {
                 match self { $(Self::$rate => $name,)* }
             }
 
-            /// What it is where nothing else was [installed](Rates::install).
-            pub fn built_in(self) -> f64 {
+            /// What it is where nothing else was [installed](Rates::install), in the order of [`Purpose::ALL`].
+            pub fn built_in(self) -> [f64; 2] {
                 match self { $(Self::$rate => $seconds,)* }
             }
         }
@@ -38,115 +40,115 @@ macro_rules! rates {
 // a mask. There the choice was within 10 % of the best algorithm at 484 of 484 sizes. Only ratios decide.
 rates! {
     /// A call.
-    NaiveCall = "kernelized.naive.call", 730e-9;
+    NaiveCall = "kernelized.naive.call", [730e-9, 1470e-9];
     /// A head.
-    NaiveHead = "kernelized.naive.head", 144e-9;
+    NaiveHead = "kernelized.naive.head", [144e-9, 526e-9];
     /// A query or key.
-    NaiveToken = "kernelized.naive.token", 10.3e-9;
+    NaiveToken = "kernelized.naive.token", [10.3e-9, 36.2e-9];
     /// A number of queries, keys, values and outputs.
-    NaiveNumber = "kernelized.naive.number", 87e-12;
+    NaiveNumber = "kernelized.naive.number", [87e-12, 200e-12];
     /// An angle of Fourier positions.
-    NaiveAngle = "kernelized.naive.angle", 146e-9;
+    NaiveAngle = "kernelized.naive.angle", [146e-9, 281e-9];
     /// A number of queries and keys that Fourier positions turn.
-    NaiveTurned = "kernelized.naive.turned", 399e-12;
+    NaiveTurned = "kernelized.naive.turned", [399e-12, 3.98e-9];
     /// A query or key of a call with relative positions.
-    NaiveScanToken = "kernelized.naive.scan-token", 4.14e-9;
+    NaiveScanToken = "kernelized.naive.scan-token", [4.14e-9, 7.8e-9];
     /// A number of the table of relative positions.
-    NaiveTable = "kernelized.naive.table", 186e-12;
+    NaiveTable = "kernelized.naive.table", [186e-12, 775e-12];
     /// A pair that sees each other.
-    NaiveWeight = "kernelized.naive.weight", 155e-12;
+    NaiveWeight = "kernelized.naive.weight", [155e-12, 560e-12];
     /// What relative positions add to a pair.
-    NaiveRelativeWeight = "kernelized.naive.relative-weight", 143e-12;
+    NaiveRelativeWeight = "kernelized.naive.relative-weight", [143e-12, 371e-12];
     /// A floating-point operation.
-    NaiveFlop = "kernelized.naive.flop", 3.8e-12;
+    NaiveFlop = "kernelized.naive.flop", [3.8e-12, 14.8e-12];
     /// A call.
-    CumsumCall = "kernelized.cumsum.call", 744e-9;
+    CumsumCall = "kernelized.cumsum.call", [744e-9, 1430e-9];
     /// A head.
-    CumsumHead = "kernelized.cumsum.head", 2.73e-9;
+    CumsumHead = "kernelized.cumsum.head", [2.73e-9, 0.0];
     /// A query or key.
-    CumsumToken = "kernelized.cumsum.token", 49.1e-9;
+    CumsumToken = "kernelized.cumsum.token", [49.1e-9, 177e-9];
     /// A number of queries, keys, values and outputs.
-    CumsumNumber = "kernelized.cumsum.number", 160e-12;
+    CumsumNumber = "kernelized.cumsum.number", [160e-12, 408e-12];
     /// A number of the table of relative positions.
-    CumsumTable = "kernelized.cumsum.table", 8.86e-12;
+    CumsumTable = "kernelized.cumsum.table", [8.86e-12, 0.0];
     /// A number of the cumulated `φ(k) v⁺ᵀ`.
-    CumsumState = "kernelized.cumsum.state", 56.1e-12;
+    CumsumState = "kernelized.cumsum.state", [56.1e-12, 226e-12];
     /// A floating-point operation.
-    CumsumFlop = "kernelized.cumsum.flop", 20.3e-12;
+    CumsumFlop = "kernelized.cumsum.flop", [20.3e-12, 64.2e-12];
     /// A call.
-    ChunkedCall = "kernelized.chunked.call", 839e-9;
+    ChunkedCall = "kernelized.chunked.call", [839e-9, 1720e-9];
     /// A head.
-    ChunkedHead = "kernelized.chunked.head", 309e-9;
+    ChunkedHead = "kernelized.chunked.head", [309e-9, 1390e-9];
     /// A query or key.
-    ChunkedToken = "kernelized.chunked.token", 7.73e-9;
+    ChunkedToken = "kernelized.chunked.token", [7.73e-9, 33.8e-9];
     /// A number of queries, keys, values and outputs.
-    ChunkedNumber = "kernelized.chunked.number", 102e-12;
+    ChunkedNumber = "kernelized.chunked.number", [102e-12, 253e-12];
     /// An angle of Fourier positions.
-    ChunkedAngle = "kernelized.chunked.angle", 51e-9;
+    ChunkedAngle = "kernelized.chunked.angle", [51e-9, 268e-9];
     /// A number of queries and keys that Fourier positions turn.
-    ChunkedTurned = "kernelized.chunked.turned", 502e-12;
+    ChunkedTurned = "kernelized.chunked.turned", [502e-12, 2.16e-9];
     /// A query or key, for each pass that relative positions ask for.
-    ChunkedScanToken = "kernelized.chunked.scan-token", 7.71e-9;
+    ChunkedScanToken = "kernelized.chunked.scan-token", [7.71e-9, 17.1e-9];
     /// A number of queries, keys, values and outputs, for each such pass.
-    ChunkedScanNumber = "kernelized.chunked.scan-number", 26.4e-12;
+    ChunkedScanNumber = "kernelized.chunked.scan-number", [26.4e-12, 198e-12];
     /// A number of the table of relative positions.
-    ChunkedTable = "kernelized.chunked.table", 204e-12;
+    ChunkedTable = "kernelized.chunked.table", [204e-12, 1.06e-9];
     /// A pair inside a chunk or a near band.
-    ChunkedWeight = "kernelized.chunked.weight", 329e-12;
+    ChunkedWeight = "kernelized.chunked.weight", [329e-12, 1.22e-9];
     /// A number of the running `Σ φ(k) vᵀ`.
-    ChunkedState = "kernelized.chunked.state", 130e-12;
+    ChunkedState = "kernelized.chunked.state", [130e-12, 429e-12];
     /// A floating-point operation.
-    ChunkedFlop = "kernelized.chunked.flop", 4.02e-12;
+    ChunkedFlop = "kernelized.chunked.flop", [4.02e-12, 16.5e-12];
     /// A call.
-    TiledCall = "toeplitz.tiled.call", 618e-9;
+    TiledCall = "toeplitz.tiled.call", [618e-9, 1240e-9];
     /// A head.
-    TiledHead = "toeplitz.tiled.head", 487e-9;
+    TiledHead = "toeplitz.tiled.head", [487e-9, 2020e-9];
     /// A number of queries, keys, values and outputs.
-    TiledNumber = "toeplitz.tiled.number", 191e-12;
+    TiledNumber = "toeplitz.tiled.number", [191e-12, 890e-12];
     /// A pair that sees each other.
-    TiledWeight = "toeplitz.tiled.weight", 350e-12;
+    TiledWeight = "toeplitz.tiled.weight", [350e-12, 1.5e-9];
     /// A floating-point operation.
-    TiledFlop = "toeplitz.tiled.flop", 3.37e-12;
+    TiledFlop = "toeplitz.tiled.flop", [3.37e-12, 11.2e-12];
     /// A call.
-    FftCall = "toeplitz.fft.call", 0.0;
+    FftCall = "toeplitz.fft.call", [0.0, 0.0];
     /// A head.
-    FftHead = "toeplitz.fft.head", 12300e-9;
+    FftHead = "toeplitz.fft.head", [12300e-9, 46700e-9];
     /// A floating-point operation of a transform in doubles, counted as 2.5 N log₂N.
-    FftFlop = "toeplitz.fft.flop", 45.9e-12;
+    FftFlop = "toeplitz.fft.flop", [45.9e-12, 180e-12];
     /// A call.
-    PiecewiseCall = "toeplitz.piecewise.call", 572e-9;
+    PiecewiseCall = "toeplitz.piecewise.call", [572e-9, 922e-9];
     /// A head.
-    PiecewiseHead = "toeplitz.piecewise.head", 627e-9;
+    PiecewiseHead = "toeplitz.piecewise.head", [627e-9, 3010e-9];
     /// A number of queries, keys, values and outputs.
-    PiecewiseNumber = "toeplitz.piecewise.number", 215e-12;
+    PiecewiseNumber = "toeplitz.piecewise.number", [215e-12, 1.09e-9];
     /// A pair of a row and a key near it.
-    PiecewiseWeight = "toeplitz.piecewise.weight", 522e-12;
+    PiecewiseWeight = "toeplitz.piecewise.weight", [522e-12, 2.34e-9];
     /// A number of the sums carried from strip to strip.
-    PiecewiseState = "toeplitz.piecewise.state", 26e-12;
+    PiecewiseState = "toeplitz.piecewise.state", [26e-12, 208e-12];
     /// A floating-point operation of tiles.
-    PiecewiseFlop = "toeplitz.piecewise.flop", 2.81e-12;
+    PiecewiseFlop = "toeplitz.piecewise.flop", [2.81e-12, 10.5e-12];
     /// A floating-point operation of keys that enter sums and rows that read them.
-    PiecewiseFar = "toeplitz.piecewise.far", 5.32e-12;
+    PiecewiseFar = "toeplitz.piecewise.far", [5.32e-12, 19.4e-12];
     /// A call.
-    AftCall = "aft.chunked.call", 393e-9;
+    AftCall = "aft.chunked.call", [393e-9, 1140e-9];
     /// A pair of a row and a key in its window.
-    AftWeight = "aft.chunked.weight", 641e-12;
+    AftWeight = "aft.chunked.weight", [641e-12, 3.48e-9];
     /// A pair of a row and a key in its window, for a channel, in tiles.
-    AftTiled = "aft.chunked.tiled", 22.6e-12;
+    AftTiled = "aft.chunked.tiled", [22.6e-12, 93.9e-12];
     /// The same in a convolution's tiles.
-    AftConvolved = "aft.chunked.convolved", 27.1e-12;
+    AftConvolved = "aft.chunked.convolved", [27.1e-12, 107e-12];
     /// The same where keys are joined one by one.
-    AftJoined = "aft.chunked.joined", 400e-12;
+    AftJoined = "aft.chunked.joined", [400e-12, 1.2e-9];
     /// A number of queries and keys.
-    AftNumber = "aft.chunked.number", 140e-12;
+    AftNumber = "aft.chunked.number", [140e-12, 437e-12];
     /// A call.
-    SoftmaxCall = "softmax.tiled.call", 387e-9;
+    SoftmaxCall = "softmax.tiled.call", [387e-9, 1050e-9];
     /// A number of queries, keys, values and outputs.
-    SoftmaxNumber = "softmax.tiled.number", 145e-12;
+    SoftmaxNumber = "softmax.tiled.number", [145e-12, 488e-12];
     /// A pair that sees each other.
-    SoftmaxWeight = "softmax.tiled.weight", 326e-12;
+    SoftmaxWeight = "softmax.tiled.weight", [326e-12, 995e-12];
     /// A floating-point operation.
-    SoftmaxFlop = "softmax.tiled.flop", 3.21e-12;
+    SoftmaxFlop = "softmax.tiled.flop", [3.21e-12, 11.1e-12];
 }
 
 impl Rate {
@@ -162,9 +164,9 @@ impl fmt::Display for Rate {
     }
 }
 
-/// A value for every [`Rate`], in seconds.
+/// Values for every [`Rate`], in seconds, in the order of [`Purpose::ALL`].
 #[derive(Clone, PartialEq)]
-pub struct Rates([f64; Rate::ALL.len()]);
+pub struct Rates([[f64; 2]; Rate::ALL.len()]);
 
 /// Those that this process runs with.
 static INSTALLED: OnceLock<Rates> = OnceLock::new();
@@ -172,7 +174,7 @@ static INSTALLED: OnceLock<Rates> = OnceLock::new();
 impl Default for Rates {
     /// The built-in ones.
     fn default() -> Self {
-        let mut rates = Self([0.0; Rate::ALL.len()]);
+        let mut rates = Self([[0.0; 2]; Rate::ALL.len()]);
         Rate::ALL.iter().for_each(|&rate| rates.0[rate.index()] = rate.built_in());
         rates
     }
@@ -196,7 +198,7 @@ impl Rates {
     ///
     /// # Errors
     /// For a name that no rate has, one that is missing or comes twice, and a value that is negative or not finite.
-    pub fn from_names<'n>(named: impl IntoIterator<Item = (&'n str, f64)>) -> Result<Self, Error> {
+    pub fn from_names<'n>(named: impl IntoIterator<Item = (&'n str, [f64; 2])>) -> Result<Self, Error> {
         let mut found = [None; Rate::ALL.len()];
         for (name, seconds) in named {
             let Some(rate) = Rate::ALL.iter().find(|rate| rate.name() == name) else {
@@ -204,8 +206,8 @@ impl Rates {
                 return Err(Error::UnknownName { kind: "rate", got: name.into(), known });
             };
             let place = &mut found[rate.index()];
-            rate.check(seconds)?;
-            expect(place.is_none(), OPERATION, rate.name(), || "one value".into(), || "two".into())?;
+            seconds.into_iter().try_for_each(|seconds| rate.check(seconds))?;
+            expect(place.is_none(), OPERATION, rate.name(), || "one pair of values".into(), || "two".into())?;
             *place = Some(seconds);
         }
         let mut rates = Self::default();
@@ -214,7 +216,7 @@ impl Rates {
                 return Err(Error::Argument {
                     operation: OPERATION,
                     argument: rate.name(),
-                    expected: "a value for every rate".into(),
+                    expected: "values for every rate".into(),
                     got: "none".into(),
                 });
             };
@@ -224,23 +226,23 @@ impl Rates {
     }
 
     /// The value of one.
-    pub fn get(&self, rate: Rate) -> f64 {
-        self.0[rate.index()]
+    pub fn get(&self, rate: Rate, purpose: Purpose) -> f64 {
+        self.0[rate.index()][purpose.index()]
     }
 
     /// The same with another value for one of them.
     ///
     /// # Errors
     /// For a value that is negative or not finite.
-    pub fn with(mut self, rate: Rate, seconds: f64) -> Result<Self, Error> {
+    pub fn with(mut self, rate: Rate, purpose: Purpose, seconds: f64) -> Result<Self, Error> {
         rate.check(seconds)?;
-        self.0[rate.index()] = seconds;
+        self.0[rate.index()][purpose.index()] = seconds;
         Ok(self)
     }
 
-    /// Every rate with its value.
-    pub fn iter(&self) -> impl Iterator<Item = (Rate, f64)> + '_ {
-        Rate::ALL.iter().map(|&rate| (rate, self.get(rate)))
+    /// Every rate with its values.
+    pub fn iter(&self) -> impl Iterator<Item = (Rate, [f64; 2])> + '_ {
+        Rate::ALL.iter().map(|&rate| (rate, self.0[rate.index()]))
     }
 
     /// Those that the plans of this process read: the installed ones, else the built-in ones.
@@ -271,7 +273,7 @@ impl fmt::Debug for Rates {
 /// The most things that one algorithm counts.
 const MOST: usize = 12;
 
-/// How often an algorithm does each thing that has a rate. Things that it does not do are left out.
+/// How often an algorithm does each thing that has a rate, forward. Things that it does not do are left out.
 #[derive(Clone, Copy, PartialEq)]
 pub struct Work {
     counts: [(Rate, f64); MOST],
@@ -298,8 +300,8 @@ impl Work {
     }
 
     /// How long all of it takes by these rates, in seconds.
-    pub fn seconds(&self, rates: &Rates) -> f64 {
-        self.counts().iter().map(|&(rate, count)| count * rates.get(rate)).sum()
+    pub fn seconds(&self, rates: &Rates, purpose: Purpose) -> f64 {
+        self.counts().iter().map(|&(rate, count)| count * rates.get(rate, purpose)).sum()
     }
 }
 
@@ -313,7 +315,7 @@ impl fmt::Debug for Work {
 mod tests {
     use super::*;
 
-    fn named() -> Vec<(&'static str, f64)> {
+    fn named() -> Vec<(&'static str, [f64; 2])> {
         Rates::default().iter().map(|(rate, seconds)| (rate.name(), seconds)).collect()
     }
 
@@ -328,7 +330,7 @@ mod tests {
         assert_eq!(Rates::from_names(reversed), Ok(Rates::default()));
     }
 
-    type Named = Vec<(&'static str, f64)>;
+    type Named = Vec<(&'static str, [f64; 2])>;
 
     #[test]
     fn names_and_values_that_mean_nothing_are_refused() {
@@ -346,9 +348,11 @@ mod tests {
         let twice = refused(&|rates| rates.push(rates[3]));
         assert!(twice.contains(Rate::ALL[3].name()) && twice.contains("got two"), "{twice}");
         for wrong in [-1.0, f64::NAN, f64::INFINITY] {
-            let error = refused(&|rates| rates[3].1 = wrong);
-            assert!(error.contains(Rate::ALL[3].name()) && error.contains("not negative"), "{error}");
-            Rates::default().with(Rate::NaiveFlop, wrong).expect_err("a rate that means nothing");
+            for purpose in Purpose::ALL {
+                let error = refused(&|rates| rates[3].1[purpose.index()] = wrong);
+                assert!(error.contains(Rate::ALL[3].name()) && error.contains("not negative"), "{error}");
+                Rates::default().with(Rate::NaiveFlop, purpose, wrong).expect_err("a rate that means nothing");
+            }
         }
     }
 
@@ -358,8 +362,12 @@ mod tests {
             Work::new(4.0, Rate::NaiveCall, [(Rate::NaiveHead, 1.0), (Rate::NaiveTable, 0.0), (Rate::NaiveFlop, 10.0)]);
         assert_eq!(work.counts(), [(Rate::NaiveCall, 1.0), (Rate::NaiveHead, 4.0), (Rate::NaiveFlop, 40.0)]);
         let rates = [(Rate::NaiveCall, 5.0), (Rate::NaiveHead, 2.0), (Rate::NaiveFlop, 0.5)];
-        let rates = rates.into_iter().fold(Rates::default(), |all, (rate, s)| all.with(rate, s).expect("a rate"));
-        assert_eq!(work.seconds(&rates), 5.0 + 8.0 + 20.0);
+        let rates = rates.into_iter().fold(Rates::default(), |all, (rate, s)| {
+            let all = all.with(rate, Purpose::Output, s).expect("a rate");
+            all.with(rate, Purpose::Gradient, 4.0 * s).expect("a rate")
+        });
+        assert_eq!(work.seconds(&rates, Purpose::Output), 5.0 + 8.0 + 20.0);
+        assert_eq!(work.seconds(&rates, Purpose::Gradient), 4.0 * (5.0 + 8.0 + 20.0));
     }
 
     #[test]

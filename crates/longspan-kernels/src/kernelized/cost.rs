@@ -6,7 +6,7 @@ use super::{KernelizedAttention, Score};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
 use crate::mechanism::Mechanism;
-use crate::rates::{Rate, Rates, Work};
+use crate::rates::{Rate, Work};
 use crate::shape::Dims;
 
 /// Keys that a row of a tile computes beyond those that it sees, on average: half a register.
@@ -87,7 +87,6 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
         published_elements: (dims.queries * dims.keys) as f64,
         scratch_bytes: 4.0
             * (dims.keys as f64 * (2.0 * content * d + dv) + tile * (d + dv + TILE as f64 + rows) + 2.0 * rows * d),
-        seconds: work.seconds(Rates::current()),
         work,
         automatic: true,
     }
@@ -117,7 +116,6 @@ fn cumsum(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Esti
         published_elements: content * d * dv * if causal { queries.max(keys) } else { 1.0 }
             + published_relative(attention, dims, mask),
         scratch_bytes: 4.0 * (content * d * (sums * dv + keys) + keys * dv * (1.0 + 2.0 * relative) + 2.0 * rows * d),
-        seconds: work.seconds(Rates::current()),
         work,
         // Never measured to be the fastest, and a call may have no room for it.
         automatic: false,
@@ -166,7 +164,6 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
         published_elements: content * d * (dv + 1.0) + chunk * chunk + published_relative(attention, dims, mask),
         scratch_bytes: 4.0
             * (4.0 * d * dv + 3.0 * chunk * (d + dv) + window * (dv + chunk) + chunk * rows + 2.0 * rows * d),
-        seconds: work.seconds(Rates::current()),
         work,
         automatic: true,
     }
@@ -175,14 +172,18 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algorithm::Purpose;
 
     #[test]
     fn short_calls_are_naive_and_long_ones_chunked() {
         let attention = KernelizedAttention::default();
         let mask = Mask::bidirectional();
-        assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm, Algorithm::Naive);
-        assert_eq!(plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm, Algorithm::Chunked);
+        assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
+        assert_eq!(
+            plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output),
+            Algorithm::Chunked
+        );
         let forced = KernelizedAttention { algorithm: Algorithm::Naive, ..attention };
-        assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm, Algorithm::Naive);
+        assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
     }
 }

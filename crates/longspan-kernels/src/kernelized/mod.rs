@@ -36,7 +36,7 @@ mod reference;
 
 use smallvec::smallvec;
 
-use crate::algorithm::{Algorithm, Plan};
+use crate::algorithm::{Algorithm, Plan, Purpose};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
@@ -147,7 +147,8 @@ impl KernelizedAttention {
         let operation = Mechanism::<T>::name(self);
         self.algorithm.check(operation, Mechanism::<T>::algorithms(self))?;
         let problem = Problem::new(self, call)?;
-        if self.chosen(call) == Algorithm::Cumsum {
+        // Nobody gets it who does not force it.
+        if self.algorithm == Algorithm::Cumsum && call.initial_state.is_none() {
             cumsum::check(&problem, operation)?;
         }
         Ok(problem)
@@ -167,12 +168,12 @@ impl KernelizedAttention {
         expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))
     }
 
-    /// The algorithm that a call runs; the same for its backward.
-    fn chosen<T: Real>(&self, call: &Call<'_, T>) -> Algorithm {
+    /// The algorithm that a call runs.
+    fn chosen<T: Real>(&self, call: &Call<'_, T>, purpose: Purpose) -> Algorithm {
         if call.initial_state.is_some() {
             Algorithm::Chunked
         } else {
-            cost::plan(self, &call.dims, &call.mask).algorithm
+            cost::plan(self, &call.dims, &call.mask).algorithm(purpose)
         }
     }
 }
@@ -219,6 +220,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let operation = Mechanism::<T>::name(self);
         let dims = &call.dims;
         check_output(self, dims, &output)?;
+        let purpose = output.purpose();
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             to.check(operation, "final_state", state::shape::<T>(self, dims))?;
@@ -230,7 +232,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
         // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice
         // free: backward, which does not know of it, must find the denominators of its own algorithm.
-        let final_state = match self.chosen(call) {
+        let final_state = match self.chosen(call, purpose) {
             Algorithm::Naive => {
                 naive::forward(&problem, sink, scratch);
                 final_state
@@ -272,7 +274,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         }
         problem.prepare(scratch);
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
-        match self.chosen(call) {
+        match self.chosen(call, Purpose::Gradient) {
             algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
                 if algorithm == Algorithm::Naive {
                     naive::backward(&problem, cotangent, sink, parameters, scratch);

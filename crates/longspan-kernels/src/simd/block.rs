@@ -106,6 +106,38 @@ impl<T> Ahead<T> {
     }
 }
 
+/// Rows of which a few are asked for at a time: counts and no divisions, for loops of a hundred cycles.
+pub(super) struct Fetching<'a, T> {
+    rest: &'a [Ahead<T>],
+    row: usize,
+    quota: usize,
+}
+
+impl<'a, T> Fetching<'a, T> {
+    /// All rows of a list, in so many times.
+    pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
+        let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
+        Self { rest, row: 0, quota: rows.div_ceil(times.max(1)) }
+    }
+
+    /// Asks for the next rows.
+    #[inline(always)]
+    pub unsafe fn next<V: Vector<Element = T>>(&mut self) {
+        for _ in 0..self.quota {
+            while self.rest.first().is_some_and(|ahead| self.row >= ahead.count) {
+                (self.rest, self.row) = (&self.rest[1..], 0);
+            }
+            let Some(ahead) = self.rest.first() else { return };
+            let start = ahead.start.wrapping_add(self.row * ahead.stride);
+            for column in (0..ahead.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(start.wrapping_add(column)) };
+            }
+            self.row += 1;
+        }
+    }
+}
+
 /// See [`Product`].
 #[inline(always)]
 pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {

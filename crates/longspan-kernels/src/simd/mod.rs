@@ -30,7 +30,7 @@ use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
 use running::{OutputRows, TokenGradients};
 use toeplitz::Factors;
-use window::{Entering, Line, Tops};
+use window::{Convolution, Entering, Line, SpanTop, TapGradients, Tops};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,14 +166,15 @@ mod kernels {
     pub(crate) use super::block::*;
     pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, unrotate};
     pub(crate) use super::running::{
-        constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
-        sum_tokens, tops,
+        constant_cotangents, constant_gradients, constant_means, factor_tokens, join_tokens, running_gradients,
+        running_means, sum_tokens, tops,
     };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_outer, add_weighed_values, feature_dots};
     pub(crate) use super::window::{
-        add_row_dot, add_window, exp_all, gated_cotangents, gated_rows, run_rows, window_dots, window_tops,
+        add_row_dot, add_tap_gradients, add_window, band_weights, convolve, exp_all, gated_cotangents, gated_rows,
+        key_gradients, run_rows, scale_rows, span_top, span_weights, sum_rows, window_dots, window_tops,
         window_weights,
     };
 }
@@ -215,6 +216,7 @@ operations! {
     join(to: &mut [T], item: &[T], bias: T);
     factor_tokens(tokens: Tokens<'_, T>, reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     sum_tokens(tokens: Tokens<'_, T>, numerators: bool, to: &mut [T]);
+    join_tokens(tokens: Tokens<'_, T>, biases: &[T], mean: &mut [T]);
     tops(tokens: Tokens<'_, T>, before: &[T], tops: &mut [T]) -> bool;
     running_means(tokens: Tokens<'_, T>, tops: &[T], mean: &mut [T], to: &mut Columns<'_, T>);
     constant_means(queries: Option<Rows<'_, T>>, mean: &[T], to: &mut Columns<'_, T>);
@@ -239,6 +241,16 @@ operations! {
     run_rows(sum: &mut [T], run: Entering<'_, T>, share: &[T], backwards: bool, to: &mut [T]);
     window_dots(
         weights: &[T], outputs: &[T], rows: &[T], items: usize, width: usize, c: &[T], d_taps: &mut [T]
+    );
+    span_top(line: Line<'_, T>) -> SpanTop<T>;
+    span_weights(line: Line<'_, T>, top: &SpanTop<T>, weights: &mut [T], products: &mut [T]);
+    band_weights(kernel: &[T], items: &[T], products: &[T], weights: &mut [T], sums: &mut [T]);
+    sum_rows(weights: &[T], rows: &[T], to: &mut [T]);
+    convolve(c: &Convolution<'_, T>, before: &mut [T], after: &mut [T], to: &mut [T], ahead: &[Ahead<T>]);
+    scale_rows(weights: &[T], rows: &[T], width: usize, to: &mut [T]);
+    add_tap_gradients(g: &TapGradients<'_, T>, to: &mut [T], ahead: &[Ahead<T>]);
+    key_gradients(
+        sums: &[T], width: usize, factors: &[T], d: &[T], values: Rows<'_, T>, to: &mut TokenGradients<'_, T>
     );
     exp_all(block: &mut [T]);
     gated_rows(sums: &[T], factors: &[T], queries: Option<Rows<'_, T>>, to: &mut Columns<'_, T>);

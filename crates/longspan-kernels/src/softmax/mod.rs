@@ -24,7 +24,7 @@ use crate::mask::Mask;
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients, check_output,
 };
-use crate::rates::{Rate, Rates, Work};
+use crate::rates::{Rate, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -83,11 +83,10 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
             flops,
             published_elements: dims.queries as f64 * dims.keys as f64,
             scratch_bytes: 4.0 * problem::ROWS as f64 * (3.0 * widths + problem::KEYS as f64),
-            seconds: work.seconds(Rates::current()),
             work,
             automatic: true,
         };
-        Plan { algorithm: Algorithm::Tiled, estimates: vec![estimate], reason: "there is no other".to_owned() }
+        Plan::new(Algorithm::Auto, vec![estimate])
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {

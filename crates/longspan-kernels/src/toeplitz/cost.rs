@@ -6,7 +6,7 @@ use super::problem::{STRIP, TILE};
 use super::{Bias, Toeplitz};
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::mask::{Mask, Order};
-use crate::rates::{Rate, Rates, Work};
+use crate::rates::{Rate, Work};
 use crate::shape::Dims;
 
 /// Compares the algorithms for one call.
@@ -46,7 +46,6 @@ fn piecewise(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Estimate {
         flops: heads * (tiles + far),
         published_elements: d * (dv + 1.0) * dims.keys as f64,
         scratch_bytes: 4.0 * state + tiled(dims, mask).scratch_bytes,
-        seconds: work.seconds(Rates::current()),
         work,
         // Where all keys are near these are tiles of shorter strips.
         automatic: toeplitz.bias.far().is_some(),
@@ -122,7 +121,6 @@ fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
         published_elements: length * d * (dv + 1.0),
         // Columns of φ(q), φ(k), v and the sums in doubles, and one task's signal and spectra.
         scratch_bytes: 8.0 * ((dims.keys as f64 + dims.queries as f64) * (d + dv) + 4.0 * length),
-        seconds: work.seconds(Rates::current()),
         work,
         automatic: true,
     }
@@ -149,7 +147,6 @@ fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
                 + (TILE * TILE) as f64
                 + TILE as f64 * (2.0 * d + dv)
                 + (dims.queries + dims.keys) as f64),
-        seconds: work.seconds(Rates::current()),
         work,
         automatic: true,
     }
@@ -158,12 +155,13 @@ fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algorithm::Purpose;
 
     #[test]
     fn clips_are_taken_in_linear_time_and_full_tables_by_tiles_until_transforms_win() {
         let chosen = |bias, length, algorithm| {
             let toeplitz = Toeplitz { algorithm, ..Toeplitz::new(bias) };
-            plan(&toeplitz, &Dims::square(1, 1, length, 64), &Mask::bidirectional()).algorithm
+            plan(&toeplitz, &Dims::square(1, 1, length, 64), &Mask::bidirectional()).algorithm(Purpose::Output)
         };
         assert_eq!(chosen(Bias::clipped(16), 8192, Algorithm::Auto), Algorithm::Piecewise);
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Auto), Algorithm::Tiled);

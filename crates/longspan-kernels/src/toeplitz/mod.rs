@@ -33,7 +33,7 @@ pub use bias::{Beyond, Bias};
 
 use smallvec::smallvec;
 
-use crate::algorithm::{Algorithm, Plan};
+use crate::algorithm::{Algorithm, Plan, Purpose};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::Mask;
@@ -86,10 +86,12 @@ impl Toeplitz {
     /// The algorithms that can be forced; the first always can.
     const ALGORITHMS: [Algorithm; 3] = [Algorithm::Tiled, Algorithm::Fft, Algorithm::Piecewise];
 
-    /// The algorithm that a call runs, and its backward unless it comes through a final state (`through`).
-    fn chosen<T: Real>(&self, call: &Call<'_, T>, through: bool) -> Algorithm {
+    /// The algorithm that a call runs; a backward that comes `through` a final state has no choice.
+    fn chosen<T: Real>(&self, call: &Call<'_, T>, purpose: Purpose, through: bool) -> Algorithm {
         match self.bias.far() {
-            _ if call.initial_state.is_none() && !through => cost::plan(self, &call.dims, &call.mask).algorithm,
+            _ if call.initial_state.is_none() && !through => {
+                cost::plan(self, &call.dims, &call.mask).algorithm(purpose)
+            }
             // A state's sum of earlier tokens is one of those that pieces are met by.
             Some(_) => Algorithm::Piecewise,
             None => Algorithm::Tiled,
@@ -124,6 +126,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let mut problem = Problem::new(self, call)?;
         let dims = problem.dims;
         check_output(self, &dims, &output)?;
+        let purpose = output.purpose();
         let Output { mut out, denominators, final_state } = output;
         if let Some(to) = &final_state {
             problem.check_final_state(to, "final_state")?;
@@ -132,7 +135,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let mut denominators =
             denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
         let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
-        match self.chosen(call, false) {
+        match self.chosen(call, purpose, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
             Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
             _ => tiled::forward(&problem, sink, scratch),
@@ -164,7 +167,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let mut first = initial_state.map(state::FirstGradient::new);
         let states = StateGradients { last: cotangent.final_state, first: first.as_mut().map(|first| first.shared()) };
-        match self.chosen(call, cotangent.final_state.is_some()) {
+        match self.chosen(call, Purpose::Gradient, cotangent.final_state.is_some()) {
             Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters, scratch),
             Algorithm::Piecewise => piecewise::backward(&problem, cotangent, sink, parameters, states, scratch),
             _ => tiled::backward(&problem, cotangent, sink, parameters, states, scratch),

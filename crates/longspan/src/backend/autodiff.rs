@@ -70,9 +70,9 @@ fn operands(q: FlexTensor, k: FlexTensor, v: FlexTensor, parameters: FlexTensor,
 }
 
 impl FusedCall {
-    /// The outcome, or none where the kernels refuse the call; the refusal is then kept.
-    fn run(&self, operands: &Operands) -> Option<Outcome> {
-        operands.forward(&self.settings).map_err(|error| self.failure.set(error)).ok()
+    /// What the kernels give, or none where they refuse the call; the refusal is then kept.
+    fn keep<R>(&self, result: Result<R, kernels::Error>) -> Option<R> {
+        result.map_err(|error| self.failure.set(error)).ok()
     }
 }
 
@@ -85,7 +85,7 @@ impl FusedAttention for Flex {
         call: FusedCall,
     ) -> FlexTensor {
         let operands = operands(q, k, v, parameters, &call);
-        call.run(&operands).map_or(operands.q, |outcome| outcome.out)
+        call.keep(operands.output(&call.settings)).unwrap_or(operands.q)
     }
 }
 
@@ -106,15 +106,16 @@ impl<C: CheckpointStrategy> FusedAttention for Autodiff<Flex, C> {
             parameters.primitive().clone(),
             &call,
         );
-        let outcome = call.run(&operands);
-        match (preparation, outcome) {
-            (OpsKind::Tracked(preparation), Some(outcome)) => {
+        // Where the kernels refuse, the caller finds the failure before anyone sees the tensor that stands for the output.
+        match preparation {
+            OpsKind::Tracked(preparation) => call.keep(operands.forward(&call.settings)).map_or(q, |outcome| {
                 let out = outcome.out.clone();
-                preparation.finish(Saved { operands, outcome, settings: call.settings }, out)
+                preparation.finish(Saved { operands, outcome, settings: call.settings.clone() }, out)
+            }),
+            // Denominators say that a backward follows, and kernels then choose their algorithm for it.
+            OpsKind::UnTracked(preparation) => {
+                call.keep(operands.output(&call.settings)).map_or(q, |out| preparation.finish(out))
             }
-            (OpsKind::UnTracked(preparation), Some(outcome)) => preparation.finish(outcome.out),
-            // The caller finds the failure before anyone sees this tensor.
-            (_, None) => q,
         }
     }
 }

@@ -206,27 +206,46 @@ impl Operands {
         result
     }
 
-    /// Outputs and denominators; rows must be adjacent.
+    /// Outputs alone; rows must be adjacent.
+    pub fn output(&self, settings: &Settings) -> Result<FlexTensor, kernels::Error> {
+        match self.q.dtype() {
+            DType::F64 => self.forward_as::<f64>(settings, None),
+            DType::F32 => self.forward_as::<f32>(settings, None),
+            half => Ok(rounded(self.widened().forward_as::<f32>(settings, None)?, half)),
+        }
+    }
+
+    /// Outputs and denominators, for a backward; rows must be adjacent.
     pub fn forward(&self, settings: &Settings) -> Result<Outcome, kernels::Error> {
         match self.q.dtype() {
-            DType::F64 => self.forward_as::<f64>(settings),
-            DType::F32 => self.forward_as::<f32>(settings),
+            DType::F64 => self.outcome_as::<f64>(settings),
+            DType::F32 => self.outcome_as::<f32>(settings),
             half => {
-                let Outcome { out, denominators } = self.widened().forward_as::<f32>(settings)?;
+                let Outcome { out, denominators } = self.widened().outcome_as::<f32>(settings)?;
                 Ok(Outcome { out: rounded(out, half), denominators })
             }
         }
     }
 
-    fn forward_as<T: Number>(&self, settings: &Settings) -> Result<Outcome, kernels::Error> {
+    fn outcome_as<T: Number>(&self, settings: &Settings) -> Result<Outcome, kernels::Error> {
+        let Dims { batch, heads, queries, .. } = self.dims();
+        let rows = [batch, heads, queries];
+        let mut denominators = vec![T::ZERO; rows.iter().product()];
+        let out = self.forward_as::<T>(settings, Some(&mut denominators))?;
+        let denominators = FlexTensor::new(T::bytes(denominators), Layout::contiguous(Shape::from(rows)), T::DTYPE);
+        Ok(Outcome { out, denominators })
+    }
+
+    fn forward_as<T: Number>(
+        &self,
+        settings: &Settings,
+        denominators: Option<&mut [T]>,
+    ) -> Result<FlexTensor, kernels::Error> {
         self.with_call::<T, _>(settings, |call, scratch| {
             let mut out = TokenMajor::new(call.dims.out());
-            let rows = [call.dims.batch, call.dims.heads, call.dims.queries];
-            let mut denominators = vec![T::ZERO; rows.iter().product()];
-            let output = Output { out: out.view_mut(), denominators: Some(&mut denominators), final_state: None };
+            let output = Output { out: out.view_mut(), denominators, final_state: None };
             T::mechanism(&*settings.kernel).forward(call, output, scratch)?;
-            let denominators = FlexTensor::new(T::bytes(denominators), Layout::contiguous(Shape::from(rows)), T::DTYPE);
-            Ok(Outcome { out: out.into_tensor(), denominators })
+            Ok(out.into_tensor())
         })
     }
 
