@@ -145,12 +145,14 @@ pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
     unsafe { product_fetching::<V>(p, None, &[]) }
 }
 
-/// The same, which asks for rows meanwhile; with `outer`, a number for each row and a line of numbers for the columns, their
-/// products are added.
+/// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
+pub(crate) type Outer<'x, T> = Option<(&'x [T], &'x [T])>;
+
+/// The same, which asks for rows meanwhile and adds the outer product.
 #[inline(always)]
 pub(crate) unsafe fn product_fetching<V: Vector>(
     p: &mut Product<'_, V::Element>,
-    outer: Option<(&[V::Element], &[V::Element])>,
+    outer: Outer<'_, V::Element>,
     ahead: &[Ahead<V::Element>],
 ) {
     let columns = p.columns.next_multiple_of(V::LANES);
@@ -199,7 +201,7 @@ pub(crate) unsafe fn product_fetching<V: Vector>(
 #[inline(always)]
 unsafe fn tile<V: Vector, const N: usize>(
     p: &mut Product<'_, V::Element>,
-    outer: Option<(&[V::Element], &[V::Element])>,
+    outer: Outer<'_, V::Element>,
     (row, last): (usize, usize),
     column: usize,
     (from, to): (usize, usize),

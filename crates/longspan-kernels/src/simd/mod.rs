@@ -24,7 +24,7 @@ use std::sync::OnceLock;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::{Columns, Rows};
-use block::{Ahead, Band, Product, Run};
+use block::{Ahead, Band, Outer, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
@@ -181,7 +181,7 @@ mod kernels {
 
 operations! {
     product(p: &mut Product<'_, T>);
-    product_fetching(p: &mut Product<'_, T>, outer: Option<(&[T], &[T])>, ahead: &[Ahead<T>]);
+    product_fetching(p: &mut Product<'_, T>, outer: Outer<'_, T>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize
