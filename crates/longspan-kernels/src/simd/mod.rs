@@ -24,7 +24,7 @@ use std::sync::OnceLock;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::{Columns, Rows};
-use block::{Ahead, Band, Product, Run};
+use block::{Ahead, Band, Outer, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
@@ -164,7 +164,7 @@ macro_rules! operations {
 /// The generic operations, wherever they are defined.
 mod kernels {
     pub(crate) use super::block::*;
-    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, unrotate};
     pub(crate) use super::running::{
         constant_cotangents, constant_gradients, constant_means, factor_tokens, join_tokens, running_gradients,
         running_means, sum_tokens, tops,
@@ -181,7 +181,7 @@ mod kernels {
 
 operations! {
     product(p: &mut Product<'_, T>);
-    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<T>]);
+    product_fetching(p: &mut Product<'_, T>, outer: Outer<'_, T>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize
@@ -196,6 +196,7 @@ operations! {
     largest(x: &[T]) -> T;
     add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
     mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
+    add_compensated(high: &mut [T], low: &mut [T], terms: &[T], factor: T);
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
     add_scaled(to: &mut [T], a: T, x: &[T]);
     multiply(to: &mut [T], x: &[T]);
@@ -263,6 +264,8 @@ operations! {
     add_products(to: &mut [T], x: &[T], y: &[T]);
     multiply_spectrum(x: &mut [Complex<T>], by: &[Complex<T>], conjugate: bool);
     add_conjugate_products(to: &mut [Complex<T>], x: &[Complex<T>], y: &[Complex<T>]);
+    rates(radians: &[T], step: usize, turns: &mut [f64], rests: &mut [f64]);
+    add_turns(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
