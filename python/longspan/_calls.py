@@ -60,6 +60,14 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+@functools.cache
+def _in_torch() -> Any:
+    """What is done with tensors. Kept, because an import statement takes its time even where nothing is imported."""
+    from .torch import _dispatch
+
+    return _dispatch
+
+
 def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
     """Boundaries of packed sequences on the query and the key axis."""
     if cu_seqlens is None:
@@ -83,6 +91,16 @@ _NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float1
 
 #: What the compiled half takes for bfloat16, a type that NumPy itself has not: two bytes.
 BFLOAT16 = np.dtype("V2")
+
+
+def _numpy_arrays(
+    operation: str, name: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
+) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
+    """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
+    if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
+        return q, k, v, parameters, None
+    (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), names(name, parameters))
+    return q, k, v, tuple(rest), other
 
 
 def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any]:
@@ -157,10 +175,7 @@ def attend(
             operation, name, options, q, k, v, parameters,
             is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
         )  # fmt: skip
-    other = None
-    if type(q) is not np.ndarray or q.dtype not in _NATIVE_DTYPES:
-        (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), names(name, parameters))
-        parameters = tuple(rest)
+    q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
     if initial_state is not None:
         initial_state = plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else boundaries(operation, cu_seqlens)
@@ -177,14 +192,13 @@ def step(
 ) -> Any:
     """One token: ``(output, state)``."""
     state = plain_state(operation, "state", state)
-    given = q
+    torch = _in_torch() if is_tensor(q) else None
     other = None
-    if is_tensor(q):
-        from .torch import _dispatch
-
-        q, k, v, *rest = _dispatch.as_arrays(operation, (q, k, v, *parameters), names(name, parameters))
+    if torch is not None:
+        q, k, v, *rest = torch.as_arrays(operation, (q, k, v, *parameters), names(name, parameters))
+        parameters = tuple(rest)
     else:
-        (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), names(name, parameters))
+        q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
     with_token = q.ndim == 4
     if with_token:
         for argument, array in (("q", q), ("k", k), ("v", v)):
@@ -192,11 +206,9 @@ def step(
                 raise ValueError(f"{operation}: {argument}: expected one token, shape (batch, heads, 1, features), "
                                  f"got shape {array.shape}")  # fmt: skip
         q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-    out, state = mechanism(name, options, operation, rest).step(q, k, v, tuple(rest), state)
+    out, state = mechanism(name, options, operation, parameters).step(q, k, v, parameters, state)
     if with_token:
         out = out[:, :, None]
-    if is_tensor(given):
-        from .torch import _operators
-
-        return _operators.as_tensor(out), state
+    if torch is not None:
+        return torch._operators.as_tensor(out), state
     return (out if other is None else out.view(other)), state

@@ -360,6 +360,7 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
     q, k, v = arrays
     q_tensor, k_tensor, v_tensor = tensors
     one_q, one_k, one_v = (array[:, :, 0].copy() for array in arrays)
+    of_q, of_k, of_v = (torch.from_numpy(array) for array in (one_q, one_k, one_v))
     _, state = ops.kernelized_attention_step(one_q, one_k, one_v)
     options = _options.kernel("overhead", arrays[1], "elu+1", None, True, "auto")
     native = _calls.mechanism("kernelized", options, "overhead", ())
@@ -372,12 +373,13 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
             times.append(time.perf_counter() - start)
         return median(times) * 1e6
 
-    kernel, numpy, torch_, step = [], [], [], []
+    kernel, numpy, torch_, step, tensor_step = [], [], [], [], []
     for _ in range(5):
         kernel.append(median(native.kernel_seconds(q, k, v, (), True, calls)) * 1e6)
         numpy.append(whole(lambda: ops.kernelized_attention(q, k, v, is_causal=True)))
         torch_.append(whole(lambda: ops.kernelized_attention(q_tensor, k_tensor, v_tensor, is_causal=True)))
         step.append(whole(lambda: ops.kernelized_attention_step(one_q, one_k, one_v, state)))
+        tensor_step.append(whole(lambda: ops.kernelized_attention_step(of_q, of_k, of_v, state)))
     lines = [
         f"| kernelized, masked, L={length}, H={heads}, d={head_dim} | µs | over the kernel, µs |",
         "|---|---|---|",
@@ -386,7 +388,8 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
     for name, times in (("a call on NumPy arrays", numpy), ("a call on torch tensors", torch_)):
         over = median([a - b for a, b in zip(times, kernel)])
         lines.append(f"| {name} | {median(times):.1f} | {over:.1f} |")
-    lines.append(f"| one token through `kernelized_attention_step` | {median(step):.1f} | |")
+    for name, times in (("arrays", step), ("tensors", tensor_step)):
+        lines.append(f"| one token through `kernelized_attention_step`, {name} | {median(times):.1f} | |")
     return "\n".join(lines)
 
 

@@ -26,6 +26,11 @@ struct OpenMp {
 
 static FOUND: OnceLock<OpenMp> = OnceLock::new();
 
+/// How many threads the library's operations run on in this thread, if one brought some.
+pub fn threads() -> Option<usize> {
+    FOUND.get().map(Team::size)
+}
+
 /// The threads, if a library brought some and this is not a fork of the process that loaded it.
 pub fn team() -> Option<&'static dyn Team> {
     FOUND.get().filter(|found| found.process == process::id()).map(|found| found as &dyn Team)

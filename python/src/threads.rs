@@ -51,7 +51,7 @@ fn by_default() -> usize {
         threads.filter(|n| (1..=MOST).contains(n))
     };
     let machine = || std::thread::available_parallelism().map_or(1, usize::from);
-    let wanted = ENVIRONMENT.get_or_init(environment).or_else(|| Some(openmp::team()?.size()));
+    let wanted = ENVIRONMENT.get_or_init(environment).or_else(openmp::threads);
     wanted.unwrap_or_else(|| *MACHINE.get_or_init(machine))
 }
 

@@ -79,6 +79,10 @@ def test_a_fork_starts_threads_of_its_own():
             with torch.no_grad():
                 # Torch's own operations would wait for threads that are not there; kernels do not.
                 out = ops.kernelized_attention(q, k, v, is_causal=True)
+            assert len(own_threads()) == 3 or sys.platform != "linux"
+            # As torch's data loader does in its workers.
+            torch.set_num_threads(1)
+            assert longspan.get_num_threads() == 1
             os._exit(0 if out.numpy().tobytes() == expected[0].numpy().tobytes() else 1)
         assert os.waitpid(child, 0)[1] == 0
     """)

@@ -4,6 +4,8 @@
 //! plus its exponentials, one a number of keys and one a gate; of aft-full, whose work is a matrix product, `4·d` operations a
 //! pair that is seen (numerator and denominator) at the rate of the machine's own product of 1024³. A backward reads twice
 //! as much, writes three gradients and takes the exponentials twice.
+//!
+//! Then one token at a time, after as many as there are in a call.
 
 use std::sync::Arc;
 
@@ -11,7 +13,7 @@ use longspan_bench::machine::Limits;
 use longspan_bench::on_threads;
 use longspan_bench::turns::{Options, Turn};
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Dims, Mechanism, Order};
+use longspan_kernels::{Aft, Dims, Error, Mechanism, Order, Token};
 
 const HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
@@ -31,6 +33,40 @@ fn walls(aft: &Aft, dims: &Dims, causal: bool, copy: f64, exponential: f64, prod
     // Reads q, k, v, out and its gradient; writes three.
     let backward = copy * (6.0 * q + 2.0 * k) * 4.0 + exponential * (q + 2.0 * k);
     [forward, backward]
+}
+
+/// Whether a token's time has a bound.
+fn decodes(aft: &Aft) -> bool {
+    !matches!(aft.variant, Variant::Full { .. })
+}
+
+/// Seconds of a token, the least of as many stretches as there are `rounds`, by `clock`.
+fn decode(aft: &Aft, dims: &Dims, rounds: usize, clock: &dyn Fn(&mut dyn FnMut()) -> f64) -> Result<f64, Error> {
+    // Tokens in a stretch; the numbers of a token repeat after so many channels.
+    const TOKENS: usize = 512;
+    let numbers = |len: usize, seed: f64| -> Vec<f32> { (0..len).map(|n| (n as f64 * seed).sin() as f32).collect() };
+    let key_dim = Mechanism::<f32>::key_dim(aft, dims);
+    let width = HEADS * HEAD_DIM;
+    let stream = numbers(width + TOKENS, 0.7);
+    let parameters: Vec<Vec<f32>> =
+        Mechanism::<f32>::parameters(aft, dims).iter().map(|parameter| numbers(parameter.len(), 0.3)).collect();
+    let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
+    let mut state = Mechanism::<f32>::empty_state(aft, dims)?;
+    let mut out = vec![0.0; width];
+    let mut least = f64::INFINITY;
+    for _ in 0..rounds {
+        let mut result = Ok(());
+        let seconds = clock(&mut || {
+            result = (0..TOKENS).try_for_each(|n| {
+                let own = &stream[n..n + width];
+                let token = Token { q: own, k: &own[..HEADS * key_dim], v: own, parameters: &parameters };
+                aft.step(&token, &mut state, &mut out)
+            });
+        });
+        result?;
+        least = least.min(seconds / TOKENS as f64);
+    }
+    Ok(least)
 }
 
 fn main() -> Result<(), String> {
@@ -93,6 +129,19 @@ fn main() -> Result<(), String> {
                 least[1] * 1e3,
                 backward / walls[1]
             );
+        }
+        println!("{:<32} {:>20}", "", "a token, µs (least)");
+        for (name, aft, ..) in subjects.iter().filter(|(_, aft, causal, _)| *causal && decodes(aft)) {
+            let rounds = (length / 512).min(8);
+            // Published kernels are formed from their parameters at every token.
+            let aft = match aft.variant {
+                Variant::Conv { taps, .. } => &Aft::new(Variant::Conv { taps, normalized: true }),
+                _ => aft,
+            };
+            match decode(aft, &dims, rounds, &|body| options.clock(body)) {
+                Ok(seconds) => println!("{name:<32} {:>20.2}", seconds * 1e6),
+                Err(error) => println!("{name:<32} {error}"),
+            }
         }
     })
     .map_err(|error| error.to_string())

@@ -271,6 +271,51 @@ fn heads_may_cut_their_tiles_apart() {
     }
 }
 
+/// Chunks of AFT-conv whose weights may all be relative to one exponent beside others whose may not, and rows that stand where no
+/// key of their chunk does.
+#[test]
+fn chunks_of_windows_may_be_walked_apart() {
+    let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 330, keys: 330, head_dim: 6, value_dim: 6 };
+    type Level = fn(usize) -> f64;
+    let levels: [(&str, Level); 6] = [
+        ("near each other", |_| 0.0),
+        ("at 120 for key 200", |j| if j == 200 { 120.0 } else { 0.0 }),
+        ("at 0 and 30 by turns of 64", |j| if j / 64 % 2 == 0 { 0.0 } else { 30.0 }),
+        ("rising", |j| j as f64 * 0.4),
+        ("falling", |j| -(j as f64) * 0.4),
+        ("at −10,000 from 100 to 200", |j| if (100..200).contains(&j) { -1e4 } else { 0.0 }),
+    ];
+    let mut failures = Vec::new();
+    for (taps, scale) in [(33, 1.0), (33, 12.0), (2, 1.0), (64, 1.0)] {
+        let subject = subject(Aft::new(Variant::Conv { taps, normalized: false }));
+        for (name, level) in levels {
+            for (causal, offset) in [(true, 0), (true, -100), (true, 37), (false, 0), (false, 50)] {
+                let case = Case { seed: 31, offset, ..Case::new(dims, causal) };
+                let mut inputs = execute::random(&subject, &case);
+                for (n, k) in inputs.k.iter_mut().enumerate() {
+                    *k = f64::from((*k + level(n % dims.keys)) as f32);
+                }
+                for w in inputs.parameters.iter_mut().flatten() {
+                    *w = f64::from((scale * *w) as f32);
+                }
+                for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_singles_of] {
+                    if let Err(failure) = check(&subject, &case, &inputs) {
+                        failures.push(format!("{taps} taps × {scale}, keys {name}, {causal} {offset}: {failure}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures[..failures.len().min(6)].join("\n"));
+}
+
+#[test]
+fn unseen_keys_of_long_sequences_do_not_matter() {
+    let mut cases = long_cases();
+    cases.retain(|(subject, _)| subject.label.contains("Conv"));
+    over(&cases, isolation::unseen_keys_do_not_matter::<f32>);
+}
+
 #[test]
 fn threads_do_not_matter_to_long_sequences() {
     over(&long_cases(), threads::threads_do_not_matter::<f32>);
@@ -456,6 +501,48 @@ fn a_shift_of_all_keys_changes_nothing() {
                 let moved: Vec<f32> = k.iter().map(|k| k + shift).collect();
                 assert_eq!(row_means(variant, &moved, &v, parameters, mask), expected, "{variant:?} {mask:?} {shift}");
             }
+        }
+    }
+}
+
+/// The cost model's working memory is what a call of one head takes on one thread.
+#[test]
+fn plans_say_how_much_memory_a_call_takes() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool of one thread");
+    for (variant, length, causal) in [
+        (Variant::Simple, 500, true),
+        (Variant::Full { length: 500, rank: None }, 500, false),
+        (Variant::Local { window: 5, length: None }, 500, true),
+        (Variant::Local { window: 64, length: None }, 900, false),
+        (Variant::Conv { taps: 33, normalized: false }, 4096, true),
+        (Variant::Conv { taps: 150, normalized: false }, 500, false),
+        (Variant::Conv2d { image: [20, 30], taps: [3, 5], normalized: false }, 600, false),
+    ] {
+        for head_dim in [64, 24] {
+            let (aft, dims) = (Aft::new(variant), Dims::square(1, 1, length, head_dim));
+            let mask = if causal { Mask::causal() } else { Mask::bidirectional() };
+            let key_dim = Mechanism::<f32>::key_dim(&aft, &dims);
+            let numbers = vec![0.5f32; length * head_dim];
+            let parameters: Vec<Vec<f32>> =
+                Mechanism::<f32>::parameters(&aft, &dims).iter().map(|w| vec![0.0; w.len()]).collect();
+            let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
+            let call = Call {
+                dims,
+                q: View::contiguous(&numbers, dims.q()),
+                k: View::contiguous(&numbers[..length * key_dim], [1, 1, length, key_dim]),
+                v: View::contiguous(&numbers, dims.v()),
+                parameters: &parameters,
+                mask,
+                initial_state: None,
+            };
+            let mut out = vec![0.0; numbers.len()];
+            let mut scratch = Scratch::new();
+            let out = ViewMut::contiguous(&mut out, dims.out());
+            let output = Output { out, denominators: None, final_state: None };
+            pool.install(|| aft.forward(&call, output, &mut scratch)).expect("a call that makes sense");
+            let said = Mechanism::<f32>::plan(&aft, &dims, &mask).estimates[0].scratch_bytes;
+            let taken = scratch.bytes() as f64;
+            assert!((said / taken - 1.0).abs() < 0.02, "{variant:?}, {head_dim} channels: {said} bytes, not {taken}");
         }
     }
 }

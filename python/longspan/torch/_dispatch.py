@@ -207,12 +207,14 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
 def as_arrays(operation: str, tensors: Sequence[Any], names: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     """CPU tensors of one type as arrays on the same memory; as float32 where autocast mixes types."""
     q = tensors[0]
+    dtype, mixed = q.dtype, False
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
-    if any(tensor.dtype != q.dtype for tensor in tensors) and _autocast(q.device):
+        mixed = mixed or tensor.dtype is not dtype
+    if mixed and _autocast(q.device):
         # As the operator does.
         tensors = [tensor.float() for tensor in tensors]
     return [_operators.as_array(tensor) for tensor in tensors]

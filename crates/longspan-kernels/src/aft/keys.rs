@@ -11,6 +11,7 @@ use crate::real::Real;
 use crate::scratch::padded;
 use crate::shape::Rows;
 use crate::simd::Ops;
+use crate::simd::block::Ahead;
 use crate::simd::log_sum::Tokens;
 
 /// The keys of one head of a sequence; those before 0 stand in the initial state's ring.
@@ -80,6 +81,11 @@ impl<'a, T: Real> KeyItems<'a, T> {
             count,
             head_dim: self.head_dim,
         })
+    }
+
+    /// The values of the keys `from..to`, as far as they are there, to be read soon.
+    pub fn ahead(&self, from: isize, to: isize) -> Ahead<T> {
+        Ahead::new(self.values, from, to, self.count, self.head_dim)
     }
 
     /// The mean of `count` keys from `from` on, whose numerator may be 0.

@@ -14,6 +14,7 @@
 
 mod backward;
 mod conv;
+mod cost;
 mod forward;
 mod kernel;
 mod keys;
@@ -28,14 +29,13 @@ mod walk;
 
 use smallvec::smallvec;
 
-use crate::algorithm::{Algorithm, Estimate, Plan};
+use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
-use crate::mask::{Mask, Order};
+use crate::mask::Mask;
 use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
     check_gradients, check_initial_gradient, check_output,
 };
-use crate::rates::{Rate, Work};
 use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -165,49 +165,13 @@ impl<T: Real> Mechanism<T> for Aft {
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        let causal = mask.order == Order::Causal;
-        let (back, ahead) = problem::reach(self, causal);
-        let full = matches!(self.variant, Variant::Full { .. });
-        let banded = match self.variant {
-            Variant::Conv { taps, .. } => Some(taps),
-            Variant::Conv2d { taps, .. } => Some(taps[0].saturating_mul(taps[1])),
-            _ => None,
-        };
-        let tiled = full || banded.is_some() || back.saturating_add(ahead) >= problem::TILED;
-        // A tile's rows share the keys of all their windows.
-        let shared = if tiled { problem::CHUNK } else { 1 };
-        let window = banded.unwrap_or(back.saturating_add(ahead).saturating_add(shared));
-        let near = window.min(dims.keys) as f64;
-        let near = if full && causal { near / 2.0 } else { near };
-        let channels = (dims.batch * dims.heads * dims.head_dim) as f64;
-        let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
-        // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
-        // With one key a head a pair has one weight for all channels, and so one product; it has no maximum to keep.
-        let (pair_flops, weight, pair) = match (tiled, banded.is_some()) {
-            (true, false) => (4.0, 1.0, Rate::AftTiled),
-            (_, true) => (2.0, 0.0, Rate::AftConvolved),
-            (false, false) => (20.0, 0.0, Rate::AftJoined),
-        };
-        let flops = rows * near * pair_flops + 20.0 * tokens;
-        let joins = if near > 1.0 { rows * near } else { 0.0 };
-        let weights = weight * joins / dims.head_dim.max(1) as f64;
-        let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftNumber, tokens)];
-        let work = Work::new(1.0, Rate::AftCall, counts);
-        let estimate = Estimate {
-            algorithm: Algorithm::Chunked,
-            flops,
-            published_elements: (dims.keys * dims.head_dim) as f64,
-            scratch_bytes: 4.0 * 4.0 * dims.head_dim as f64 * (problem::CHUNK as f64 * 2.0 + near.min(64.0)),
-            work,
-            automatic: true,
-        };
-        Plan::new(Algorithm::Auto, vec![estimate])
+        cost::plan(self, dims, mask)
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_output(self, &problem.dims, &output)?;
-        let Output { mut out, denominators, final_state } = output;
+        let Output { mut out, denominators, mut final_state } = output;
         if let Some(to) = &final_state {
             check_final_mask(Mechanism::<T>::name(self), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
@@ -218,7 +182,9 @@ impl<T: Real> Mechanism<T> for Aft {
         }
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
-            None if matches!(self.variant, Variant::Simple) => simple::forward(&problem, out.shared(), scratch),
+            None if matches!(self.variant, Variant::Simple) => {
+                simple::forward(&problem, out.shared(), final_state.take(), scratch);
+            }
             None => forward::forward(&problem, out.shared(), scratch),
         }
         if let Some(state) = final_state {

@@ -9,15 +9,17 @@ use std::ops::Range;
 use super::backward::GradientSink;
 use super::keys::KeyItems;
 use super::problem::{CHUNK, Problem};
+use super::state;
 use super::state_gradient::{Links, far_item};
 use super::walk::{Items, clear, join_all, join_items};
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch, line, padded};
-use crate::shape::{Rows, SharedRows, View};
+use crate::shape::{Dims, Rows, SharedRows, View, ViewMut};
 use crate::simd::log_sum::{OutputRow, PARTS, Tokens};
 use crate::simd::running::{OutputRows, TokenGradients};
+use crate::state::State;
 use crate::threads::{self, parallel};
 
 /// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
@@ -94,21 +96,50 @@ fn work_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     8 * mean + (2 * CHUNK + 2) * mean + 12 * line::<T>() * BLOCK + 64
 }
 
-/// Writes every output.
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>, scratch: &mut Scratch<T>) {
-    if problem.dims.head_dim == 0 || problem.dims.heads == 0 {
+/// Writes every output, and the means after the last key into the final state, if one is asked for.
+pub(super) fn forward<T: Real>(
+    problem: &Problem<'_, T>,
+    out: SharedRows<'_, T>,
+    final_state: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let Dims { head_dim, heads, kv_heads, .. } = problem.dims;
+    let mut state = final_state.map(|state| {
+        state::write_marks(problem, state);
+        let len = state.shape().head_len();
+        ViewMut::strided(state.numbers_mut(), [0, 0, len])
+    });
+    if head_dim == 0 || (heads == 0 && state.is_none()) {
         return;
     }
+    let state = state.as_mut().map(|numbers| numbers.shared());
     let tasks = Tasks::new(problem);
     let per_worker = work_len(problem).next_multiple_of(64);
     let workers = threads::count().min(tasks.count).max(1);
     parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
-        means(problem, &tasks.get(problem, task), out, work);
+        let task = tasks.get(problem, task);
+        let sum = means(problem, &task, out, state.is_some(), work);
+        let Some(state) = state else { return };
+        let (width, Range { start, end }) = (sum.len() / PARTS, task.channels);
+        let index = problem.sequences[task.sequence].batch * kv_heads + task.kv_head;
+        // Numerators, denominators and exponents.
+        for (part, row) in [2, 3, 0].into_iter().enumerate() {
+            let columns = part * head_dim + start..part * head_dim + end;
+            // SAFETY: these channels of a head belong to one task, and the columns end here.
+            let mut to = unsafe { state.columns([0, 0, index], 1, columns) };
+            to.row(0).copy_from_slice(&sum[row * width..][..end - start]);
+        }
     });
 }
 
-/// Writes the outputs of one task.
-fn means<T: Real>(problem: &Problem<'_, T>, task: &Task, out: SharedRows<'_, T>, work: &mut [T]) {
+/// Writes the outputs of one task. Returns the mean of all keys, if it is wanted.
+fn means<'w, T: Real>(
+    problem: &Problem<'_, T>,
+    task: &Task,
+    out: SharedRows<'_, T>,
+    to_the_end: bool,
+    work: &'w mut [T],
+) -> &'w [T] {
     let (ops, sequence) = (problem.ops, &problem.sequences[task.sequence]);
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let stretch = Stretch::new(problem, sequence);
@@ -163,6 +194,10 @@ fn means<T: Real>(problem: &Problem<'_, T>, task: &Task, out: SharedRows<'_, T>,
         ops.join(sum, part, T::ZERO);
     }
     constant(stretch.row + stretch.count..sequence.queries, sum);
+    if to_the_end {
+        join_all(ops, &items, (stretch.key + stretch.count) as isize, sequence.keys as isize, sum, block);
+    }
+    sum
 }
 
 /// Writes every gradient.

@@ -8,6 +8,7 @@ use super::state_gradient::far;
 use super::walk::clear;
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
+use crate::mask::Sequence;
 use crate::mechanism::Mechanism;
 use crate::real::Real;
 use crate::scratch::{Scratch, padded};
@@ -254,7 +255,22 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     Ok(combined)
 }
 
-/// The state after the last key.
+/// The marks after the last key.
+fn final_marks<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>, kv_head: usize) -> [T; MARKS] {
+    let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
+    let zeros = [T::ZERO; MARKS];
+    advance(problem.aft, before.map_or(&zeros[..], |head| head.marks), sequence.keys)
+}
+
+/// Writes the marks of the state after the last key.
+pub(super) fn write_marks<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>) {
+    let kv_heads = problem.dims.kv_heads;
+    for (index, head) in state.heads_mut().map(Head::from).enumerate() {
+        head.marks.copy_from_slice(&final_marks(problem, &problem.sequences[index / kv_heads], index % kv_heads));
+    }
+}
+
+/// The state after the last key, but for variants without a window: their walk through the keys has it at its end.
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
     let (mean, width) = (problem.mean(), problem.dims.head_dim);
     let (key_dim, kv_heads) = (problem.key_dim, problem.dims.kv_heads);
@@ -268,10 +284,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let (sum, block) = work.split_at_mut(mean);
         far(problem, sequence, kv_head, sum, block);
         head.write(sum);
-        let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
-        let zeros = [T::ZERO; MARKS];
-        let marks = before.map_or(&zeros[..], |head| head.marks);
-        let marks = advance(problem.aft, marks, sequence.keys);
+        let marks = final_marks(problem, sequence, kv_head);
         let oldest = marks[OLDEST].to_f64() as usize;
         head.marks.copy_from_slice(&marks);
         for back in 1..=ring {

@@ -121,6 +121,11 @@ impl<'a, T: Real> Links<'a, T> {
         }
     }
 
+    /// Whether a state at either end has a gradient.
+    pub fn any(&self) -> bool {
+        self.last.is_some() || self.first.is_some()
+    }
+
     /// Whether the gradient of the initial state is wanted.
     pub fn lends(&self) -> bool {
         self.first.is_some()

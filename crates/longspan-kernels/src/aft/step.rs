@@ -11,8 +11,9 @@ use crate::error::{Error, expect};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
 use crate::real::Real;
 use crate::scratch::{StepMemory, padded};
-use crate::shape::Dims;
-use crate::simd::log_sum::PARTS;
+use crate::shape::{Dims, Rows};
+use crate::simd::log_sum::{PARTS, Tokens};
+use crate::simd::running::JOINED;
 use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
@@ -55,6 +56,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
     let (sum, item) = rest.split_at_mut(mean);
     let group = dims.group();
+    let mut biases = [T::ZERO; JOINED];
     for (index, mut head) in state.heads_mut().map(Head::from).enumerate() {
         let k = &token.k[index * key_dim..][..key_dim];
         let v = &token.v[index * width..][..width];
@@ -65,6 +67,12 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         // A state may claim more tokens than positions, but no bias stands before the first position.
         let filled = head.marks[FILLED].to_f64() as usize;
         let filled = if matches!(aft.variant, Variant::Full { .. }) { filled.min(position) } else { filled };
+        // Without windows all query heads see the same.
+        let simple = matches!(aft.variant, Variant::Simple);
+        if simple {
+            write_item(Some((k, v)), padded, item);
+            ops.join(far, item, T::ZERO);
+        }
         for n in 0..group {
             let query_head = index % kv_heads * group + n;
             // From `ring` tokens ago to the token itself; `place` counts from there.
@@ -81,21 +89,50 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 }
             };
             sum.copy_from_slice(far);
-            for place in ring - filled..=ring {
-                let token = if place == ring {
-                    (k, v)
+            // A full ring is read as it stands, whichever of its rows is the oldest; one with empty rows from the oldest token on.
+            // The token itself comes last.
+            let whole = filled == ring;
+            let mut at = match (simple, whole) {
+                (true, _) => ring + 1,
+                (_, true) => 0,
+                (_, false) => ring - filled,
+            };
+            while at <= ring && width > 0 {
+                let row = if whole { at } else { (oldest + at) % ring };
+                let (keys, values, count) = if at == ring {
+                    (k, v, 1)
                 } else {
-                    let row = (oldest + place) % ring;
-                    (&head.ring_keys[row * key_dim..][..key_dim], &head.ring_values[row * width..][..width])
+                    let count = (ring - row.max(at)).min(JOINED);
+                    (&head.ring_keys[row * key_dim..], &head.ring_values[row * width..], count)
                 };
-                write_item(Some(token), padded, item);
-                ops.join(sum, item, bias(place));
+                for (n, to) in biases.iter_mut().enumerate().take(count) {
+                    let place = at + n;
+                    *to = bias(match place {
+                        place if !whole || place == ring => place,
+                        row if row < oldest => row + ring - oldest,
+                        row => row - oldest,
+                    });
+                }
+                let tokens = Tokens {
+                    keys: Rows { data: keys, stride: key_dim },
+                    key_dim,
+                    values: Rows { data: values, stride: width },
+                    queries: None,
+                    count,
+                    head_dim: width,
+                };
+                ops.join_tokens(tokens, &biases[..count], sum);
+                at += count;
             }
             let row = index * group + n;
             let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };
             ops.gated_mean(sum, q, &mut out[row * width..][..width]);
         }
         // The oldest token leaves the windows' reach, this one takes its place.
+        if simple {
+            head.write(far);
+            continue;
+        }
         if ring == 0 {
             write_item(Some((k, v)), padded, item);
         } else {

@@ -8,7 +8,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, line};
 use crate::shape::Dims;
 use crate::simd::Ops;
-use crate::simd::rotation::{Angles, Rotation, Turn, Unrotated};
+use crate::simd::rotation::{AngleSums, Angles, Rotation, Turn, Unrotated, is_double};
 
 /// Which rows: queries of a head, or the keys of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,14 +59,14 @@ pub(crate) struct Rotations<'a, T: 'static> {
     angles: usize,
     axes: usize,
     dims: Dims,
-    /// Turns for a step, `[kv_heads, axes, angles]`.
-    rates: Angular<Rate>,
-    /// The same in radians: what takes the gradients of angles to positions.
-    slopes: Angular<T>,
+    /// Turns for a step, `[kv_heads, axes, angles]`, and for doubles what rounding took from each.
+    rates: [Angular<f64>; 2],
+    /// Radians for a step, `[kv_heads, angles, axes]`: what takes the gradients of angles to positions.
+    slopes: &'a [T],
     /// Turns, `[heads, angles]`, or empty.
     phases: Angular<f64>,
     /// `c`, `[heads, features]`, or empty.
-    gains: Angular<T>,
+    gains: &'a [T],
     /// What queries' unturned features are multiplied by, `[heads, features]`, or empty where that is 1.
     rests: Angular<T>,
     ones: Angular<T>,
@@ -83,41 +83,14 @@ struct SideAngles<'s, T> {
     base: &'s mut [T],
 }
 
-/// Turns for a step of 1.
-#[derive(Debug, Clone, Copy, Default)]
-struct Rate {
-    turns: f64,
-    /// What rounding took from it.
-    rest: f64,
-}
-
-/// 1/2π, and what rounding took from it.
-const PER_RADIAN: Rate = Rate { turns: 0.159_154_943_091_895_35, rest: -9.839_338_337_591_243e-18 };
-
-impl Rate {
-    fn new(radians: f64) -> Self {
-        let turns = radians * PER_RADIAN.turns;
-        Self { turns, rest: radians.mul_add(PER_RADIAN.turns, -turns) + radians * PER_RADIAN.rest }
-    }
-
-    /// Turns after so many steps, without whole ones. To the precision of `T`: an `f32` rate times a count of steps below
-    /// 2²⁴ is exact in doubles and loses nothing that `f32` would notice; doubles take what rounding left, too.
-    fn after<T>(self, steps: f64) -> f64 {
-        let turns = self.turns * steps;
-        let part = turns - turns.round_ties_even();
-        if size_of::<T>() == size_of::<f64>() {
-            part + (self.turns.mul_add(steps, -turns) + self.rest * steps)
-        } else {
-            part
-        }
-    }
-}
-
 /// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
 pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
-    let turns: Vec<f64> = a.iter().map(|a| Rate::new(a.to_f64()).after::<T>(steps)).collect();
+    let ops = T::ops();
+    let [mut rates, mut rests, mut turns] = [0; 3].map(|_| vec![0.0; a.len()]);
+    ops.rates(a, 1, &mut rates, &mut rests);
+    ops.add_turns(&rates, &rests, steps, &mut turns);
     let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
-    T::ops().cos_sin(&turns, &mut cos, &mut sin);
+    ops.cos_sin(&turns, &mut cos, &mut sin);
     [cos, sin]
 }
 
@@ -159,41 +132,51 @@ impl<'a, T: Real> Rotations<'a, T> {
     pub fn new(fourier: Fourier, dims: Dims, features: usize, parameters: &[&'a [T]]) -> Self {
         let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
         let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
-        let a = a.unwrap_or(&[]);
-        let mut rates: Angular<_> = smallvec![Rate::default(); a.len()];
-        let mut slopes: Angular<_> = smallvec![T::ZERO; a.len()];
-        for head in 0..dims.kv_heads {
-            for k in 0..angles {
-                for axis in 0..axes {
-                    let (from, to) = ((head * angles + k) * axes + axis, (head * axes + axis) * angles + k);
-                    rates[to] = Rate::new(a[from].to_f64());
-                    slopes[to] = a[from];
-                }
-            }
-        }
-        let rests = match (fourier.normalizer, beta, c) {
-            (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
-                let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
-                c.iter().zip(beta).map(|(c, beta)| T::from_f64(c.to_f64().abs() + softplus(beta.to_f64()))).collect()
-            }
-            (_, Some(beta), _) => Angular::from_slice(beta),
-            _ => Angular::new(),
-        };
-        Self {
+        let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
+        let ops = T::ops();
+        // Lists are filled where they stay: a step makes this anew for every head, and moving them costs as much as filling.
+        let mut this = Self {
             fourier,
-            ops: T::ops(),
+            ops,
             features,
             angles,
             axes,
             dims,
-            rates,
-            slopes,
-            phases: b.unwrap_or(&[]).iter().map(|b| Rate::new(b.to_f64()).after::<T>(1.0)).collect(),
-            gains: Angular::from_slice(c.unwrap_or(&[])),
-            rests,
-            ones: smallvec![T::ONE; features],
+            rates: Default::default(),
+            slopes: a,
+            phases: Angular::new(),
+            gains: c.unwrap_or(&[]),
+            rests: Angular::new(),
+            ones: Angular::new(),
             positions,
+        };
+        let [rates, rests] = &mut this.rates;
+        let most = a.len().max(b.len());
+        rates.resize(most, 0.0);
+        rests.resize(if is_double::<T>() { most } else { 0 }, 0.0);
+        // As rates of one step, where those of steps come to stand afterwards.
+        this.phases.resize(b.len(), 0.0);
+        ops.rates(b, 1, rates, rests);
+        ops.add_turns(rates, rests, 1.0, &mut this.phases);
+        for head in 0..dims.kv_heads {
+            for axis in 0..axes {
+                let from = &a[(head * angles * axes + axis).min(a.len())..];
+                let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
+                let rests = if is_double::<T>() { &mut rests[to.clone()] } else { &mut [] };
+                ops.rates(from, axes, &mut rates[to], rests);
+            }
         }
+        match (fourier.normalizer, beta, c) {
+            (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
+                let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
+                let sums = c.iter().zip(beta).map(|(c, beta)| c.to_f64().abs() + softplus(beta.to_f64()));
+                this.rests.extend(sums.map(T::from_f64));
+            }
+            (_, Some(beta), _) => this.rests.extend_from_slice(beta),
+            _ => {}
+        }
+        this.ones.resize(features, T::ONE);
+        this
     }
 
     /// Whether positions are given, so that they have gradients.
@@ -216,8 +199,13 @@ impl<'a, T: Real> Rotations<'a, T> {
         RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
     }
 
-    fn rates(&self, kv_head: usize, axis: usize) -> &[Rate] {
-        &self.rates[(kv_head * self.axes + axis) * self.angles..][..self.angles]
+    /// Adds the turns of some of a head's angles after so many steps along an axis.
+    fn add_turns(&self, (kv_head, axis): (usize, usize), angles: std::ops::Range<usize>, steps: f64, to: &mut [f64]) {
+        let first = (kv_head * self.axes + axis) * self.angles;
+        let place = first + angles.start..first + angles.end;
+        let [rates, rests] = &self.rates;
+        let rests = if is_double::<T>() { &rests[place.clone()] } else { &[] };
+        self.ops.add_turns(&rates[place], rests, steps, to);
     }
 
     /// Prepares for the rows of one head.
@@ -225,12 +213,19 @@ impl<'a, T: Real> Rotations<'a, T> {
         if self.given() || self.angles == 0 {
             return;
         }
-        let rates = self.rates(kv_head, 0);
-        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
         let [cos, sin] = &mut buffers.table;
+        let first = self.angles.min(cos.len());
+        cos[..first].fill(T::ONE);
+        sin[..first].fill(T::ZERO);
+        // A step has this row alone.
+        if cos.len() < 2 * self.angles {
+            return;
+        }
+        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
         let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
-        for (row, (cos, sin)) in rows.enumerate() {
-            turns.iter_mut().zip(rates).for_each(|(turn, rate)| *turn = rate.after::<T>(row as f64));
+        for (row, (cos, sin)) in rows.enumerate().skip(1) {
+            turns.fill(0.0);
+            self.add_turns((kv_head, 0), 0..self.angles, row as f64, &mut turns);
             self.ops.cos_sin(&turns, cos, sin);
         }
     }
@@ -257,7 +252,8 @@ impl<'a, T: Real> Rotations<'a, T> {
             return [Stretch { from: 0, count: span.count, place: 0 }, Stretch::default()];
         }
         let rows = (buffers.table[0].len() / self.angles.max(1)).max(1);
-        let place = span.position.rem_euclid(rows as f64) as usize;
+        // A count, so a whole number.
+        let place = (span.position as i64).rem_euclid(rows as i64) as usize;
         let count = span.count.min(rows - place);
         [Stretch { from: 0, count, place }, Stretch { from: count, count: span.count - count, place: 0 }]
     }
@@ -292,9 +288,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                         start(turns);
                         for axis in 0..self.axes {
                             let position = self.position(span, row, axis).to_f64();
-                            for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, axis)[from..to]) {
-                                *turn += rate.after::<T>(position);
-                            }
+                            self.add_turns((span.kv_head, axis), from..to, position, turns);
                         }
                         let place = row * angles + from..row * angles + to;
                         self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
@@ -302,9 +296,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                 } else {
                     start(turns);
                     let position = span.position + stretch.from as f64 - stretch.place as f64;
-                    for (turn, rate) in turns.iter_mut().zip(&self.rates(span.kv_head, 0)[from..to]) {
-                        *turn += rate.after::<T>(position);
-                    }
+                    self.add_turns((span.kv_head, 0), from..to, position, turns);
                     self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
                 }
             }
@@ -418,6 +410,11 @@ impl<'a, T: Real> Rotations<'a, T> {
         let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
         for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
             let rotation = self.rotation(span.side, (n, stretch), (x, x_row, width), false, buffers);
+            let sums = (!self.given()).then(|| AngleSums {
+                position: T::from_f64(span.position + stretch.from as f64),
+                d_phase: &mut *d_phase,
+                d_rate: &mut *d_rates,
+            });
             self.ops.unrotate(
                 &rotation,
                 &mut Unrotated {
@@ -427,8 +424,12 @@ impl<'a, T: Real> Rotations<'a, T> {
                     dx: &mut dx[stretch.from * x_row..],
                     d_gain: if gain.is_some() { &mut *d_gain } else { &mut [] },
                     d_rest: if wants_rest { &mut *d_rest } else { &mut [] },
+                    angles: sums,
                 },
             );
+        }
+        if !self.given() {
+            return;
         }
         let angles = self.angles;
         for row in 0..span.count {
@@ -437,10 +438,14 @@ impl<'a, T: Real> Rotations<'a, T> {
             for axis in 0..self.axes {
                 let to = &mut d_rates[axis * width..][..angles];
                 self.ops.add_scaled(to, self.position(span, row, axis), angle);
-                if self.given() {
-                    let slopes = &self.slopes[(span.kv_head * self.axes + axis) * angles..][..angles];
-                    d_positions(row, axis, self.ops.dot(angle, slopes));
-                }
+                let slopes = &self.slopes[span.kv_head * angles * self.axes..][..angles * self.axes];
+                let d = if self.axes == 1 {
+                    self.ops.dot(angle, slopes)
+                } else {
+                    let slopes = slopes.iter().skip(axis).step_by(self.axes);
+                    angle.iter().zip(slopes).map(|(&d, &slope)| d * slope).sum()
+                };
+                d_positions(row, axis, d);
             }
         }
     }

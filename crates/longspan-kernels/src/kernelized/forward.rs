@@ -67,7 +67,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                problem.ops.product_fetching(product, &ahead);
+                problem.ops.product_fetching(product, None, &ahead);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);

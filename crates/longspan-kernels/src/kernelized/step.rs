@@ -7,6 +7,7 @@ use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
+use crate::fourier::Fourier;
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
@@ -113,11 +114,19 @@ impl<T: Real> HeadToken<'_, T> {
         let from = if self.layout.separate().is_some() { weighed } else { 0 };
         let (head_dim, features) = (self.k.len(), from + denominators);
         let shaw = self.attention.score.shaw();
-        let rotations = self.rotations();
+        // Where it is made it stays: an option around it would be a copy.
+        let of_head;
+        let rotations = match self.attention.score.fourier() {
+            Some(fourier) => {
+                of_head = self.rotations(fourier);
+                Some(&of_head)
+            }
+            None => None,
+        };
         let width = padded::<T>(features);
         let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
         let mapped = padded::<T>(self.layout.mapped);
-        let turning = rotations.as_ref().map_or(0, |r| mapped + r.buffers_len(1));
+        let turning = rotations.map_or(0, |r| mapped + r.buffers_len(1));
         let mapping = self.row_map.map_or(0, |map| mapped + padded::<T>(map.work_len(1)));
         let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning + mapping));
         let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));
@@ -125,7 +134,7 @@ impl<T: Real> HeadToken<'_, T> {
             entry: arena.take(self.row_map.map_or(0, |_| mapped)),
             map: arena.take(self.row_map.map_or(0, |map| map.work_len(1))),
         };
-        let mut turns = rotations.as_ref().map(|rotations| {
+        let mut turns = rotations.map(|rotations| {
             let mapped = arena.take(mapped);
             let mut buffers = rotations.buffers(1, &mut arena);
             rotations.start(0, &mut buffers);
@@ -230,11 +239,11 @@ impl<T: Real> HeadToken<'_, T> {
     }
 
     /// The Fourier positions of this head and its queries alone.
-    fn rotations(&self) -> Option<Rotations<'_, T>> {
-        let fourier = self.attention.score.fourier()?;
+    #[inline(always)]
+    fn rotations(&self, fourier: Fourier) -> Rotations<'_, T> {
         let dims = Dims { heads: self.dims.group(), kv_heads: 1, ..*self.dims };
         let own = fourier.of_head(self.parameters, self.dims.kv_heads, self.kv_head);
-        Some(Rotations::new(fourier, dims, self.layout.mapped, &own))
+        Rotations::new(fourier, dims, self.layout.mapped, &own)
     }
 
     /// The largest exponent of a row under an exponential map.

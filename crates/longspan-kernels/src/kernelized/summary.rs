@@ -250,24 +250,11 @@ impl<'s, T: Real> Carry<'s, T> {
             // Without an exponent every key was ignored, and there is nothing to bring to scale.
             factor = if local.shift().is_finite() { (local.shift() - now).exp() } else { T::ZERO };
         }
-        let far = layout.far();
-        for (index, ((high, low), &term)) in self
-            .high
-            .numbers
-            .iter_mut()
-            .zip(self.low.iter_mut())
-            .zip(local.numbers)
-            .enumerate()
-            .take(layout.flags() + 1)
-        {
-            let term = if index < far { term * factor } else { term };
-            // Knuth's exact sum: `error` is what `sum` lost, with no demand on which is larger.
-            let sum = *high + (term + *low);
-            let shown = sum - *high;
-            let error = (*high - (sum - shown)) + ((term + *low) - shown);
-            *high = sum;
-            // An infinite or NaN sum has no error to keep.
-            *low = if error.is_finite() { error } else { T::ZERO };
+        let mut from = 0;
+        for (to, factor) in [(layout.far(), factor), (layout.flags() + 1, T::ONE)] {
+            let (high, low) = (&mut self.high.numbers[from..to], &mut self.low[from..to]);
+            problem.ops.add_compensated(high, low, &local.numbers[from..to], factor);
+            from = to;
         }
         if local.has_content() {
             self.high.set_content();

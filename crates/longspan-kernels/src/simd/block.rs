@@ -106,16 +106,55 @@ impl<T> Ahead<T> {
     }
 }
 
+/// Rows of which a few are asked for at a time: counts and no divisions, for loops of a hundred cycles.
+pub(super) struct Fetching<'a, T> {
+    rest: &'a [Ahead<T>],
+    row: usize,
+    quota: usize,
+}
+
+impl<'a, T> Fetching<'a, T> {
+    /// All rows of a list, in so many times.
+    pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
+        let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
+        Self { rest, row: 0, quota: rows.div_ceil(times.max(1)) }
+    }
+
+    /// Asks for the next rows.
+    #[inline(always)]
+    pub unsafe fn next<V: Vector<Element = T>>(&mut self) {
+        for _ in 0..self.quota {
+            while self.rest.first().is_some_and(|ahead| self.row >= ahead.count) {
+                (self.rest, self.row) = (&self.rest[1..], 0);
+            }
+            let Some(ahead) = self.rest.first() else { return };
+            let start = ahead.start.wrapping_add(self.row * ahead.stride);
+            for column in (0..ahead.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(start.wrapping_add(column)) };
+            }
+            self.row += 1;
+        }
+    }
+}
+
 /// See [`Product`].
 #[inline(always)]
 pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
     // SAFETY: forwarded to the caller.
-    unsafe { product_fetching::<V>(p, &[]) }
+    unsafe { product_fetching::<V>(p, None, &[]) }
 }
 
-/// The same, which asks for rows meanwhile.
+/// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
+pub(crate) type Outer<'x, T> = Option<(&'x [T], &'x [T])>;
+
+/// The same, which asks for rows meanwhile and adds the outer product.
 #[inline(always)]
-pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>, ahead: &[Ahead<V::Element>]) {
+pub(crate) unsafe fn product_fetching<V: Vector>(
+    p: &mut Product<'_, V::Element>,
+    outer: Outer<'_, V::Element>,
+    ahead: &[Ahead<V::Element>],
+) {
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {
         return;
@@ -123,6 +162,7 @@ pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>
     assert!(p.depth == 0 || (p.rows - 1) * p.a_row + (p.depth - 1) * p.a_column < p.a.len());
     assert!(p.depth == 0 || (p.depth - 1) * p.b_row + columns <= p.b.len());
     assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
+    assert!(outer.is_none_or(|(factors, line)| p.rows <= factors.len() && columns <= line.len()));
     let mut row = 0;
     while row < p.rows {
         for ahead in ahead {
@@ -139,7 +179,7 @@ pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>
             unsafe {
                 macro_rules! tile {
                     ($n:literal) => {
-                        tile::<V, $n>(p, row, last, column, depth_from, depth_to)
+                        tile::<V, $n>(p, outer, (row, last), column, (depth_from, depth_to))
                     };
                 }
                 match left.min(V::BLOCK_COLUMNS) {
@@ -161,11 +201,10 @@ pub(crate) unsafe fn product_fetching<V: Vector>(p: &mut Product<'_, V::Element>
 #[inline(always)]
 unsafe fn tile<V: Vector, const N: usize>(
     p: &mut Product<'_, V::Element>,
-    row: usize,
-    last: usize,
+    outer: Outer<'_, V::Element>,
+    (row, last): (usize, usize),
     column: usize,
-    from: usize,
-    to: usize,
+    (from, to): (usize, usize),
 ) {
     // SAFETY: the caller checked that rows `row..=last`, `N` registers from `column` and `from..to` lie in the slices.
     unsafe {
@@ -176,6 +215,14 @@ unsafe fn tile<V: Vector, const N: usize>(
             for r in 0..BLOCK_ROWS {
                 for n in 0..N {
                     sums[r][n] = V::load(c.add(rows[r] * p.c_row + n * V::LANES));
+                }
+            }
+        }
+        if let Some((factors, line)) = outer {
+            for n in 0..N {
+                let line = V::load(line.as_ptr().add(column + n * V::LANES));
+                for r in 0..BLOCK_ROWS {
+                    sums[r][n] = V::splat(*factors.as_ptr().add(rows[r])).mul_add(line, sums[r][n]);
                 }
             }
         }
@@ -791,6 +838,25 @@ unsafe fn add_registers<V: Vector, const N: usize>(total: [V; N], to: &mut [V::E
             let at = to.as_mut_ptr().add(column + n * V::LANES);
             V::load(at).add(total).store(at);
         }
+    }
+}
+
+/// `high + low += factor · terms` by Knuth's exact sum: `low` keeps what `high` loses, with no demand on which is larger.
+#[inline(always)]
+pub(crate) unsafe fn add_compensated<V: Vector>(
+    high: &mut [V::Element],
+    low: &mut [V::Element],
+    terms: &[V::Element],
+    factor: V::Element,
+) {
+    for ((high, low), &term) in high.iter_mut().zip(low).zip(terms) {
+        let more = term * factor + *low;
+        let sum = *high + more;
+        let shown = sum - *high;
+        let error = (*high - (sum - shown)) + (more - shown);
+        *high = sum;
+        // An infinite or NaN sum has no error to keep.
+        *low = if error.is_finite() { error } else { V::Element::ZERO };
     }
 }
 

@@ -24,13 +24,13 @@ use std::sync::OnceLock;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::shape::{Columns, Rows};
-use block::{Ahead, Band, Product, Run};
+use block::{Ahead, Band, Outer, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
 use rotation::{Rotation, Unrotated};
 use running::{OutputRows, TokenGradients};
 use toeplitz::Factors;
-use window::{Entering, Line, Tops};
+use window::{Convolution, Entering, Line, SpanTop, TapGradients, Tops};
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -164,23 +164,24 @@ macro_rules! operations {
 /// The generic operations, wherever they are defined.
 mod kernels {
     pub(crate) use super::block::*;
-    pub(crate) use super::rotation::{cos_sin, rotate, unrotate};
+    pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, unrotate};
     pub(crate) use super::running::{
-        constant_cotangents, constant_gradients, constant_means, factor_tokens, running_gradients, running_means,
-        sum_tokens, tops,
+        constant_cotangents, constant_gradients, constant_means, factor_tokens, join_tokens, running_gradients,
+        running_means, sum_tokens, tops,
     };
     pub(crate) use super::softmax::{exp_columns, softmax_pull_back, softmax_tile};
     pub(crate) use super::toeplitz::{add_conjugate_products, add_products, multiply_spectrum, weigh};
     pub(crate) use super::token::{add_outer, add_weighed_values, feature_dots};
     pub(crate) use super::window::{
-        add_row_dot, add_window, exp_all, gated_cotangents, gated_rows, run_rows, window_dots, window_tops,
+        add_row_dot, add_tap_gradients, add_window, band_weights, convolve, exp_all, gated_cotangents, gated_rows,
+        key_gradients, run_rows, scale_rows, span_top, span_weights, sum_rows, window_dots, window_tops,
         window_weights,
     };
 }
 
 operations! {
     product(p: &mut Product<'_, T>);
-    product_fetching(p: &mut Product<'_, T>, ahead: &[Ahead<T>]);
+    product_fetching(p: &mut Product<'_, T>, outer: Outer<'_, T>, ahead: &[Ahead<T>]);
     load(
         map: FeatureMap, shift: T, from: Rows<'_, T>, count: usize, width: usize, ignored: Option<&[bool]>,
         to: &mut [T], to_row: usize
@@ -195,6 +196,7 @@ operations! {
     largest(x: &[T]) -> T;
     add_row_dots(block: &[T], row_length: usize, vector: &[T], to: &mut [T]);
     mask_and_sum(block: &mut [T], row_length: usize, columns: usize, band: Band, sums: &mut [T]);
+    add_compensated(high: &mut [T], low: &mut [T], terms: &[T], factor: T);
     combine(to: &mut [T], a: T, x: &[T], b: T, y: &[T]);
     add_scaled(to: &mut [T], a: T, x: &[T]);
     multiply(to: &mut [T], x: &[T]);
@@ -214,6 +216,7 @@ operations! {
     join(to: &mut [T], item: &[T], bias: T);
     factor_tokens(tokens: Tokens<'_, T>, reference: &mut [T], numerators: &mut [T], denominators: &mut [T]) -> T;
     sum_tokens(tokens: Tokens<'_, T>, numerators: bool, to: &mut [T]);
+    join_tokens(tokens: Tokens<'_, T>, biases: &[T], mean: &mut [T]);
     tops(tokens: Tokens<'_, T>, before: &[T], tops: &mut [T]) -> bool;
     running_means(tokens: Tokens<'_, T>, tops: &[T], mean: &mut [T], to: &mut Columns<'_, T>);
     constant_means(queries: Option<Rows<'_, T>>, mean: &[T], to: &mut Columns<'_, T>);
@@ -239,6 +242,16 @@ operations! {
     window_dots(
         weights: &[T], outputs: &[T], rows: &[T], items: usize, width: usize, c: &[T], d_taps: &mut [T]
     );
+    span_top(line: Line<'_, T>) -> SpanTop<T>;
+    span_weights(line: Line<'_, T>, top: &SpanTop<T>, weights: &mut [T], products: &mut [T]);
+    band_weights(kernel: &[T], items: &[T], products: &[T], weights: &mut [T], sums: &mut [T]);
+    sum_rows(weights: &[T], rows: &[T], to: &mut [T]);
+    convolve(c: &Convolution<'_, T>, before: &mut [T], after: &mut [T], to: &mut [T], ahead: &[Ahead<T>]);
+    scale_rows(weights: &[T], rows: &[T], width: usize, to: &mut [T]);
+    add_tap_gradients(g: &TapGradients<'_, T>, to: &mut [T], ahead: &[Ahead<T>]);
+    key_gradients(
+        sums: &[T], width: usize, factors: &[T], d: &[T], values: Rows<'_, T>, to: &mut TokenGradients<'_, T>
+    );
     exp_all(block: &mut [T]);
     gated_rows(sums: &[T], factors: &[T], queries: Option<Rows<'_, T>>, to: &mut Columns<'_, T>);
     gated_cotangents(
@@ -251,6 +264,8 @@ operations! {
     add_products(to: &mut [T], x: &[T], y: &[T]);
     multiply_spectrum(x: &mut [Complex<T>], by: &[Complex<T>], conjugate: bool);
     add_conjugate_products(to: &mut [Complex<T>], x: &[Complex<T>], y: &[Complex<T>]);
+    rates(radians: &[T], step: usize, turns: &mut [f64], rests: &mut [f64]);
+    add_turns(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);

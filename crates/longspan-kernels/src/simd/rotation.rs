@@ -6,6 +6,51 @@
 use super::vector::{Constants, Vector};
 use crate::real::Real;
 
+/// 1/2π, and what rounding took from it.
+const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
+
+/// Whether a number type notices what rounding a rate takes from it: an `f32` rate times a count of steps below 2²⁴ is
+/// exact in doubles and loses nothing that `f32` would notice.
+pub(crate) const fn is_double<T>() -> bool {
+    size_of::<T>() == size_of::<f64>()
+}
+
+/// Turns for every `step`-th of `radians`, and for doubles what rounding took from each.
+///
+/// These loops stand here for the instructions: fused products and roundings of doubles are calls into the C library where a
+/// processor may lack them.
+#[inline(always)]
+pub(crate) unsafe fn rates<V: Vector>(radians: &[V::Element], step: usize, turns: &mut [f64], rests: &mut [f64]) {
+    if step == 1 {
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    } else {
+        let radians = radians.iter().step_by(step);
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    }
+    if is_double::<V::Element>() {
+        for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
+            let radians = radians.to_f64();
+            *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
+        }
+    }
+}
+
+/// Adds to `to` the turns after so many steps, without whole ones.
+#[inline(always)]
+pub(crate) unsafe fn add_turns<V: Vector>(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]) {
+    if is_double::<V::Element>() {
+        for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
+            let turns = rate * steps;
+            *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
+        }
+    } else {
+        for (to, rate) in to.iter_mut().zip(turns) {
+            let turns = rate * steps;
+            *to += turns - turns.round_ties_even();
+        }
+    }
+}
+
 /// Angles brought to one eighth of a turn in one go; they stand on the stack.
 const BATCH: usize = 64;
 
@@ -129,10 +174,55 @@ impl<T: Real> Rotation<'_, T> {
     }
 }
 
+/// The cosine and sine of `base` and `angle` together.
+#[inline(always)]
+unsafe fn sum<V: Vector>([base_cos, base_sin]: [V; 2], [cos, sin]: [V; 2]) -> [V; 2] {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let minus = V::splat(V::Element::ZERO).sub(base_sin);
+        [minus.mul_add(sin, base_cos.mul(cos)), base_sin.mul_add(cos, base_cos.mul(sin))]
+    }
+}
+
+/// The same of single numbers.
+#[inline(always)]
+fn sum_of_one<T: Real>([base_cos, base_sin]: [T; 2], [cos, sin]: [T; 2]) -> [T; 2] {
+    [base_cos * cos - base_sin * sin, base_sin * cos + base_cos * sin]
+}
+
+impl<T: Real> Rotation<'_, T> {
+    /// That every number it speaks of is there.
+    fn check(&self) {
+        let Some(last) = self.count.checked_sub(1) else { return };
+        let Angles { cos, sin, row, base } = self.angles;
+        let angles = match self.turn {
+            Turn::Each => self.width,
+            Turn::Pairs => self.width / 2,
+        };
+        assert!(last * self.x_row + self.width <= self.x.len());
+        assert!(last * row + angles <= cos.len() && last * row + angles <= sin.len());
+        assert!(base.iter().all(|base| base.len() >= angles));
+        assert!(self.rest.is_none_or(|rest| rest.len() >= self.width));
+        assert!(self.stride >= self.width);
+    }
+}
+
 /// Writes turned rows. Numbers that belong to no feature become 0.
 #[inline(always)]
 pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V::Element], to_row: usize) {
+    r.check();
     let (width, stride) = (r.width, r.stride);
+    assert!(r.count * to_row <= to.len());
+    assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to_row);
+    let whole = match r.turn {
+        // SAFETY: every number that is read or written is there by the assertions above.
+        Turn::Each => unsafe { rotate_registers::<V>(r, to, to_row) },
+        Turn::Pairs => 0,
+    };
+    let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
+    if whole == width && stride == width && to_row == beyond {
+        return;
+    }
     for row in 0..r.count {
         let x = &r.x[row * r.x_row..][..width];
         let (cos, sin) = (&r.angles.cos[row * r.angles.row..], &r.angles.sin[row * r.angles.row..]);
@@ -140,27 +230,24 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
         let (turned, after) = to.split_at_mut(r.turned() * stride);
         match r.turn {
             Turn::Each => {
-                let (cos, sin) = (&cos[..width], &sin[..width]);
-                let (base_cos, base_sin) = (&r.angles.base[0][..width], &r.angles.base[1][..width]);
                 let (first, second) = turned.split_at_mut(stride);
+                for k in whole..width {
+                    let [c, s] = sum_of_one(r.angles.base.map(|base| base[k]), [cos[k], sin[k]]);
+                    first[k] = x[k] * c;
+                    second[k] = x[k] * s;
+                }
                 first[width..].fill(V::Element::ZERO);
                 second[width..].fill(V::Element::ZERO);
-                let (first, second) = (&mut first[..width], &mut second[..width]);
-                for k in 0..width {
-                    first[k] = x[k] * (base_cos[k] * cos[k] - base_sin[k] * sin[k]);
-                    second[k] = x[k] * (base_sin[k] * cos[k] + base_cos[k] * sin[k]);
-                }
             }
             Turn::Pairs => {
                 let half = width / 2;
                 let (cos, sin) = (&cos[..half], &sin[..half]);
-                let (base_cos, base_sin) = (&r.angles.base[0][..half], &r.angles.base[1][..half]);
+                let base = r.angles.base.map(|base| &base[..half]);
                 turned[width..].fill(V::Element::ZERO);
                 let (first, second) = turned[..width].split_at_mut(half);
                 let (low, high) = x.split_at(half);
                 for k in 0..half {
-                    let c = base_cos[k] * cos[k] - base_sin[k] * sin[k];
-                    let s = base_sin[k] * cos[k] + base_cos[k] * sin[k];
+                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
                     first[k] = low[k] * c - high[k] * s;
                     second[k] = low[k] * s + high[k] * c;
                 }
@@ -172,15 +259,46 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
         };
         let (unturned, nothing) = after.split_at_mut(width);
         nothing.fill(V::Element::ZERO);
-        for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(&rest[..width]) {
+        for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(rest).skip(whole) {
             *to = x * rest;
         }
     }
 }
 
+/// Writes the whole registers of rows turned by [`Turn::Each`]; returns how many numbers of each block they hold. Register
+/// after register down all rows, so that what rows have in common stays where it is.
+///
+/// # Safety
+/// As for [`Vector`]; the rotation must be checked and `to` have a row for each of its rows.
+#[inline(always)]
+unsafe fn rotate_registers<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V::Element], to_row: usize) -> usize {
+    let whole = r.width / V::LANES * V::LANES;
+    for column in (0..whole).step_by(V::LANES) {
+        // SAFETY: a register at `column` lies in each of these rows.
+        unsafe {
+            let base = r.angles.base.map(|base| V::load(base.as_ptr().add(column)));
+            let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
+            for row in 0..r.count {
+                let at = row * r.angles.row + column;
+                let angle = [V::load(r.angles.cos.as_ptr().add(at)), V::load(r.angles.sin.as_ptr().add(at))];
+                let [c, s] = sum(base, angle);
+                let x = V::load(r.x.as_ptr().add(row * r.x_row + column));
+                let to = to.as_mut_ptr().add(row * to_row + column);
+                x.mul(c).store(to);
+                x.mul(s).store(to.add(r.stride));
+                if let Some(rest) = rest {
+                    x.mul(rest).store(to.add(2 * r.stride));
+                }
+            }
+        }
+    }
+    whole
+}
+
 /// Where the gradients of a rotation go.
 pub(crate) struct Unrotated<'a, T> {
-    /// The gradients of turned rows; on return the first block of each holds those of the angles.
+    /// The gradients of turned rows; on return the first block of each holds those of the angles, if no sums of them are
+    /// wanted.
     pub d: &'a mut [T],
     pub d_row: usize,
     /// What each pair of [`Turn::Each`] was multiplied by beside its angle, if not 1.
@@ -190,59 +308,167 @@ pub(crate) struct Unrotated<'a, T> {
     /// Sums over rows of the gradients of `gain` and [`Rotation::rest`], added to; empty if not wanted.
     pub d_gain: &'a mut [T],
     pub d_rest: &'a mut [T],
+    /// Sums over rows of the gradients of the angles.
+    pub angles: Option<AngleSums<'a, T>>,
+}
+
+/// Sums of the gradients of angles that grow with the position, over rows one position apart.
+pub(crate) struct AngleSums<'a, T> {
+    /// The position of the first row.
+    pub position: T,
+    /// Takes the gradients.
+    pub d_phase: &'a mut [T],
+    /// Takes the gradients times the rows' positions.
+    pub d_rate: &'a mut [T],
 }
 
 /// Takes gradients of turned rows back to features, angles and factors. The base angles are those without `gain`.
 #[inline(always)]
 pub(crate) unsafe fn unrotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut Unrotated<'_, V::Element>) {
+    r.check();
     let (width, stride) = (r.width, r.stride);
-    for row in 0..r.count {
+    let (count, zero) = (r.count, V::Element::ZERO);
+    assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
+    assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to.d_row);
+    assert!(to.gain.is_none_or(|gain| gain.len() >= width));
+    assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
+    assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
+    if r.turn == Turn::Pairs {
+        unrotate_pairs(r, to);
+        return;
+    }
+    let whole = width / V::LANES * V::LANES;
+    for column in (0..whole).step_by(V::LANES) {
+        // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
+        unsafe { unrotate_register::<V>(r, to, column) };
+    }
+    if whole == width && width == r.x_row {
+        return;
+    }
+    for row in 0..count {
         let x = &r.x[row * r.x_row..][..width];
         let (cos, sin) = (&r.angles.cos[row * r.angles.row..], &r.angles.sin[row * r.angles.row..]);
         let dx = &mut to.dx[row * r.x_row..][..r.x_row];
-        dx[width..].fill(V::Element::ZERO);
-        let dx = &mut dx[..width];
+        dx[width..].fill(zero);
         let d = &mut to.d[row * to.d_row..][..to.d_row];
-        let (turned, after) = d.split_at_mut(r.turned() * stride);
-        match r.turn {
-            Turn::Each => {
-                let (cos, sin) = (&cos[..width], &sin[..width]);
-                let (base_cos, base_sin) = (&r.angles.base[0][..width], &r.angles.base[1][..width]);
-                let (first, second) = turned.split_at_mut(stride);
-                let (first, second) = (&mut first[..width], &second[..width]);
-                for k in 0..width {
-                    let c = base_cos[k] * cos[k] - base_sin[k] * sin[k];
-                    let s = base_sin[k] * cos[k] + base_cos[k] * sin[k];
-                    let along = first[k] * c + second[k] * s;
-                    first[k] = x[k] * (second[k] * c - first[k] * s);
-                    dx[k] = along;
-                }
-                if !to.d_gain.is_empty() {
-                    for ((sum, &along), &x) in to.d_gain[..width].iter_mut().zip(&*dx).zip(x) {
-                        *sum += along * x;
-                    }
-                }
-                if let Some(gain) = to.gain {
-                    for ((dx, angle), &gain) in dx.iter_mut().zip(first).zip(&gain[..width]) {
-                        *dx *= gain;
-                        *angle *= gain;
-                    }
+        for k in whole..width {
+            let [c, s] = sum_of_one(r.angles.base.map(|base| base[k]), [cos[k], sin[k]]);
+            let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
+            let (first, second) = (d[k], d[stride + k]);
+            let along = first * c + second * s;
+            let angle = x[k] * (second * c - first * s) * gain;
+            dx[k] = along * gain;
+            if !to.d_gain.is_empty() {
+                to.d_gain[k] += along * x[k];
+            }
+            if let Some(rest) = r.rest {
+                let unturned = d[2 * stride + k];
+                dx[k] += unturned * rest[k];
+                if !to.d_rest.is_empty() {
+                    to.d_rest[k] += unturned * x[k];
                 }
             }
-            Turn::Pairs => {
-                let half = width / 2;
-                let (cos, sin) = (&cos[..half], &sin[..half]);
-                let (base_cos, base_sin) = (&r.angles.base[0][..half], &r.angles.base[1][..half]);
-                let (first, second) = turned[..width].split_at_mut(half);
-                let (low, high) = x.split_at(half);
-                let (d_low, d_high) = dx.split_at_mut(half);
-                for k in 0..half {
-                    let c = base_cos[k] * cos[k] - base_sin[k] * sin[k];
-                    let s = base_sin[k] * cos[k] + base_cos[k] * sin[k];
-                    d_low[k] = first[k] * c + second[k] * s;
-                    d_high[k] = second[k] * c - first[k] * s;
-                    first[k] = low[k] * d_high[k] - high[k] * d_low[k];
+            match &mut to.angles {
+                Some(sums) => {
+                    sums.d_phase[k] += angle;
+                    sums.d_rate[k] += angle * (sums.position + V::Element::from_f64(row as f64));
                 }
+                None => d[k] = angle,
+            }
+        }
+    }
+}
+
+/// One register of each block, down all rows.
+///
+/// # Safety
+/// As for [`Vector`]; a register at `column` must lie in each row and in every list that is not empty.
+#[inline(always)]
+unsafe fn unrotate_register<V: Vector>(
+    r: &Rotation<'_, V::Element>,
+    to: &mut Unrotated<'_, V::Element>,
+    column: usize,
+) {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let zero = V::splat(V::Element::ZERO);
+        let one = V::splat(V::Element::ONE);
+        let base = r.angles.base.map(|base| V::load(base.as_ptr().add(column)));
+        let gain = to.gain.map_or(one, |gain| V::load(gain.as_ptr().add(column)));
+        let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
+        let (mut d_gain, mut d_rest, mut d_phase, mut d_rate) = (zero, zero, zero, zero);
+        let mut place = zero;
+        let sums_angles = to.angles.is_some();
+        for row in 0..r.count {
+            let at = row * r.angles.row + column;
+            let angle = [V::load(r.angles.cos.as_ptr().add(at)), V::load(r.angles.sin.as_ptr().add(at))];
+            let [c, s] = sum(base, angle);
+            let at = row * r.x_row + column;
+            let x = V::load(r.x.as_ptr().add(at));
+            let d = to.d.as_mut_ptr().add(row * to.d_row + column);
+            let (first, second) = (V::load(d), V::load(d.add(r.stride)));
+            let along = first.mul_add(c, second.mul(s));
+            let across = second.mul_add(c, zero.sub(first).mul(s));
+            let mut dx = along.mul(gain);
+            d_gain = along.mul_add(x, d_gain);
+            if let Some(rest) = rest {
+                let unturned = V::load(d.add(2 * r.stride));
+                dx = unturned.mul_add(rest, dx);
+                d_rest = unturned.mul_add(x, d_rest);
+            }
+            dx.store(to.dx.as_mut_ptr().add(at));
+            let angle = across.mul(x).mul(gain);
+            if sums_angles {
+                d_phase = d_phase.add(angle);
+                d_rate = angle.mul_add(place, d_rate);
+                place = place.add(one);
+            } else {
+                angle.store(d);
+            }
+        }
+        let add = |to: &mut [V::Element], more: V| {
+            if !to.is_empty() {
+                let at = to.as_mut_ptr().add(column);
+                V::load(at).add(more).store(at);
+            }
+        };
+        add(to.d_gain, d_gain);
+        add(to.d_rest, d_rest);
+        if let Some(sums) = &mut to.angles {
+            add(sums.d_phase, d_phase);
+            add(sums.d_rate, d_phase.mul_add(V::splat(sums.position), d_rate));
+        }
+    }
+}
+
+/// For [`Turn::Pairs`], which have neither gain nor rest among their weights.
+#[inline(always)]
+fn unrotate_pairs<T: Real>(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>) {
+    let (width, half) = (r.width, r.width / 2);
+    let base = r.angles.base.map(|base| &base[..half]);
+    for row in 0..r.count {
+        let x = &r.x[row * r.x_row..][..width];
+        let cos = &r.angles.cos[row * r.angles.row..][..half];
+        let sin = &r.angles.sin[row * r.angles.row..][..half];
+        let dx = &mut to.dx[row * r.x_row..][..r.x_row];
+        dx[width..].fill(T::ZERO);
+        let dx = &mut dx[..width];
+        let d = &mut to.d[row * to.d_row..][..to.d_row];
+        let (turned, after) = d.split_at_mut(r.turned() * r.stride);
+        let (first, second) = turned[..width].split_at_mut(half);
+        let (low, high) = x.split_at(half);
+        let (d_low, d_high) = dx.split_at_mut(half);
+        for k in 0..half {
+            let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+            d_low[k] = first[k] * c + second[k] * s;
+            d_high[k] = second[k] * c - first[k] * s;
+            first[k] = low[k] * d_high[k] - high[k] * d_low[k];
+        }
+        if let Some(sums) = &mut to.angles {
+            let position = sums.position + T::from_f64(row as f64);
+            for ((&angle, d_phase), d_rate) in first.iter().zip(&mut *sums.d_phase).zip(&mut *sums.d_rate) {
+                *d_phase += angle;
+                *d_rate += angle * position;
             }
         }
         let Some(rest) = r.rest else { continue };

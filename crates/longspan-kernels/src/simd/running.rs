@@ -11,7 +11,7 @@ use crate::shape::{Columns, Rows};
 
 /// How far below the block's top the largest key of a row may be: every denominator is then at least `e^{−24}`, and terms that
 /// an exponential loses, below `e^{−87}` (`f32`), are nothing beside it.
-const DEEPEST: f64 = 24.0;
+pub(crate) const DEEPEST: f64 = 24.0;
 
 /// The rows of a block of outputs in the backward.
 #[derive(Clone, Copy)]
@@ -24,13 +24,13 @@ pub(crate) struct OutputRows<'a, T> {
 }
 
 /// Whether `count` rows of `width` are there.
-fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
+pub(super) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
     count == 0 || rows.data.len() >= (count - 1) * rows.stride + width
 }
 
 /// A register, or the first `left` numbers of one and zeros.
 #[inline(always)]
-unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
+pub(super) unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
     // SAFETY: the caller has so many numbers there.
     unsafe {
         if WHOLE {
@@ -44,7 +44,7 @@ unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize
 
 /// Writes a register, or its first `left` numbers.
 #[inline(always)]
-unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
+pub(super) unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
     // SAFETY: the caller has room for so many numbers there.
     unsafe {
         if WHOLE {
@@ -308,6 +308,179 @@ unsafe fn sum_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
         set_part(to, width, 0, column, top);
         set_part(to, width, 2, column, numerator);
         set_part(to, width, 3, column, denominator);
+    }
+}
+
+/// Tokens that [`join_tokens`] takes at once.
+pub(crate) const JOINED: usize = 64;
+
+/// Joins tokens with a bias each to a mean: what joining one after the other gives, with one exponential a number, or a token with
+/// one key a head.
+///
+/// Where biases are near each other, all exponents are relative to the largest key and the largest bias: no sum is then further below
+/// that than biases are apart.
+#[inline(always)]
+pub(crate) unsafe fn join_tokens<V: Vector>(
+    tokens: Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    mean: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let (count, width) = (tokens.count, tokens.head_dim);
+    assert!(fits::<V>(mean, width) && tokens.key_dim > 0 && (1..=JOINED).contains(&count) && biases.len() == count);
+    assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, width));
+    let padded = mean.len() / PARTS;
+    // SAFETY: all rows are as large as the assertions say.
+    unsafe {
+        let zero = V::splat(V::Element::ZERO);
+        let (mut least, mut most) = (zero, zero);
+        for numbers in [biases, &mean[padded..padded + width]] {
+            let mut at = 0;
+            while at < numbers.len() {
+                let own = match numbers.len() - at {
+                    left if left < V::LANES => get::<V, false>(numbers.as_ptr().add(at), left),
+                    _ => V::load(numbers.as_ptr().add(at)),
+                };
+                (least, most) = (own.min(least), own.max(most));
+                at += V::LANES;
+            }
+        }
+        let (low, high) = (-zero.sub(least).largest(), most.largest());
+        let near = high - low <= V::Element::from_f64(DEEPEST);
+        if near && tokens.key_dim < width {
+            join_single_keys::<V>(&tokens, biases, high, mean);
+        } else {
+            by_registers!(width, join_tokens_of(&tokens, biases, near.then_some(high), mean));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    common: Option<V::Element>,
+    mean: &mut [V::Element],
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    let width = mean.len() / PARTS;
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
+        let [own_x, own_b, mut numerator, mut denominator] =
+            [0, 1, 2, 3].map(|row| part::<V, N>(mean, width, row, column));
+        let (mut x, mut b) = (own_x, own_b);
+        if let Some(common) = common {
+            b = [V::splat(common); N];
+            for token in 0..tokens.count {
+                for (n, x) in x.iter_mut().enumerate() {
+                    *x = key(token, n).max(*x);
+                }
+            }
+        } else {
+            for (token, &bias) in biases.iter().enumerate() {
+                let bias = V::splat(bias);
+                for n in 0..N {
+                    let key = key(token, n);
+                    let rise = key.sub(x[n]).add(bias.sub(b[n]));
+                    (x[n], b[n]) = (rise.if_positive(key, x[n]), rise.if_positive(bias, b[n]));
+                }
+            }
+        }
+        for n in 0..N {
+            let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
+            (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
+        }
+        for (token, &bias) in biases.iter().enumerate() {
+            let mut shift = [V::splat(bias); N];
+            if let Some(common) = common {
+                shift = [V::splat(bias - common); N];
+            } else {
+                for n in 0..N {
+                    shift[n] = shift[n].sub(b[n]);
+                }
+            }
+            let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
+            for n in 0..N {
+                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift[n]));
+                numerator[n] = weight.mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), numerator[n]);
+                denominator[n] = denominator[n].add(weight);
+            }
+        }
+        for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
+            set_part(mean, width, row, column, registers);
+        }
+    }
+}
+
+/// The same for tokens with one key for all channels, whose mean has one exponent.
+#[inline(always)]
+unsafe fn join_single_keys<V: Vector>(
+    tokens: &Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    common: V::Element,
+    mean: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let (padded, width) = (mean.len() / PARTS, tokens.head_dim);
+    // Exponents of −∞ where there is no token.
+    let (mut keys, mut shifts) = ([V::Element::NEG_INFINITY; JOINED], [V::Element::ZERO; JOINED]);
+    for (token, (key, shift)) in keys.iter_mut().zip(&mut shifts).enumerate().take(tokens.count) {
+        (*key, *shift) = (tokens.keys.row(token, 1)[0], biases[token] - common);
+    }
+    let whole = tokens.count.next_multiple_of(V::LANES);
+    // SAFETY: whole registers lie in the arrays, whose length is a multiple of every register's.
+    unsafe {
+        let mut most = V::splat(mean[0]);
+        for at in (0..whole).step_by(V::LANES) {
+            most = V::load(keys.as_ptr().add(at)).max(most);
+        }
+        let top = most.largest();
+        let mut sum = V::splat(V::Element::ZERO);
+        for at in (0..whole).step_by(V::LANES) {
+            let place = keys.as_mut_ptr().add(at);
+            let exponent = V::load(place).sub(V::splat(top)).add(V::load(shifts.as_ptr().add(at)));
+            let weight = exp_nonpositive(exponent);
+            weight.store(place);
+            sum = sum.add(weight);
+        }
+        let scale = exp_nonpositive(V::splat(mean[0]).sub(V::splat(top)).add(V::splat(mean[padded] - common)));
+        let denominator = V::splat(mean[3 * padded]).mul(scale).add(V::splat(sum.sum()));
+        by_registers!(width, add_weighed_of(tokens, &keys, scale, mean));
+        for column in (0..padded).step_by(V::LANES) {
+            let to = mean.as_mut_ptr().add(column);
+            V::splat(top).store(to);
+            V::splat(common).store(to.add(padded));
+            denominator.store(to.add(3 * padded));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_weighed_of<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    weights: &[V::Element],
+    scale: V,
+    mean: &mut [V::Element],
+    column: usize,
+    left: usize,
+) {
+    let width = mean.len() / PARTS;
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let mut numerator = part::<V, N>(mean, width, 2, column).map(|register| register.mul(scale));
+        for (token, &weight) in weights.iter().enumerate().take(tokens.count) {
+            let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
+            for (n, numerator) in numerator.iter_mut().enumerate() {
+                *numerator = V::splat(weight).mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), *numerator);
+            }
+        }
+        set_part(mean, width, 2, column, numerator);
     }
 }
 

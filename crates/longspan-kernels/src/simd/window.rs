@@ -4,9 +4,9 @@
 //! A line of weights belongs to one tap `p` and has a lane for each output, so that exponents are formed in whole
 //! registers of outputs whatever the number of taps.
 
-use super::block::BLOCK_ROWS;
-use super::log_sum::{load_part, sigmoid, store_part};
-use super::running::OutputRows;
+use super::block::{Ahead, BLOCK_ROWS, Fetching};
+use super::log_sum::{floor, load_part, sigmoid, store_part};
+use super::running::{OutputRows, TokenGradients, covers, get, put};
 use super::vector::{Constants, Vector, exp_nonpositive};
 use crate::real::Real;
 use crate::shape::{Columns, Rows};
@@ -320,6 +320,470 @@ pub(crate) unsafe fn window_dots<V: Vector>(
     }
 }
 
+/// What the exponents of a span of items may be relative to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SpanTop<T> {
+    /// The largest exponent, in two parts; the floor if there is nothing.
+    pub x: T,
+    pub b: T,
+    /// How far below it the least is, among those above the floor.
+    pub depth: T,
+    /// How many are above the floor.
+    pub count: usize,
+}
+
+/// The largest exponent of a line.
+#[inline(always)]
+pub(crate) unsafe fn span_top<V: Vector>(line: Line<'_, V::Element>) -> SpanTop<V::Element> {
+    let len = line.x.len();
+    assert!(len.is_multiple_of(V::LANES) && line.b.len() >= len);
+    // SAFETY: both lines are whole registers by the assertion above; the lanes have room for one.
+    unsafe {
+        let (zero, one, bottom) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE), V::splat(floor()));
+        let at = |lane: usize| (V::load(line.x.as_ptr().add(lane)), V::load(line.b.as_ptr().add(lane)));
+        let (mut x, mut b, mut count) = (bottom, zero, zero);
+        for lane in (0..len).step_by(V::LANES) {
+            let (own_x, own_b) = at(lane);
+            let rise = own_x.sub(x).add(own_b.sub(b));
+            (x, b) = (rise.if_positive(own_x, x), rise.if_positive(own_b, b));
+            count = count.add(own_x.sub(bottom).if_positive(one, zero));
+        }
+        // Of the lanes whose sums are the largest, one; sums relative to something near them keep their digits.
+        let (near_x, near_b) = (V::splat(x.largest()), V::splat(b.largest()));
+        let rise = x.sub(near_x).add(b.sub(near_b));
+        let less = V::splat(rise.largest()).sub(rise);
+        let none = V::splat(V::Element::NEG_INFINITY);
+        let top_x = less.if_positive(none, x).largest();
+        let less = V::splat(top_x).sub(x).if_positive(one, less);
+        let top = (top_x, less.if_positive(none, b).largest());
+        let mut depth = zero;
+        for lane in (0..len).step_by(V::LANES) {
+            let (own_x, own_b) = at(lane);
+            let own = V::splat(top.0).sub(own_x).add(V::splat(top.1).sub(own_b));
+            depth = own_x.sub(bottom).if_positive(own, zero).max(depth);
+        }
+        SpanTop { x: top.0, b: top.1, depth: depth.largest(), count: count.sum().to_f64() as usize }
+    }
+}
+
+/// Writes the weight `e^{x+b−top}` of each item, and its product with `d`.
+#[inline(always)]
+pub(crate) unsafe fn span_weights<V: Vector>(
+    line: Line<'_, V::Element>,
+    top: &SpanTop<V::Element>,
+    weights: &mut [V::Element],
+    products: &mut [V::Element],
+) where
+    V::Element: Constants,
+{
+    let len = line.x.len();
+    assert!(len.is_multiple_of(V::LANES) && line.b.len().min(line.d.len()) >= len);
+    assert!(weights.len().min(products.len()) >= len);
+    for lane in (0..len).step_by(V::LANES) {
+        // SAFETY: every line has a register at `lane` by the assertions above.
+        unsafe {
+            let at = |line: &[V::Element]| V::load(line.as_ptr().add(lane));
+            let exponent = at(line.x).sub(V::splat(top.x)).add(at(line.b).sub(V::splat(top.b)));
+            let weight = exp_nonpositive(exponent);
+            weight.store(weights.as_mut_ptr().add(lane));
+            weight.mul(at(line.d)).store(products.as_mut_ptr().add(lane));
+        }
+    }
+}
+
+/// Writes a line of weights `kernel[p]·items[n + p]` for each tap, and adds up `Σ_p kernel[p]·products[n + p]`.
+#[inline(always)]
+pub(crate) unsafe fn band_weights<V: Vector>(
+    kernel: &[V::Element],
+    items: &[V::Element],
+    products: &[V::Element],
+    weights: &mut [V::Element],
+    sums: &mut [V::Element],
+) {
+    let lanes = sums.len();
+    assert!(lanes.is_multiple_of(V::LANES) && weights.len() >= kernel.len() * lanes);
+    assert!(items.len().min(products.len()) + 1 >= lanes + kernel.len());
+    for lane in (0..lanes).step_by(V::LANES) {
+        // SAFETY: every line has a register at `lane`, and items one for every tap further on, by the assertions above.
+        unsafe {
+            let mut sum = V::load(sums.as_ptr().add(lane));
+            for (p, &factor) in kernel.iter().enumerate() {
+                let factor = V::splat(factor);
+                let weight = factor.mul(V::load(items.as_ptr().add(lane + p)));
+                weight.store(weights.as_mut_ptr().add(p * lanes + lane));
+                sum = factor.mul_add(V::load(products.as_ptr().add(lane + p)), sum);
+            }
+            sum.store(sums.as_mut_ptr().add(lane));
+        }
+    }
+}
+
+/// `to = Σ_j weights[j]·row_j`.
+#[inline(always)]
+pub(crate) unsafe fn sum_rows<V: Vector>(weights: &[V::Element], rows: &[V::Element], to: &mut [V::Element]) {
+    let width = to.len();
+    assert!(width.is_multiple_of(V::LANES) && rows.len() >= weights.len() * width);
+    let mut column = 0;
+    while column < width {
+        let left = (width - column) / V::LANES;
+        // SAFETY: every row has so many registers at `column` by the assertion above.
+        unsafe {
+            macro_rules! columns {
+                ($n:literal) => {{
+                    // Two sums a register hide the latency of the fused products.
+                    let mut sums = [[V::splat(V::Element::ZERO); $n]; 2];
+                    let row = |j: usize| rows.as_ptr().add(j * width + column);
+                    for (pair, two) in weights.chunks(2).enumerate() {
+                        for n in 0..$n {
+                            let register = V::load(row(2 * pair).add(n * V::LANES));
+                            sums[0][n] = V::splat(two[0]).mul_add(register, sums[0][n]);
+                        }
+                        if let Some(&weight) = two.get(1) {
+                            for n in 0..$n {
+                                let register = V::load(row(2 * pair + 1).add(n * V::LANES));
+                                sums[1][n] = V::splat(weight).mul_add(register, sums[1][n]);
+                            }
+                        }
+                    }
+                    for n in 0..$n {
+                        sums[0][n].add(sums[1][n]).store(to.as_mut_ptr().add(column + n * V::LANES));
+                    }
+                }};
+            }
+            match left.min(4) {
+                4 => columns!(4),
+                3 => columns!(3),
+                2 => columns!(2),
+                _ => columns!(1),
+            }
+        }
+        column += left.min(4) * V::LANES;
+    }
+}
+
+/// The sums of rows of a chunk whose weights are all relative to one exponent: windows, what comes before them and what after.
+#[derive(Clone, Copy)]
+pub(crate) struct Convolution<'a, T> {
+    /// A line of `lanes` outputs for each tap.
+    pub weights: &'a [T],
+    pub lanes: usize,
+    pub taps: usize,
+    /// What items weigh outside of windows.
+    pub items: &'a [T],
+    /// As many rows, as long as those of the sums.
+    pub rows: &'a [T],
+    pub row_length: usize,
+    pub outputs: usize,
+    /// Whether what comes before windows counts.
+    pub before: bool,
+    /// How many items behind the first output's window enter what comes after, if that counts.
+    pub after: Option<usize>,
+}
+
+/// Writes `to_n = before_n + Σ_p weights_p(n)·row_{n+p} + after_n`. `before` is what comes before the first output's window, and
+/// then the last one's; `after` what comes after all items, and has room for a row for each block of outputs behind it.
+#[inline(always)]
+pub(crate) unsafe fn convolve<V: Vector>(
+    c: &Convolution<'_, V::Element>,
+    before: &mut [V::Element],
+    after: &mut [V::Element],
+    to: &mut [V::Element],
+    ahead: &[Ahead<V::Element>],
+) {
+    let (width, blocks) = (c.row_length, c.outputs.div_ceil(BLOCK_ROWS));
+    let (whole, behind) = (blocks * BLOCK_ROWS, c.taps - 1);
+    assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= c.lanes && to.len() >= whole * width);
+    assert!(c.weights.len() >= c.taps * c.lanes && before.len() >= width);
+    let items = c.items.len().min(c.rows.len() / width.max(1));
+    assert!(items >= whole + behind);
+    if let Some(end) = c.after {
+        assert!(after.len() >= (blocks + 1) * width && items >= behind + end.max(whole));
+    }
+    let strides = (c.taps.saturating_sub(MARGIN)).div_ceil(STRIDE);
+    let mut fetching = Fetching::new(ahead, blocks * strides);
+    let mut column = 0;
+    while column < width {
+        let left = ((width - column) / V::LANES).min(V::BLOCK_COLUMNS);
+        // SAFETY: every row has so many registers at `column`, and rows and lines are as many as the assertions say.
+        unsafe {
+            macro_rules! columns {
+                ($n:literal) => {{
+                    if let Some(end) = c.after {
+                        after_blocks::<V, $n>(c, end, column, after);
+                    }
+                    for block in 0..blocks {
+                        convolution_tile::<V, $n>(c, block, column, before, after, to, &mut fetching);
+                    }
+                }};
+            }
+            match left {
+                4 => columns!(4),
+                3 => columns!(3),
+                2 => columns!(2),
+                _ => columns!(1),
+            }
+        }
+        column += left * V::LANES;
+    }
+}
+
+/// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
+const STRIDE: usize = 8;
+
+/// What comes after the last output of each block, behind the sum of what comes after all.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn after_blocks<V: Vector, const N: usize>(
+    c: &Convolution<'_, V::Element>,
+    end: usize,
+    column: usize,
+    after: &mut [V::Element],
+) {
+    let blocks = c.outputs.div_ceil(BLOCK_ROWS);
+    // SAFETY: the caller checked that all these rows are there.
+    unsafe {
+        let mut sum: [V; N] = std::array::from_fn(|n| V::load(after.as_ptr().add(column + n * V::LANES)));
+        let mut item = end;
+        for block in (0..blocks).rev() {
+            while item > (block + 1) * BLOCK_ROWS {
+                item -= 1;
+                let at = c.taps - 1 + item;
+                let (weight, row) =
+                    (V::splat(*c.items.get_unchecked(at)), c.rows.as_ptr().add(at * c.row_length + column));
+                for n in 0..N {
+                    sum[n] = weight.mul_add(V::load(row.add(n * V::LANES)), sum[n]);
+                }
+            }
+            for n in 0..N {
+                sum[n].store(after.as_mut_ptr().add((block + 1) * c.row_length + column + n * V::LANES));
+            }
+        }
+    }
+}
+
+/// `BLOCK_ROWS` outputs and `N` registers. No output meets a row that its window does not hold: what stands there may be no
+/// number.
+#[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn convolution_tile<V: Vector, const N: usize>(
+    c: &Convolution<'_, V::Element>,
+    block: usize,
+    column: usize,
+    before: &mut [V::Element],
+    after: &[V::Element],
+    to: &mut [V::Element],
+    fetching: &mut Fetching<'_, V::Element>,
+) {
+    let (output, length) = (block * BLOCK_ROWS, c.row_length);
+    // SAFETY: the caller checked that all these rows and lines are there.
+    unsafe {
+        let mut sums = [[V::splat(V::Element::ZERO); N]; BLOCK_ROWS];
+        let row = |item: usize| -> [V; N] {
+            let row = c.rows.as_ptr().add(item * length + column);
+            std::array::from_fn(|n| V::load(row.add(n * V::LANES)))
+        };
+        if c.before {
+            let place = before.as_mut_ptr().add(column);
+            let mut sum: [V; N] = std::array::from_fn(|n| V::load(place.add(n * V::LANES)));
+            for r in 0..BLOCK_ROWS {
+                sums[r] = sum;
+                let (weight, row) = (V::splat(*c.items.get_unchecked(output + r)), row(output + r));
+                for n in 0..N {
+                    sum[n] = weight.mul_add(row[n], sum[n]);
+                }
+            }
+            for n in 0..N {
+                sum[n].store(place.add(n * V::LANES));
+            }
+        }
+        if c.after.is_some() {
+            let place = after.as_ptr().add((block + 1) * length + column);
+            let mut sum: [V; N] = std::array::from_fn(|n| V::load(place.add(n * V::LANES)));
+            for r in (0..BLOCK_ROWS).rev() {
+                let at = output + r + c.taps - 1;
+                let (weight, row) = (V::splat(*c.items.get_unchecked(at)), row(at));
+                for n in 0..N {
+                    sums[r][n] = sums[r][n].add(sum[n]);
+                    sum[n] = weight.mul_add(row[n], sum[n]);
+                }
+            }
+        }
+        let weights = c.weights.as_ptr().wrapping_add(output);
+        let weight = |j: usize, r: usize| V::splat(*weights.wrapping_add((j - r) * c.lanes + r));
+        let (whole, all) = (MARGIN..c.taps, c.taps + MARGIN);
+        for j in (0..all).filter(|j| !whole.contains(j)) {
+            let row = row(output + j);
+            for r in 0..BLOCK_ROWS {
+                if r <= j && j - r < c.taps {
+                    let weight = weight(j, r);
+                    for n in 0..N {
+                        sums[r][n] = weight.mul_add(row[n], sums[r][n]);
+                    }
+                }
+            }
+        }
+        for stride in 0..whole.len().div_ceil(STRIDE) {
+            fetching.next::<V>();
+            for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
+                let row = row(output + j);
+                for r in 0..BLOCK_ROWS {
+                    let weight = weight(j, r);
+                    for n in 0..N {
+                        sums[r][n] = weight.mul_add(row[n], sums[r][n]);
+                    }
+                }
+            }
+        }
+        let to = to.as_mut_ptr().add(output * length + column);
+        for r in 0..BLOCK_ROWS {
+            for n in 0..N {
+                sums[r][n].store(to.add(r * length + n * V::LANES));
+            }
+        }
+    }
+}
+
+/// `to_j = weights[j]·row_j`.
+#[inline(always)]
+pub(crate) unsafe fn scale_rows<V: Vector>(
+    weights: &[V::Element],
+    rows: &[V::Element],
+    width: usize,
+    to: &mut [V::Element],
+) {
+    assert!(width.is_multiple_of(V::LANES) && rows.len().min(to.len()) >= weights.len() * width);
+    for (j, &weight) in weights.iter().enumerate() {
+        for at in (j * width..(j + 1) * width).step_by(V::LANES) {
+            // SAFETY: both blocks have a register there by the assertion above.
+            unsafe { V::splat(weight).mul(V::load(rows.as_ptr().add(at))).store(to.as_mut_ptr().add(at)) };
+        }
+    }
+}
+
+/// Gradients of the taps of a chunk whose weights are all relative to one exponent.
+#[derive(Clone, Copy)]
+pub(crate) struct TapGradients<'a, T> {
+    /// Rows of outputs, one after the other, and what is subtracted from their products; 0 beyond the last output.
+    pub outputs: &'a [T],
+    pub c: &'a [T],
+    pub count: usize,
+    /// Weights of items, and their rows times these.
+    pub items: &'a [T],
+    pub rows: &'a [T],
+    pub width: usize,
+    pub kernel: &'a [T],
+}
+
+/// `to[p] += kernel[p]·Σ_n (output_n·row_{n+p} − items[n+p]·c_n)`.
+#[inline(always)]
+pub(crate) unsafe fn add_tap_gradients<V: Vector>(
+    g: &TapGradients<'_, V::Element>,
+    to: &mut [V::Element],
+    ahead: &[Ahead<V::Element>],
+) {
+    /// Taps at once: each has one sum, and so many of them hide the latency of the fused products.
+    const TAPS: usize = 12;
+    let (taps, lanes) = (g.kernel.len(), g.c.len());
+    assert!(g.width.is_multiple_of(V::LANES) && lanes.is_multiple_of(V::LANES) && to.len() >= taps);
+    assert!(g.outputs.len() >= g.count * g.width && g.count <= lanes && g.items.len() + 1 >= lanes + taps);
+    assert!(g.rows.len() >= (g.count + taps).saturating_sub(1) * g.width);
+    let groups = taps.div_ceil(TAPS);
+    let mut fetching = Fetching::new(ahead, groups * g.count);
+    for group in 0..groups {
+        let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
+        let mut dots = [V::Element::ZERO; TAPS];
+        // SAFETY: outputs and rows are as many as the assertions say.
+        unsafe {
+            macro_rules! some {
+                ($($n:literal)*) => {
+                    match last - first {
+                        $($n => tap_products::<V, $n>(g, first, &mut dots, &mut fetching),)*
+                        _ => tap_products::<V, TAPS>(g, first, &mut dots, &mut fetching),
+                    }
+                };
+            }
+            some!(1 2 3 4 5 6 7 8 9 10 11);
+        }
+        for (p, dot) in (first..last).zip(dots) {
+            // SAFETY: as many lanes stand in `c`, and in the items for every tap further on, by the assertions above.
+            let less = unsafe {
+                let mut less = V::splat(V::Element::ZERO);
+                for lane in (0..lanes).step_by(V::LANES) {
+                    let c = V::load(g.c.as_ptr().add(lane));
+                    less = c.mul_add(V::load(g.items.as_ptr().add(lane + p)), less);
+                }
+                less.sum()
+            };
+            to[p] += g.kernel[p] * (dot - less);
+        }
+    }
+}
+
+/// `Σ_n output_n·row_{n+p}` of `P` taps.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn tap_products<V: Vector, const P: usize>(
+    g: &TapGradients<'_, V::Element>,
+    first: usize,
+    dots: &mut [V::Element],
+    fetching: &mut Fetching<'_, V::Element>,
+) {
+    // SAFETY: the caller checked that all these rows are there.
+    unsafe {
+        let mut sums = [V::splat(V::Element::ZERO); P];
+        for n in 0..g.count {
+            fetching.next::<V>();
+            let output = g.outputs.as_ptr().add(n * g.width);
+            let row = g.rows.as_ptr().add((n + first) * g.width);
+            for column in (0..g.width).step_by(V::LANES) {
+                let own = V::load(output.add(column));
+                for p in 0..P {
+                    sums[p] = own.mul_add(V::load(row.add(p * g.width + column)), sums[p]);
+                }
+            }
+        }
+        for (to, sum) in dots.iter_mut().zip(sums) {
+            *to = sum.sum();
+        }
+    }
+}
+
+/// Gradients of keys and values whose keys are one number: `dv = factor·sum`, `dk = factor·(sum·v − d)`.
+#[inline(always)]
+pub(crate) unsafe fn key_gradients<V: Vector>(
+    sums: &[V::Element],
+    width: usize,
+    factors: &[V::Element],
+    d: &[V::Element],
+    values: Rows<'_, V::Element>,
+    to: &mut TokenGradients<'_, V::Element>,
+) {
+    let (count, head_dim) = (factors.len(), to.dv.width());
+    assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count * width && d.len() >= count);
+    assert!(to.dv.rows() >= count && to.dk.rows() >= count && to.dk.width() > 0);
+    for (n, &factor) in factors.iter().enumerate() {
+        let (value, add) = (values.row(n, head_dim), to.add);
+        let dv = to.dv.row(n);
+        // SAFETY: the sums have a register at every column by the assertions above.
+        let dot = unsafe {
+            let mut dot = V::splat(V::Element::ZERO);
+            for column in (0..head_dim).step_by(V::LANES) {
+                let own = V::load(sums.as_ptr().add(n * width + column));
+                dot = own.mul_add(load_part::<V>(value, column), dot);
+                let mut own = own.mul(V::splat(factor));
+                if add {
+                    own = own.add(load_part::<V>(dv, column));
+                }
+                store_part(own, dv, column);
+            }
+            dot.sum()
+        };
+        let dk = &mut to.dk.row(n)[0];
+        let own = factor * (dot - d[n]);
+        *dk = if add { *dk + own } else { own };
+    }
+}
+
 /// Every number's exponential, for numbers that are not positive.
 #[inline(always)]
 pub(crate) unsafe fn exp_all<V: Vector>(block: &mut [V::Element])
@@ -336,6 +800,20 @@ where
     }
 }
 
+/// Calls `$body::<V, WHOLE>(column, left)` for all columns of a row.
+macro_rules! by_columns {
+    ($width:expr, $body:ident($($argument:expr),*), $each:expr) => {{
+        let (mut column, width) = (0, $width);
+        while column + V::LANES <= width {
+            $each($body::<V, true>($($argument,)* column, V::LANES));
+            column += V::LANES;
+        }
+        if column < width {
+            $each($body::<V, false>($($argument,)* column, width - column));
+        }
+    }};
+}
+
 /// `out = σ(q) ⊙ factor·sum` for rows of sums one after the other; no `queries` are no gate.
 #[inline(always)]
 pub(crate) unsafe fn gated_rows<V: Vector>(
@@ -349,21 +827,35 @@ pub(crate) unsafe fn gated_rows<V: Vector>(
     let (count, head_dim) = (factors.len(), to.width());
     let width = sums.len() / count.max(1);
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && to.rows() >= count);
+    assert!(queries.is_none_or(|queries| covers(&queries, count, head_dim)));
     for (row, (sum, &factor)) in sums.chunks_exact(width.max(1)).zip(factors).enumerate() {
-        let q = queries.map(|queries| queries.row(row, head_dim));
-        let out = to.row(row);
-        let mut column = 0;
-        while column < head_dim {
-            // SAFETY: the sum has a register at `column` by the assertion above.
-            unsafe {
-                let mut value = V::load(sum.as_ptr().add(column)).mul(V::splat(factor));
-                if let Some(q) = q {
-                    value = value.mul(sigmoid(load_part::<V>(q, column)).0);
-                }
-                store_part(value, out, column);
-            }
-            column += V::LANES;
+        // SAFETY: sums, queries and outputs have such rows by the assertions above.
+        unsafe {
+            let factor = V::splat(factor);
+            let q = queries.map(|queries| queries.data.as_ptr().add(row * queries.stride));
+            by_columns!(head_dim, gated_register(sum, factor, q, to.at(row, 0)), |()| ());
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn gated_register<V: Vector, const WHOLE: bool>(
+    sum: &[V::Element],
+    factor: V,
+    q: Option<*const V::Element>,
+    to: *mut V::Element,
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    // SAFETY: the caller's rows have so many numbers from `column` on, and the sum a register.
+    unsafe {
+        let mut value = V::load(sum.as_ptr().add(column)).mul(factor);
+        if let Some(q) = q {
+            value = value.mul(sigmoid(get::<V, WHOLE>(q.add(column), left)).0);
+        }
+        put::<V, WHOLE>(value, to.add(column), left);
     }
 }
 
@@ -382,41 +874,54 @@ pub(crate) unsafe fn gated_cotangents<V: Vector>(
     let (count, head_dim) = (factors.len(), dq.width());
     let width = items.len() / count.max(1);
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count);
-    assert!(rows.count == count && dq.rows() >= count);
+    assert!(rows.count == count && dq.rows() >= count && rows.q.is_none_or(|q| covers(&q, count, head_dim)));
+    assert!(covers(&rows.d_out, count, head_dim) && covers(&rows.out, count, head_dim));
     for (row, (item, &factor)) in items.chunks_exact_mut(width.max(1)).zip(factors).enumerate() {
-        let d_query = dq.row(row);
         if factor == V::Element::ZERO {
-            d_query.fill(V::Element::ZERO);
+            dq.row(row).fill(V::Element::ZERO);
             item.fill(V::Element::ZERO);
             sums[row] = V::Element::ZERO;
             continue;
         }
-        let (q, d_out) = (rows.q.map(|q| q.row(row, head_dim)), rows.d_out.row(row, head_dim));
-        let out = rows.out.row(row, head_dim);
-        let mut column = 0;
-        // SAFETY: `item` has a register at `column` by the assertion above.
+        item[head_dim..].fill(V::Element::ZERO);
+        // SAFETY: items, rows and gradients have such rows by the assertions above.
         unsafe {
-            let zero = V::splat(V::Element::ZERO);
+            let start = |rows: &Rows<'_, V::Element>| rows.data.as_ptr().add(row * rows.stride);
+            let from = (rows.q.as_ref().map(start), start(&rows.d_out), start(&rows.out));
             let factor = V::splat(factor);
-            let mut sum = zero;
-            while column < width {
-                let (mut g, mut slope) = (zero, zero);
-                if column < head_dim {
-                    g = load_part::<V>(d_out, column);
-                    let product = g.mul(load_part::<V>(out, column));
-                    sum = sum.add(product);
-                    if let Some(q) = q {
-                        let (gate, rest) = sigmoid(load_part::<V>(q, column));
-                        g = g.mul(gate);
-                        slope = product.mul(rest);
-                    }
-                    store_part(slope, d_query, column);
-                }
-                g.mul(factor).store(item.as_mut_ptr().add(column));
-                column += V::LANES;
-            }
+            let mut sum = V::splat(V::Element::ZERO);
+            let mut add = |product: V| sum = sum.add(product);
+            by_columns!(head_dim, cotangent_register(from, factor, dq.at(row, 0), item.as_mut_ptr()), add);
             sums[row] = sum.mul(factor).sum();
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn cotangent_register<V: Vector, const WHOLE: bool>(
+    (q, d_out, out): (Option<*const V::Element>, *const V::Element, *const V::Element),
+    factor: V,
+    dq: *mut V::Element,
+    item: *mut V::Element,
+    column: usize,
+    left: usize,
+) -> V
+where
+    V::Element: Constants,
+{
+    // SAFETY: the caller's rows have so many numbers from `column` on, and the item a register.
+    unsafe {
+        let mut g = get::<V, WHOLE>(d_out.add(column), left);
+        let product = g.mul(get::<V, WHOLE>(out.add(column), left));
+        let mut slope = V::splat(V::Element::ZERO);
+        if let Some(q) = q {
+            let (gate, rest) = sigmoid(get::<V, WHOLE>(q.add(column), left));
+            g = g.mul(gate);
+            slope = product.mul(rest);
+        }
+        put::<V, WHOLE>(slope, dq.add(column), left);
+        g.mul(factor).store(item.add(column));
+        product
     }
 }
 

@@ -2,7 +2,7 @@
 //! no values: exponents and weights of all rows come from keys alone.
 
 use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
-use super::{Geometry, KeySource, RowSource, kernel};
+use super::{Geometry, KeySource, RowSource, band, kernel, run};
 use crate::aft::Variant;
 use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink};
 use crate::aft::kernel as reparametrized;
@@ -13,8 +13,9 @@ use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::{View, ViewMut};
+use crate::simd::block::Ahead;
 use crate::simd::log_sum::floor;
-use crate::simd::running::OutputRows;
+use crate::simd::running::{OutputRows, TokenGradients};
 use crate::threads::{self, parallel};
 
 /// A block with its lines.
@@ -192,59 +193,91 @@ fn block<'a, T: Real>(
     });
 
     let chunks = Chunks::new(keys.clone(), kv_heads);
-    parallel(chunks.tasks(), work, per_worker, |task, work| {
-        let (line, own_head, chunk) = chunks.task(task);
-        let (index, window) = (line / geometry.lines, &keys[line]);
-        let sequence = &problem.sequences[block.sequences.start + index];
-        let kv_head = block.heads.start + own_head;
-        let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
-        let lent = problem.lent(sequence) as isize;
-        let (factors, work) = work.split_at_mut(CHUNK);
-        let (from, to) = window.chunk(chunk);
-        let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
-        for local in own_head * dims.group()..(own_head + 1) * dims.group() {
-            let head = block.heads.start * dims.group() + local;
-            let first = local == own_head * dims.group();
-            let kernel = &reversed[head * kernel(problem, head).len()..];
-            let field = turned.field(*window, line % geometry.lines, kernel);
-            let mut work = Work::new(&mut *work, geometry.most(), width);
-            let edges = edges.of(window, line, local, chunk);
-            walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work);
-            for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
-                let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
-                *factor = (k + work.x[n]) + work.b[n];
-            }
-            problem.ops.exp_all(factors);
-            for (n, &factor) in factors.iter().enumerate().take(to - from) {
-                let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
-                // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                let places = unsafe {
-                    if key < 0 {
-                        links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
-                    } else {
-                        let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
-                        Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
+    let run = run(chunks.tasks());
+    parallel(chunks.tasks().div_ceil(run), work, per_worker, |task, work| {
+        for task in task * run..((task + 1) * run).min(chunks.tasks()) {
+            let (line, own_head, chunk) = chunks.task(task);
+            let (index, window) = (line / geometry.lines, &keys[line]);
+            let sequence = &problem.sequences[block.sequences.start + index];
+            let kv_head = block.heads.start + own_head;
+            let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
+            let lent = problem.lent(sequence) as isize;
+            let (factors, work) = work.split_at_mut(CHUNK);
+            let (from, to) = window.chunk(chunk);
+            let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
+            // Keys that have no more than the gradients of this call's rows.
+            let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
+            let next = sequence.key_start + geometry.start(line) + to;
+            let end = window.outputs.min(to + CHUNK) - to;
+            let ahead = [
+                items.ahead(place(to - from), place(to - from + end)),
+                sink.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
+            ];
+            for local in own_head * dims.group()..(own_head + 1) * dims.group() {
+                let head = block.heads.start * dims.group() + local;
+                let first = local == own_head * dims.group();
+                let kernel = &reversed[head * kernel(problem, head).len()..];
+                let field = turned.field(*window, line % geometry.lines, kernel);
+                let mut work = Work::new(&mut *work, geometry.most(), width);
+                let edges = edges.of(window, line, local, chunk);
+                let one = walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work, &ahead);
+                let mut largest = T::ZERO;
+                for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
+                    let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
+                    *factor = (k + work.x[n]) + work.b[n];
+                    largest = largest.max(*factor);
+                }
+                // Relative to one exponent for many rows, that of a row may be above its key's.
+                factors.iter_mut().for_each(|factor| *factor -= largest);
+                problem.ops.exp_all(factors);
+                if largest > T::ZERO {
+                    problem.ops.scale(factors, largest.exp());
+                }
+                if let Some(tokens) = tokens.filter(|_| one) {
+                    let token = [sequence.batch, kv_head, sequence.key_start + place(0) as usize];
+                    // SAFETY: every key belongs to one chunk of one key head, and the columns end here.
+                    let mut to = unsafe {
+                        TokenGradients {
+                            dk: sink.dk.columns(token, tokens.count, 0..1),
+                            dv: sink.dv.columns(token, tokens.count, 0..dims.head_dim),
+                            add: !first,
+                        }
+                    };
+                    let factors = &factors[..tokens.count];
+                    problem.ops.key_gradients(work.sums, width, factors, work.d, tokens.values, &mut to);
+                    continue;
+                }
+                for (n, &factor) in factors.iter().enumerate().take(to - from) {
+                    let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
+                    // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
+                    let places = unsafe {
+                        if key < 0 {
+                            links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
+                        } else {
+                            let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
+                            Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
+                        }
+                    };
+                    let Some((dk, dv)) = places else { continue };
+                    if first {
+                        dk.fill(T::ZERO);
+                        dv.fill(T::ZERO);
                     }
-                };
-                let Some((dk, dv)) = places else { continue };
-                if first {
-                    dk.fill(T::ZERO);
-                    dv.fill(T::ZERO);
-                }
-                let Some((own_key, value)) = items.token(key) else { continue };
-                // A key that no row sees has gradient 0 whatever it is.
-                if work.x[n] - floor() > T::ZERO {
-                    let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
-                    dk[0] += factor * (dot - work.d[n]);
-                }
-                if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
-                    let factor = (own_key[0] + last[0]).exp();
-                    let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
-                    dk[0] += factor * (dot - last[3 * width]);
-                }
-                if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
-                    dk[0] += d_key[0];
-                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
+                    let Some((own_key, value)) = items.token(key) else { continue };
+                    // A key that no row sees has gradient 0 whatever it is.
+                    if work.x[n] - floor() > T::ZERO {
+                        let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
+                        dk[0] += factor * (dot - work.d[n]);
+                    }
+                    if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                        let factor = (own_key[0] + last[0]).exp();
+                        let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
+                        dk[0] += factor * (dot - last[3 * width]);
+                    }
+                    if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
+                        dk[0] += d_key[0];
+                        dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
+                    }
                 }
             }
         }
@@ -315,7 +348,7 @@ fn query_side<'a, T: Real>(
             let (window, items) = (&queries[line], source(index, own_head));
             let field = geometry.field(*window, y, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            walk(ops, &items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work);
+            let one = walk(ops, &items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
             let (from, to) = window.chunk(chunk);
             let start = geometry.start(line);
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start + start);
@@ -343,13 +376,30 @@ fn query_side<'a, T: Real>(
                 out: out.skip(from),
                 count,
             };
-            let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);
-            rest.fill(T::ZERO);
-            ops.gated_cotangents(output_rows, d, &mut dq, row_items, c);
+            ops.gated_cotangents(output_rows, d, &mut dq, own, c);
             c[count..].fill(T::ZERO);
             d.copy_from_slice(&c[..count]);
-            own.copy_from_slice(row_items);
             let skipped = (kernel.len() - field.kernel.len()).min(taps);
+            if one {
+                let end = window.outputs.min(to + CHUNK);
+                let ahead_of = |view: &View<'a, T>| {
+                    Ahead::new(rows_of(view), to as isize, end as isize, window.outputs, dims.head_dim)
+                };
+                let ahead = [
+                    ahead_of(&problem.call.q),
+                    ahead_of(&cotangent.d_out),
+                    ahead_of(&cotangent.out),
+                    sink.dq.ahead(sequence.batch, head, sequence.query_start + start + to, end - to, dims.head_dim),
+                    items.ahead(&field, chunk + 1),
+                ];
+                let base = from as isize + window.shift - window.back;
+                let d_taps = &mut d_taps[skipped..];
+                band::add_tap_gradients(ops, &items, &field, base, own, c, width, &mut work, d_taps, &ahead);
+                continue;
+            }
+            let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);
+            row_items.copy_from_slice(own);
+            rest.fill(T::ZERO);
             add_tap_gradients(ops, &items, &field, chunk, width, c, &mut work, &mut d_taps[skipped..]);
         }
     });

@@ -1,12 +1,13 @@
 //! Outputs of AFT-conv.
 
 use super::walk::{Work, header, walk};
-use super::{Geometry, KeySource, kernel};
-use crate::aft::problem::{Block, Chunks, Problem};
+use super::{Geometry, KeySource, kernel, run};
+use crate::aft::problem::{Block, CHUNK, Chunks, Problem};
 use crate::aft::state::Head;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
+use crate::simd::block::Ahead;
 use crate::threads::{self, parallel};
 
 /// Writes every output.
@@ -23,11 +24,7 @@ pub(in crate::aft) fn forward<T: Real>(
     let all = Block { sequences: 0..problem.sequences.len(), heads: 0..dims.kv_heads };
     let windows = geometry.windows(problem, &all, false);
     let chunks = Chunks::new(windows.clone(), dims.heads);
-    let per_worker = Work::<T>::len(geometry.most(), width).next_multiple_of(64);
-    let workers = threads::count().min(chunks.tasks()).max(1);
-    let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
-    let mut arena = Arena::new(scratch.take(workers * per_worker + edges_len + 128));
-    let work = arena.take(workers * per_worker);
+    let work_len = Work::<T>::len(geometry.most(), width).next_multiple_of(64);
     let source = |sequence: usize, head: usize| KeySource::new(problem, &geometry, sequence, head);
     let initial = |sequence: usize, head: usize, sum: &mut [T]| {
         if let Some(state) = problem.call.initial_state {
@@ -36,25 +33,66 @@ pub(in crate::aft) fn forward<T: Real>(
             sum[header::<T>()..][..dims.head_dim].copy_from_slice(far.numerator);
         }
     };
-    let memory = arena.rest();
-    let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, per_worker);
-    parallel(chunks.tasks(), work, per_worker, |task, work| {
-        let (line, head, chunk) = chunks.task(task);
+    // Writes the outputs of one chunk.
+    let one = |line: usize, head: usize, chunk: usize, edges: [&[T]; 2], work: &mut [T]| {
         let (index, kv_head) = (line / geometry.lines, head / dims.group());
         let (sequence, window) = (&problem.sequences[index], &windows[line]);
         let field = geometry.field(*window, line % geometry.lines, kernel(problem, head));
-        let edges = edges.of(window, line, kv_head, chunk);
         let mut work = Work::new(work, geometry.most(), width);
-        walk(problem.ops, &source(index, kv_head), &field, chunk, edges, &mut work);
         let (from, to) = window.chunk(chunk);
-        let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + geometry.start(line));
-        let factors = &mut work.d[..to - from];
+        let (start, rows) = (geometry.start(line), to - from);
+        let (first, end) = (sequence.query_start + start, window.outputs.min(to + CHUNK));
+        let queries = problem.call.q.rows(sequence.batch, head).skip(first);
+        let source = source(index, kv_head);
+        // What the next chunk reads and writes, if it is one of this line.
+        let ahead = [
+            Ahead::new(queries, to as isize, end as isize, window.outputs, dims.head_dim),
+            out.ahead(sequence.batch, head, first + to, end - to, dims.head_dim),
+            source.ahead(&field, chunk + 1),
+        ];
+        walk(problem.ops, &source, &field, chunk, edges, &mut work, &ahead);
+        let factors = &mut work.d[..rows];
         // A row that sees nothing gives 0; a weight that is NaN shows.
         factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
-        let token = sequence.query_start + geometry.start(line) + from;
         // SAFETY: every row belongs to one chunk of one head, and the columns end here.
-        let mut rows = unsafe { out.columns([sequence.batch, head, token], to - from, 0..dims.head_dim) };
+        let mut to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
         let queries = problem.aft.gate.then(|| queries.skip(from));
-        problem.ops.gated_rows(&work.sums[..(to - from) * width], factors, queries, &mut rows);
+        problem.ops.gated_rows(&work.sums[..rows * width], factors, queries, &mut to);
+    };
+
+    // Whole heads, if all threads have as many: what edges have read of a head is near when its windows read it again. The numbers
+    // are the same.
+    let (threads, heads) = (threads::count(), problem.sequences.len() * dims.heads);
+    if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
+        let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
+        let longest = (0..problem.sequences.len()).map(|index| geometry.edges_len::<T>(of(index), 1, width)).max();
+        let per_worker = (work_len + longest.unwrap_or(0) + 128).next_multiple_of(64);
+        let memory = scratch.take(threads.min(heads).max(1) * per_worker);
+        parallel(heads, memory, per_worker, |task, memory| {
+            let (index, head) = (task / dims.heads, task % dims.heads);
+            let (work, memory) = memory.split_at_mut(work_len);
+            let (own, source) = (of(index), |_, _| source(index, head));
+            let initial = |_, _, sum: &mut [T]| initial(index, head, sum);
+            let edges = geometry.edges(problem, own, 1, width, source, initial, memory, work, work_len);
+            for (line, window) in own.iter().enumerate() {
+                for chunk in 0..window.chunks() {
+                    let edges = edges.of(window, line, 0, chunk);
+                    one(index * geometry.lines + line, head, chunk, edges, work);
+                }
+            }
+        });
+        return;
+    }
+    let workers = threads.min(chunks.tasks()).max(1);
+    let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
+    let mut arena = Arena::new(scratch.take(workers * work_len + edges_len + 128));
+    let (work, memory) = (arena.take(workers * work_len), arena.rest());
+    let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, work_len);
+    let run = run(chunks.tasks());
+    parallel(chunks.tasks().div_ceil(run), work, work_len, |task, work| {
+        for task in task * run..((task + 1) * run).min(chunks.tasks()) {
+            let (line, head, chunk) = chunks.task(task);
+            one(line, head, chunk, edges.of(&windows[line], line, head / dims.group(), chunk), work);
+        }
     });
 }

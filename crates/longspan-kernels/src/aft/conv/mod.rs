@@ -2,6 +2,7 @@
 //! two dimensions.
 
 mod backward;
+mod band;
 mod forward;
 mod walk;
 
@@ -9,13 +10,14 @@ pub(super) use backward::backward;
 pub(super) use forward::forward;
 
 use super::keys::KeyItems;
-use super::problem::{Bias, Block, Problem, Window};
+use super::problem::{Bias, Block, CHUNK, Problem, Window};
 use super::{Aft, Variant};
 use crate::feature_map::FeatureMap;
 use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::ViewMut;
-use crate::threads::parallel;
+use crate::simd::block::Ahead;
+use crate::threads::{self, parallel};
 use walk::{Edges, Field, SPAN, Source, Work, header};
 
 /// Where taps stand.
@@ -181,6 +183,13 @@ impl<'a, T: Real> KeySource<'a, T> {
     fn token(&self, line: usize, at: isize) -> isize {
         (line * self.places) as isize + at
     }
+
+    /// The values that a chunk of a sequence reads and its predecessor does not.
+    fn ahead(&self, field: &Field<'_, T>, chunk: usize) -> Ahead<T> {
+        let window = &field.window;
+        let from = window.shift + window.ahead + (chunk * CHUNK) as isize;
+        self.items.ahead(from, from + CHUNK as isize)
+    }
 }
 
 impl<T: Real> Source<T> for KeySource<'_, T> {
@@ -189,8 +198,10 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
         d.fill(T::ONE);
         let from = self.token(line, from);
         if let Some(tokens) = self.items.tokens(from, x.len()) {
-            for (n, x) in x.iter_mut().enumerate() {
-                *x = tokens.keys.row(n, 1)[0];
+            if tokens.keys.stride == 1 {
+                x.copy_from_slice(&tokens.keys.data[..x.len()]);
+            } else {
+                x.iter_mut().enumerate().for_each(|(n, x)| *x = tokens.keys.row(n, 1)[0]);
             }
             return;
         }
@@ -247,6 +258,12 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
         let from = line * self.places + from as usize;
         to.copy_from_slice(&self.rows[from * width..(from + count) * width]);
     }
+}
+
+/// Chunks one after the other that one task takes, so that what the next one reads can be asked for meanwhile: so many that
+/// few have no next one, and so few that no thread waits long for the last of another.
+fn run(chunks: usize) -> usize {
+    (chunks / (8 * threads::count())).clamp(1, 16)
 }
 
 /// The taps of one head of queries.

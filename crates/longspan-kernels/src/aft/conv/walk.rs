@@ -6,12 +6,13 @@
 //! place. What its window leaves out is, from left to right: all lines above; on the lines in view the items before the
 //! window, a *column* of them entering with every output; those after it; all lines below.
 
+use super::band;
 use crate::aft::problem::{CHUNK, Chunks, Window};
 use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::{Rows, ViewMut};
 use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::Ahead;
 use crate::simd::log_sum::floor;
 use crate::simd::window::{Entering, Line, MARGIN, Tops};
 use crate::threads::parallel;
@@ -76,14 +77,14 @@ fn block(window: &Window, index: usize) -> (isize, isize) {
 /// Working memory of one task.
 pub(super) struct Work<'w, T> {
     /// Exponents of every piece of every line in view: three lines of [`SPAN`] each.
-    items: &'w mut [T],
+    pub(super) items: &'w mut [T],
     /// The same of the columns that enter before and after.
     columns: [&'w mut [T]; 2],
     spare: &'w mut [T],
-    rows: &'w mut [T],
+    pub(super) rows: &'w mut [T],
     column_rows: &'w mut [T],
-    weights: &'w mut [T],
-    running: [Running<'w, T>; 2],
+    pub(super) weights: &'w mut [T],
+    pub(super) running: [Running<'w, T>; 2],
     /// Exponents of every output in two parts, and its weight.
     pub x: &'w mut [T],
     pub b: &'w mut [T],
@@ -91,18 +92,18 @@ pub(super) struct Work<'w, T> {
     /// Sums of rows, relative to the exponents.
     pub sums: &'w mut [T],
     /// Rows and sums turned round.
-    turned: [&'w mut [T]; 2],
+    pub(super) turned: [&'w mut [T]; 2],
 }
 
 /// What enters a running sum with every output, and how outputs read it.
-struct Running<'w, T> {
-    x: &'w mut [T],
-    b: &'w mut [T],
-    d: &'w mut [T],
-    keep: &'w mut [T],
-    enter: &'w mut [T],
-    share: &'w mut [T],
-    sum: &'w mut [T],
+pub(super) struct Running<'w, T> {
+    pub(super) x: &'w mut [T],
+    pub(super) b: &'w mut [T],
+    pub(super) d: &'w mut [T],
+    pub(super) keep: &'w mut [T],
+    pub(super) enter: &'w mut [T],
+    pub(super) share: &'w mut [T],
+    pub(super) sum: &'w mut [T],
 }
 
 impl<'w, T: Real> Work<'w, T> {
@@ -147,7 +148,7 @@ impl<'w, T: Real> Work<'w, T> {
 }
 
 /// Three lines of exponents.
-fn split<T>(items: &[T]) -> Line<'_, T> {
+pub(super) fn split<T>(items: &[T]) -> Line<'_, T> {
     let (x, rest) = items.split_at(SPAN);
     let (b, d) = rest.split_at(SPAN);
     Line { x, b, d: &d[..SPAN] }
@@ -177,7 +178,7 @@ fn exponents<T: Real>(
 }
 
 /// Which of the items `from..from + count` there are, counted from `from` on.
-fn present(window: &Window, from: isize, count: usize) -> (usize, usize) {
+pub(super) fn present(window: &Window, from: isize, count: usize) -> (usize, usize) {
     let low = (window.first - from).clamp(0, count as isize) as usize;
     let high = (window.end - from).clamp(low as isize, count as isize) as usize;
     (low, high)
@@ -186,7 +187,7 @@ fn present(window: &Window, from: isize, count: usize) -> (usize, usize) {
 /// The rows of the same items, [`SPAN`] of them; none of width 0. Those from `count` on are 0, or of any contents if none of them is
 /// multiplied (`whole`): then rows that stand one after the other are not copied to `to`.
 #[allow(clippy::too_many_arguments)]
-fn rows<'a, T: Real>(
+pub(super) fn rows<'a, T: Real>(
     source: &'a impl Source<T>,
     window: &Window,
     line: usize,
@@ -328,33 +329,12 @@ pub(super) fn sum<T: Real>(
             column_rows(ops, source, field, at, count, columns, spare, width, work.rows);
             (columns, &*work.rows)
         };
-        let mut top = (floor(), T::ZERO);
-        for n in 0..count {
-            let (x, b) = (items[n], items[SPAN + n]);
-            if (x - top.0) + (b - top.1) > T::ZERO {
-                top = (x, b);
-            }
-        }
-        weigh(ops, items, &|_| top);
-        let part = &mut work.running[0].sum[..width];
-        if width > 0 {
-            ops.product(&mut Product {
-                a: items,
-                a_row: SPAN,
-                a_column: 1,
-                b: rows,
-                b_row: width,
-                c: part,
-                c_row: width,
-                rows: 1,
-                columns: width,
-                depth: count,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: Band::ALL,
-            });
-        }
-        let weight = items[..count].iter().zip(&items[2 * SPAN..]).map(|(&weight, &d)| weight * d).sum::<T>();
+        let top = ops.span_top(split(items));
+        let Running { keep: weights, enter: products, sum: part, .. } = &mut work.running[0];
+        ops.span_weights(split(items), &top, weights, products);
+        let part = &mut part[..width];
+        ops.sum_rows(&weights[..count], rows, part);
+        let (weight, top) = (ops.dot(weights, &items[2 * SPAN..3 * SPAN]), (top.x, top.b));
         // As `join`, of parts that lie apart.
         let rise = (top.0 - sum[0]) + (top.1 - sum[1]);
         let small = (-rise.abs()).exp();
@@ -485,7 +465,8 @@ fn run<T: Real>(
     }
 }
 
-/// Forms exponents and weights of the outputs of a chunk, and their sums of rows, in `work`.
+/// Forms exponents and weights of the outputs of a chunk, and their sums of rows, in `work`. Returns whether all weights are
+/// relative to one exponent. Rows of `ahead` are asked for meanwhile.
 pub(super) fn walk<T: Real>(
     ops: &Ops<T>,
     source: &impl Source<T>,
@@ -493,7 +474,8 @@ pub(super) fn walk<T: Real>(
     chunk: usize,
     [before, after]: [&[T]; 2],
     work: &mut Work<'_, T>,
-) {
+    ahead: &[Ahead<T>],
+) -> bool {
     let window = &field.window;
     let width = before.len() - header::<T>();
     let (from, to) = window.chunk(chunk);
@@ -513,6 +495,16 @@ pub(super) fn walk<T: Real>(
     for (index, items) in work.items.chunks_exact_mut(3 * SPAN).take(field.lines * pieces).enumerate() {
         let piece = index % pieces;
         exponents(source, window, field.first_line + index / pieces, place(piece), reach(piece), items);
+    }
+    if single && pieces == 1 {
+        let sides = [window.before.then_some(before), window.after.then_some(after)];
+        let there = present(window, base, reach(0));
+        let kernel = &field.kernel[..field.taps];
+        if let Some(top) = band::common_top(ops, kernel, count, there, sides, work.items) {
+            let chunk = band::Chunk { top, kernel, count, sides, end: end.max(count) };
+            band::walk(ops, source, window, field.first_line, (base, reach(0)), width, &chunk, work, ahead);
+            return true;
+        }
     }
     work.x.fill(floor());
     work.b.fill(T::ZERO);
@@ -615,6 +607,7 @@ pub(super) fn walk<T: Real>(
             }
         }
     }
+    false
 }
 
 /// Adds the gradient of the taps, `Σ_n p_n·(row_n·item_{n+p} − c_n)`, for the chunk that `work` has just walked without rows:

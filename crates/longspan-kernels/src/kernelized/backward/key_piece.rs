@@ -1,6 +1,7 @@
 //! The gradients of a chunk of keys and values: the dense tile of the rows that stand at them, and the sums of those
 //! beyond.
 
+use super::super::problem::CHUNK;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{combine_states, near_columns};
 use super::key_buffers::KeyBuffers;
@@ -94,8 +95,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
             }
         }
-        buffers.dk[..keys * head_width].fill(T::ZERO);
-        buffers.dv[..keys * value_width].fill(T::ZERO);
+        let mut written = false;
 
         // Rows that stand beyond the piece, through the state.
         if content {
@@ -132,11 +132,12 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     rows: keys,
                     columns: head_width,
                     depth: problem.dims.value_dim,
-                    accumulate: true,
+                    accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &[next_k, to_k]);
+                // Each row of dk has one times z.
+                ops.product_fetching(product, Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
                 let product = &mut Product {
                     a: buffers.k,
                     a_row: head_width,
@@ -148,24 +149,27 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     rows: keys,
                     columns: value_width,
                     depth: problem.depth,
-                    accumulate: true,
+                    accumulate: false,
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &[next_v, to_v]);
+                ops.product_fetching(product, None, &[next_v, to_v]);
+                written = true;
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
                 for n in 0..keys {
-                    let dk = &mut buffers.dk[n * head_width..][..head_width];
-                    ops.add_scaled(dk, T::ONE, z);
                     let factor = lift * unit.decay(keys - n);
                     if factor != T::ONE {
-                        ops.scale(dk, factor);
+                        ops.scale(&mut buffers.dk[n * head_width..][..head_width], factor);
                         ops.scale(&mut buffers.dv[n * value_width..][..value_width], factor);
                     }
                 }
             }
             local.scale_content(problem, unit.decay(keys));
+        }
+        if !written {
+            buffers.dk[..keys * head_width].fill(T::ZERO);
+            buffers.dv[..keys * value_width].fill(T::ZERO);
         }
 
         // Rows whose tile reaches the piece, and those that enter the far sum.
@@ -251,7 +255,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: band,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &ahead[..2]);
+                ops.product_fetching(product, None, &ahead[..2]);
             }
             if far_rows {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
@@ -272,7 +276,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::up_to(0),
                 };
-                ops.product_fetching(product, &ahead[2..]);
+                ops.product_fetching(product, None, &ahead[2..]);
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];

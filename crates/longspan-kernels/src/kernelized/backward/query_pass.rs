@@ -82,13 +82,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, &ahead);
-                for row in 0..piece.rows {
-                    let line = &mut buffers.dq[row * head_width..][..head_width];
-                    ops.add_scaled(line, buffers.sums[row], buffers.keys_sum);
-                    if decays {
-                        ops.scale(line, unit.decay(row));
-                    }
+                ops.product_fetching(product, Some((buffers.sums, buffers.keys_sum)), &ahead);
+                for row in 0..if decays { piece.rows } else { 0 } {
+                    ops.scale(&mut buffers.dq[row * head_width..][..head_width], unit.decay(row));
                 }
                 written = true;
             }
@@ -112,7 +108,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: band,
                 };
-                ops.product_fetching(product, &[ahead]);
+                ops.product_fetching(product, None, &[ahead]);
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);

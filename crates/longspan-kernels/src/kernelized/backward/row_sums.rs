@@ -33,7 +33,7 @@ pub(super) fn absorb<T: Real>(
         a_band: Band::ALL,
         c_band: Band::ALL,
     };
-    problem.ops.product_fetching(product, ahead);
+    problem.ops.product_fetching(product, None, ahead);
     let from = problem.layout.denominator();
     for row in 0..rows {
         let q = &q[row * head_width + from..][..head_width - from];

@@ -173,7 +173,7 @@ impl<T: Real> Walk<'_, '_, T> {
             a_band: Band::ALL,
             c_band: Band::ALL,
         };
-        problem.ops.product_fetching(product, &ahead);
+        problem.ops.product_fetching(product, None, &ahead);
         let from = problem.layout.denominator();
         problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         local.set_content();

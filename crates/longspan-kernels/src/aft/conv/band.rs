@@ -1,0 +1,182 @@
+//! Chunks whose weights are all relative to one exponent: the weight of a pair is then that of its item times that of its tap, so
+//! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
+//! [`common_top`] says where that keeps every sum; other chunks are walked with an exponent for each output.
+
+use super::walk::{Field, SPAN, Source, Work, header, rows, split};
+use crate::aft::problem::{CHUNK, Window};
+use crate::real::Real;
+use crate::simd::Ops;
+use crate::simd::block::Ahead;
+use crate::simd::running::DEEPEST;
+use crate::simd::window::{Convolution, SpanTop, TapGradients};
+
+/// What comes before the windows of a chunk and what after, if they count.
+pub(super) type Sides<'a, T> = [Option<&'a [T]>; 2];
+
+/// The least and the largest of the taps and of what stands outside of windows, 0.
+fn range<T: Real>(kernel: &[T]) -> (T, T) {
+    kernel.iter().fold((T::ZERO, T::ZERO), |(least, most), &tap| {
+        (if tap < least { tap } else { least }, if tap > most { tap } else { most })
+    })
+}
+
+/// The exponent that all items of a chunk of one line and one piece may be relative to: no output's largest exponent may be more
+/// than [`DEEPEST`] below it, taps included. All of the items `low..high` must be there.
+pub(super) fn common_top<T: Real>(
+    ops: &Ops<T>,
+    kernel: &[T],
+    count: usize,
+    (low, high): (usize, usize),
+    sides: Sides<'_, T>,
+    items: &[T],
+) -> Option<SpanTop<T>> {
+    let deepest = T::from_f64(DEEPEST);
+    let (least, most) = range(kernel);
+    let mut top = ops.span_top(split(items));
+    // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ serves nobody.
+    let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
+    let fits = |depth: T| depth + (most - least) <= deepest;
+    if !all || !fits(T::ZERO) {
+        return None;
+    }
+    for side in sides.into_iter().flatten() {
+        let rise = (side[0] - top.x) + (side[1] - top.b);
+        if rise > T::ZERO {
+            (top.x, top.b, top.depth) = (side[0], side[1], top.depth + rise);
+        }
+    }
+    // Every window holds an item.
+    if low < kernel.len() && count <= high && fits(top.depth) {
+        return Some(top);
+    }
+    // The output that sees least, if not all of them see everything.
+    let (side, first) = match sides {
+        [Some(_), Some(_)] => return Some(top),
+        [Some(before), None] => (before, 0),
+        [None, Some(after)] => (after, count - 1),
+        [None, None] => return None,
+    };
+    let mut depth = (top.x - side[0]) + (top.b - side[1]);
+    for n in (first..first + kernel.len()).filter(|n| (low..high).contains(n)) {
+        let own = (top.x - items[n]) + (top.b - items[SPAN + n]);
+        if own < depth {
+            depth = own;
+        }
+    }
+    fits(depth).then_some(top)
+}
+
+/// A chunk as [`walk`] takes it.
+pub(super) struct Chunk<'a, T> {
+    pub top: SpanTop<T>,
+    pub kernel: &'a [T],
+    pub count: usize,
+    pub sides: Sides<'a, T>,
+    /// How many items behind the first output's window enter what comes after one by one.
+    pub end: usize,
+}
+
+/// Forms exponents and weights of the outputs, which all have one exponent, and the sums of the rows of `reach` items from `base` on.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn walk<T: Real>(
+    ops: &Ops<T>,
+    source: &impl Source<T>,
+    window: &Window,
+    line: usize,
+    (base, reach): (isize, usize),
+    width: usize,
+    chunk: &Chunk<'_, T>,
+    work: &mut Work<'_, T>,
+    ahead: &[Ahead<T>],
+) {
+    let Chunk { top, kernel, count, sides, end } = chunk;
+    let Work { items, rows: memory, weights, running, x, b, d, sums, turned, .. } = work;
+    let [early, late] = running;
+    let (taps, behind) = (kernel.len(), kernel.len() - 1);
+    let (_, most) = range(kernel);
+    let factors = &mut late.share[..taps.next_multiple_of(header::<T>())];
+    factors[taps..].fill(T::ZERO);
+    factors.iter_mut().zip(*kernel).for_each(|(to, &tap)| *to = tap - most);
+    ops.exp_all(factors);
+    let outside = (-most).exp();
+    let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
+    ops.span_weights(split(items), top, item_weights, products);
+    let share = |side: &[T]| outside * ((side[0] - top.x) + (side[1] - top.b)).exp();
+
+    x.fill(top.x);
+    b.fill(top.b + most);
+    d.fill(T::ZERO);
+    if let Some(before) = sides[0] {
+        let mut sum = before[2] * share(before);
+        for (d, &product) in d.iter_mut().zip(&*products) {
+            *d = sum;
+            sum += outside * product;
+        }
+    }
+    if let Some(after) = sides[1] {
+        let mut sum = after[2] * share(after);
+        for &product in &products[behind + count..behind + end] {
+            sum += outside * product;
+        }
+        for (d, &product) in d.iter_mut().zip(&products[behind..]).take(*count).rev() {
+            *d += sum;
+            sum += outside * product;
+        }
+    }
+    ops.band_weights(&factors[..taps], item_weights, products, weights, d);
+
+    if width == 0 {
+        return;
+    }
+    let rows = rows(source, window, line, base, reach, width, *count == CHUNK, memory);
+    let outside_weights = &mut *early.x;
+    for (to, &weight) in outside_weights.iter_mut().zip(&*item_weights) {
+        *to = outside * weight;
+    }
+    let after = &mut *turned[1];
+    for (side, to) in sides.iter().zip([&mut early.sum[..width], &mut after[..width]]) {
+        if let Some(side) = side {
+            to.copy_from_slice(&side[header::<T>()..]);
+            ops.scale(to, share(side));
+        }
+    }
+    let convolution = Convolution {
+        weights,
+        lanes: CHUNK,
+        taps,
+        items: outside_weights,
+        rows,
+        row_length: width,
+        outputs: *count,
+        before: sides[0].is_some(),
+        after: sides[1].map(|_| *end),
+    };
+    ops.convolve(&convolution, &mut early.sum[..width], after, sums, ahead);
+}
+
+/// Adds the gradients of the taps, `Σ_n p_n·(row_n·item_{n+p} − c_n)`, for the chunk that [`walk`] has just gone through without rows;
+/// `c` is 0 beyond the last output.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn add_tap_gradients<T: Real>(
+    ops: &Ops<T>,
+    source: &impl Source<T>,
+    field: &Field<'_, T>,
+    base: isize,
+    outputs: &[T],
+    c: &[T],
+    width: usize,
+    work: &mut Work<'_, T>,
+    d_taps: &mut [T],
+    ahead: &[Ahead<T>],
+) {
+    let count = outputs.len() / width.max(1);
+    let reach = count + field.taps - 1;
+    let Work { rows: memory, running: [early, late], turned, .. } = work;
+    let items = &*early.keep;
+    let rows = rows(source, &field.window, field.first_line, base, reach, width, count == CHUNK, memory);
+    let scaled = &mut *turned[0];
+    ops.scale_rows(&items[..reach], rows, width, scaled);
+    let kernel = &late.share[..field.taps];
+    let gradients = TapGradients { outputs, c, count, items, rows: scaled, width, kernel };
+    ops.add_tap_gradients(&gradients, d_taps, ahead);
+}

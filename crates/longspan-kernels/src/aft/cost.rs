@@ -1,0 +1,92 @@
+//! What a call takes.
+
+use super::problem::{CHUNK, TILED, reach};
+use super::{Aft, Variant, tiles};
+use crate::algorithm::{Algorithm, Estimate, Plan};
+use crate::mask::{Mask, Order};
+use crate::rates::{Rate, Work};
+use crate::shape::Dims;
+
+/// The cost model's answer.
+pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    let causal = mask.order == Order::Causal;
+    let (back, ahead) = reach(aft, causal);
+    let full = matches!(aft.variant, Variant::Full { .. });
+    let banded = match aft.variant {
+        Variant::Conv { taps, .. } => Some(taps),
+        Variant::Conv2d { taps, .. } => Some(taps[0].saturating_mul(taps[1])),
+        _ => None,
+    };
+    let tiled = full || banded.is_some() || back.saturating_add(ahead) >= TILED;
+    // A tile's rows share the keys of all their windows.
+    let shared = if tiled { CHUNK } else { 1 };
+    let window = banded.unwrap_or(back.saturating_add(ahead).saturating_add(shared));
+    let near = window.min(dims.keys) as f64;
+    let near = if full && causal { near / 2.0 } else { near };
+    let channels = (dims.batch * dims.heads * dims.head_dim) as f64;
+    let (rows, tokens) = (channels * dims.queries as f64, channels * (dims.queries + dims.keys) as f64);
+    // Two products a pair in a tile; a join of one key is about twenty operations, most of them in its exponential.
+    // With one key a head a pair has one weight for all channels, and so one product; it has no maximum to keep.
+    let (pair_flops, weight, pair) = match (tiled, banded.is_some()) {
+        (true, false) => (4.0, 1.0, Rate::AftTiled),
+        (_, true) => (2.0, 0.0, Rate::AftConvolved),
+        (false, false) => (20.0, 0.0, Rate::AftJoined),
+    };
+    let flops = rows * near * pair_flops + 20.0 * tokens;
+    let joins = if near > 1.0 { rows * near } else { 0.0 };
+    let weights = weight * joins / dims.head_dim.max(1) as f64;
+    // Tiles on a mask's diagonal are cut down to 8 × 8 pairs, which are joined one by one: a row's share of halves and pairs.
+    let cut = if tiled && banded.is_none() && causal && near > 1.0 { near.min(8.0) * rows } else { 0.0 };
+    let counts = [(Rate::AftWeight, weights), (pair, joins), (Rate::AftJoined, cut), (Rate::AftNumber, tokens)];
+    let work = Work::new(1.0, Rate::AftCall, counts);
+    let estimate = Estimate {
+        algorithm: Algorithm::Chunked,
+        flops,
+        published_elements: (dims.keys * dims.head_dim) as f64,
+        scratch_bytes: 4.0 * scratch_numbers(aft, dims, causal),
+        work,
+        automatic: true,
+    };
+    // Means before, in and after the window are joined: the one algorithm.
+    Plan::new(Algorithm::Auto, vec![estimate])
+}
+
+/// Numbers of working memory that one head's forward pass takes on one thread, in doubles because sizes have not been checked here. A
+/// test holds it to what a call takes.
+fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
+    let (chunk, line) = (CHUNK as f64, 16.0);
+    let width = (dims.head_dim as f64 / line).ceil() * line;
+    let mean = 4.0 * width;
+    let chunks = |tokens: usize| (tokens as f64 / chunk).ceil();
+    let (back, ahead) = reach(aft, causal);
+    let reach = back as f64 + ahead as f64;
+    let (keys, of_chunk) = (dims.keys as f64, chunk + reach);
+    // The means at the edges of chunks.
+    let edges = 2.0 * chunks(dims.queries) * mean;
+    let (tile, span) = (tiles::SIDE as f64, tiles::SPAN as f64);
+    let tiled = || {
+        let strip = (of_chunk.min(keys) / tile).ceil() * (tile * tile + tile + 2.0);
+        (tile + span) * mean + 2.0 * tile * span + 4.0 * span * width + strip + edges
+    };
+    match aft.variant {
+        Variant::Simple => (8.0 + 2.0 * chunk + 2.0) * mean + 12.0 * line * chunk,
+        Variant::Full { .. } => tiled() + (keys / span).ceil() * 2.0 * span * width,
+        Variant::Local { .. } if back.saturating_add(ahead) >= TILED => tiled(),
+        Variant::Local { .. } => (of_chunk.min(keys).max(chunk) + chunk + 3.0) * mean + edges,
+        Variant::Conv { taps, .. } => convolved([1, dims.queries], [1, taps], width),
+        Variant::Conv2d { image, taps, .. } => convolved(image, taps, width),
+    }
+}
+
+/// The same for AFT-conv over `lines` of so many places.
+fn convolved([lines, places]: [usize; 2], taps: [usize; 2], width: f64) -> f64 {
+    let (chunk, line) = (CHUNK as f64, 16.0);
+    let (in_view, pieces) = (taps[0].min(lines) as f64, (taps[1] as f64 / chunk).ceil());
+    let columns = if lines > 1 { 1.0 } else { 0.0 };
+    let exponents = 6.0 * chunk * (in_view * pieces + 2.0 * columns + 1.0);
+    let rows = width * chunk * (2.0 * (2.0 + columns) + 2.0);
+    let work = 2.0 * (12.0 * chunk + width) + exponents + rows + (chunk + 9.0) * chunk;
+    // Of each line the sums of its blocks from either side, and where there are several, those of lines.
+    let blocks = (places as f64 / chunk).ceil() + (taps[1].saturating_sub(1) as f64 / chunk).ceil() + 2.0;
+    work + 2.0 * lines as f64 * (blocks + columns) * (line + width)
+}
