@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use longspan_kernels::{
-    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Purpose, Scratch, Token, ViewMut,
+    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Plan, Purpose, Scratch, Token,
+    ViewMut,
 };
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyRuntimeError;
@@ -98,13 +99,14 @@ struct Inputs<'py> {
 }
 
 impl Inputs<'_> {
-    /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps.
+    /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps, and on as
+    /// many threads as `seconds` of one thread are worth.
     fn run<T: Precise, R: Send>(
         &self,
         py: Python<'_>,
         mechanism: &Mechanism,
         initial_state: Option<&kernels::State<T>>,
-        passes: f64,
+        seconds: impl FnOnce(&Plan) -> Option<f64> + Send,
         work: impl FnOnce(&dyn kernels::Mechanism<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
     ) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
@@ -120,9 +122,7 @@ impl Inputs<'_> {
         let kernel = &*mechanism.kernel;
         py.detach(|| {
             let kernel = T::kernel(kernel);
-            let plan = kernel.plan(&call.dims, &call.mask);
-            let chosen = plan.chosen(Purpose::Output);
-            let seconds = chosen.map_or(f64::INFINITY, |estimate| estimate.seconds(Purpose::Output) * passes);
+            let seconds = seconds(&kernel.plan(&call.dims, &call.mask)).unwrap_or(f64::INFINITY);
             let mut scratch = T::scratch().take().unwrap_or_default();
             let result = threads::run(seconds, || work(kernel, &call, &mut scratch));
             T::scratch().set(Some(scratch));
@@ -131,8 +131,16 @@ impl Inputs<'_> {
     }
 }
 
-/// Time of a backward call in forward calls, roughly: the products of each operand with the gradient and with the other.
-const BACKWARD_PASSES: f64 = 2.5;
+/// Seconds of a forward call, whatever comes after it.
+fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
+    Some(plan.chosen(purpose)?.seconds(Purpose::Output))
+}
+
+/// Seconds of a backward call.
+fn backward_seconds(plan: &Plan) -> Option<f64> {
+    let estimate = plan.chosen(Purpose::Gradient)?;
+    Some(estimate.seconds(Purpose::Gradient) - estimate.seconds(Purpose::Output))
+}
 
 /// `numpy.empty`, whose failure is a `MemoryError`.
 fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
@@ -321,8 +329,10 @@ impl Mechanism {
             denominators: denominators.as_mut().map(Fresh::numbers_mut),
             final_state: final_state.as_mut(),
         };
+        let purpose = if want.denominators { Purpose::Gradient } else { Purpose::Output };
+        let seconds = |plan: &Plan| forward_seconds(plan, purpose);
         inputs
-            .run(py, self, initial_state, 1.0, |kernel, call, scratch| kernel.forward(call, output, scratch))
+            .run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))
             .map_err(|e| self.failed(e))?;
         Ok((out.finish()?, denominators.map(|d| d.finish().into_any()), final_state.map(T::wrap)))
     }
@@ -375,7 +385,7 @@ impl Mechanism {
             initial_state: d_initial.as_mut(),
         };
         inputs
-            .run(py, self, initial_state, BACKWARD_PASSES, |kernel, call, scratch| {
+            .run(py, self, initial_state, backward_seconds, |kernel, call, scratch| {
                 kernel.backward(call, &cotangent, gradients, scratch)
             })
             .map_err(|e| self.failed(e))?;
@@ -399,7 +409,8 @@ impl Mechanism {
         let mut seconds = Vec::new();
         for _ in 0..repeats {
             let output = Output { out: out.view_mut::<T>(), denominators: None, final_state: None };
-            let timed = inputs.run(py, self, None, 1.0, |kernel, call, scratch| {
+            let predicted = |plan: &Plan| forward_seconds(plan, Purpose::Output);
+            let timed = inputs.run(py, self, None, predicted, |kernel, call, scratch| {
                 let start = Instant::now();
                 kernel.forward(call, output, scratch).map(|()| start.elapsed().as_secs_f64())
             });

@@ -85,21 +85,17 @@ pub fn widen<H: Half>(from: &View<'_, H>, shape: [usize; 4], to: &mut [f32]) -> 
     from.check(OPERATION, "from", shape)?;
     check(OPERATION, to.len(), shape)?;
     if let Some(from) = from.row_major(shape) {
-        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), || (), |(to, from), ()| H::widen(from, to));
+        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), |(to, from)| H::widen(from, to));
         return Ok(());
     }
     let width = shape[3];
     let rows = TASK.div_ceil(width);
-    share(
-        to.chunks_mut(rows * width).enumerate(),
-        || (),
-        |(task, to), ()| {
-            for (n, to) in to.chunks_exact_mut(width).enumerate() {
-                let (batch, head, token) = place(task * rows + n, shape);
-                H::widen(from.token(batch, head, token, width), to);
-            }
-        },
-    );
+    share(to.chunks_mut(rows * width).enumerate(), |(task, to)| {
+        for (n, to) in to.chunks_exact_mut(width).enumerate() {
+            let (batch, head, token) = place(task * rows + n, shape);
+            H::widen(from.token(batch, head, token, width), to);
+        }
+    });
     Ok(())
 }
 
@@ -113,23 +109,19 @@ pub fn narrow<H: Half>(from: &[f32], shape: [usize; 4], to: &mut ViewMut<'_, H>)
     to.check(OPERATION, "to", shape)?;
     check(OPERATION, from.len(), shape)?;
     if let Some(to) = to.row_major(shape) {
-        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), || (), |(to, from), ()| H::narrow(from, to));
+        share(to.chunks_mut(TASK).zip(from.chunks(TASK)), |(to, from)| H::narrow(from, to));
         return Ok(());
     }
     let width = shape[3];
     let rows = TASK.div_ceil(width);
     let to = to.shared();
-    share(
-        from.chunks(rows * width).enumerate(),
-        || (),
-        |(task, from), ()| {
-            for (n, from) in from.chunks_exact(width).enumerate() {
-                let (batch, head, token) = place(task * rows + n, shape);
-                // SAFETY: every row belongs to one task, which holds one at a time.
-                H::narrow(from, unsafe { to.row(batch, head, token, width) });
-            }
-        },
-    );
+    share(from.chunks(rows * width).enumerate(), |(task, from)| {
+        for (n, from) in from.chunks_exact(width).enumerate() {
+            let (batch, head, token) = place(task * rows + n, shape);
+            // SAFETY: every row belongs to one task, which holds one at a time.
+            H::narrow(from, unsafe { to.row(batch, head, token, width) });
+        }
+    });
     Ok(())
 }
 

@@ -90,9 +90,13 @@ fn on_members(members: usize, work: impl Fn() + Sync) {
     }
 }
 
-/// Runs `body(item, memory)` for every item, each thread with memory of its own. Which thread takes which item is left to
-/// chance, so results must not depend on it.
-pub(crate) fn share<I: Send, M>(
+/// Runs `body(item)` for every item. Which thread takes which item is left to chance, so results must not depend on it.
+pub(crate) fn share<I: Send>(items: impl ExactSizeIterator<Item = I> + Send, body: impl Fn(I) + Sync) {
+    share_with(items, || (), |item, ()| body(item));
+}
+
+/// Runs `body(item, memory)` for every item as [`share`] does, each thread with memory of its own.
+pub(crate) fn share_with<I: Send, M>(
     items: impl ExactSizeIterator<Item = I> + Send,
     memory: impl Fn() -> M + Sync,
     body: impl Fn(I, &mut M) + Sync,
@@ -178,7 +182,7 @@ mod tests {
 
     fn everything_runs_once() {
         let mut done = vec![0; 1000];
-        share(
+        share_with(
             done.chunks_mut(7).enumerate(),
             || 0,
             |(n, chunk): (usize, &mut [usize]), seen| {
@@ -227,14 +231,10 @@ mod tests {
         let done = AtomicUsize::new(0);
         let result = catch_unwind(AssertUnwindSafe(|| {
             on_team(&TEAM, || {
-                share(
-                    0..100,
-                    || (),
-                    |n, ()| {
-                        assert_ne!(n, 17);
-                        done.fetch_add(1, Ordering::Relaxed);
-                    },
-                );
+                share(0..100, |n| {
+                    assert_ne!(n, 17);
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
             });
         }));
         assert!(result.is_err());

@@ -7,7 +7,7 @@ use crate::real::Real;
 use crate::shape::ViewMut;
 use crate::simd::Ops;
 use crate::simd::log_sum::{PARTS, floor};
-use crate::threads::parallel;
+use crate::threads::{parallel, share};
 
 /// Where items go that are brought to one exponent a channel.
 pub(super) struct Factors<'a, T> {
@@ -152,7 +152,7 @@ pub(super) fn edges<T: Real, I: Items<T>>(
         let edges = unsafe { Edges { before: before.row(0, 0, task, mean), after: after.row(0, 0, task, mean) } };
         between(ops, &items(sequence, head), &chunks.windows[sequence], chunk, edges, work);
     });
-    parallel(chunks.windows.len() * chunks.heads, work, 1, |task, _| {
+    share(0..chunks.windows.len() * chunks.heads, |task| {
         let (sequence, head) = (task / chunks.heads, task % chunks.heads);
         let window = &chunks.windows[sequence];
         let (first, len) = (chunks.index(sequence, head, 0), window.chunks() * mean);

@@ -73,7 +73,7 @@ pub(super) fn step<T: Real>(
         tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        threads::share(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
+        threads::share_with(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
     }
     negative.report(operation, &dims)
 }

@@ -138,6 +138,25 @@ impl<'a, T> Fetching<'a, T> {
     }
 }
 
+/// Calls `$body::<V, N>(arguments, column)` for the columns from `$from` on up to `$to`, in registers of which the last may reach
+/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products.
+macro_rules! by_whole_registers {
+    ($from:expr, $to:expr, $most:expr, $body:ident($($argument:expr),*)) => {{
+        let (mut column, to) = ($from, $to);
+        while column < to {
+            let registers = (to - column).div_ceil(V::LANES).min($most);
+            match registers {
+                4 => $body::<V, 4>($($argument,)* column),
+                3 => $body::<V, 3>($($argument,)* column),
+                2 => $body::<V, 2>($($argument,)* column),
+                _ => $body::<V, 1>($($argument,)* column),
+            }
+            column += registers * V::LANES;
+        }
+    }};
+}
+pub(super) use by_whole_registers;
+
 /// See [`Product`].
 #[inline(always)]
 pub(crate) unsafe fn product<V: Vector>(p: &mut Product<'_, V::Element>) {
@@ -172,25 +191,9 @@ pub(crate) unsafe fn product_fetching<V: Vector>(
         let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
         let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
         let (from, to) = p.c_band.columns(row, last, columns);
-        let mut column = from / V::LANES * V::LANES;
-        while column < to {
-            let left = (to - column).div_ceil(V::LANES);
-            // SAFETY: rows, columns and depth lie in the slices by the assertions above.
-            unsafe {
-                macro_rules! tile {
-                    ($n:literal) => {
-                        tile::<V, $n>(p, outer, (row, last), column, (depth_from, depth_to))
-                    };
-                }
-                match left.min(V::BLOCK_COLUMNS) {
-                    4 => tile!(4),
-                    3 => tile!(3),
-                    2 => tile!(2),
-                    _ => tile!(1),
-                }
-            }
-            column += left.min(V::BLOCK_COLUMNS) * V::LANES;
-        }
+        let from = from / V::LANES * V::LANES;
+        // SAFETY: rows, columns and depth lie in the slices by the assertions above.
+        unsafe { by_whole_registers!(from, to, V::BLOCK_COLUMNS, tile(p, outer, (row, last), (depth_from, depth_to))) };
         row += BLOCK_ROWS;
     }
 }
@@ -203,8 +206,8 @@ unsafe fn tile<V: Vector, const N: usize>(
     p: &mut Product<'_, V::Element>,
     outer: Outer<'_, V::Element>,
     (row, last): (usize, usize),
-    column: usize,
     (from, to): (usize, usize),
+    column: usize,
 ) {
     // SAFETY: the caller checked that rows `row..=last`, `N` registers from `column` and `from..to` lie in the slices.
     unsafe {
@@ -729,25 +732,6 @@ pub(crate) unsafe fn running_dots<V: Vector>(
     }
 }
 
-/// Calls `$body::<V, N>(arguments, column)` for the whole registers of `$width` columns, four at a time where there are so many:
-/// as many sums in flight hide the latency of the fused products. Returns the first column that is left.
-macro_rules! by_registers {
-    ($width:expr, $body:ident($($argument:expr),*)) => {{
-        let (mut column, whole) = (0, $width / V::LANES * V::LANES);
-        while column < whole {
-            let registers = ((whole - column) / V::LANES).min(4);
-            match registers {
-                4 => $body::<V, 4>($($argument,)* column),
-                3 => $body::<V, 3>($($argument,)* column),
-                2 => $body::<V, 2>($($argument,)* column),
-                _ => $body::<V, 1>($($argument,)* column),
-            }
-            column += registers * V::LANES;
-        }
-        whole
-    }};
-}
-
 /// One token of a running sum: `S += k vᵀ`, then `out += qᵀ S`; `S` is `k.len() × v.len()`, row-major.
 #[inline(always)]
 pub(crate) unsafe fn absorb_token<V: Vector>(
@@ -759,8 +743,9 @@ pub(crate) unsafe fn absorb_token<V: Vector>(
 ) {
     let width = v.len();
     assert!(sum.len() >= k.len() * width && q.len() >= k.len() && out.len() >= width);
+    let whole = width / V::LANES * V::LANES;
     // SAFETY: all are as long as the assertion says.
-    let whole = unsafe { by_registers!(width, absorb_columns(sum, k, v, q, out)) };
+    unsafe { by_whole_registers!(0, whole, 4, absorb_columns(sum, k, v, q, out)) };
     for column in whole..width {
         for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
             let s = &mut sum[feature * width + column];
@@ -801,8 +786,9 @@ unsafe fn absorb_columns<V: Vector, const N: usize>(
 pub(crate) unsafe fn read_token<V: Vector>(sum: &[V::Element], q: &[V::Element], out: &mut [V::Element]) {
     let width = out.len();
     assert!(sum.len() >= q.len() * width);
+    let whole = width / V::LANES * V::LANES;
     // SAFETY: the sum is as long as the assertion says.
-    let whole = unsafe { by_registers!(width, read_columns(sum, q, out)) };
+    unsafe { by_whole_registers!(0, whole, 4, read_columns(sum, q, out)) };
     for column in whole..width {
         out[column] += q.iter().enumerate().map(|(feature, &q)| q * sum[feature * width + column]).sum::<V::Element>();
     }

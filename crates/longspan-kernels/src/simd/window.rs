@@ -4,7 +4,7 @@
 //! A line of weights belongs to one tap `p` and has a lane for each output, so that exponents are formed in whole
 //! registers of outputs whatever the number of taps.
 
-use super::block::{Ahead, BLOCK_ROWS, Fetching};
+use super::block::{Ahead, BLOCK_ROWS, Fetching, by_whole_registers};
 use super::log_sum::{floor, load_part, sigmoid, store_part};
 use super::running::{OutputRows, TokenGradients, covers, get, put};
 use super::vector::{Constants, Vector, exp_nonpositive};
@@ -106,25 +106,15 @@ pub(crate) unsafe fn add_window<V: Vector>(
     assert!(row_length.is_multiple_of(V::LANES) && whole <= lanes && to.len() >= whole * row_length);
     assert!(rows.len() >= (whole + taps - 1) * row_length);
     for output in (0..whole).step_by(BLOCK_ROWS) {
-        let mut column = 0;
-        while column < row_length {
-            let left = (row_length - column) / V::LANES;
-            // SAFETY: every row has so many registers at `column`, and rows and lines are as many as the assertions say.
-            unsafe {
-                macro_rules! tile {
-                    ($n:literal) => {
-                        window_tile::<V, $n>(weights, lanes, taps, rows, row_length, output, column, to)
-                    };
-                }
-                match left.min(V::BLOCK_COLUMNS) {
-                    4 => tile!(4),
-                    3 => tile!(3),
-                    2 => tile!(2),
-                    _ => tile!(1),
-                }
-            }
-            column += left.min(V::BLOCK_COLUMNS) * V::LANES;
-        }
+        // SAFETY: rows are whole registers, and rows and lines are as many as the assertions say.
+        unsafe {
+            by_whole_registers!(
+                0,
+                row_length,
+                V::BLOCK_COLUMNS,
+                window_tile(weights, lanes, taps, rows, row_length, output, to)
+            )
+        };
     }
 }
 
@@ -138,8 +128,8 @@ unsafe fn window_tile<V: Vector, const N: usize>(
     rows: &[V::Element],
     row_length: usize,
     output: usize,
-    column: usize,
     to: &mut [V::Element],
+    column: usize,
 ) {
     // SAFETY: the caller checked that all these rows and lines are there.
     unsafe {
@@ -193,25 +183,8 @@ pub(crate) unsafe fn run_rows<V: Vector>(
     let (width, count) = (sum.len(), run.keep.len());
     assert!(width.is_multiple_of(V::LANES) && run.enter.len() == count && run.rows.len() >= count * width);
     assert!((share.is_empty() || share.len() == count) && to.len() >= share.len() * width);
-    let mut column = 0;
-    while column < width {
-        let left = (width - column) / V::LANES;
-        // SAFETY: every row has so many registers at `column` by the assertions above.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {
-                    run_columns::<V, $n>(sum, run, share, backwards, column, to)
-                };
-            }
-            match left.min(4) {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
-            }
-        }
-        column += left.min(4) * V::LANES;
-    }
+    // SAFETY: rows are whole registers, and as many as the assertions say.
+    unsafe { by_whole_registers!(0, width, 4, run_columns(sum, run, share, backwards, to)) };
 }
 
 /// `N` registers of every row.
@@ -222,8 +195,8 @@ unsafe fn run_columns<V: Vector, const N: usize>(
     run: Entering<'_, V::Element>,
     share: &[V::Element],
     backwards: bool,
-    column: usize,
     to: &mut [V::Element],
+    column: usize,
 ) {
     let (width, count) = (sum.len(), run.keep.len());
     // SAFETY: forwarded to the caller.
@@ -423,41 +396,34 @@ pub(crate) unsafe fn band_weights<V: Vector>(
 pub(crate) unsafe fn sum_rows<V: Vector>(weights: &[V::Element], rows: &[V::Element], to: &mut [V::Element]) {
     let width = to.len();
     assert!(width.is_multiple_of(V::LANES) && rows.len() >= weights.len() * width);
-    let mut column = 0;
-    while column < width {
-        let left = (width - column) / V::LANES;
-        // SAFETY: every row has so many registers at `column` by the assertion above.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {{
-                    // Two sums a register hide the latency of the fused products.
-                    let mut sums = [[V::splat(V::Element::ZERO); $n]; 2];
-                    let row = |j: usize| rows.as_ptr().add(j * width + column);
-                    for (pair, two) in weights.chunks(2).enumerate() {
-                        for n in 0..$n {
-                            let register = V::load(row(2 * pair).add(n * V::LANES));
-                            sums[0][n] = V::splat(two[0]).mul_add(register, sums[0][n]);
-                        }
-                        if let Some(&weight) = two.get(1) {
-                            for n in 0..$n {
-                                let register = V::load(row(2 * pair + 1).add(n * V::LANES));
-                                sums[1][n] = V::splat(weight).mul_add(register, sums[1][n]);
-                            }
-                        }
-                    }
-                    for n in 0..$n {
-                        sums[0][n].add(sums[1][n]).store(to.as_mut_ptr().add(column + n * V::LANES));
-                    }
-                }};
-            }
-            match left.min(4) {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
+    // SAFETY: rows are whole registers, and as many as the assertion says.
+    unsafe { by_whole_registers!(0, width, 4, sum_columns(weights, rows, to)) };
+}
+
+/// `N` registers of every row; two sums for each.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn sum_columns<V: Vector, const N: usize>(
+    weights: &[V::Element],
+    rows: &[V::Element],
+    to: &mut [V::Element],
+    column: usize,
+) {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let mut sums = [[V::splat(V::Element::ZERO); N]; 2];
+        let row = |j: usize| rows.as_ptr().add(j * to.len() + column);
+        for (pair, two) in weights.chunks(2).enumerate() {
+            for (own, &weight) in two.iter().enumerate() {
+                for n in 0..N {
+                    let register = V::load(row(2 * pair + own).add(n * V::LANES));
+                    sums[own][n] = V::splat(weight).mul_add(register, sums[own][n]);
+                }
             }
         }
-        column += left.min(4) * V::LANES;
+        for n in 0..N {
+            sums[0][n].add(sums[1][n]).store(to.as_mut_ptr().add(column + n * V::LANES));
+        }
     }
 }
 
@@ -501,29 +467,30 @@ pub(crate) unsafe fn convolve<V: Vector>(
     }
     let strides = (c.taps.saturating_sub(MARGIN)).div_ceil(STRIDE);
     let mut fetching = Fetching::new(ahead, blocks * strides);
-    let mut column = 0;
-    while column < width {
-        let left = ((width - column) / V::LANES).min(V::BLOCK_COLUMNS);
-        // SAFETY: every row has so many registers at `column`, and rows and lines are as many as the assertions say.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal) => {{
-                    if let Some(end) = c.after {
-                        after_blocks::<V, $n>(c, end, column, after);
-                    }
-                    for block in 0..blocks {
-                        convolution_tile::<V, $n>(c, block, column, before, after, to, &mut fetching);
-                    }
-                }};
-            }
-            match left {
-                4 => columns!(4),
-                3 => columns!(3),
-                2 => columns!(2),
-                _ => columns!(1),
-            }
+    // SAFETY: rows are whole registers, and rows and lines are as many as the assertions say.
+    unsafe {
+        by_whole_registers!(0, width, V::BLOCK_COLUMNS, convolve_columns(c, before, after, to, &mut fetching));
+    }
+}
+
+/// `N` registers of every row.
+#[inline(always)]
+unsafe fn convolve_columns<V: Vector, const N: usize>(
+    c: &Convolution<'_, V::Element>,
+    before: &mut [V::Element],
+    after: &mut [V::Element],
+    to: &mut [V::Element],
+    fetching: &mut Fetching<'_, V::Element>,
+    column: usize,
+) {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        if let Some(end) = c.after {
+            after_blocks::<V, N>(c, end, column, after);
         }
-        column += left * V::LANES;
+        for block in 0..c.outputs.div_ceil(BLOCK_ROWS) {
+            convolution_tile::<V, N>(c, block, column, before, after, to, fetching);
+        }
     }
 }
 

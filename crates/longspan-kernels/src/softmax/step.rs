@@ -55,7 +55,7 @@ pub(super) fn step<T: Real>(
         tasks.for_each(run);
     } else {
         let tasks: Vec<_> = tasks.collect();
-        threads::share(tasks.into_iter(), || (), |task, ()| run(task));
+        threads::share(tasks.into_iter(), run);
     }
     Ok(())
 }

@@ -228,13 +228,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let lines = lines.shared();
         let mut lasts: Vec<Option<Last<'_, T>>> = vec![None; units.len()];
         if let Some(state) = self.states.last {
-            threads::share(
-                lasts.iter_mut().zip(units),
-                || (),
-                |(last, unit), ()| {
-                    *last = Some(Last::new(problem, &problem.unit(unit.index), state));
-                },
-            );
+            threads::share(lasts.iter_mut().zip(units), |(last, unit)| {
+                *last = Some(Last::new(problem, &problem.unit(unit.index), state));
+            });
         }
         let (strip_len, beside) = match self.rows {
             Some(_) => (piecewise::ROWS, Beside::Sums),
@@ -655,30 +651,26 @@ pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mu
         Some(0) => bias.far(),
         Some(_) => bias.after().map(|(_, entry)| entry),
     };
-    threads::share(
-        d_bias.chunks_exact_mut(bias.entries()).enumerate(),
-        || (),
-        |(head, to), ()| {
-            to.fill(T::ZERO);
-            let mut run = (None, 0.0);
-            for index in 0..len {
-                let Some(entry) = entry(index) else { continue };
-                if run.0 != Some(entry) {
-                    if let (Some(entry), sum) = run {
-                        to[entry] += T::from_f64(sum);
-                    }
-                    run = (Some(entry), 0.0);
+    threads::share(d_bias.chunks_exact_mut(bias.entries()).enumerate(), |(head, to)| {
+        to.fill(T::ZERO);
+        let mut run = (None, 0.0);
+        for index in 0..len {
+            let Some(entry) = entry(index) else { continue };
+            if run.0 != Some(entry) {
+                if let (Some(entry), sum) = run {
+                    to[entry] += T::from_f64(sum);
                 }
-                for sequence in 0..problem.sequences.len() {
-                    let unit = sequence * problem.dims.kv_heads + head / group;
-                    for segment in 0..segments {
-                        run.1 += lines[((unit * segments + segment) * group + head % group) * len + index].to_f64();
-                    }
+                run = (Some(entry), 0.0);
+            }
+            for sequence in 0..problem.sequences.len() {
+                let unit = sequence * problem.dims.kv_heads + head / group;
+                for segment in 0..segments {
+                    run.1 += lines[((unit * segments + segment) * group + head % group) * len + index].to_f64();
                 }
             }
-            if let (Some(entry), sum) = run {
-                to[entry] += T::from_f64(sum);
-            }
-        },
-    );
+        }
+        if let (Some(entry), sum) = run {
+            to[entry] += T::from_f64(sum);
+        }
+    });
 }

@@ -242,23 +242,19 @@ fn add_windows<T: Real>(
 ) {
     let (group, len, unit_len) = (problem.dims.group(), gradient::line_len(problem), gradient::unit_lines_len(problem));
     let lines = lines[units.start * unit_len..units.end * unit_len].chunks_exact_mut(unit_len).enumerate();
-    threads::share(
-        lines,
-        || (),
-        |(n, lines), ()| {
-            for strip in 0..strips {
-                let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
-                if !meeting.is_seen(problem) {
-                    continue;
-                }
-                let (first, count) = meeting.distances(problem);
-                // Beyond the line there are only pairs that no row sees.
-                let count = count.min(problem.line_width() - first);
-                for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
-                    let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
-                    problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
-                }
+    threads::share(lines, |(n, lines)| {
+        for strip in 0..strips {
+            let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
+            if !meeting.is_seen(problem) {
+                continue;
             }
-        },
-    );
+            let (first, count) = meeting.distances(problem);
+            // Beyond the line there are only pairs that no row sees.
+            let count = count.min(problem.line_width() - first);
+            for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
+                let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
+                problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
+            }
+        }
+    });
 }

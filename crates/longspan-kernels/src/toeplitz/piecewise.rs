@@ -234,30 +234,26 @@ fn accumulate<T: Real>(
     let own: Vec<T> = numbers.chunks_exact(len).map(|sum| sum[end]).collect();
     let mut places = ViewMut::strided(&mut *numbers, [strips * len, len, 1]);
     let places = places.shared();
-    threads::share(
-        0..all * PARTS,
-        || (),
-        |task, ()| {
-            let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
-            let width = part.min(end - from);
-            // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
-            let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
-            let mut running = None;
-            for n in 1..strips {
-                let (to, before) = order(owner % sides, n);
-                let old = running.unwrap_or(own[owner * strips + before]);
-                let new = own[owner * strips + to];
-                let highest = old.max(new);
-                if new < highest {
-                    ops.scale(row(to), factor(new, highest));
-                }
-                if old > T::NEG_INFINITY {
-                    ops.add_scaled(row(to), factor(old, highest), row(before));
-                }
-                running = Some(highest);
+    threads::share(0..all * PARTS, |task| {
+        let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
+        let width = part.min(end - from);
+        // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
+        let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
+        let mut running = None;
+        for n in 1..strips {
+            let (to, before) = order(owner % sides, n);
+            let old = running.unwrap_or(own[owner * strips + before]);
+            let new = own[owner * strips + to];
+            let highest = old.max(new);
+            if new < highest {
+                ops.scale(row(to), factor(new, highest));
             }
-        },
-    );
+            if old > T::NEG_INFINITY {
+                ops.add_scaled(row(to), factor(old, highest), row(before));
+            }
+            running = Some(highest);
+        }
+    });
     for owner in 0..all {
         for n in 1..strips {
             let (to, before) = order(owner % sides, n);

@@ -12,7 +12,7 @@ use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows, ViewMut};
 use crate::simd::Ops;
 use crate::state::State;
-use crate::threads::{self, parallel};
+use crate::threads;
 
 /// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
 /// second-level cache while the rows of a [`STRIP`] pass by.
@@ -292,7 +292,6 @@ impl<'a, T: Real> Problem<'a, T> {
             + padded::<T>(heads * self.most_queries())
             + padded::<T>(heads * self.blocks())
             + padded::<T>(self.units() * self.tops_len())
-            + threads::count() * padded::<T>(1)
     }
 
     /// Numbers of the [`Tops`] of one unit.
@@ -309,17 +308,13 @@ impl<'a, T: Real> Problem<'a, T> {
         let heads = lines.chunks_exact_mut(line_width).zip(self.call.parameters[0].chunks_exact(entries));
         let parts: Vec<_> =
             heads.flat_map(|(line, table)| line.chunks_mut(PART).enumerate().map(move |part| (part, table))).collect();
-        threads::share(
-            parts.into_iter(),
-            || (),
-            |((part, line), table), ()| {
-                for (index, b) in line.iter_mut().enumerate() {
-                    let entry = self.line_difference(part * PART + index).and_then(|d| self.toeplitz.bias.entry(d));
-                    // What no row sees has weight 0.
-                    *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
-                }
-            },
-        );
+        threads::share(parts.into_iter(), |((part, line), table)| {
+            for (index, b) in line.iter_mut().enumerate() {
+                let entry = self.line_difference(part * PART + index).and_then(|d| self.toeplitz.bias.entry(d));
+                // What no row sees has weight 0.
+                *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
+            }
+        });
         let lines = &*lines;
         let tops_len = self.tops_len();
         let tops = arena.take(self.units() * tops_len);
@@ -334,9 +329,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let mut split_rows = ViewMut::strided(&mut *splits, [self.blocks(), 1, 0]);
         let split_rows = split_rows.shared();
         let blocks = self.blocks();
-        let line_numbers = padded::<T>(1);
-        let workers = arena.take(threads::count() * line_numbers);
-        parallel(self.units() * group * blocks, workers, line_numbers, |task, _| {
+        threads::share(0..self.units() * group * blocks, |task| {
             let (index, block) = (task / blocks, task % blocks);
             let unit = self.unit(index / group);
             let rows = block * TILE..((block + 1) * TILE).min(unit.sequence.queries);
@@ -366,17 +359,13 @@ impl<'a, T: Real> Problem<'a, T> {
             let seen = &mut own[..(unit.sequence.keys as isize - unit.begin()) as usize];
             parts.extend(seen.chunks_mut(PART).enumerate().map(|part| (index, part)));
         }
-        threads::share(
-            parts.into_iter(),
-            || (),
-            |(index, (part, to)), ()| {
-                let unit = self.unit(index);
-                let begin = unit.begin() + (part * PART) as isize;
-                for (key, to) in (begin..).zip(to) {
-                    *to = self.key_top(&unit, key).unwrap_or(T::NEG_INFINITY);
-                }
-            },
-        );
+        threads::share(parts.into_iter(), |(index, (part, to))| {
+            let unit = self.unit(index);
+            let begin = unit.begin() + (part * PART) as isize;
+            for (key, to) in (begin..).zip(to) {
+                *to = self.key_top(&unit, key).unwrap_or(T::NEG_INFINITY);
+            }
+        });
         for to in tops.chunks_exact_mut(tops_len) {
             let (own, rest) = to.split_at_mut(tops_len / 3);
             let (before, after) = rest.split_at_mut(tops_len / 3);

@@ -467,36 +467,32 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let per_head = TILE * width + padded::<T>(value_dim) + MapBuffers::len(&problem.mapping, TILE);
     let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
     let memory = scratch.take(heads.len() * per_head).chunks_exact_mut(per_head);
-    threads::share(
-        heads.into_iter().zip(memory),
-        || (),
-        |((index, head), memory), ()| {
-            // Packed sequences are refused, so units are batch entries and heads in order.
-            let unit = problem.unit(index);
-            let mut writer = Writer::new(near, head);
-            let mut arena = Arena::new(memory);
-            let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
-            none.fill(T::ZERO);
-            let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
-            for first in (0..unit.sequence.keys).step_by(TILE) {
-                let count = (unit.sequence.keys - first).min(TILE);
-                let mut exponents = [T::ZERO; TILE];
-                if problem.mapping.exponential {
-                    for (key, exponent) in exponents[..count].iter_mut().enumerate() {
-                        *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
-                    }
-                }
-                problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);
-                for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
-                    let (v, present) = match unit.ignores(key) {
-                        true => (&*none, T::ZERO),
-                        false => (unit.v.row(key, value_dim), T::ONE),
-                    };
-                    writer.push(&row[..features], exponents[key - first], v, present);
+    threads::share(heads.into_iter().zip(memory), |((index, head), memory)| {
+        // Packed sequences are refused, so units are batch entries and heads in order.
+        let unit = problem.unit(index);
+        let mut writer = Writer::new(near, head);
+        let mut arena = Arena::new(memory);
+        let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
+        none.fill(T::ZERO);
+        let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
+        for first in (0..unit.sequence.keys).step_by(TILE) {
+            let count = (unit.sequence.keys - first).min(TILE);
+            let mut exponents = [T::ZERO; TILE];
+            if problem.mapping.exponential {
+                for (key, exponent) in exponents[..count].iter_mut().enumerate() {
+                    *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
                 }
             }
-        },
-    );
+            problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);
+            for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
+                let (v, present) = match unit.ignores(key) {
+                    true => (&*none, T::ZERO),
+                    false => (unit.v.row(key, value_dim), T::ONE),
+                };
+                writer.push(&row[..features], exponents[key - first], v, present);
+            }
+        }
+    });
 }
 
 /// Where the backward pass writes.

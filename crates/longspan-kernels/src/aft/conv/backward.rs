@@ -2,7 +2,7 @@
 //! no values: exponents and weights of all rows come from keys alone.
 
 use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
-use super::{Geometry, KeySource, RowSource, band, kernel, run};
+use super::{Geometry, KeySource, RowSource, band, kernel, parallel_chunks};
 use crate::aft::Variant;
 use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink};
 use crate::aft::kernel as reparametrized;
@@ -193,91 +193,88 @@ fn block<'a, T: Real>(
     });
 
     let chunks = Chunks::new(keys.clone(), kv_heads);
-    let run = run(chunks.tasks());
-    parallel(chunks.tasks().div_ceil(run), work, per_worker, |task, work| {
-        for task in task * run..((task + 1) * run).min(chunks.tasks()) {
-            let (line, own_head, chunk) = chunks.task(task);
-            let (index, window) = (line / geometry.lines, &keys[line]);
-            let sequence = &problem.sequences[block.sequences.start + index];
-            let kv_head = block.heads.start + own_head;
-            let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
-            let lent = problem.lent(sequence) as isize;
-            let (factors, work) = work.split_at_mut(CHUNK);
-            let (from, to) = window.chunk(chunk);
-            let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
-            // Keys that have no more than the gradients of this call's rows.
-            let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
-            let next = sequence.key_start + geometry.start(line) + to;
-            let end = window.outputs.min(to + CHUNK) - to;
-            let ahead = [
-                items.ahead(place(to - from), place(to - from + end)),
-                sink.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
-            ];
-            for local in own_head * dims.group()..(own_head + 1) * dims.group() {
-                let head = block.heads.start * dims.group() + local;
-                let first = local == own_head * dims.group();
-                let kernel = &reversed[head * kernel(problem, head).len()..];
-                let field = turned.field(*window, line % geometry.lines, kernel);
-                let mut work = Work::new(&mut *work, geometry.most(), width);
-                let edges = edges.of(window, line, local, chunk);
-                let one = walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work, &ahead);
-                let mut largest = T::ZERO;
-                for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
-                    let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
-                    *factor = (k + work.x[n]) + work.b[n];
-                    largest = largest.max(*factor);
+    parallel_chunks(chunks.tasks(), work, per_worker, |task, work| {
+        let (line, own_head, chunk) = chunks.task(task);
+        let (index, window) = (line / geometry.lines, &keys[line]);
+        let sequence = &problem.sequences[block.sequences.start + index];
+        let kv_head = block.heads.start + own_head;
+        let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
+        let lent = problem.lent(sequence) as isize;
+        let (factors, work) = work.split_at_mut(CHUNK);
+        let (from, to) = window.chunk(chunk);
+        let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
+        // Keys that have no more than the gradients of this call's rows.
+        let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
+        let next = sequence.key_start + geometry.start(line) + to;
+        let end = window.outputs.min(to + CHUNK) - to;
+        let ahead = [
+            items.ahead(place(to - from), place(to - from + end)),
+            sink.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
+        ];
+        for local in own_head * dims.group()..(own_head + 1) * dims.group() {
+            let head = block.heads.start * dims.group() + local;
+            let first = local == own_head * dims.group();
+            let kernel = &reversed[head * kernel(problem, head).len()..];
+            let field = turned.field(*window, line % geometry.lines, kernel);
+            let mut work = Work::new(&mut *work, geometry.most(), width);
+            let edges = edges.of(window, line, local, chunk);
+            let one = walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work, &ahead);
+            let mut largest = T::ZERO;
+            for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
+                let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
+                *factor = (k + work.x[n]) + work.b[n];
+                largest = largest.max(*factor);
+            }
+            // Relative to one exponent for many rows, that of a row may be above its key's.
+            factors.iter_mut().for_each(|factor| *factor -= largest);
+            problem.ops.exp_all(factors);
+            if largest > T::ZERO {
+                problem.ops.scale(factors, largest.exp());
+            }
+            if let Some(tokens) = tokens.filter(|_| one) {
+                let token = [sequence.batch, kv_head, sequence.key_start + place(0) as usize];
+                // SAFETY: every key belongs to one chunk of one key head, and the columns end here.
+                let mut to = unsafe {
+                    TokenGradients {
+                        dk: sink.dk.columns(token, tokens.count, 0..1),
+                        dv: sink.dv.columns(token, tokens.count, 0..dims.head_dim),
+                        add: !first,
+                    }
+                };
+                let factors = &factors[..tokens.count];
+                problem.ops.key_gradients(work.sums, width, factors, work.d, tokens.values, &mut to);
+                continue;
+            }
+            for (n, &factor) in factors.iter().enumerate().take(to - from) {
+                let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
+                // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
+                let places = unsafe {
+                    if key < 0 {
+                        links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
+                    } else {
+                        let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
+                        Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
+                    }
+                };
+                let Some((dk, dv)) = places else { continue };
+                if first {
+                    dk.fill(T::ZERO);
+                    dv.fill(T::ZERO);
                 }
-                // Relative to one exponent for many rows, that of a row may be above its key's.
-                factors.iter_mut().for_each(|factor| *factor -= largest);
-                problem.ops.exp_all(factors);
-                if largest > T::ZERO {
-                    problem.ops.scale(factors, largest.exp());
+                let Some((own_key, value)) = items.token(key) else { continue };
+                // A key that no row sees has gradient 0 whatever it is.
+                if work.x[n] - floor() > T::ZERO {
+                    let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
+                    dk[0] += factor * (dot - work.d[n]);
                 }
-                if let Some(tokens) = tokens.filter(|_| one) {
-                    let token = [sequence.batch, kv_head, sequence.key_start + place(0) as usize];
-                    // SAFETY: every key belongs to one chunk of one key head, and the columns end here.
-                    let mut to = unsafe {
-                        TokenGradients {
-                            dk: sink.dk.columns(token, tokens.count, 0..1),
-                            dv: sink.dv.columns(token, tokens.count, 0..dims.head_dim),
-                            add: !first,
-                        }
-                    };
-                    let factors = &factors[..tokens.count];
-                    problem.ops.key_gradients(work.sums, width, factors, work.d, tokens.values, &mut to);
-                    continue;
+                if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                    let factor = (own_key[0] + last[0]).exp();
+                    let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
+                    dk[0] += factor * (dot - last[3 * width]);
                 }
-                for (n, &factor) in factors.iter().enumerate().take(to - from) {
-                    let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
-                    // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                    let places = unsafe {
-                        if key < 0 {
-                            links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
-                        } else {
-                            let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
-                            Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
-                        }
-                    };
-                    let Some((dk, dv)) = places else { continue };
-                    if first {
-                        dk.fill(T::ZERO);
-                        dv.fill(T::ZERO);
-                    }
-                    let Some((own_key, value)) = items.token(key) else { continue };
-                    // A key that no row sees has gradient 0 whatever it is.
-                    if work.x[n] - floor() > T::ZERO {
-                        let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
-                        dk[0] += factor * (dot - work.d[n]);
-                    }
-                    if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
-                        let factor = (own_key[0] + last[0]).exp();
-                        let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
-                        dk[0] += factor * (dot - last[3 * width]);
-                    }
-                    if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
-                        dk[0] += d_key[0];
-                        dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
-                    }
+                if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
+                    dk[0] += d_key[0];
+                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
                 }
             }
         }

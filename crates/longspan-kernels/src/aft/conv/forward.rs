@@ -1,7 +1,7 @@
 //! Outputs of AFT-conv.
 
 use super::walk::{Work, header, walk};
-use super::{Geometry, KeySource, kernel, run};
+use super::{Geometry, KeySource, kernel, parallel_chunks};
 use crate::aft::problem::{Block, CHUNK, Chunks, Problem};
 use crate::aft::state::Head;
 use crate::real::Real;
@@ -88,11 +88,8 @@ pub(in crate::aft) fn forward<T: Real>(
     let mut arena = Arena::new(scratch.take(workers * work_len + edges_len + 128));
     let (work, memory) = (arena.take(workers * work_len), arena.rest());
     let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, work_len);
-    let run = run(chunks.tasks());
-    parallel(chunks.tasks().div_ceil(run), work, work_len, |task, work| {
-        for task in task * run..((task + 1) * run).min(chunks.tasks()) {
-            let (line, head, chunk) = chunks.task(task);
-            one(line, head, chunk, edges.of(&windows[line], line, head / dims.group(), chunk), work);
-        }
+    parallel_chunks(chunks.tasks(), work, work_len, |task, work| {
+        let (line, head, chunk) = chunks.task(task);
+        one(line, head, chunk, edges.of(&windows[line], line, head / dims.group(), chunk), work);
     });
 }

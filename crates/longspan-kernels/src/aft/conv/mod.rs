@@ -260,10 +260,13 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
     }
 }
 
-/// Chunks one after the other that one task takes, so that what the next one reads can be asked for meanwhile: so many that
-/// few have no next one, and so few that no thread waits long for the last of another.
-fn run(chunks: usize) -> usize {
-    (chunks / (8 * threads::count())).clamp(1, 16)
+/// Runs `body(chunk, work)` for every chunk, on each thread some one after the other, so that what the next one reads can be asked for
+/// meanwhile: so many that few have no next one, and so few that no thread waits long for the last of another.
+fn parallel_chunks<T: Real>(chunks: usize, work: &mut [T], per_worker: usize, body: impl Fn(usize, &mut [T]) + Sync) {
+    let run = (chunks / (8 * threads::count())).clamp(1, 16);
+    parallel(chunks.div_ceil(run), work, per_worker, |task, work| {
+        (task * run..((task + 1) * run).min(chunks)).for_each(|chunk| body(chunk, work));
+    });
 }
 
 /// The taps of one head of queries.
