@@ -1,5 +1,9 @@
 //! Working memory that the caller keeps between calls.
 
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
+
 use crate::real::Real;
 
 /// Bytes from one cache line to the next; scratch rows start on cache lines.
@@ -15,9 +19,13 @@ pub(crate) fn padded<T>(len: usize) -> usize {
     len.next_multiple_of(line::<T>())
 }
 
-/// Working memory of a step. What usual sizes need stands on the stack, so that a token allocates nothing.
+/// Working memory of a step, which starts on a cache line if it is on the stack. What usual sizes need stands there, so that
+/// a token allocates nothing.
+#[repr(align(64))]
 pub(crate) struct StepMemory<T> {
-    stack: [T; STEP_NUMBERS],
+    stack: [MaybeUninit<T>; STEP_NUMBERS],
+    /// How much of the stack has been written to: to write to all of it takes a twentieth of a short step.
+    written: usize,
     heap: Vec<T>,
 }
 
@@ -27,13 +35,18 @@ const STEP_NUMBERS: usize = 2048;
 
 impl<T: Real> StepMemory<T> {
     pub fn new() -> Self {
-        Self { stack: [T::ZERO; STEP_NUMBERS], heap: Vec::new() }
+        Self { stack: [MaybeUninit::uninit(); STEP_NUMBERS], written: 0, heap: Vec::new() }
     }
 
     /// `len` numbers, of any value.
     pub fn take(&mut self, len: usize) -> &mut [T] {
         if len <= STEP_NUMBERS {
-            return &mut self.stack[..len];
+            if self.written < len {
+                self.stack[self.written..len].fill(MaybeUninit::new(T::ZERO));
+                self.written = len;
+            }
+            // SAFETY: these have been written to.
+            return unsafe { self.stack[..len].assume_init_mut() };
         }
         if self.heap.len() < len {
             self.heap.resize(len, T::ZERO);
@@ -90,6 +103,11 @@ impl<T: Real> Scratch<T> {
     }
 }
 
+/// Where the first cache line begins in a buffer that is longer than one.
+fn line_start<T>(buffer: &[T]) -> usize {
+    buffer.as_ptr().align_offset(LINE_BYTES).min(line::<T>())
+}
+
 /// `len` numbers of a buffer that grows to hold them, the first on a cache line.
 fn aligned<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
     let line = line::<T>();
@@ -98,8 +116,64 @@ fn aligned<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
         // Not `resize`: nothing of the old contents is worth a copy.
         *buffer = vec![T::ZERO; wanted];
     }
-    let start = buffer.as_ptr().align_offset(LINE_BYTES).min(line);
+    let start = line_start(buffer);
     &mut buffer[start..start + len]
+}
+
+/// Numbers of which the first stands on a cache line.
+pub(crate) struct Lines<T> {
+    buffer: Vec<T>,
+    start: usize,
+    len: usize,
+}
+
+impl<T: Real> Lines<T> {
+    pub fn zeros(len: usize) -> Self {
+        let buffer = vec![T::ZERO; if len == 0 { 0 } else { len + line::<T>() }];
+        let start = if len == 0 { 0 } else { line_start(&buffer) };
+        Self { buffer, start, len }
+    }
+}
+
+impl<T: Real> From<&[T]> for Lines<T> {
+    fn from(numbers: &[T]) -> Self {
+        let mut this = Self::zeros(numbers.len());
+        this.copy_from_slice(numbers);
+        this
+    }
+}
+
+impl<T> Deref for Lines<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.buffer[self.start..][..self.len]
+    }
+}
+
+impl<T> DerefMut for Lines<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.buffer[self.start..][..self.len]
+    }
+}
+
+// A clone's memory begins elsewhere on its cache line.
+impl<T: Real> Clone for Lines<T> {
+    fn clone(&self) -> Self {
+        Self::from(&**self)
+    }
+}
+
+impl<T: PartialEq> PartialEq for Lines<T> {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Lines<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
 }
 
 /// Hands out parts of a scratch buffer, each starting on a cache line.

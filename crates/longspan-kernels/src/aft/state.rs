@@ -29,7 +29,7 @@ pub(super) struct Head<S> {
     pub ring_keys: S,
     /// Their values; 0 where a key is ignored or before the first token.
     pub ring_values: S,
-    /// Three numbers: which row of the ring is the oldest, how many rows hold a token, and how many tokens came before,
+    /// Three numbers, and what fills cache lines: which row of the ring is the oldest, how many rows hold a token, and how many tokens came before,
     /// up to the table's length (0 without a table).
     pub marks: S,
 }
@@ -38,7 +38,9 @@ pub(super) struct Head<S> {
 pub(super) const OLDEST: usize = 0;
 pub(super) const FILLED: usize = 1;
 pub(super) const POSITION: usize = 2;
-const MARKS: usize = 3;
+pub(super) const MARKS: usize = 3;
+/// Which part of a head's state they are.
+const MARKS_PART: usize = 5;
 
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([numerator, denominator, exponent, ring_keys, ring_values, marks]: [S; PARTS]) -> Self {
@@ -116,6 +118,7 @@ pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
         kv_heads: dims.kv_heads,
         parts: [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS],
     }
+    .in_lines(MARKS_PART)
 }
 
 /// The state before the first token.
@@ -169,8 +172,7 @@ pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument:
     let operation = Mechanism::<T>::name(aft);
     check_sizes(aft, dims, state, argument)?;
     let rows = reach(aft, true).0.max(1);
-    for index in 0..dims.batch * dims.kv_heads {
-        let marks = Head::from(state.head(0, index)).marks;
+    for marks in state.each(MARKS_PART) {
         let whole = |x: T, limit: f64| x >= T::ZERO && x.to_f64() < limit && x.to_f64().fract() == 0.0;
         expect(
             whole(marks[OLDEST], rows as f64)
@@ -183,7 +185,7 @@ pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument:
                     "a whole number below {rows} as the index of the ring's oldest row, and its length and position"
                 )
             },
-            || format!("{marks:?}"),
+            || format!("{:?}", &marks[..MARKS]),
         )?;
     }
     Ok(())
@@ -243,7 +245,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
         if let Some(length) = table_length(aft) {
             marks[POSITION] = T::from_f64((own + added).min(length) as f64);
         }
-        head.marks.copy_from_slice(&marks);
+        head.marks[..MARKS].copy_from_slice(&marks);
         let end = marks[OLDEST].to_f64() as usize;
         for back in 1..=tokens {
             let Some((key, value)) = later.ring_row(back, key_dim, width) else { continue };
@@ -266,7 +268,11 @@ fn final_marks<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>, kv_he
 pub(super) fn write_marks<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>) {
     let kv_heads = problem.dims.kv_heads;
     for (index, head) in state.heads_mut().map(Head::from).enumerate() {
-        head.marks.copy_from_slice(&final_marks(problem, &problem.sequences[index / kv_heads], index % kv_heads));
+        head.marks[..MARKS].copy_from_slice(&final_marks(
+            problem,
+            &problem.sequences[index / kv_heads],
+            index % kv_heads,
+        ));
     }
 }
 
@@ -286,7 +292,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         head.write(sum);
         let marks = final_marks(problem, sequence, kv_head);
         let oldest = marks[OLDEST].to_f64() as usize;
-        head.marks.copy_from_slice(&marks);
+        head.marks[..MARKS].copy_from_slice(&marks);
         for back in 1..=ring {
             let key = end - back as isize;
             let row = (oldest + ring - back) % ring;

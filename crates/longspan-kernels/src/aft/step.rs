@@ -75,18 +75,23 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         }
         for n in 0..group {
             let query_head = index % kv_heads * group + n;
-            // From `ring` tokens ago to the token itself; `place` counts from there.
-            let bias = |place: usize| match aft.variant {
-                Variant::Simple => T::ZERO,
-                Variant::Local { window, .. } => kernels[position * (2 * window - 1) + place],
-                Variant::Conv { taps, .. } => kernels[query_head * taps + place],
-                // It has no state, which was checked.
-                Variant::Conv2d { .. } => T::ZERO,
-                Variant::Full { length, rank: None } => kernels[position * length + position + place - ring],
-                Variant::Full { rank: Some(rank), .. } => {
-                    let z = &token.parameters[1][(position + place - ring) * rank..][..rank];
-                    ops.dot(&kernels[position * rank..][..rank], z)
-                }
+            // Those of places one after the other, from `ring` tokens ago (place 0) to the token itself.
+            let write_biases = |place: usize, to: &mut [T]| {
+                let start = match aft.variant {
+                    Variant::Local { window, .. } => position * (2 * window - 1) + place,
+                    Variant::Conv { taps, .. } => query_head * taps + place,
+                    Variant::Full { length, rank: None } => position * length + position + place - ring,
+                    Variant::Full { rank: Some(rank), .. } => {
+                        let rows = &token.parameters[1][(position + place - ring) * rank..];
+                        for (n, to) in to.iter_mut().enumerate() {
+                            *to = ops.dot(&kernels[position * rank..][..rank], &rows[n * rank..][..rank]);
+                        }
+                        return;
+                    }
+                    // Images have no state, which was checked.
+                    Variant::Simple | Variant::Conv2d { .. } => return to.fill(T::ZERO),
+                };
+                to.copy_from_slice(&kernels[start..][..to.len()]);
             };
             sum.copy_from_slice(far);
             // A full ring is read as it stands, whichever of its rows is the oldest; one with empty rows from the oldest token on.
@@ -105,13 +110,15 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     let count = (ring - row.max(at)).min(JOINED);
                     (&head.ring_keys[row * key_dim..], &head.ring_values[row * width..], count)
                 };
-                for (n, to) in biases.iter_mut().enumerate().take(count) {
-                    let place = at + n;
-                    *to = bias(match place {
-                        place if !whole || place == ring => place,
-                        row if row < oldest => row + ring - oldest,
-                        row => row - oldest,
-                    });
+                // In front of a full ring's oldest row stand the newest ones.
+                let in_ring = whole && at < ring;
+                let newer = if in_ring { oldest.clamp(at, at + count) - at } else { 0 };
+                let (first, rest) = biases[..count].split_at_mut(newer);
+                if newer > 0 {
+                    write_biases(at + ring - oldest, first);
+                }
+                if newer < count {
+                    write_biases(if in_ring { at + newer - oldest } else { at }, rest);
                 }
                 let tokens = Tokens {
                     keys: Rows { data: keys, stride: key_dim },
@@ -145,7 +152,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         ops.join(far, item, T::ZERO);
         head.write(far);
         let marks = state::advance(aft, head.marks, 1);
-        head.marks.copy_from_slice(&marks);
+        head.marks[..state::MARKS].copy_from_slice(&marks);
     }
     Ok(())
 }

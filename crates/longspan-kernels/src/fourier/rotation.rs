@@ -78,7 +78,7 @@ struct SideAngles<'s, T> {
     /// For given positions: `rows × angles` each.
     cos: &'s mut [T],
     sin: &'s mut [T],
-    /// Cosines and sines of the bases, without and with the gain, `4 × angles` each: of the rows before a multiple of the
+    /// Cosines and sines of the bases, without and, if there is one, with the gain, `4 × angles` each: of the rows before a multiple of the
     /// table's rows, and of those after it.
     base: &'s mut [T],
 }
@@ -130,35 +130,47 @@ pub(crate) fn check_positions<T: Real>(
 impl<'a, T: Real> Rotations<'a, T> {
     /// For parameters of checked lengths.
     pub fn new(fourier: Fourier, dims: Dims, features: usize, parameters: &[&'a [T]]) -> Self {
-        let Tensors { a, b, c, beta, positions } = fourier.tensors(parameters);
-        let (angles, axes) = (fourier.angles(features), fourier.positions.axes());
-        let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
-        let ops = T::ops();
-        // Lists are filled where they stay: a step makes this anew for every head, and moving them costs as much as filling.
-        let mut this = Self {
+        let mut this = Self::empty(fourier, dims, features);
+        this.fill(parameters);
+        this
+    }
+
+    /// To be [filled](Self::fill).
+    pub fn empty(fourier: Fourier, dims: Dims, features: usize) -> Self {
+        Self {
             fourier,
-            ops,
+            ops: T::ops(),
             features,
-            angles,
-            axes,
+            angles: fourier.angles(features),
+            axes: fourier.positions.axes(),
             dims,
             rates: Default::default(),
-            slopes: a,
+            slopes: &[],
             phases: Angular::new(),
-            gains: c.unwrap_or(&[]),
+            gains: &[],
             rests: Angular::new(),
             ones: Angular::new(),
-            positions,
-        };
-        let [rates, rests] = &mut this.rates;
+            positions: None,
+        }
+    }
+
+    /// Takes parameters of checked lengths in the place of those before. A step does this for every head: lists that are
+    /// long enough are left so, and nothing is moved.
+    pub fn fill(&mut self, parameters: &[&'a [T]]) {
+        let Tensors { a, b, c, beta, positions } = self.fourier.tensors(parameters);
+        let (angles, axes, ops) = (self.angles, self.axes, self.ops);
+        let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
+        (self.slopes, self.gains, self.positions) = (a, c.unwrap_or(&[]), positions);
+        let [rates, rests] = &mut self.rates;
         let most = a.len().max(b.len());
         rates.resize(most, 0.0);
         rests.resize(if is_double::<T>() { most } else { 0 }, 0.0);
         // As rates of one step, where those of steps come to stand afterwards.
-        this.phases.resize(b.len(), 0.0);
+        self.phases.resize(b.len(), 0.0);
+        self.phases.fill(0.0);
         ops.rates(b, 1, rates, rests);
-        ops.add_turns(rates, rests, 1.0, &mut this.phases);
-        for head in 0..dims.kv_heads {
+        ops.add_turns(rates, rests, 1.0, &mut self.phases);
+        for head in 0..self.dims.kv_heads {
             for axis in 0..axes {
                 let from = &a[(head * angles * axes + axis).min(a.len())..];
                 let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
@@ -166,17 +178,17 @@ impl<'a, T: Real> Rotations<'a, T> {
                 ops.rates(from, axes, &mut rates[to], rests);
             }
         }
-        match (fourier.normalizer, beta, c) {
+        self.rests.clear();
+        match (self.fourier.normalizer, beta, c) {
             (FourierNormalizer::Dominant, Some(beta), Some(c)) => {
                 let softplus = |x: f64| x.max(0.0) + (-x.abs()).exp().ln_1p();
                 let sums = c.iter().zip(beta).map(|(c, beta)| c.to_f64().abs() + softplus(beta.to_f64()));
-                this.rests.extend(sums.map(T::from_f64));
+                self.rests.extend(sums.map(T::from_f64));
             }
-            (_, Some(beta), _) => this.rests.extend_from_slice(beta),
+            (_, Some(beta), _) => self.rests.extend_from_slice(beta),
             _ => {}
         }
-        this.ones.resize(features, T::ONE);
-        this
+        self.ones.resize(self.features, T::ONE);
     }
 
     /// Whether positions are given, so that they have gradients.
@@ -300,8 +312,8 @@ impl<'a, T: Real> Rotations<'a, T> {
                     self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
                 }
             }
-            with_gain.copy_from_slice(plain);
             if let Some(gain) = self.gain(span.side) {
+                with_gain.copy_from_slice(plain);
                 self.ops.multiply(&mut with_gain[..angles], gain);
                 self.ops.multiply(&mut with_gain[angles..], gain);
             }
@@ -343,6 +355,7 @@ impl<'a, T: Real> Rotations<'a, T> {
     ) -> Rotation<'x, T> {
         let own = &buffers.sides[usize::from(side == Side::Key)];
         let angles = self.angles;
+        let gained = gained && self.gain(side).is_some();
         let base = &own.base[(4 * n + if gained { 2 } else { 0 }) * angles..];
         let (cos, sin): (&[T], &[T]) =
             if self.given() { (own.cos, own.sin) } else { (buffers.table[0], buffers.table[1]) };

@@ -6,7 +6,7 @@
 //! unless a [`decay`](KernelizedAttention::decay) is given.
 //!
 //! One head's [`State`] has five parts: `S = Σ φ(k_j) v_jᵀ` (`features × value_dim`), `z = Σ φ(k_j)` (`features`), the
-//! marks (4), the sum of the `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows
+//! marks (4, and what fills cache lines), the sum of the `v⁺ = [v, 1]` that fell out of the ring (`value_dim + 1`), and the ring of the last `R` rows
 //! `v⁺`. The last two are there with relative positions only. The marks are the exponent that an exponential
 //! map subtracted from the keys, the index of the ring's oldest row, and the number of tokens in two digits to base 2²⁰. With
 //! Fourier positions `S` and `z` hold the turned features, up to three times as many as the map has, at the positions of

@@ -17,7 +17,7 @@ pub(super) struct Head<S> {
     pub sum: S,
     /// `z = Σ φ(k_j)`, `features`.
     pub keys: S,
-    /// [`MARKS`] numbers that no gradient has a meaning for: the exponent subtracted from the keys so far, which row of
+    /// At least [`MARKS`] numbers that no gradient has a meaning for: the exponent subtracted from the keys so far, which row of
     /// the ring is the oldest, and the number of tokens.
     pub marks: S,
     /// The sum of the values `v⁺ = [v, 1]` that fell out of the ring, `value_dim + 1`, or empty.
@@ -34,6 +34,8 @@ pub(super) const OLDEST: usize = 1;
 const TOKENS: usize = 2;
 const TOKENS_CARRY: u64 = 1 << 20;
 const MARKS: usize = 4;
+/// Which part of a head's state they are.
+const MARKS_PART: usize = 2;
 
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([sum, keys, marks, far, ring, _]: [S; PARTS]) -> Self {
@@ -107,6 +109,7 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
             0,
         ],
     }
+    .in_lines(MARKS_PART)
 }
 
 /// The state before the first token.
@@ -143,9 +146,8 @@ fn check_shape<T: Real>(
     let operation = Mechanism::<T>::name(attention);
     state.check(operation, argument, shape)?;
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
-    for index in 0..shape.batch * shape.kv_heads {
-        let marks = Head::from(state.head(0, index)).marks;
-        let counts = &marks[TOKENS..];
+    for marks in state.each(MARKS_PART) {
+        let counts = &marks[TOKENS..MARKS];
         expect(
             counts.iter().all(|n| n.to_f64() >= 0.0 && n.to_f64() < TOKENS_CARRY as f64 && n.to_f64().fract() == 0.0),
             operation,

@@ -7,7 +7,6 @@ use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
-use crate::fourier::Fourier;
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
 use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
 use crate::real::Real;
@@ -23,9 +22,9 @@ use crate::threads;
 const PARALLEL_NUMBERS: usize = 1 << 17;
 
 /// Takes one token into `state` and writes its output.
-pub(super) fn step<T: Real>(
+pub(super) fn step<'p, T: Real>(
     attention: &KernelizedAttention,
-    token: &Token<'_, T>,
+    token: &Token<'p, T>,
     state: &mut State<T>,
     out: &mut [T],
 ) -> Result<(), Error> {
@@ -49,7 +48,14 @@ pub(super) fn step<T: Real>(
     let group = dims.group();
     let numbers = state.numbers().len();
     let ops = T::ops();
-    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let memory = || Memory {
+        numbers: StepMemory::new(),
+        rotations: attention.score.fourier().map(|fourier| {
+            let of_head = Dims { heads: group, kv_heads: 1, ..dims };
+            Rotations::empty(fourier, of_head, layout.mapped)
+        }),
+    };
+    let run = |memory: &mut Memory<'p, T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let token = HeadToken {
             attention,
             layout,
@@ -69,17 +75,24 @@ pub(super) fn step<T: Real>(
     };
     let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     if numbers < PARALLEL_NUMBERS {
-        let mut memory = StepMemory::new();
+        let mut memory = memory();
         tasks.for_each(|task| run(&mut memory, task));
     } else {
         let tasks: Vec<_> = tasks.collect();
-        threads::share_with(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
+        threads::share_with(tasks.into_iter(), memory, |task, memory| run(memory, task));
     }
     negative.report(operation, &dims)
 }
 
+/// What heads that come one after the other work with.
+struct Memory<'p, T: 'static> {
+    numbers: StepMemory<T>,
+    /// The Fourier positions of the head at work and its queries alone.
+    rotations: Option<Rotations<'p, T>>,
+}
+
 /// The token of one key/value head and the query heads that read it.
-struct HeadToken<'a, T: 'static> {
+struct HeadToken<'a, 'p, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
     row_map: Option<&'a RowMap<'a, T>>,
@@ -91,7 +104,7 @@ struct HeadToken<'a, T: 'static> {
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
-    parameters: &'a [&'a [T]],
+    parameters: &'p [&'p [T]],
     gamma: f64,
 }
 
@@ -108,27 +121,23 @@ struct Turns<'s, 'a, T: 'static> {
     mapped: &'s mut [T],
 }
 
-impl<T: Real> HeadToken<'_, T> {
-    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T], memory: &mut StepMemory<T>) {
+impl<'p, T: Real> HeadToken<'_, 'p, T> {
+    fn step(&self, mut state: Head<&mut [T]>, out: &mut [T], memory: &mut Memory<'p, T>) {
         let (weighed, denominators) = self.layout.counts();
         let from = if self.layout.separate().is_some() { weighed } else { 0 };
         let (head_dim, features) = (self.k.len(), from + denominators);
         let shaw = self.attention.score.shaw();
-        // Where it is made it stays: an option around it would be a copy.
-        let of_head;
-        let rotations = match self.attention.score.fourier() {
-            Some(fourier) => {
-                of_head = self.rotations(fourier);
-                Some(&of_head)
-            }
-            None => None,
-        };
+        let Memory { numbers, rotations } = memory;
+        if let Some(rotations) = rotations {
+            rotations.fill(&rotations.fourier.of_head(self.parameters, self.dims.kv_heads, self.kv_head));
+        }
+        let rotations = rotations.as_ref();
         let width = padded::<T>(features);
         let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
         let mapped = padded::<T>(self.layout.mapped);
         let turning = rotations.map_or(0, |r| mapped + r.buffers_len(1));
         let mapping = self.row_map.map_or(0, |map| mapped + padded::<T>(map.work_len(1)));
-        let mut arena = Arena::new(memory.take(2 * width + padded::<T>(rows) + turning + mapping));
+        let mut arena = Arena::new(numbers.take(2 * width + padded::<T>(rows) + turning + mapping));
         let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));
         let work = Work {
             entry: arena.take(self.row_map.map_or(0, |_| mapped)),
@@ -236,14 +245,6 @@ impl<T: Real> HeadToken<'_, T> {
             self.ops.scale(state.keys, gamma);
             self.ops.scale(state.far, gamma);
         }
-    }
-
-    /// The Fourier positions of this head and its queries alone.
-    #[inline(always)]
-    fn rotations(&self, fourier: Fourier) -> Rotations<'_, T> {
-        let dims = Dims { heads: self.dims.group(), kv_heads: 1, ..*self.dims };
-        let own = fourier.of_head(self.parameters, self.dims.kv_heads, self.kv_head);
-        Rotations::new(fourier, dims, self.layout.mapped, &own)
     }
 
     /// The largest exponent of a row under an exponential map.

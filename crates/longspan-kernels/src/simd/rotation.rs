@@ -71,9 +71,7 @@ where
             *quarter = V::Element::from_f64(n);
             *rest = V::Element::from_f64((part - 0.25 * n) * std::f64::consts::TAU);
         }
-        let (mut c, mut s) = ([zero; BATCH], [zero; BATCH]);
-        let mut at = 0;
-        while at < turns.len() {
+        for at in (0..turns.len()).step_by(V::LANES) {
             // SAFETY: LANES divides the length of the arrays.
             unsafe {
                 let (n, x) = (V::load(quarters.as_ptr().add(at)), V::load(rest.as_ptr().add(at)));
@@ -84,14 +82,25 @@ where
                 let odd = number(0.5).sub(size.sub(number(1.0)).abs());
                 let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
                 let turned = number(0.0).sub(n);
-                odd.if_positive(turned.mul(near_sin), sign.mul(near_cos)).store(c.as_mut_ptr().add(at));
-                odd.if_positive(n.mul(near_cos), sign.mul(near_sin)).store(s.as_mut_ptr().add(at));
+                store_some(odd.if_positive(turned.mul(near_sin), sign.mul(near_cos)), &mut cos[at..]);
+                store_some(odd.if_positive(n.mul(near_cos), sign.mul(near_sin)), &mut sin[at..]);
             }
-            at += V::LANES;
         }
-        let count = turns.len();
-        cos.copy_from_slice(&c[..count]);
-        sin.copy_from_slice(&s[..count]);
+    }
+}
+
+/// Writes as many lanes as `to` takes.
+#[inline(always)]
+unsafe fn store_some<V: Vector>(x: V, to: &mut [V::Element]) {
+    // SAFETY: a register fits where it is stored.
+    unsafe {
+        if to.len() >= V::LANES {
+            x.store(to.as_mut_ptr());
+        } else {
+            let mut lanes = [V::Element::ZERO; BATCH];
+            x.store(lanes.as_mut_ptr());
+            to.copy_from_slice(&lanes[..to.len()]);
+        }
     }
 }
 

@@ -83,6 +83,20 @@ unsafe fn part<V: Vector, const N: usize>(mean: &[V::Element], width: usize, row
     std::array::from_fn(|n| unsafe { V::load(mean.as_ptr().add(row * width + column + n * V::LANES)) })
 }
 
+/// The same of all rows. A map over their numbers would be a call, and registers would go through memory.
+#[inline(always)]
+unsafe fn parts<V: Vector, const N: usize>(mean: &[V::Element], width: usize, column: usize) -> [[V; N]; PARTS] {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        [
+            part(mean, width, 0, column),
+            part(mean, width, 1, column),
+            part(mean, width, 2, column),
+            part(mean, width, 3, column),
+        ]
+    }
+}
+
 /// Writes what [`part`] reads.
 #[inline(always)]
 unsafe fn set_part<V: Vector, const N: usize>(
@@ -348,10 +362,10 @@ pub(crate) unsafe fn join_tokens<V: Vector>(
         }
         let (low, high) = (-zero.sub(least).largest(), most.largest());
         let near = high - low <= V::Element::from_f64(DEEPEST);
-        if near && tokens.key_dim < width {
-            join_single_keys::<V>(&tokens, biases, high, mean);
-        } else {
-            by_registers!(width, join_tokens_of(&tokens, biases, near.then_some(high), mean));
+        match (near, tokens.key_dim < width) {
+            (true, true) => join_single_keys::<V>(&tokens, biases, high, mean),
+            (true, false) => by_registers!(width, join_near_of(&tokens, biases, high, mean)),
+            (false, _) => by_registers!(width, join_tokens_of(&tokens, biases, mean)),
         }
     }
 }
@@ -360,7 +374,6 @@ pub(crate) unsafe fn join_tokens<V: Vector>(
 unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     tokens: &Tokens<'_, V::Element>,
     biases: &[V::Element],
-    common: Option<V::Element>,
     mean: &mut [V::Element],
     column: usize,
     left: usize,
@@ -371,24 +384,14 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     // SAFETY: forwarded to the caller.
     unsafe {
         let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
-        let [own_x, own_b, mut numerator, mut denominator] =
-            [0, 1, 2, 3].map(|row| part::<V, N>(mean, width, row, column));
+        let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
         let (mut x, mut b) = (own_x, own_b);
-        if let Some(common) = common {
-            b = [V::splat(common); N];
-            for token in 0..tokens.count {
-                for (n, x) in x.iter_mut().enumerate() {
-                    *x = key(token, n).max(*x);
-                }
-            }
-        } else {
-            for (token, &bias) in biases.iter().enumerate() {
-                let bias = V::splat(bias);
-                for n in 0..N {
-                    let key = key(token, n);
-                    let rise = key.sub(x[n]).add(bias.sub(b[n]));
-                    (x[n], b[n]) = (rise.if_positive(key, x[n]), rise.if_positive(bias, b[n]));
-                }
+        for (token, &bias) in biases.iter().enumerate() {
+            let bias = V::splat(bias);
+            for n in 0..N {
+                let key = key(token, n);
+                let rise = key.sub(x[n]).add(bias.sub(b[n]));
+                (x[n], b[n]) = (rise.if_positive(key, x[n]), rise.if_positive(bias, b[n]));
             }
         }
         for n in 0..N {
@@ -396,18 +399,54 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
             (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
         }
         for (token, &bias) in biases.iter().enumerate() {
-            let mut shift = [V::splat(bias); N];
-            if let Some(common) = common {
-                shift = [V::splat(bias - common); N];
-            } else {
-                for n in 0..N {
-                    shift[n] = shift[n].sub(b[n]);
-                }
-            }
-            let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
+            let value = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
             for n in 0..N {
-                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift[n]));
-                numerator[n] = weight.mul_add(get::<V, WHOLE>(row.add(n * V::LANES), left), numerator[n]);
+                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(V::splat(bias).sub(b[n])));
+                numerator[n] = weight.mul_add(get::<V, WHOLE>(value.add(n * V::LANES), left), numerator[n]);
+                denominator[n] = denominator[n].add(weight);
+            }
+        }
+        for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
+            set_part(mean, width, row, column, registers);
+        }
+    }
+}
+
+/// The same for tokens with a key for each channel, whose biases are near the largest of them, `common`.
+#[inline(always)]
+unsafe fn join_near_of<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    common: V::Element,
+    mean: &mut [V::Element],
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    let width = mean.len() / PARTS;
+    // SAFETY: forwarded to the caller, whose keys are as wide as its values.
+    unsafe {
+        let row = |rows: &Rows<'_, V::Element>, token: usize| rows.data.as_ptr().add(token * rows.stride + column);
+        let number = |row: *const V::Element, n: usize| get::<V, WHOLE>(row.add(n * V::LANES), left);
+        let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
+        let (mut x, b) = (own_x, [V::splat(common); N]);
+        for token in 0..tokens.count {
+            let key = row(&tokens.keys, token);
+            for (n, x) in x.iter_mut().enumerate() {
+                *x = number(key, n).max(*x);
+            }
+        }
+        for n in 0..N {
+            let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
+            (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
+        }
+        for (token, &bias) in biases.iter().enumerate() {
+            let (key, value) = (row(&tokens.keys, token), row(&tokens.values, token));
+            let shift = V::splat(bias - common);
+            for n in 0..N {
+                let weight = exp_nonpositive(number(key, n).sub(x[n]).add(shift));
+                numerator[n] = weight.mul_add(number(value, n), numerator[n]);
                 denominator[n] = denominator[n].add(weight);
             }
         }
@@ -473,7 +512,10 @@ unsafe fn add_weighed_of<V: Vector, const N: usize, const WHOLE: bool>(
     let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
-        let mut numerator = part::<V, N>(mean, width, 2, column).map(|register| register.mul(scale));
+        let mut numerator = part::<V, N>(mean, width, 2, column);
+        for numerator in &mut numerator {
+            *numerator = numerator.mul(scale);
+        }
         for (token, &weight) in weights.iter().enumerate().take(tokens.count) {
             let row = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
             for (n, numerator) in numerator.iter_mut().enumerate() {
@@ -864,7 +906,7 @@ unsafe fn constant_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
     // SAFETY: forwarded to the caller.
     unsafe {
         let zero = V::splat(V::Element::ZERO);
-        let [x, b, numerator, denominator] = [0, 1, 2, 3].map(|row| part::<V, N>(rows, width, row, column));
+        let [x, b, numerator, denominator] = parts::<V, N>(rows, width, column);
         for token in 0..tokens.count {
             for n in 0..N {
                 let at = column + n * V::LANES;

@@ -52,8 +52,9 @@ pub(crate) trait Vector: Copy {
     /// The sums of four registers; together they may cost less.
     #[inline(always)]
     unsafe fn sums(four: [Self; 4]) -> [Self::Element; 4] {
+        let [a, b, c, d] = four;
         // SAFETY: forwarded to the caller.
-        four.map(|x| unsafe { x.sum() })
+        unsafe { [a.sum(), b.sum(), c.sum(), d.sum()] }
     }
 
     /// `eˣ` for `x ≤ 0`; 0 where it would be below the least normal number; NaN for NaN; any number for `x > 0`.

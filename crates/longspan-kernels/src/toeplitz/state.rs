@@ -17,7 +17,7 @@ pub(super) struct Head<S> {
     pub sum: S,
     /// `Σ φ(k_j)` over the same, `features`.
     pub keys: S,
-    /// Three numbers: where the next token goes in the ring, the tokens in it, the exponent subtracted from the sums
+    /// Three numbers, and what fills cache lines: where the next token goes in the ring, the tokens in it, the exponent subtracted from the sums
     /// (−∞ before the first token falls out).
     pub marks: S,
     /// `φ(k)` of the last tokens, token `t` of the sequence in row `t mod near`.
@@ -32,6 +32,9 @@ pub(super) struct Head<S> {
 pub(super) const SLOT: usize = 0;
 pub(super) const TOKENS: usize = 1;
 pub(super) const EXPONENT: usize = 2;
+const MARKS: usize = 3;
+/// Which part of a head's state they are.
+const MARKS_PART: usize = 2;
 
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([sum, keys, marks, ring_keys, ring_exponents, ring_values]: [S; PARTS]) -> Self {
@@ -58,12 +61,13 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
         parts: [
             far * features * dims.value_dim,
             far * features,
-            3,
+            MARKS,
             near * features,
             if toeplitz.feature_map.is_exponential() { near } else { 0 },
             near * (dims.value_dim + 1),
         ],
     }
+    .in_lines(MARKS_PART)
 }
 
 /// The state before the first token.
@@ -101,8 +105,7 @@ pub(super) fn check<T: Real>(
 /// Checks the marks of a state of the right sizes, whose numbers may come from anywhere.
 fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let near = toeplitz.bias.near();
-    for index in 0..state.shape().batch * state.shape().kv_heads {
-        let marks = Head::from(state.head(0, index)).marks;
+    for marks in state.each(MARKS_PART) {
         let whole = |place: usize, below: usize| {
             let mark = marks[place].to_f64();
             mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
@@ -112,7 +115,7 @@ fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'stati
             OPERATION,
             argument,
             || format!("whole numbers of at most {near} tokens as marks"),
-            || format!("{marks:?}"),
+            || format!("{:?}", &marks[..MARKS]),
         )?;
     }
     Ok(())
@@ -135,7 +138,7 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
     let shape = earlier.shape();
     let near = toeplitz.bias.near();
     expect(
-        shape.mechanism == OPERATION && shape.parts[2] == 3,
+        shape.mechanism == OPERATION && shape.parts[MARKS_PART] >= MARKS,
         OPERATION,
         "earlier state",
         || format!("a state of {OPERATION}"),

@@ -1,6 +1,6 @@
 //! Outputs of AFT-conv.
 
-use super::walk::{Work, header, walk};
+use super::walk::{Before, Work, header, walk};
 use super::{Geometry, KeySource, kernel, parallel_chunks};
 use crate::aft::problem::{Block, CHUNK, Chunks, Problem};
 use crate::aft::state::Head;
@@ -60,18 +60,31 @@ pub(in crate::aft) fn forward<T: Real>(
         problem.ops.gated_rows(&work.sums[..rows * width], factors, queries, &mut to);
     };
 
-    // Whole heads, if all threads have as many: what edges have read of a head is near when its windows read it again. The numbers
-    // are the same.
+    // Whole heads, if all threads have as many: the sum before a window then goes along with it, and where there are others, what
+    // edges have read of a head is near when its windows read it again. The numbers are the same.
     let (threads, heads) = (threads::count(), problem.sequences.len() * dims.heads);
     if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
         let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
         let longest = (0..problem.sequences.len()).map(|index| geometry.edges_len::<T>(of(index), 1, width)).max();
-        let per_worker = (work_len + longest.unwrap_or(0) + 128).next_multiple_of(64);
+        let edges_len = longest.unwrap_or(0).max(Before::<T>::len(width));
+        let per_worker = (work_len + edges_len + 128).next_multiple_of(64);
         let memory = scratch.take(threads.min(heads).max(1) * per_worker);
         parallel(heads, memory, per_worker, |task, memory| {
             let (index, head) = (task / dims.heads, task % dims.heads);
             let (work, memory) = memory.split_at_mut(work_len);
             let (own, source) = (of(index), |_, _| source(index, head));
+            if let [window] = own
+                && !window.after
+            {
+                let mut before = Before::new(width, |sum| initial(index, head, sum), memory);
+                let field = geometry.field(*window, 0, &[]);
+                for chunk in 0..window.chunks() {
+                    let mut memory = Work::new(work, geometry.most(), width);
+                    let before = before.next(problem.ops, &source(0, 0), &field, chunk, &mut memory);
+                    one(index, head, chunk, [before, &[]], work);
+                }
+                return;
+            }
             let initial = |_, _, sum: &mut [T]| initial(index, head, sum);
             let edges = geometry.edges(problem, own, 1, width, source, initial, memory, work, work_len);
             for (line, window) in own.iter().enumerate() {

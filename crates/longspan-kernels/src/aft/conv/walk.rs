@@ -434,6 +434,44 @@ impl<'a, T: Real> Edges<'a, T> {
     }
 }
 
+/// The sum before the windows of one chunk after the other: what [`Edges`] hold, for a line that one task walks from its start and
+/// whose windows leave out nothing that comes after them.
+pub(super) struct Before<'a, T> {
+    sum: &'a mut [T],
+    item: &'a mut [T],
+}
+
+impl<'a, T: Real> Before<'a, T> {
+    /// Numbers of memory.
+    pub fn len(width: usize) -> usize {
+        2 * (header::<T>() + width)
+    }
+
+    /// What `start` writes comes before the first item.
+    pub fn new(width: usize, start: impl FnOnce(&mut [T]), memory: &'a mut [T]) -> Self {
+        let (sum, item) = memory[..Self::len(width)].split_at_mut(Self::len(width) / 2);
+        clear(sum);
+        start(sum);
+        Self { sum, item }
+    }
+
+    /// That of a chunk, after that of the chunk before it.
+    pub fn next(
+        &mut self,
+        ops: &Ops<T>,
+        source: &impl Source<T>,
+        field: &Field<'_, T>,
+        chunk: usize,
+        work: &mut Work<'_, T>,
+    ) -> &[T] {
+        if field.window.before {
+            sum(ops, source, field, block(&field.window, chunk), work, self.item);
+            join(ops, self.sum, self.item);
+        }
+        self.sum
+    }
+}
+
 /// Records what every output reads of a sum that starts as `edge`, and what turns it into the next one's. Output `n` is
 /// followed by item `first + n`, or by that before it if `backwards`.
 fn run<T: Real>(
