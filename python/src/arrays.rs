@@ -1,7 +1,5 @@
 //! NumPy arrays as the kernels walk them: where they lie if rows are adjacent numbers, otherwise as a copy.
 
-use std::cell::RefCell;
-
 use longspan_kernels::halves::{self, Half, bf16, f16};
 use longspan_kernels::{Real, View, ViewMut};
 use numpy::npyffi::NPY_TYPES;
@@ -11,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::error;
+use crate::memory::Memory;
 use crate::threads;
 
 /// The two number types of the kernels.
@@ -60,6 +59,15 @@ impl Dtype {
         }
     }
 
+    /// Bytes of a number.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
     pub fn descriptor(self, py: Python<'_>) -> PyResult<Bound<'_, PyArrayDescr>> {
         match self {
             Self::F32 => Ok(dtype::<f32>(py)),
@@ -84,43 +92,33 @@ impl Precision {
     }
 }
 
-/// Numbers of wide copies that a thread keeps from call to call: pages that a system gives anew cost more than what is
-/// done with them.
-const KEPT: usize = 1 << 24;
-
-thread_local! {
-    static SPARE: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
-}
-
 /// Single precision beside half-width numbers.
 #[derive(Debug)]
-pub struct Wide(Vec<f32>);
+pub struct Wide {
+    memory: Memory,
+    len: usize,
+}
 
 impl Wide {
     /// Room for `len` numbers, of any value.
-    pub fn new(len: usize) -> Self {
-        let mut numbers = SPARE.with_borrow_mut(|spare| {
-            let fitting = spare.iter().position(|numbers| numbers.capacity() >= len && numbers.capacity() <= 2 * len);
-            fitting.map(|at| spare.swap_remove(at)).unwrap_or_default()
-        });
-        numbers.resize(len, 0.0);
-        Self(numbers)
+    pub fn new(len: usize) -> PyResult<Self> {
+        Ok(Self { memory: Memory::new(len.saturating_mul(size_of::<f32>()))?, len })
     }
 
-    fn of(tensor: &Tensor<'_>) -> Self {
-        let mut wide = Self::new(tensor.array.len());
+    fn of(tensor: &Tensor<'_>) -> PyResult<Self> {
+        let mut wide = Self::new(tensor.array.len())?;
         match tensor.dtype {
             Dtype::F16 => wide.fill::<f16>(tensor),
             _ => wide.fill::<bf16>(tensor),
         }
-        wide
+        Ok(wide)
     }
 
     fn fill<H: Half>(&mut self, tensor: &Tensor<'_>) {
         let (shape, strides) = tensor.four_axes(size_of::<H>());
         let from = View::strided(tensor.elements::<H>(), strides);
         let py = tensor.array.py();
-        py.detach(|| threads::run(self.seconds(), || halves::widen(&from, shape, &mut self.0)))
+        py.detach(|| threads::run(self.seconds(), || halves::widen(&from, shape, self.numbers_mut())))
             .expect("a view of all that the array holds");
     }
 
@@ -133,7 +131,7 @@ impl Wide {
     }
 
     fn round<H: Half>(&self, array: &mut Bound<'_, PyUntypedArray>) {
-        if self.0.is_empty() {
+        if self.len == 0 {
             return;
         }
         let py = array.py();
@@ -143,29 +141,23 @@ impl Wide {
         // Where rows begin does not matter here.
         let shape = [1, 1, 1, to.len()];
         let mut to = ViewMut::contiguous(to, shape);
-        py.detach(|| threads::run(self.seconds(), || halves::narrow(&self.0, shape, &mut to)))
+        py.detach(|| threads::run(self.seconds(), || halves::narrow(self.numbers(), shape, &mut to)))
             .expect("as many numbers as the array has");
     }
 
+    fn numbers(&self) -> &[f32] {
+        // SAFETY: as below.
+        unsafe { std::slice::from_raw_parts(self.memory.start().cast(), self.len) }
+    }
+
     pub fn numbers_mut(&mut self) -> &mut [f32] {
-        &mut self.0
+        // SAFETY: there is room for so many from a cache line on, any bits are a number, and nobody else refers to them.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.start().cast(), self.len) }
     }
 
     /// About what one thread takes to convert them.
     fn seconds(&self) -> f64 {
-        self.0.len() as f64 * 0.5e-9
-    }
-}
-
-impl Drop for Wide {
-    fn drop(&mut self) {
-        let numbers = std::mem::take(&mut self.0);
-        SPARE.with_borrow_mut(|spare| {
-            spare.push(numbers);
-            while spare.iter().map(Vec::capacity).sum::<usize>() > KEPT {
-                spare.remove(0);
-            }
-        });
+        self.len as f64 * 0.5e-9
     }
 }
 
@@ -235,7 +227,7 @@ impl<'py> Tensor<'py> {
             if walkable { Self { array, dtype, copied: false, wide: None } } else { Self::copy(array, dtype)? };
         // More axes are refused wherever an array is used.
         if matches!(dtype, Dtype::F16 | Dtype::Bf16) && tensor.array.ndim() <= 4 {
-            tensor.wide = Some(Wide::of(&tensor));
+            tensor.wide = Some(Wide::of(&tensor)?);
             tensor.copied = true;
         }
         Ok(tensor)
@@ -279,7 +271,7 @@ impl<'py> Tensor<'py> {
     /// The numbers that the kernels see, from the first to the last.
     pub fn numbers<T: Number>(&self) -> &[T] {
         match &self.wide {
-            Some(wide) => T::from_singles(&wide.0).expect("half-width numbers are computed in single precision"),
+            Some(wide) => T::from_singles(wide.numbers()).expect("half-width numbers are computed in single precision"),
             None => {
                 assert!(T::PRECISION == self.dtype.precision(), "the precision of a call is that of all its arrays");
                 self.elements()

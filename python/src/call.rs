@@ -18,6 +18,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
 use crate::error;
 use crate::mechanisms::{self, Kernel};
+use crate::memory;
 use crate::state::{Numbers, State};
 use crate::threads;
 
@@ -142,8 +143,11 @@ fn backward_seconds(plan: &Plan) -> Option<f64> {
     Some(estimate.seconds(Purpose::Gradient) - estimate.seconds(Purpose::Output))
 }
 
-/// `numpy.empty`, whose failure is a `MemoryError`.
+/// A new array of any contents. Failure is a `MemoryError`.
 fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
+    if let Some(array) = memory::array(py, shape, dtype) {
+        return array;
+    }
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let empty = EMPTY.import(py, "numpy", "empty")?;
     Ok(empty.call1((PyTuple::new(py, shape)?, dtype.descriptor(py)?))?.cast_into::<PyUntypedArray>()?)
@@ -158,7 +162,7 @@ struct Fresh<'py> {
 impl<'py> Fresh<'py> {
     fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
         let array = empty(py, shape, dtype)?;
-        let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len()));
+        let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len())).transpose()?;
         Ok(Self { array, wide })
     }
 

@@ -1,13 +1,14 @@
 //! The native half of the Python package `longspan`: the kernels of `longspan-kernels` on the memory of NumPy arrays.
 //!
 //! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which
-//! arrays are walked where they lie; [`state`] is what streaming carries; [`threads`] says on which threads all of this
+//! arrays are walked where they lie; [`memory`] is what results are written to; [`state`] is what streaming carries; [`threads`] says on which threads all of this
 //! runs, before and after a fork. Names, defaults and PyTorch live in the Python half beside this folder.
 
 mod arrays;
 mod call;
 mod error;
 mod mechanisms;
+mod memory;
 mod openmp;
 mod state;
 mod threads;

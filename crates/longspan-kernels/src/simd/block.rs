@@ -869,21 +869,28 @@ pub(crate) unsafe fn mask<V: Vector>(
 pub(crate) unsafe fn all_finite<V: Vector>(from: Rows<'_, V::Element>, count: usize, width: usize) -> bool {
     // SAFETY: every register lies in its row, which is a slice of `width` numbers.
     unsafe {
-        // x·0 is 0 for finite x and NaN else; NaN survives the sum.
+        // x·0 is 0 for finite x and NaN else; NaN survives the sums, of which several wait for each other less.
         let zero = V::splat(V::Element::ZERO);
-        let mut sum = zero;
+        let mut sums = [zero; 4];
         let mut rest = V::Element::ZERO;
         for row in 0..count {
             let row = from.row(row, width);
             let mut at = 0;
+            while at + 4 * V::LANES <= width {
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = V::load(row.as_ptr().add(at + n * V::LANES)).mul_add(zero, *sum);
+                }
+                at += 4 * V::LANES;
+            }
             while at + V::LANES <= width {
-                sum = V::load(row.as_ptr().add(at)).mul_add(zero, sum);
+                sums[0] = V::load(row.as_ptr().add(at)).mul_add(zero, sums[0]);
                 at += V::LANES;
             }
             for &x in &row[at..] {
                 rest += x * V::Element::ZERO;
             }
         }
-        sum.sum() + rest == V::Element::ZERO
+        let [a, b, c, d] = sums;
+        a.add(b).add(c.add(d)).sum() + rest == V::Element::ZERO
     }
 }

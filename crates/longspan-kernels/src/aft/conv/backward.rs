@@ -12,11 +12,14 @@ use crate::aft::state_gradient::Links;
 use crate::mechanism::Cotangent;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
-use crate::shape::{View, ViewMut};
+use crate::shape::{SharedRows, View, ViewMut};
 use crate::simd::block::Ahead;
 use crate::simd::log_sum::floor;
 use crate::simd::running::{OutputRows, TokenGradients};
 use crate::threads::{self, parallel};
+
+/// Numbers that a block keeps, up to which a thread of its own has it.
+const BLOCK_ALONE: usize = 1 << 20;
 
 /// A block with its lines.
 struct Sides {
@@ -69,16 +72,31 @@ pub(in crate::aft) fn backward<'a, T: Real>(
     let sums = 2 * (header::<T>() + problem.width);
     let per_worker = (Work::<T>::len(geometry.most(), problem.width) + CHUNK.max(sums)).next_multiple_of(64);
     let workers = threads::count().max(1);
-    let memory = blocks.iter().map(|sides| sides.memory(problem, &geometry)).max().unwrap_or(0);
+    let memory = blocks.iter().map(|sides| sides.memory(problem, &geometry)).max().unwrap_or(0).next_multiple_of(64);
+    // Blocks side by side, if all threads have as many and the second cache holds what they keep; else one after the other, each on all
+    // threads. The numbers are the same.
+    let apart = memory <= BLOCK_ALONE && (blocks.len().is_multiple_of(workers) || blocks.len() >= 16 * workers);
     // Each head of each sequence has so many sums, whatever the number of threads.
     let planes = problem.sequences.len() * dims.heads * GROUPS;
-    let mut arena = Arena::new(scratch.take(workers * per_worker + planes * taps + memory + 128));
-    let work = arena.take(workers * per_worker);
+    let kept = if apart { workers.min(blocks.len()) } else { 1 } * memory;
+    let mut arena = Arena::new(scratch.take(workers * per_worker + planes * taps + kept + 128));
     let d_taps = arena.take(planes * taps);
     d_taps.fill(T::ZERO);
-    let memory = arena.rest();
-    for sides in &blocks {
-        block(problem, &geometry, cotangent, sink, links, sides, &reversed, d_taps, memory, work, per_worker);
+    let mut planes = ViewMut::strided(&mut *d_taps, [0, 0, *taps]);
+    let planes = planes.shared();
+    let all = arena.rest();
+    let one = |index: usize, memory: &mut [T], work: &mut [T]| {
+        let sides = &blocks[index];
+        block(problem, &geometry, cotangent, sink, links, sides, &reversed, planes, memory, work, per_worker);
+    };
+    if apart {
+        parallel(blocks.len(), all, memory + per_worker, |index, all| {
+            let (memory, work) = all.split_at_mut(memory);
+            one(index, memory, work);
+        });
+    } else {
+        let (memory, work) = all.split_at_mut(memory);
+        (0..blocks.len()).for_each(|index| one(index, memory, &mut work[..workers * per_worker]));
     }
     let add = |to: &mut [T]| {
         to.fill(T::ZERO);
@@ -107,7 +125,7 @@ fn block<'a, T: Real>(
     links: &Links<'_, T>,
     sides: &Sides,
     reversed: &[T],
-    d_taps: &mut [T],
+    d_taps: SharedRows<'_, T>,
     memory: &mut [T],
     work: &mut [T],
     per_worker: usize,
@@ -291,7 +309,7 @@ fn query_side<'a, T: Real>(
     sides: &Sides,
     starts: &[usize],
     [x, b, d, rows]: [&mut [T]; 4],
-    d_taps: &mut [T],
+    d_taps: SharedRows<'_, T>,
     memory: &mut [T],
     work: &mut [T],
     per_worker: usize,
@@ -322,9 +340,8 @@ fn query_side<'a, T: Real>(
     let taps = kernel(problem, 0).len();
     let [mut x, mut b, mut d] = [x, b, d].map(|line| ViewMut::strided(line, [0, 0, 1]));
     let mut rows = ViewMut::strided(rows, [0, 0, width]);
-    let mut d_taps = ViewMut::strided(d_taps, [0, 0, taps]);
     let (x, b, d) = (x.shared(), b.shared(), d.shared());
-    let (rows, d_taps) = (rows.shared(), d_taps.shared());
+    let rows = rows.shared();
     parallel(block.sequences.len() * heads * GROUPS, work, per_worker, |task, work| {
         let (unit, group) = (task / GROUPS, task % GROUPS);
         let (index, local) = (unit / heads, unit % heads);

@@ -1,0 +1,136 @@
+//! Memory of results, which serves later ones when their arrays are gone: pages that a system gives anew can take as long as
+//! the kernel that writes to them.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::ptr::NonNull;
+use std::sync::Mutex;
+
+use numpy::npyffi::{NPY_ARRAY_CARRAY, NpyTypes, PY_ARRAY_API, PyArrayObject, get_type_object, npy_intp};
+use numpy::{PyArrayDescrMethods, PyUntypedArray};
+use pyo3::exceptions::PyMemoryError;
+use pyo3::prelude::*;
+
+use crate::arrays::Dtype;
+
+/// Bytes kept for later results, at the most.
+const KEPT: usize = 256 << 20;
+
+/// Bytes of a result from which on it is worth the effort; smaller ones an allocator has at hand.
+const LEAST: usize = 64 << 10;
+
+/// Blocks start on a cache line, those of several huge pages on one of these.
+const LINE: usize = 64;
+const HUGE_PAGE: usize = 2 << 20;
+
+/// The one freed last comes last.
+static SPARE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
+
+#[derive(Debug)]
+struct Block {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: a block has one owner, and any thread may free it.
+unsafe impl Send for Block {}
+// SAFETY: what a block points to is reached through its owner alone.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn new(bytes: usize) -> Option<Self> {
+        let align = if bytes >= 2 * HUGE_PAGE { HUGE_PAGE } else { LINE };
+        let layout = Layout::from_size_align(bytes, align).ok()?;
+        // SAFETY: the caller's size is not 0.
+        let start = NonNull::new(unsafe { alloc(layout) })?;
+        #[cfg(target_os = "linux")]
+        if align == HUGE_PAGE {
+            // SAFETY: whole pages of this block, whose contents advice does not change; a system without it says no.
+            unsafe { libc::madvise(start.as_ptr().cast(), bytes / HUGE_PAGE * HUGE_PAGE, libc::MADV_HUGEPAGE) };
+        }
+        Some(Self { start, layout })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and by nobody else freed.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// So many bytes, of any value, that start on a cache line.
+#[derive(Debug)]
+pub struct Memory(Option<Block>);
+
+impl Memory {
+    pub fn new(bytes: usize) -> PyResult<Self> {
+        let bytes = bytes.max(1);
+        let block = spare(bytes).or_else(|| Block::new(bytes));
+        let failed = || PyMemoryError::new_err(format!("{bytes} bytes for a result could not be allocated"));
+        block.map(|block| Self(Some(block))).ok_or_else(failed)
+    }
+
+    pub fn start(&self) -> *mut u8 {
+        self.0.as_ref().map_or(NonNull::dangling(), |block| block.start).as_ptr()
+    }
+}
+
+/// A block that was kept, if one is large enough and not much larger.
+fn spare(bytes: usize) -> Option<Block> {
+    // A process may have been forked while another thread held the lock; then there are none.
+    let mut spare = SPARE.try_lock().ok()?;
+    let fits = |block: &Block| (bytes..=bytes.saturating_add(bytes / 4)).contains(&block.layout.size());
+    let at = spare.iter().rposition(fits)?;
+    Some(spare.remove(at))
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let Ok(mut spare) = SPARE.try_lock() else { return };
+        spare.extend(self.0.take());
+        let mut kept: usize = spare.iter().map(|block| block.layout.size()).sum();
+        while kept > KEPT {
+            kept -= spare.remove(0).layout.size();
+        }
+    }
+}
+
+/// What an array keeps alive.
+#[pyclass(frozen)]
+struct Owner {
+    _memory: Memory,
+}
+
+/// An array of any contents, row-major, on memory that is used again; none where the array is too small for that, or its size no
+/// number.
+pub fn array<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> Option<PyResult<Bound<'py, PyUntypedArray>>> {
+    let bytes = shape.iter().try_fold(dtype.bytes(), |bytes, &n| bytes.checked_mul(n))?;
+    (bytes >= LEAST && bytes <= isize::MAX as usize).then(|| {
+        let memory = Memory::new(bytes)?;
+        let start = memory.start();
+        let owner = Bound::new(py, Owner { _memory: memory })?;
+        // All below the number of bytes, which an `isize` holds.
+        let mut axes: Vec<npy_intp> = shape.iter().map(|&n| n as npy_intp).collect();
+        let descriptor = dtype.descriptor(py)?.into_dtype_ptr();
+        // SAFETY: the memory has room for these axes and starts on a cache line, and lives as long as its owner, which becomes
+        // the array's base; references that the functions take over are given away by `into_…ptr`.
+        unsafe {
+            let array = PY_ARRAY_API.PyArray_NewFromDescr(
+                py,
+                get_type_object(py, NpyTypes::PyArray_Type),
+                descriptor,
+                axes.len() as _,
+                axes.as_mut_ptr(),
+                std::ptr::null_mut(),
+                start.cast(),
+                NPY_ARRAY_CARRAY,
+                std::ptr::null_mut(),
+            );
+            let array = Bound::from_owned_ptr_or_err(py, array)?;
+            if PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_ptr().cast::<PyArrayObject>(), owner.into_ptr()) < 0 {
+                return Err(PyErr::fetch(py));
+            }
+            Ok(array.cast_into_unchecked())
+        }
+    })
+}
