@@ -37,8 +37,8 @@ impl<T: Real> Clone for State<T> {
 }
 
 impl StateShape {
-    /// Gives one part so many numbers more, which mean nothing, that the numbers of each head take whole cache lines: loads
-    /// and stores of sums then cross none, which takes a quarter off a step.
+    /// Gives one part so many numbers more, which mean nothing, that the numbers of each head take whole cache lines. Loads and
+    /// stores of its sums then cross none; those that did made a step's pass over them take a third longer.
     pub(crate) fn in_lines(mut self, part: usize) -> Self {
         let len = self.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
         if let Some((len, whole)) = len.and_then(|len| Some((len, len.checked_next_multiple_of(line::<f32>())?))) {

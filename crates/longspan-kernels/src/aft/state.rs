@@ -29,8 +29,8 @@ pub(super) struct Head<S> {
     pub ring_keys: S,
     /// Their values; 0 where a key is ignored or before the first token.
     pub ring_values: S,
-    /// Three numbers, and what fills cache lines: which row of the ring is the oldest, how many rows hold a token, and how many tokens came before,
-    /// up to the table's length (0 without a table).
+    /// Three numbers, and what fills cache lines: which row of the ring is the oldest, how many rows hold a token, and how
+    /// many tokens came before, up to the table's length (0 without a table).
     pub marks: S,
 }
 

@@ -17,8 +17,8 @@ pub(super) struct Head<S> {
     pub sum: S,
     /// `Σ φ(k_j)` over the same, `features`.
     pub keys: S,
-    /// Three numbers, and what fills cache lines: where the next token goes in the ring, the tokens in it, the exponent subtracted from the sums
-    /// (−∞ before the first token falls out).
+    /// Three numbers, and what fills cache lines: where the next token goes in the ring, the tokens in it, the exponent
+    /// subtracted from the sums (−∞ before the first token falls out).
     pub marks: S,
     /// `φ(k)` of the last tokens, token `t` of the sequence in row `t mod near`.
     pub ring_keys: S,

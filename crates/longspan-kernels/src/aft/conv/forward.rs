@@ -2,7 +2,7 @@
 
 use super::walk::{Before, Work, header, walk};
 use super::{Geometry, KeySource, kernel, parallel_chunks};
-use crate::aft::problem::{Block, CHUNK, Chunks, Problem};
+use crate::aft::problem::{Block, CHUNK, Chunks, Problem, Window};
 use crate::aft::state::Head;
 use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
@@ -65,22 +65,21 @@ pub(in crate::aft) fn forward<T: Real>(
     let (threads, heads) = (threads::count(), problem.sequences.len() * dims.heads);
     if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
         let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
-        let longest = (0..problem.sequences.len()).map(|index| geometry.edges_len::<T>(of(index), 1, width)).max();
-        let edges_len = longest.unwrap_or(0).max(Before::<T>::len(width));
-        let per_worker = (work_len + edges_len + 128).next_multiple_of(64);
+        let alone = |own: &[Window]| matches!(own, [window] if !window.after);
+        let sums = |own| if alone(own) { Before::<T>::len(width) } else { geometry.edges_len::<T>(own, 1, width) };
+        let longest = (0..problem.sequences.len()).map(|index| sums(of(index))).max().unwrap_or(0);
+        let per_worker = (work_len + longest + 128).next_multiple_of(64);
         let memory = scratch.take(threads.min(heads).max(1) * per_worker);
         parallel(heads, memory, per_worker, |task, memory| {
             let (index, head) = (task / dims.heads, task % dims.heads);
             let (work, memory) = memory.split_at_mut(work_len);
             let (own, source) = (of(index), |_, _| source(index, head));
-            if let [window] = own
-                && !window.after
-            {
+            if alone(own) {
                 let mut before = Before::new(width, |sum| initial(index, head, sum), memory);
-                let field = geometry.field(*window, 0, &[]);
-                for chunk in 0..window.chunks() {
-                    let mut memory = Work::new(work, geometry.most(), width);
-                    let before = before.next(problem.ops, &source(0, 0), &field, chunk, &mut memory);
+                let field = geometry.field(own[0], 0, &[]);
+                for chunk in 0..own[0].chunks() {
+                    let mut own_work = Work::new(work, geometry.most(), width);
+                    let before = before.next(problem.ops, &source(0, 0), &field, chunk, &mut own_work);
                     one(index, head, chunk, [before, &[]], work);
                 }
                 return;
