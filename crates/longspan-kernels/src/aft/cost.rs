@@ -73,13 +73,13 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
         Variant::Full { .. } => tiled() + (keys / span).ceil() * 2.0 * span * width,
         Variant::Local { .. } if back.saturating_add(ahead) >= TILED => tiled(),
         Variant::Local { .. } => (of_chunk.min(keys).max(chunk) + chunk + 3.0) * mean + edges,
-        Variant::Conv { taps, .. } => convolved([1, dims.queries], [1, taps], width),
-        Variant::Conv2d { image, taps, .. } => convolved(image, taps, width),
+        Variant::Conv { taps, .. } => convolved([1, dims.queries], [1, taps], width, causal),
+        Variant::Conv2d { image, taps, .. } => convolved(image, taps, width, false),
     }
 }
 
-/// The same for AFT-conv over `lines` of so many places.
-fn convolved([lines, places]: [usize; 2], taps: [usize; 2], width: f64) -> f64 {
+/// The same for AFT-conv over `lines` of so many places; a masked one keeps one sum and one block's.
+fn convolved([lines, places]: [usize; 2], taps: [usize; 2], width: f64, masked: bool) -> f64 {
     let (chunk, line) = (CHUNK as f64, 16.0);
     let (in_view, pieces) = (taps[0].min(lines) as f64, (taps[1] as f64 / chunk).ceil());
     let columns = if lines > 1 { 1.0 } else { 0.0 };
@@ -88,5 +88,6 @@ fn convolved([lines, places]: [usize; 2], taps: [usize; 2], width: f64) -> f64 {
     let work = 2.0 * (12.0 * chunk + width) + exponents + rows + (chunk + 9.0) * chunk;
     // Of each line the sums of its blocks from either side, and where there are several, those of lines.
     let blocks = (places as f64 / chunk).ceil() + (taps[1].saturating_sub(1) as f64 / chunk).ceil() + 2.0;
+    let blocks = if masked { 1.0 } else { blocks };
     work + 2.0 * lines as f64 * (blocks + columns) * (line + width)
 }
