@@ -289,3 +289,22 @@ fn run(mechanism: &dyn Mechanism<f32>, call: &AnyCall) -> Result<(), String> {
     }
     Ok(())
 }
+
+/// Keys that no query head reads have gradients of 0, whatever stood in the memory that a call works with.
+#[test]
+fn keys_without_query_heads_have_no_gradients() {
+    let dims = Dims { batch: 2, heads: 0, kv_heads: 2, queries: 10, keys: 7, head_dim: 13, value_dim: 17 };
+    for algorithm in [Algorithm::Naive, Algorithm::Cumsum, Algorithm::Chunked] {
+        for score in [Score::Content, Score::Relative(Shaw::new(8)), Score::Combined(Shaw::new(8))] {
+            let subject = Subject::kernelized(&KernelizedAttention { algorithm, score, ..Default::default() });
+            for (causal, offset) in [(true, 0), (false, 0), (false, 30), (false, -(isize::MAX / 4))] {
+                let case = Case { offset, ..Case::new(dims, causal) };
+                memory::poison_does_not_matter::<f32>(&subject, &case).unwrap_or_else(|failure| panic!("{failure}"));
+                let inputs = execute::random(&subject, &case).cast::<f32>();
+                let forward = execute::forward(&subject, &case, &inputs).expect("a call that makes sense");
+                let back = execute::backward(&subject, &case, &inputs, &forward).expect("a call that makes sense");
+                assert!(back.gradients.iter().flatten().all(|&d| d == 0.0), "{algorithm:?}, offset {offset}");
+            }
+        }
+    }
+}

@@ -128,12 +128,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         buffers: &mut KeyBuffers<'_, T>,
     ) {
         let width = self.problem.value_width;
-        for (n, head) in self.problem.heads(&self.unit).enumerate() {
+        buffers.far_rows[..count * width].fill(T::ZERO);
+        buffers.far_counts[..count].fill(T::ZERO);
+        for head in self.problem.heads(&self.unit) {
             self.load_rows(head, from, count, buffers);
-            if n == 0 {
-                buffers.far_rows[..count * width].fill(T::ZERO);
-                buffers.far_counts[..count].fill(T::ZERO);
-            }
             self.add_far_rows(head, 0, count, 2 * radius, buffers);
         }
         let run = Run {
