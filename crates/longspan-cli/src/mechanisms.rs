@@ -72,19 +72,19 @@ fn state(attention: &Attention) -> Option<[usize; 2]> {
     Some([step()?, step()?])
 }
 
-/// How the time of the algorithm that `auto` chooses grows, by the cost model, up to the longest sequence that the
-/// mechanism's tables have room for.
+/// How the operations of the algorithm that `auto` chooses grow, by the cost model, up to the longest sequence that the
+/// mechanism's tables have room for. Its seconds would say the same with this machine's rates in it.
 fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
     let sizes = |length| Dims::square(1, HEADS, length, HEAD_DIM);
     let Some(longest) = (3..=LONGEST.ilog2()).rev().map(|n| 1 << n).find(|&n| has_room(kernel, sizes(n), mask)) else {
         return "-".into();
     };
     let lengths = [longest / 4, longest];
-    let seconds = lengths.map(|length| {
+    let flops = lengths.map(|length| {
         let plan = kernel.plan(&sizes(length), &mask);
-        plan.chosen(Purpose::Output).map_or(f64::NAN, |estimate| estimate.seconds(Purpose::Output))
+        plan.chosen(Purpose::Output).map_or(f64::NAN, |estimate| estimate.flops)
     });
-    let growth = match (seconds[1] / seconds[0]).ln() / 4f64.ln() {
+    let growth = match (flops[1] / flops[0]).ln() / 4f64.ln() {
         e if (e - 1.0).abs() < 0.02 => "L".into(),
         e if e > 1.0 && e < 1.2 => "L log L".into(),
         // Where tables are short the linear parts still show.

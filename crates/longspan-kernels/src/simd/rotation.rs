@@ -3,6 +3,7 @@
 //! Angles are counted in *turns* (2π), in doubles: taking off whole turns is exact, so a rounding of the angle is the
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
+use super::running::put;
 use super::vector::{Constants, Vector};
 use crate::real::Real;
 
@@ -82,24 +83,18 @@ where
                 let odd = number(0.5).sub(size.sub(number(1.0)).abs());
                 let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
                 let turned = number(0.0).sub(n);
-                store_some(odd.if_positive(turned.mul(near_sin), sign.mul(near_cos)), &mut cos[at..]);
-                store_some(odd.if_positive(n.mul(near_cos), sign.mul(near_sin)), &mut sin[at..]);
+                let turned_cos = odd.if_positive(turned.mul(near_sin), sign.mul(near_cos));
+                let turned_sin = odd.if_positive(n.mul(near_cos), sign.mul(near_sin));
+                let (to_cos, to_sin) = (cos[at..].as_mut_ptr(), sin[at..].as_mut_ptr());
+                let left = turns.len().min(cos.len()).min(sin.len()) - at;
+                if left >= V::LANES {
+                    put::<V, true>(turned_cos, to_cos, left);
+                    put::<V, true>(turned_sin, to_sin, left);
+                } else {
+                    put::<V, false>(turned_cos, to_cos, left);
+                    put::<V, false>(turned_sin, to_sin, left);
+                }
             }
-        }
-    }
-}
-
-/// Writes as many lanes as `to` takes.
-#[inline(always)]
-unsafe fn store_some<V: Vector>(x: V, to: &mut [V::Element]) {
-    // SAFETY: a register fits where it is stored.
-    unsafe {
-        if to.len() >= V::LANES {
-            x.store(to.as_mut_ptr());
-        } else {
-            let mut lanes = [V::Element::ZERO; BATCH];
-            x.store(lanes.as_mut_ptr());
-            to.copy_from_slice(&lanes[..to.len()]);
         }
     }
 }

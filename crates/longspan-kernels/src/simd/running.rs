@@ -384,8 +384,7 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     // SAFETY: forwarded to the caller.
     unsafe {
         let key = |token: usize, n: usize| key::<V, WHOLE>(tokens, token, column + n * V::LANES, left);
-        let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
-        let (mut x, mut b) = (own_x, own_b);
+        let [mut x, mut b] = [part(mean, width, 0, column), part(mean, width, 1, column)];
         for (token, &bias) in biases.iter().enumerate() {
             let bias = V::splat(bias);
             for n in 0..N {
@@ -394,21 +393,8 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
                 (x[n], b[n]) = (rise.if_positive(key, x[n]), rise.if_positive(bias, b[n]));
             }
         }
-        for n in 0..N {
-            let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
-            (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
-        }
-        for (token, &bias) in biases.iter().enumerate() {
-            let value = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
-            for n in 0..N {
-                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(V::splat(bias).sub(b[n])));
-                numerator[n] = weight.mul_add(get::<V, WHOLE>(value.add(n * V::LANES), left), numerator[n]);
-                denominator[n] = denominator[n].add(weight);
-            }
-        }
-        for (row, registers) in [x, b, numerator, denominator].into_iter().enumerate() {
-            set_part(mean, width, row, column, registers);
-        }
+        let shift = |bias: V::Element, n: usize| V::splat(bias).sub(b[n]);
+        join_under::<V, N, WHOLE>(tokens, biases, [x, b], key, shift, mean, column, left);
     }
 }
 
@@ -424,29 +410,50 @@ unsafe fn join_near_of<V: Vector, const N: usize, const WHOLE: bool>(
 ) where
     V::Element: Constants,
 {
-    let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller, whose keys are as wide as its values.
     unsafe {
-        let row = |rows: &Rows<'_, V::Element>, token: usize| rows.data.as_ptr().add(token * rows.stride + column);
-        let number = |row: *const V::Element, n: usize| get::<V, WHOLE>(row.add(n * V::LANES), left);
-        let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
-        let (mut x, b) = (own_x, [V::splat(common); N]);
+        let keys = tokens.keys.data.as_ptr().add(column);
+        let key = |token: usize, n: usize| get::<V, WHOLE>(keys.add(token * tokens.keys.stride + n * V::LANES), left);
+        let mut x = part::<V, N>(mean, mean.len() / PARTS, 0, column);
         for token in 0..tokens.count {
-            let key = row(&tokens.keys, token);
             for (n, x) in x.iter_mut().enumerate() {
-                *x = number(key, n).max(*x);
+                *x = key(token, n).max(*x);
             }
         }
+        let (b, shift) = ([V::splat(common); N], |bias: V::Element, _| V::splat(bias - common));
+        join_under::<V, N, WHOLE>(tokens, biases, [x, b], key, shift, mean, column, left);
+    }
+}
+
+/// Joins tokens to a mean whose exponents become `x` and `b`, which are as large as any token's or larger; `shift(bias, n)` is a
+/// bias relative to `b`.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn join_under<V: Vector, const N: usize, const WHOLE: bool>(
+    tokens: &Tokens<'_, V::Element>,
+    biases: &[V::Element],
+    [x, b]: [[V; N]; 2],
+    key: impl Fn(usize, usize) -> V,
+    shift: impl Fn(V::Element, usize) -> V,
+    mean: &mut [V::Element],
+    column: usize,
+    left: usize,
+) where
+    V::Element: Constants,
+{
+    let width = mean.len() / PARTS;
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
         for n in 0..N {
             let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
             (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
         }
         for (token, &bias) in biases.iter().enumerate() {
-            let (key, value) = (row(&tokens.keys, token), row(&tokens.values, token));
-            let shift = V::splat(bias - common);
+            let value = tokens.values.data.as_ptr().add(token * tokens.values.stride + column);
             for n in 0..N {
-                let weight = exp_nonpositive(number(key, n).sub(x[n]).add(shift));
-                numerator[n] = weight.mul_add(number(value, n), numerator[n]);
+                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift(bias, n)));
+                numerator[n] = weight.mul_add(get::<V, WHOLE>(value.add(n * V::LANES), left), numerator[n]);
                 denominator[n] = denominator[n].add(weight);
             }
         }
