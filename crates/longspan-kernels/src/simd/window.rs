@@ -575,32 +575,36 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 }
             }
         }
+        // Output `r` of the block meets row `j` by tap `j − r`. Which outputs is told by constants, so that sums stay in registers.
         let weights = c.weights.as_ptr().wrapping_add(output);
-        let weight = |j: usize, r: usize| V::splat(*weights.wrapping_add((j - r) * c.lanes + r));
-        let (whole, all) = (MARGIN..c.taps, c.taps + MARGIN);
-        for j in (0..all).filter(|j| !whole.contains(j)) {
-            let row = row(output + j);
-            for r in 0..BLOCK_ROWS {
-                if r <= j && j - r < c.taps {
-                    let weight = weight(j, r);
-                    for n in 0..N {
-                        sums[r][n] = weight.mul_add(row[n], sums[r][n]);
+        macro_rules! meet {
+            ($j:expr, |$r:ident| $meets:expr) => {
+                let (j, row) = ($j, row(output + $j));
+                for $r in 0..BLOCK_ROWS {
+                    if $meets {
+                        let weight = V::splat(*weights.add((j - $r) * c.lanes + $r));
+                        for n in 0..N {
+                            sums[$r][n] = weight.mul_add(row[n], sums[$r][n]);
+                        }
                     }
                 }
-            }
+            };
         }
-        for stride in 0..whole.len().div_ceil(STRIDE) {
+        macro_rules! first {
+            ($($j:literal)*) => { $( meet!($j, |r| r <= $j && $j < c.taps + r); )* };
+        }
+        macro_rules! last {
+            ($($j:literal)*) => { $( if c.taps + $j >= MARGIN { meet!(c.taps + $j, |r| r > $j); } )* };
+        }
+        const { assert!(MARGIN == 3, "the lists below") };
+        first!(0 1 2);
+        for stride in 0..c.taps.saturating_sub(MARGIN).div_ceil(STRIDE) {
             fetching.next::<V>();
             for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
-                let row = row(output + j);
-                for r in 0..BLOCK_ROWS {
-                    let weight = weight(j, r);
-                    for n in 0..N {
-                        sums[r][n] = weight.mul_add(row[n], sums[r][n]);
-                    }
-                }
+                meet!(j, |_r| true);
             }
         }
+        last!(0 1 2);
         let to = to.as_mut_ptr().add(output * length + column);
         for r in 0..BLOCK_ROWS {
             for n in 0..N {
