@@ -1,8 +1,8 @@
 //! The angles of a call: from the parameters and positions to what turns the rows of one chunk.
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
-use super::{Fourier, FourierNormalizer, Tensors, Wave};
+use super::{Fourier, FourierNormalizer, Positions, Tensors, Wave};
 use crate::error::{Error, expect};
 use crate::real::Real;
 use crate::scratch::{Arena, line};
@@ -32,14 +32,8 @@ pub(crate) struct Span<'x> {
     pub ignored: Option<&'x [bool]>,
 }
 
-/// Rows of a span that share a base.
-#[derive(Debug, Clone, Copy, Default)]
-struct Stretch {
-    from: usize,
-    count: usize,
-    /// Where the table has the first of them.
-    place: usize,
-}
+/// Rows that have a base in common: the angles of so many steps stand in a table that the first cache keeps.
+const GROUP: usize = 8;
 
 impl Span<'_> {
     fn ignores(&self, row: usize) -> bool {
@@ -78,9 +72,10 @@ struct SideAngles<'s, T> {
     /// For given positions: `rows × angles` each.
     cos: &'s mut [T],
     sin: &'s mut [T],
-    /// Cosines and sines of the bases, without and, if there is one, with the gain, `4 × angles` each: of the rows before a multiple of the
-    /// table's rows, and of those after it.
-    base: &'s mut [T],
+    /// Cosines and sines of the bases of each group of rows, `2 × angles` each: without and, if there is one, with the gain.
+    bases: [&'s mut [T]; 2],
+    /// The base that those of the first groups are formed from.
+    before: &'s mut [T],
 }
 
 /// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
@@ -94,10 +89,25 @@ pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
     [cos, sin]
 }
 
+/// How a block of rows is divided: rows of a group and groups, and how many rows of angles each list of [`RotationBuffers`] has.
+struct Division {
+    group: usize,
+    groups: usize,
+    table: usize,
+    starts: usize,
+    own: usize,
+    bases: usize,
+}
+
 /// Working memory of one task.
 pub(crate) struct RotationBuffers<'s, T> {
-    /// For counted positions: the angles of `0, 1, 2, …` steps, `rows × angles` each.
+    /// Rows of a group, and groups from one base that has an angle of its own to the next.
+    group: usize,
+    groups: usize,
+    /// For counted positions: the angles of `0, 1, 2, …` steps within a group, and, if there are several, of `0, 1, 2, …`
+    /// groups, `angles` each.
     table: [&'s mut [T]; 2],
+    starts: [&'s mut [T]; 2],
     sides: [SideAngles<'s, T>; 2],
 }
 
@@ -193,22 +203,40 @@ impl<'a, T: Real> Rotations<'a, T> {
 
     /// Whether positions are given, so that they have gradients.
     pub fn given(&self) -> bool {
-        self.positions.is_some()
+        self.fourier.positions != Positions::Counted
+    }
+
+    /// How blocks of so many rows are divided.
+    fn division(&self, rows: usize) -> Division {
+        let rows = rows.max(1);
+        if self.given() {
+            return Division { group: rows, groups: 1, table: 0, starts: 0, own: rows, bases: 1 };
+        }
+        let group = GROUP.min(rows);
+        let groups = rows.div_ceil(group);
+        let starts = if groups == 1 { 0 } else { groups };
+        // Counted from anywhere, rows may reach into one more.
+        Division { group, groups, table: group, starts, own: 0, bases: groups + usize::from(group > 1) }
     }
 
     /// Numbers that [`RotationBuffers`] for blocks of `rows` take from an arena.
     pub fn buffers_len(&self, rows: usize) -> usize {
-        let line = line::<T>();
-        (4 * rows * self.angles + 16 * self.angles) + 6 * line
+        let Division { table, starts, own, bases, .. } = self.division(rows);
+        let kinds = 1 + usize::from(self.fourier.has_gain());
+        2 * (table + starts + 2 * (own + kinds * bases + 1)) * self.angles + 14 * line::<T>()
     }
 
     pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
-        let block = rows * self.angles;
-        let (table, given) = if self.given() { (0, block) } else { (block, 0) };
-        let mut side =
-            || SideAngles { cos: arena.take(given), sin: arena.take(given), base: arena.take(8 * self.angles) };
+        let Division { group, groups, table, starts, own, bases } = self.division(rows);
+        let with_gain = if self.fourier.has_gain() { bases } else { 0 };
+        let mut take = |rows: usize| arena.take(rows * self.angles);
+        let (table, starts) = ([take(table), take(table)], [take(starts), take(starts)]);
+        let mut side = || {
+            let bases = [take(2 * bases), take(2 * with_gain)];
+            SideAngles { cos: take(own), sin: take(own), bases, before: take(2) }
+        };
         let sides = [side(), side()];
-        RotationBuffers { table: [arena.take(table), arena.take(table)], sides }
+        RotationBuffers { group, groups, table, starts, sides }
     }
 
     /// Adds the turns of some of a head's angles after so many steps along an axis.
@@ -225,20 +253,33 @@ impl<'a, T: Real> Rotations<'a, T> {
         if self.given() || self.angles == 0 {
             return;
         }
-        let [cos, sin] = &mut buffers.table;
-        let first = self.angles.min(cos.len());
-        cos[..first].fill(T::ONE);
-        sin[..first].fill(T::ZERO);
-        // A step has this row alone.
-        if cos.len() < 2 * self.angles {
-            return;
+        for ([cos, sin], steps) in [(&mut buffers.table, 1), (&mut buffers.starts, buffers.group)] {
+            let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
+            for (row, (cos, sin)) in rows.enumerate() {
+                if row == 0 {
+                    cos.fill(T::ONE);
+                    sin.fill(T::ZERO);
+                } else {
+                    self.form(kv_head, None, |_| (row * steps) as f64, [cos, sin]);
+                }
+            }
         }
-        let mut turns: Angular<f64> = smallvec![0.0; self.angles];
-        let rows = cos.chunks_exact_mut(self.angles).zip(sin.chunks_exact_mut(self.angles));
-        for (row, (cos, sin)) in rows.enumerate().skip(1) {
-            turns.fill(0.0);
-            self.add_turns((kv_head, 0), 0..self.angles, row as f64, &mut turns);
-            self.ops.cos_sin(&turns, cos, sin);
+    }
+
+    /// Forms the cosines and sines of one row's angles, at a position by axis.
+    fn form(&self, kv_head: usize, phase: Option<&[f64]>, position: impl Fn(usize) -> f64, [cos, sin]: [&mut [T]; 2]) {
+        let mut turns = [0.0; 64];
+        for from in (0..self.angles).step_by(turns.len()) {
+            let to = (from + turns.len()).min(self.angles);
+            let turns = &mut turns[..to - from];
+            match phase {
+                Some(phase) => turns.copy_from_slice(&phase[from..to]),
+                None => turns.fill(0.0),
+            }
+            for axis in 0..self.axes {
+                self.add_turns((kv_head, axis), from..to, position(axis), turns);
+            }
+            self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
         }
     }
 
@@ -257,66 +298,64 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// The stretches of a span whose rows share a base: first row, count, and the first row's place in the table. Bases
-    /// stand at multiples of the table's rows, so that the bits of an angle depend on its position alone.
-    fn stretches(&self, span: &Span<'_>, buffers: &RotationBuffers<'_, T>) -> [Stretch; 2] {
-        if self.given() {
-            return [Stretch { from: 0, count: span.count, place: 0 }, Stretch::default()];
-        }
-        let rows = (buffers.table[0].len() / self.angles.max(1)).max(1);
+    /// The place of a span's first row in its group. Groups stand at multiples of their rows, so that the bits of an angle
+    /// depend on its position alone.
+    fn place(&self, span: &Span<'_>, group: usize) -> usize {
         // A count, so a whole number.
-        let place = (span.position as i64).rem_euclid(rows as i64) as usize;
-        let count = span.count.min(rows - place);
-        [Stretch { from: 0, count, place }, Stretch { from: count, count: span.count - count, place: 0 }]
+        if group == 1 || self.given() { 0 } else { (span.position as i64).rem_euclid(group as i64) as usize }
     }
 
     /// Forms the angles of a span, for [`rotate`](Self::rotate) and then [`unrotate`](Self::unrotate) of that side.
     fn load(&self, span: &Span<'_>, buffers: &mut RotationBuffers<'_, T>) {
         let angles = self.angles;
-        let stretches = self.stretches(span, buffers);
-        let side = &mut buffers.sides[usize::from(span.side == Side::Key)];
+        if angles == 0 {
+            return;
+        }
+        let (group, place) = (buffers.group, self.place(span, buffers.group));
+        let SideAngles { cos, sin, bases: [bases, with_gain], before } =
+            &mut buffers.sides[usize::from(span.side == Side::Key)];
         let phase = match span.side {
             Side::Query(head) if !self.phases.is_empty() => Some(&self.phases[head * angles..][..angles]),
             _ => None,
         };
-        let mut turns = [0.0; 64];
-        for (stretch, base) in stretches.iter().zip(side.base.chunks_exact_mut((4 * angles).max(1))) {
-            if stretch.count == 0 {
-                continue;
+        let mut formed = 2 * angles;
+        if self.given() {
+            let (cosines, sines) = bases.split_at_mut(angles);
+            cosines.fill(T::ONE);
+            sines.fill(T::ZERO);
+            let rows = cos.chunks_exact_mut(angles).zip(sin.chunks_exact_mut(angles)).take(span.count);
+            for (row, (cos, sin)) in rows.enumerate() {
+                self.form(span.kv_head, phase, |axis| self.position(span, row, axis).to_f64(), [cos, sin]);
             }
-            let (plain, with_gain) = base.split_at_mut(2 * angles);
-            let (cos, sin) = plain.split_at_mut(angles);
-            for from in (0..angles).step_by(turns.len()) {
-                let to = (from + turns.len()).min(angles);
-                let turns = &mut turns[..to - from];
-                let start = |turns: &mut [f64]| match phase {
-                    Some(phase) => turns.copy_from_slice(&phase[from..to]),
-                    None => turns.fill(0.0),
-                };
-                if self.given() {
-                    cos[from..to].fill(T::ONE);
-                    sin[from..to].fill(T::ZERO);
-                    for row in 0..span.count {
-                        start(turns);
-                        for axis in 0..self.axes {
-                            let position = self.position(span, row, axis).to_f64();
-                            self.add_turns((span.kv_head, axis), from..to, position, turns);
-                        }
-                        let place = row * angles + from..row * angles + to;
-                        self.ops.cos_sin(turns, &mut side.cos[place.clone()], &mut side.sin[place]);
-                    }
-                } else {
-                    start(turns);
-                    let position = span.position + stretch.from as f64 - stretch.place as f64;
-                    self.add_turns((span.kv_head, 0), from..to, position, turns);
-                    self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
+        } else {
+            formed *= (place + span.count).div_ceil(group);
+            let groups = buffers.groups as i64;
+            // Where the group stands whose base the next are formed from.
+            let mut whole = None;
+            for at in (0..formed).step_by(2 * angles) {
+                let position = span.position - place as f64 + (at / (2 * angles) * group) as f64;
+                let after = if groups == 1 { 0 } else { (position as i64 / group as i64).rem_euclid(groups) as usize };
+                let (done, base) = bases.split_at_mut(at);
+                let base = &mut base[..2 * angles];
+                if after == 0 {
+                    let (cos, sin) = base.split_at_mut(angles);
+                    self.form(span.kv_head, phase, |_| position, [cos, sin]);
+                    whole = Some(at);
+                    continue;
                 }
+                if at == 0 {
+                    let (cos, sin) = before.split_at_mut(angles);
+                    self.form(span.kv_head, phase, |_| position - (after * group) as f64, [cos, sin]);
+                }
+                let whole = whole.map_or(&**before, |at| &done[at..at + 2 * angles]);
+                let [cos, sin] = &buffers.starts;
+                let more = after * angles..(after + 1) * angles;
+                self.ops.sum_angles(whole, [&cos[more.clone()], &sin[more]], base);
             }
-            if let Some(gain) = self.gain(span.side) {
-                with_gain.copy_from_slice(plain);
-                self.ops.multiply(&mut with_gain[..angles], gain);
-                self.ops.multiply(&mut with_gain[angles..], gain);
-            }
+        }
+        if let Some(gain) = self.gain(span.side) {
+            with_gain[..formed].copy_from_slice(&bases[..formed]);
+            with_gain[..formed].chunks_exact_mut(angles).for_each(|numbers| self.ops.multiply(numbers, gain));
         }
     }
 
@@ -344,36 +383,37 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// The rotation of one stretch of a span, the `n`-th, over features `x` in rows of `x_row`.
+    /// The rotation of a span over features `x` in rows of `x_row`.
     fn rotation<'x>(
         &'x self,
-        side: Side,
-        (n, stretch): (usize, Stretch),
+        span: &Span<'_>,
         (x, x_row, stride): (&'x [T], usize, usize),
         gained: bool,
         buffers: &'x RotationBuffers<'_, T>,
     ) -> Rotation<'x, T> {
-        let own = &buffers.sides[usize::from(side == Side::Key)];
+        let own = &buffers.sides[usize::from(span.side == Side::Key)];
         let angles = self.angles;
-        let gained = gained && self.gain(side).is_some();
-        let base = &own.base[(4 * n + if gained { 2 } else { 0 }) * angles..];
+        let [plain, with_gain] = &own.bases;
+        let bases: &[T] = if gained && self.gain(span.side).is_some() { with_gain } else { plain };
         let (cos, sin): (&[T], &[T]) =
             if self.given() { (own.cos, own.sin) } else { (buffers.table[0], buffers.table[1]) };
-        let first = stretch.place * angles;
         Rotation {
             turn: self.turn(),
-            x: &x[stretch.from * x_row..],
+            x,
             x_row,
-            count: stretch.count,
+            count: span.count,
             width: self.features,
             angles: Angles {
-                cos: &cos[first..],
-                sin: &sin[first..],
+                cos,
+                sin,
                 row: angles,
-                base: [&base[..angles], &base[angles..2 * angles]],
+                group: buffers.group,
+                place: self.place(span, buffers.group),
+                base: [bases, &bases[angles..]],
+                base_row: 2 * angles,
             },
             stride,
-            rest: self.rest(side),
+            rest: self.rest(span.side),
         }
     }
 
@@ -390,10 +430,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         buffers: &mut RotationBuffers<'_, T>,
     ) {
         self.load(span, buffers);
-        for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
-            let rotation = self.rotation(span.side, (n, stretch), (x, x_row, stride), true, buffers);
-            self.ops.rotate(&rotation, &mut to[stretch.from * to_row..], to_row);
-        }
+        self.ops.rotate(&self.rotation(span, (x, x_row, stride), true, buffers), to, to_row);
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
@@ -421,26 +458,15 @@ impl<'a, T: Real> Rotations<'a, T> {
         let (d_phase, d_rates) = sums.split_at_mut(width);
         let gain = self.gain(span.side);
         let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
-        for (n, stretch) in self.stretches(span, buffers).into_iter().enumerate().filter(|(_, s)| s.count > 0) {
-            let rotation = self.rotation(span.side, (n, stretch), (x, x_row, width), false, buffers);
-            let sums = (!self.given()).then(|| AngleSums {
-                position: T::from_f64(span.position + stretch.from as f64),
-                d_phase: &mut *d_phase,
-                d_rate: &mut *d_rates,
-            });
-            self.ops.unrotate(
-                &rotation,
-                &mut Unrotated {
-                    d: &mut d[stretch.from * d_row..],
-                    d_row,
-                    gain,
-                    dx: &mut dx[stretch.from * x_row..],
-                    d_gain: if gain.is_some() { &mut *d_gain } else { &mut [] },
-                    d_rest: if wants_rest { &mut *d_rest } else { &mut [] },
-                    angles: sums,
-                },
-            );
-        }
+        let sums = (!self.given()).then(|| AngleSums {
+            position: T::from_f64(span.position),
+            d_phase: &mut *d_phase,
+            d_rate: &mut *d_rates,
+        });
+        let d_gain = if gain.is_some() { d_gain } else { &mut [] };
+        let d_rest = if wants_rest { d_rest } else { &mut [] };
+        let to = &mut Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
+        self.ops.unrotate(&self.rotation(span, (x, x_row, width), false, buffers), to);
         if !self.given() {
             return;
         }

@@ -108,32 +108,34 @@ impl<T> Ahead<T> {
 
 /// Rows of which a few are asked for at a time: counts and no divisions, for loops of a hundred cycles.
 pub(super) struct Fetching<'a, T> {
+    /// What is left of the list under way.
+    own: Ahead<T>,
     rest: &'a [Ahead<T>],
-    row: usize,
     quota: usize,
 }
 
-impl<'a, T> Fetching<'a, T> {
+impl<'a, T: Copy> Fetching<'a, T> {
     /// All rows of a list, in so many times.
     pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
         let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
-        Self { rest, row: 0, quota: rows.div_ceil(times.max(1)) }
+        let own = Ahead::to_write(std::ptr::null(), 0, 0, 0);
+        Self { own, rest, quota: rows.div_ceil(times.max(1)) }
     }
 
     /// Asks for the next rows.
     #[inline(always)]
     pub unsafe fn next<V: Vector<Element = T>>(&mut self) {
         for _ in 0..self.quota {
-            while self.rest.first().is_some_and(|ahead| self.row >= ahead.count) {
-                (self.rest, self.row) = (&self.rest[1..], 0);
+            while self.own.count == 0 {
+                let [first, rest @ ..] = self.rest else { return };
+                (self.own, self.rest) = (*first, rest);
             }
-            let Some(ahead) = self.rest.first() else { return };
-            let start = ahead.start.wrapping_add(self.row * ahead.stride);
-            for column in (0..ahead.width).step_by(line::<T>()) {
+            for column in (0..self.own.width).step_by(line::<T>()) {
                 // SAFETY: the caller has the instructions.
-                unsafe { V::fetch(start.wrapping_add(column)) };
+                unsafe { V::fetch(self.own.start.wrapping_add(column)) };
             }
-            self.row += 1;
+            self.own.start = self.own.start.wrapping_add(self.own.stride);
+            self.own.count -= 1;
         }
     }
 }
@@ -463,23 +465,36 @@ pub(crate) unsafe fn add_column_sums<V: Vector>(
         return;
     }
     assert!((rows - 1) * row_length + to.len() <= block.len() && to.len().is_multiple_of(V::LANES));
-    let mut column = 0;
-    while column < to.len() {
-        // SAFETY: every row has a register at `column` by the assertion above.
-        unsafe {
-            let from = block.as_ptr().add(column);
-            let mut sums = [V::splat(V::Element::ZERO); 2];
-            for row in 0..rows / 2 {
-                sums[0] = sums[0].add(V::load(from.add(2 * row * row_length)));
-                sums[1] = sums[1].add(V::load(from.add((2 * row + 1) * row_length)));
+    // SAFETY: every row has its registers by the assertion above.
+    unsafe { by_whole_registers!(0, to.len(), 4, add_register_sums(block, row_length, rows, to)) };
+}
+
+#[inline(always)]
+unsafe fn add_register_sums<V: Vector, const N: usize>(
+    block: &[V::Element],
+    row_length: usize,
+    rows: usize,
+    to: &mut [V::Element],
+    column: usize,
+) {
+    // SAFETY: the caller has `N` registers from `column` in every row and in `to`.
+    unsafe {
+        let from = |row: usize| block.as_ptr().add(row * row_length + column);
+        let zero = [V::splat(V::Element::ZERO); N];
+        let (mut even, mut odd) = (zero, zero);
+        for row in (1..rows).step_by(2) {
+            for n in 0..N {
+                even[n] = even[n].add(V::load(from(row - 1).add(n * V::LANES)));
+                odd[n] = odd[n].add(V::load(from(row).add(n * V::LANES)));
             }
-            if !rows.is_multiple_of(2) {
-                sums[0] = sums[0].add(V::load(from.add((rows - 1) * row_length)));
-            }
-            let at = to.as_mut_ptr().add(column);
-            V::load(at).add(sums[0].add(sums[1])).store(at);
         }
-        column += V::LANES;
+        for n in 0..N {
+            if !rows.is_multiple_of(2) {
+                even[n] = even[n].add(V::load(from(rows - 1).add(n * V::LANES)));
+            }
+            even[n] = even[n].add(odd[n]);
+        }
+        add_registers(even, to, column);
     }
 }
 

@@ -164,7 +164,7 @@ macro_rules! operations {
 /// The generic operations, wherever they are defined.
 mod kernels {
     pub(crate) use super::block::*;
-    pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, unrotate};
+    pub(crate) use super::rotation::{add_turns, cos_sin, rates, rotate, sum_angles, unrotate};
     pub(crate) use super::running::{
         constant_cotangents, constant_gradients, constant_means, factor_tokens, join_tokens, running_gradients,
         running_means, sum_tokens, tops,
@@ -267,6 +267,7 @@ operations! {
     rates(radians: &[T], step: usize, turns: &mut [f64], rests: &mut [f64]);
     add_turns(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
+    sum_angles(base: &[T], angle: [&[T]; 2], to: &mut [T]);
     rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
     unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
 }

@@ -142,15 +142,58 @@ pub(crate) enum Turn {
     Pairs,
 }
 
-/// The angles of a block of rows: row `r` has the angle of `base` plus that of row `r` of `cos` and `sin`.
+/// The angles of a block of rows, in groups of `group` rows that have a base in common: the row that is the `n`-th of its group
+/// has the angle of the group's base plus that of row `n` of `cos` and `sin`.
 #[derive(Clone, Copy)]
 pub(crate) struct Angles<'a, T> {
     pub cos: &'a [T],
     pub sin: &'a [T],
     /// From one row's angles to the next.
     pub row: usize,
-    /// Cosines and sines of what all rows have in common.
+    /// Rows of a group, at least 1.
+    pub group: usize,
+    /// The first row's place in its group.
+    pub place: usize,
+    /// Cosines and sines of the groups' bases, and from one base to the next.
     pub base: [&'a [T]; 2],
+    pub base_row: usize,
+}
+
+/// Rows that have a base in common.
+struct Group {
+    /// The first of them, and how many.
+    from: usize,
+    count: usize,
+    /// The first row's place in the group.
+    place: usize,
+    /// Where the base stands.
+    base: usize,
+}
+
+impl<T> Angles<'_, T> {
+    /// The groups that so many rows belong to. A step has one: no divisions.
+    #[inline(always)]
+    fn groups(&self, rows: usize) -> impl Iterator<Item = Group> {
+        let (group, base_row) = (self.group, self.base_row);
+        let mut next = Group { from: 0, count: 0, place: self.place, base: 0 };
+        std::iter::from_fn(move || {
+            if next.from == rows {
+                return None;
+            }
+            let count = (group - next.place).min(rows - next.from);
+            let own = Group { count, ..next };
+            next = Group { from: next.from + count, count: 0, place: 0, base: next.base + base_row };
+            Some(own)
+        })
+    }
+
+    /// The angles of a row in its group, and its base.
+    #[inline(always)]
+    fn of_row(&self, row: usize) -> [[&[T]; 2]; 2] {
+        let place = self.place + row;
+        let (own, base) = (place % self.group * self.row, place / self.group * self.base_row);
+        [[&self.cos[own..], &self.sin[own..]], self.base.map(|bases| &bases[base..])]
+    }
 }
 
 /// Features `x`, turned, and unturned beside it where `rest` is given.
@@ -194,18 +237,32 @@ fn sum_of_one<T: Real>([base_cos, base_sin]: [T; 2], [cos, sin]: [T; 2]) -> [T; 
     [base_cos * cos - base_sin * sin, base_sin * cos + base_cos * sin]
 }
 
+/// Writes the cosines and sines, one after the other, of the angles `base` and `angle` together.
+#[inline(always)]
+pub(crate) unsafe fn sum_angles<V: Vector>(base: &[V::Element], angle: [&[V::Element]; 2], to: &mut [V::Element]) {
+    let (base_cos, base_sin) = base.split_at(base.len() / 2);
+    let (to_cos, to_sin) = to.split_at_mut(base_cos.len());
+    let numbers = to_cos.iter_mut().zip(to_sin).zip(base_cos.iter().zip(base_sin)).zip(angle[0].iter().zip(angle[1]));
+    for (((to_cos, to_sin), (&base_cos, &base_sin)), (&cos, &sin)) in numbers {
+        [*to_cos, *to_sin] = sum_of_one([base_cos, base_sin], [cos, sin]);
+    }
+}
+
 impl<T: Real> Rotation<'_, T> {
     /// That every number it speaks of is there.
     fn check(&self) {
         let Some(last) = self.count.checked_sub(1) else { return };
-        let Angles { cos, sin, row, base } = self.angles;
+        let Angles { cos, sin, row, group, place, base, base_row } = self.angles;
         let angles = match self.turn {
             Turn::Each => self.width,
             Turn::Pairs => self.width / 2,
         };
         assert!(last * self.x_row + self.width <= self.x.len());
-        assert!(last * row + angles <= cos.len() && last * row + angles <= sin.len());
-        assert!(base.iter().all(|base| base.len() >= angles));
+        let end = place + self.count;
+        let deepest = group.min(end) - 1;
+        assert!(place < group && deepest * row + angles <= cos.len() && deepest * row + angles <= sin.len());
+        let last_base = if end <= group { 0 } else { (end - 1) / group };
+        assert!(base.iter().all(|base| last_base * base_row + angles <= base.len()));
         assert!(self.rest.is_none_or(|rest| rest.len() >= self.width));
         assert!(self.stride >= self.width);
     }
@@ -229,14 +286,14 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
     }
     for row in 0..r.count {
         let x = &r.x[row * r.x_row..][..width];
-        let (cos, sin) = (&r.angles.cos[row * r.angles.row..], &r.angles.sin[row * r.angles.row..]);
+        let [[cos, sin], base] = r.angles.of_row(row);
         let to = &mut to[row * to_row..][..to_row];
         let (turned, after) = to.split_at_mut(r.turned() * stride);
         match r.turn {
             Turn::Each => {
                 let (first, second) = turned.split_at_mut(stride);
                 for k in whole..width {
-                    let [c, s] = sum_of_one(r.angles.base.map(|base| base[k]), [cos[k], sin[k]]);
+                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
                     first[k] = x[k] * c;
                     second[k] = x[k] * s;
                 }
@@ -246,7 +303,7 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
             Turn::Pairs => {
                 let half = width / 2;
                 let (cos, sin) = (&cos[..half], &sin[..half]);
-                let base = r.angles.base.map(|base| &base[..half]);
+                let base = base.map(|base| &base[..half]);
                 turned[width..].fill(V::Element::ZERO);
                 let (first, second) = turned[..width].split_at_mut(half);
                 let (low, high) = x.split_at(half);
@@ -277,21 +334,24 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
 #[inline(always)]
 unsafe fn rotate_registers<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V::Element], to_row: usize) -> usize {
     let whole = r.width / V::LANES * V::LANES;
+    let angles = &r.angles;
     for column in (0..whole).step_by(V::LANES) {
         // SAFETY: a register at `column` lies in each of these rows.
         unsafe {
-            let base = r.angles.base.map(|base| V::load(base.as_ptr().add(column)));
             let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
-            for row in 0..r.count {
-                let at = row * r.angles.row + column;
-                let angle = [V::load(r.angles.cos.as_ptr().add(at)), V::load(r.angles.sin.as_ptr().add(at))];
-                let [c, s] = sum(base, angle);
-                let x = V::load(r.x.as_ptr().add(row * r.x_row + column));
-                let to = to.as_mut_ptr().add(row * to_row + column);
-                x.mul(c).store(to);
-                x.mul(s).store(to.add(r.stride));
-                if let Some(rest) = rest {
-                    x.mul(rest).store(to.add(2 * r.stride));
+            for Group { from, count, place, base } in angles.groups(r.count) {
+                let base = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base + column)));
+                for row in 0..count {
+                    let at = (place + row) * angles.row + column;
+                    let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
+                    let [c, s] = sum(base, angle);
+                    let x = V::load(r.x.as_ptr().add((from + row) * r.x_row + column));
+                    let to = to.as_mut_ptr().add((from + row) * to_row + column);
+                    x.mul(c).store(to);
+                    x.mul(s).store(to.add(r.stride));
+                    if let Some(rest) = rest {
+                        x.mul(rest).store(to.add(2 * r.stride));
+                    }
                 }
             }
         }
@@ -351,12 +411,12 @@ pub(crate) unsafe fn unrotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut 
     }
     for row in 0..count {
         let x = &r.x[row * r.x_row..][..width];
-        let (cos, sin) = (&r.angles.cos[row * r.angles.row..], &r.angles.sin[row * r.angles.row..]);
+        let [[cos, sin], base] = r.angles.of_row(row);
         let dx = &mut to.dx[row * r.x_row..][..r.x_row];
         dx[width..].fill(zero);
         let d = &mut to.d[row * to.d_row..][..to.d_row];
         for k in whole..width {
-            let [c, s] = sum_of_one(r.angles.base.map(|base| base[k]), [cos[k], sin[k]]);
+            let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
             let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
             let (first, second) = (d[k], d[stride + k]);
             let along = first * c + second * s;
@@ -397,37 +457,40 @@ unsafe fn unrotate_register<V: Vector>(
     unsafe {
         let zero = V::splat(V::Element::ZERO);
         let one = V::splat(V::Element::ONE);
-        let base = r.angles.base.map(|base| V::load(base.as_ptr().add(column)));
         let gain = to.gain.map_or(one, |gain| V::load(gain.as_ptr().add(column)));
         let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
         let (mut d_gain, mut d_rest, mut d_phase, mut d_rate) = (zero, zero, zero, zero);
-        let mut place = zero;
+        let mut steps = zero;
         let sums_angles = to.angles.is_some();
-        for row in 0..r.count {
-            let at = row * r.angles.row + column;
-            let angle = [V::load(r.angles.cos.as_ptr().add(at)), V::load(r.angles.sin.as_ptr().add(at))];
-            let [c, s] = sum(base, angle);
-            let at = row * r.x_row + column;
-            let x = V::load(r.x.as_ptr().add(at));
-            let d = to.d.as_mut_ptr().add(row * to.d_row + column);
-            let (first, second) = (V::load(d), V::load(d.add(r.stride)));
-            let along = first.mul_add(c, second.mul(s));
-            let across = second.mul_add(c, zero.sub(first).mul(s));
-            let mut dx = along.mul(gain);
-            d_gain = along.mul_add(x, d_gain);
-            if let Some(rest) = rest {
-                let unturned = V::load(d.add(2 * r.stride));
-                dx = unturned.mul_add(rest, dx);
-                d_rest = unturned.mul_add(x, d_rest);
-            }
-            dx.store(to.dx.as_mut_ptr().add(at));
-            let angle = across.mul(x).mul(gain);
-            if sums_angles {
-                d_phase = d_phase.add(angle);
-                d_rate = angle.mul_add(place, d_rate);
-                place = place.add(one);
-            } else {
-                angle.store(d);
+        let angles = &r.angles;
+        for Group { from, count, place, base } in angles.groups(r.count) {
+            let base = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base + column)));
+            for row in 0..count {
+                let at = (place + row) * angles.row + column;
+                let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
+                let [c, s] = sum(base, angle);
+                let at = (from + row) * r.x_row + column;
+                let x = V::load(r.x.as_ptr().add(at));
+                let d = to.d.as_mut_ptr().add((from + row) * to.d_row + column);
+                let (first, second) = (V::load(d), V::load(d.add(r.stride)));
+                let along = first.mul_add(c, second.mul(s));
+                let across = second.mul_add(c, zero.sub(first).mul(s));
+                let mut dx = along.mul(gain);
+                d_gain = along.mul_add(x, d_gain);
+                if let Some(rest) = rest {
+                    let unturned = V::load(d.add(2 * r.stride));
+                    dx = unturned.mul_add(rest, dx);
+                    d_rest = unturned.mul_add(x, d_rest);
+                }
+                dx.store(to.dx.as_mut_ptr().add(at));
+                let angle = across.mul(x).mul(gain);
+                if sums_angles {
+                    d_phase = d_phase.add(angle);
+                    d_rate = angle.mul_add(steps, d_rate);
+                    steps = steps.add(one);
+                } else {
+                    angle.store(d);
+                }
             }
         }
         let add = |to: &mut [V::Element], more: V| {
@@ -449,11 +512,9 @@ unsafe fn unrotate_register<V: Vector>(
 #[inline(always)]
 fn unrotate_pairs<T: Real>(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>) {
     let (width, half) = (r.width, r.width / 2);
-    let base = r.angles.base.map(|base| &base[..half]);
     for row in 0..r.count {
         let x = &r.x[row * r.x_row..][..width];
-        let cos = &r.angles.cos[row * r.angles.row..][..half];
-        let sin = &r.angles.sin[row * r.angles.row..][..half];
+        let [[cos, sin], base] = r.angles.of_row(row).map(|angles| angles.map(|numbers| &numbers[..half]));
         let dx = &mut to.dx[row * r.x_row..][..r.x_row];
         dx[width..].fill(T::ZERO);
         let dx = &mut dx[..width];

@@ -154,6 +154,8 @@ impl<T: Real> Walk<'_, '_, T> {
         if piece.keys == 0 {
             return;
         }
+        let from = problem.layout.denominator();
+        problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         let first = (piece.key as isize - piece.window) as usize * problem.value_width;
         let chunk = buffers.sizes.chunk;
         let next = (piece.key + piece.keys) as isize;
@@ -174,8 +176,6 @@ impl<T: Real> Walk<'_, '_, T> {
             c_band: Band::ALL,
         };
         problem.ops.product_fetching(product, None, &ahead);
-        let from = problem.layout.denominator();
-        problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
         local.set_content();
     }
 
