@@ -6,6 +6,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, Scratch, padded};
 use crate::shape::{Dims, Rows, View};
 use crate::simd::Ops;
+use crate::simd::rotation::Features;
 
 /// A feature map ready for the rows of one call.
 pub(crate) struct Mapping<'a, T: 'static> {
@@ -134,25 +135,39 @@ impl<'a, T: Real> Mapping<'a, T> {
         }
     }
 
-    /// Writes the features of `count` queries, and the exponents subtracted from them.
+    /// The same features for who turns them: written to `to`, or, where the map is made of single numbers, to be made on the way and left
+    /// there if they are to be kept.
     #[allow(clippy::too_many_arguments)]
-    pub fn write_queries(
+    pub fn features<'x>(
         &self,
-        head: usize,
-        from: Rows<'_, T>,
+        side: Side,
+        from: Rows<'x, T>,
         count: usize,
-        shifts: &mut [T],
-        to: &mut [T],
+        ignored: Option<&'x [bool]>,
+        shift: Shift<'_, T>,
+        (to, keep): (&'x mut [T], bool),
         stride: usize,
         work: &mut [T],
-    ) {
-        shifts[..count].fill(T::ZERO);
-        // Any number cancels in the division; the row's largest exponent keeps the features in (0, 1].
-        let shift = if self.exponential { Shift::Own(&mut shifts[..count]) } else { Shift::One(T::ZERO) };
-        self.write(Side::Query(head), from, count, None, shift, to, stride, work);
+    ) -> Features<'x, T> {
+        match shift {
+            Shift::One(shift) if self.rows.is_none() => {
+                Features::Mapped { map: self.map, shift, from, ignored, to, keep }
+            }
+            shift => {
+                self.write(side, from, count, ignored, shift, to, stride, work);
+                Features::Formed(to)
+            }
+        }
     }
 
-    /// The exponents that [`write_queries`](Self::write_queries) subtracts from `count` queries.
+    /// What is subtracted from the exponents of queries, whose own are written to `tops`: any number cancels in the division, and
+    /// the largest exponent of a row keeps its features in (0, 1].
+    pub fn query_shift<'s>(&self, tops: &'s mut [T]) -> Shift<'s, T> {
+        tops.fill(T::ZERO);
+        if self.exponential { Shift::Own(tops) } else { Shift::One(T::ZERO) }
+    }
+
+    /// The exponents that [`query_shift`](Self::query_shift) subtracts from `count` queries.
     pub fn query_shifts(&self, head: usize, from: Rows<'_, T>, count: usize, shifts: &mut [T], work: &mut [T]) {
         let shifts = &mut shifts[..count];
         match &self.rows {

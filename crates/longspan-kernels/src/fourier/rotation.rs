@@ -8,7 +8,7 @@ use crate::real::Real;
 use crate::scratch::{Arena, line};
 use crate::shape::Dims;
 use crate::simd::Ops;
-use crate::simd::rotation::{AngleSums, Angles, Rotation, Turn, Unrotated, is_double};
+use crate::simd::rotation::{AngleSums, Angles, Features, Rotation, Turn, Unrotated, is_double};
 
 /// Which rows: queries of a head, or the keys of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -383,11 +383,11 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// The rotation of a span over features `x` in rows of `x_row`.
+    /// The rotation of a span over features in rows of `x_row`, into blocks that start every `stride`.
     fn rotation<'x>(
         &'x self,
         span: &Span<'_>,
-        (x, x_row, stride): (&'x [T], usize, usize),
+        (x_row, stride): (usize, usize),
         gained: bool,
         buffers: &'x RotationBuffers<'_, T>,
     ) -> Rotation<'x, T> {
@@ -399,7 +399,6 @@ impl<'a, T: Real> Rotations<'a, T> {
             if self.given() { (own.cos, own.sin) } else { (buffers.table[0], buffers.table[1]) };
         Rotation {
             turn: self.turn(),
-            x,
             x_row,
             count: span.count,
             width: self.features,
@@ -422,15 +421,14 @@ impl<'a, T: Real> Rotations<'a, T> {
     pub fn rotate(
         &self,
         span: &Span<'_>,
-        x: &[T],
-        x_row: usize,
+        (x, x_row): (Features<'_, T>, usize),
         to: &mut [T],
         to_row: usize,
         stride: usize,
         buffers: &mut RotationBuffers<'_, T>,
     ) {
         self.load(span, buffers);
-        self.ops.rotate(&self.rotation(span, (x, x_row, stride), true, buffers), to, to_row);
+        self.ops.rotate(&self.rotation(span, (x_row, stride), true, buffers), x, to, to_row);
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
@@ -466,7 +464,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         let d_gain = if gain.is_some() { d_gain } else { &mut [] };
         let d_rest = if wants_rest { d_rest } else { &mut [] };
         let to = &mut Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
-        self.ops.unrotate(&self.rotation(span, (x, x_row, width), false, buffers), to);
+        self.ops.unrotate(&self.rotation(span, (x_row, width), false, buffers), x, to);
         if !self.given() {
             return;
         }

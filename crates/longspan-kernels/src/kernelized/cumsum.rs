@@ -521,7 +521,7 @@ pub(super) fn forward<T: Real>(
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let mut lift = Lift::new(problem, ROWS, &mut arena);
+        let mut lift = Lift::new(problem, ROWS, [false; 2], &mut arena);
         let sums = Sums::new(problem, index, table, &mut lift, &mut arena);
         let (q, w) = (arena.take(sums.sizes.head_width), arena.take(sums.sizes.table_width));
         let sum = arena.take(sums.sizes.width);
@@ -581,7 +581,7 @@ pub(super) fn backward<T: Real>(
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let mut lift = Lift::new(problem, ROWS, &mut arena);
+            let mut lift = Lift::new(problem, ROWS, [true; 2], &mut arena);
             let mut sums = Sums::new(problem, index, table, &mut lift, &mut arena);
             let Sizes { keys, sum: len, width, table_width, .. } = sums.sizes;
             let (unit, sequence) = (sums.unit, sums.unit.sequence);

@@ -72,6 +72,8 @@ pub(super) struct Lift<'s, T> {
     rotation: Option<RotationBuffers<'s, T>>,
     /// Mapped features of the last queries and of the last keys.
     mapped: [&'s mut [T]; 2],
+    /// Whether their gradients will be taken back, for which mapped features have to stay.
+    taken_back: [bool; 2],
     /// Gradients of mapped features.
     gradient: &'s mut [T],
     map: MapBuffers<'s, T>,
@@ -96,11 +98,13 @@ impl<'s, T: Real> Lift<'s, T> {
         problem.rotations.as_ref().map_or(0, turned) + MapBuffers::len(&problem.mapping, rows)
     }
 
-    pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
+    /// For blocks of so many rows; `taken_back` says whether gradients of queries and of keys will be.
+    pub fn new(problem: &Problem<'_, T>, rows: usize, taken_back: [bool; 2], arena: &mut Arena<'s, T>) -> Self {
         let block = if problem.rotations.is_some() { rows * problem.layout.stride } else { 0 };
         Self {
             rotation: problem.rotations.as_ref().map(|rotations| rotations.buffers(rows, arena)),
             mapped: [arena.take(block), arena.take(block)],
+            taken_back,
             gradient: arena.take(block),
             map: MapBuffers::new(&problem.mapping, rows, arena),
         }
@@ -152,15 +156,9 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let queries = self.queries(unit, head).skip(first);
-        let stride = self.layout.stride;
-        let [mapped, _] = &mut lift.mapped;
-        let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
-        self.mapping.write_queries(head, queries, count, shifts, block, stride, lift.map.work);
-        if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
-            let span = self.query_span(unit, head, first, count);
-            rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
-        }
+        let span = self.query_span(unit, head, first, count);
+        let shift = self.mapping.query_shift(&mut shifts[..count]);
+        self.load_rows(&span, MapSide::Query(head), self.queries(unit, head).skip(first), shift, to, lift);
     }
 
     /// Writes the features of `count` keys from key `first` of the sequence on; 0 for those ignored.
@@ -173,15 +171,29 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let stride = self.layout.stride;
-        let [_, mapped] = &mut lift.mapped;
-        let block: &mut [T] = if self.rotations.is_some() { mapped } else { &mut *to };
-        let padding = unit.padding(first, first + count);
-        let (side, from) = (MapSide::Key(unit.kv_head), unit.k.skip(first));
-        self.mapping.write(side, from, count, padding, shift, block, stride, lift.map.work);
-        if let (Some(rotations), Some(buffers)) = (&self.rotations, &mut lift.rotation) {
-            let span = self.key_span(unit, first, count);
-            rotations.rotate(&span, mapped, stride, to, self.head_width, stride, buffers);
+        let span = self.key_span(unit, first, count);
+        self.load_rows(&span, MapSide::Key(unit.kv_head), unit.k.skip(first), shift, to, lift);
+    }
+
+    /// Writes the features of the rows of a span.
+    fn load_rows(
+        &self,
+        span: &Span<'_>,
+        side: MapSide,
+        from: Rows<'_, T>,
+        shift: Shift<'_, T>,
+        to: &mut [T],
+        lift: &mut Lift<'_, T>,
+    ) {
+        let (stride, count, ignored) = (self.layout.stride, span.count, span.ignored);
+        let Lift { rotation, mapped, taken_back, map, .. } = lift;
+        if let (Some(rotations), Some(buffers)) = (&self.rotations, rotation) {
+            let own = usize::from(span.side == Side::Key);
+            let block = (&mut *mapped[own], taken_back[own]);
+            let x = self.mapping.features(side, from, count, ignored, shift, block, stride, map.work);
+            rotations.rotate(span, (x, stride), to, self.head_width, stride, buffers);
+        } else {
+            self.mapping.write(side, from, count, ignored, shift, to, stride, map.work);
         }
     }
 
@@ -246,7 +258,7 @@ impl<'a, T: Real> Problem<'a, T> {
     ) -> (&'x [T], usize) {
         let (stride, count) = (self.layout.stride, span.count);
         let (turning, sums) = sums.split_at_mut(self.turning_sums_len());
-        let Lift { rotation, mapped, gradient, map } = lift;
+        let Lift { rotation, mapped, gradient, map, .. } = lift;
         let (features, d): (&[T], &'x mut [T]) = match (&self.rotations, rotation) {
             (Some(rotations), Some(buffers)) => {
                 let mapped = &*mapped[usize::from(span.side == Side::Key)];

@@ -191,7 +191,7 @@ pub(super) fn forward<T: Real>(
     let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
     let places: Option<Vec<Place<'_, T>>> =
         on_the_way.map(|state| state.heads_mut().map(|head| Mutex::new(head.into())).collect());
-    let memory = Memory::new(problem);
+    let memory = Memory::new(problem, false);
     let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
     let table = problem.table(&mut arena);
     visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), arena.rest());
@@ -202,7 +202,7 @@ pub(super) fn forward<T: Real>(
 
 /// Writes the state after the last key of every sequence.
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
-    let memory = Memory::new(problem);
+    let memory = Memory::new(problem, false);
     let per_worker = memory.worker_len(problem);
     let workers = threads::count();
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));

@@ -429,7 +429,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let table = problem.table(&mut arena);
     parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
         let mut arena = Arena::new(scratch);
-        let mut lift = Lift::new(problem, TILE, &mut arena);
+        let mut lift = Lift::new(problem, TILE, [false; 2], &mut arena);
         lift.start(problem, &problem.unit(index));
         let keys = Keys::new(problem, index, table, false, &mut lift, &mut arena);
         let mut block = Block::new(problem, &mut arena);
@@ -529,7 +529,7 @@ pub(super) fn backward<T: Real>(
         let gradients = gradients.shared();
         parallel(problem.units(), arena.rest(), per_worker, |index, scratch| {
             let mut arena = Arena::new(scratch);
-            let mut lift = Lift::new(problem, TILE, &mut arena);
+            let mut lift = Lift::new(problem, TILE, [true; 2], &mut arena);
             lift.start(problem, &problem.unit(index));
             let keys = Keys::new(problem, index, table, true, &mut lift, &mut arena);
             let mut block = Block::new(problem, &mut arena);

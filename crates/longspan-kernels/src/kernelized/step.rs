@@ -14,6 +14,7 @@ use crate::scratch::{Arena, StepMemory, padded};
 use crate::shape::{Dims, Rows};
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::Ops;
+use crate::simd::rotation::Features;
 use crate::state::State;
 use crate::threads;
 
@@ -273,27 +274,23 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         turns: &mut Option<Turns<'_, '_, T>>,
         work: &mut [T],
     ) {
-        let mut map = |to: &mut [T]| {
-            if let Some(map) = self.row_map {
-                return self.map_row(map, of, shift, x, to, work);
-            }
-            let row = to.len();
-            self.ops.load(
-                self.attention.feature_map,
-                shift,
-                Rows { data: x, stride: x.len() },
-                1,
-                x.len(),
-                None,
-                to,
-                row,
-            );
+        let (row, map, from) = (to.len(), self.attention.feature_map, Rows { data: x, stride: x.len() });
+        let Some(Turns { rotations, buffers, mapped }) = turns else {
+            return match self.row_map {
+                Some(map) => self.map_row(map, of, shift, x, to, work),
+                None => self.ops.load(map, shift, from, 1, x.len(), None, to, row),
+            };
         };
-        let Some(Turns { rotations, buffers, mapped }) = turns else { return map(to) };
-        map(mapped);
+        let mapped_row = mapped.len();
+        let features = match self.row_map {
+            Some(map) => {
+                self.map_row(map, of, shift, x, mapped, work);
+                Features::Formed(mapped)
+            }
+            None => Features::Mapped { map, shift, from, ignored: None, to: mapped, keep: false },
+        };
         let span = Span { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
-        let row = to.len();
-        rotations.rotate(&span, mapped, mapped.len(), to, row, self.layout.mapped, buffers);
+        rotations.rotate(&span, (features, mapped_row), to, row, self.layout.mapped, buffers);
     }
 
     /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".

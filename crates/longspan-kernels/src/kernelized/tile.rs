@@ -147,7 +147,8 @@ impl<'s, T: Real> Buffers<'s, T> {
             + Lift::len(problem, chunk)
     }
 
-    pub fn new(problem: &Problem<'_, T>, sizes: Sizes, arena: &mut Arena<'s, T>) -> Self {
+    /// With `gradients`, those of queries are taken back to raw rows.
+    pub fn new(problem: &Problem<'_, T>, sizes: Sizes, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
         let Sizes { chunk, window, tile_row } = sizes;
         let powers = arena.take(chunk + window);
         powers.fill(T::ONE);
@@ -172,7 +173,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             dots: arena.take(chunk),
             far: arena.take(problem.value_width),
             o: arena.take(chunk * problem.value_width),
-            lift: Lift::new(problem, chunk, arena),
+            lift: Lift::new(problem, chunk, [gradients, false], arena),
         }
     }
 

@@ -27,7 +27,7 @@ use crate::shape::{Columns, Rows};
 use block::{Ahead, Band, Outer, Product, Run};
 use log_sum::{Factored, OutputRow, Tokens};
 use realfft::num_complex::Complex;
-use rotation::{Rotation, Unrotated};
+use rotation::{Features, Rotation, Unrotated};
 use running::{OutputRows, TokenGradients};
 use toeplitz::Factors;
 use window::{Convolution, Entering, Line, SpanTop, TapGradients, Tops};
@@ -268,8 +268,8 @@ operations! {
     add_turns(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     sum_angles(base: &[T], angle: [&[T]; 2], to: &mut [T]);
-    rotate(r: &Rotation<'_, T>, to: &mut [T], to_row: usize);
-    unrotate(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>);
+    rotate(r: &Rotation<'_, T>, x: Features<'_, T>, to: &mut [T], to_row: usize);
+    unrotate(r: &Rotation<'_, T>, x: &[T], to: &mut Unrotated<'_, T>);
 }
 
 table!(portable_f32, f32, portable::Array<f32>);

@@ -3,9 +3,12 @@
 //! Angles are counted in *turns* (2π), in doubles: taking off whole turns is exact, so a rounding of the angle is the
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
-use super::running::put;
+use super::block::{feature, load};
+use super::running::{covers, put};
 use super::vector::{Constants, Vector};
+use crate::feature_map::FeatureMap;
 use crate::real::Real;
+use crate::shape::Rows;
 
 /// 1/2π, and what rounding took from it.
 const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
@@ -196,11 +199,10 @@ impl<T> Angles<'_, T> {
     }
 }
 
-/// Features `x`, turned, and unturned beside it where `rest` is given.
+/// How rows of features are turned, which stand unturned beside it where `rest` is given.
 pub(crate) struct Rotation<'a, T> {
     pub turn: Turn,
-    /// Rows of `width` features, each as far from the next as `x_row`.
-    pub x: &'a [T],
+    /// From one row of `width` features to the next.
     pub x_row: usize,
     pub count: usize,
     pub width: usize,
@@ -209,6 +211,20 @@ pub(crate) struct Rotation<'a, T> {
     pub stride: usize,
     /// What the unturned features are multiplied by.
     pub rest: Option<&'a [T]>,
+}
+
+/// What is turned.
+pub(crate) enum Features<'a, T> {
+    Formed(&'a [T]),
+    /// What an elementwise map makes of raw rows; see [`load`]. They stand in `to` afterwards if they are to be kept.
+    Mapped {
+        map: FeatureMap,
+        shift: T,
+        from: Rows<'a, T>,
+        ignored: Option<&'a [bool]>,
+        to: &'a mut [T],
+        keep: bool,
+    },
 }
 
 impl<T: Real> Rotation<'_, T> {
@@ -249,15 +265,15 @@ pub(crate) unsafe fn sum_angles<V: Vector>(base: &[V::Element], angle: [&[V::Ele
 }
 
 impl<T: Real> Rotation<'_, T> {
-    /// That every number it speaks of is there.
-    fn check(&self) {
+    /// That every number it speaks of is there, and that of as many rows of features.
+    fn check(&self, features: usize) {
         let Some(last) = self.count.checked_sub(1) else { return };
         let Angles { cos, sin, row, group, place, base, base_row } = self.angles;
         let angles = match self.turn {
             Turn::Each => self.width,
             Turn::Pairs => self.width / 2,
         };
-        assert!(last * self.x_row + self.width <= self.x.len());
+        assert!(self.width <= self.x_row && last * self.x_row + self.width <= features);
         let end = place + self.count;
         let deepest = group.min(end) - 1;
         assert!(place < group && deepest * row + angles <= cos.len() && deepest * row + angles <= sin.len());
@@ -270,22 +286,74 @@ impl<T: Real> Rotation<'_, T> {
 
 /// Writes turned rows. Numbers that belong to no feature become 0.
 #[inline(always)]
-pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V::Element], to_row: usize) {
-    r.check();
-    let (width, stride) = (r.width, r.stride);
-    assert!(r.count * to_row <= to.len());
-    assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to_row);
+pub(crate) unsafe fn rotate<V: Vector>(
+    r: &Rotation<'_, V::Element>,
+    x: Features<'_, V::Element>,
+    to: &mut [V::Element],
+    to_row: usize,
+) where
+    V::Element: Constants,
+{
+    let (width, stride, x_row) = (r.width, r.stride, r.x_row);
+    let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
+    assert!(r.count * to_row <= to.len() && beyond <= to_row);
+    let registers = width / V::LANES * V::LANES;
+    let gaps = registers < width || width < stride || beyond < to_row;
+    let x: &[V::Element] = match x {
+        Features::Formed(x) => x,
+        Features::Mapped { map, shift, from, ignored: None, to: x, keep } if r.turn == Turn::Each && !gaps => {
+            r.check(x.len());
+            assert!(covers(&from, r.count, width));
+            let x = x.as_mut_ptr();
+            // Exponentials and the memory that rotation waits for take their time together. The map is looked at once.
+            macro_rules! rotate_as {
+                ($map:ident) => {
+                    // SAFETY: every number that is read or written is there by the assertions above.
+                    unsafe {
+                        let shift = V::splat(shift);
+                        let mapped = |row: usize, column: usize| {
+                            let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
+                            let feature = feature(FeatureMap::$map, raw, shift);
+                            if keep {
+                                feature.store(x.add(row * x_row + column));
+                            }
+                            feature
+                        };
+                        rotate_registers::<V>(r, registers, mapped, to, to_row)
+                    }
+                };
+            }
+            match map {
+                FeatureMap::EluPlusOne => rotate_as!(EluPlusOne),
+                FeatureMap::Relu => rotate_as!(Relu),
+                FeatureMap::Softplus => rotate_as!(Softplus),
+                FeatureMap::Exp => rotate_as!(Exp),
+                // Maps of whole rows are not made here.
+                _ => rotate_as!(Identity),
+            }
+            return;
+        }
+        Features::Mapped { map, shift, from, ignored, to, .. } => {
+            // SAFETY: forwarded to the caller.
+            unsafe { load::<V>(map, shift, from, r.count, width, ignored, to, x_row) };
+            to
+        }
+    };
+    r.check(x.len());
     let whole = match r.turn {
         // SAFETY: every number that is read or written is there by the assertions above.
-        Turn::Each => unsafe { rotate_registers::<V>(r, to, to_row) },
+        Turn::Each => unsafe {
+            let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
+            rotate_registers::<V>(r, registers, formed, to, to_row);
+            registers
+        },
         Turn::Pairs => 0,
     };
-    let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
-    if whole == width && stride == width && to_row == beyond {
+    if r.turn == Turn::Each && !gaps {
         return;
     }
     for row in 0..r.count {
-        let x = &r.x[row * r.x_row..][..width];
+        let x = &x[row * x_row..][..width];
         let [[cos, sin], base] = r.angles.of_row(row);
         let to = &mut to[row * to_row..][..to_row];
         let (turned, after) = to.split_at_mut(r.turned() * stride);
@@ -326,16 +394,21 @@ pub(crate) unsafe fn rotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V
     }
 }
 
-/// Writes the whole registers of rows turned by [`Turn::Each`]; returns how many numbers of each block they hold. Register
-/// after register down all rows, so that what rows have in common stays where it is.
+/// Writes the registers up to column `end` of rows turned by [`Turn::Each`], whose features `x` gives by row and column. Register after
+/// register down all rows, so that what rows have in common stays where it is.
 ///
 /// # Safety
 /// As for [`Vector`]; the rotation must be checked and `to` have a row for each of its rows.
 #[inline(always)]
-unsafe fn rotate_registers<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V::Element], to_row: usize) -> usize {
-    let whole = r.width / V::LANES * V::LANES;
+unsafe fn rotate_registers<V: Vector>(
+    r: &Rotation<'_, V::Element>,
+    end: usize,
+    x: impl Fn(usize, usize) -> V,
+    to: &mut [V::Element],
+    to_row: usize,
+) {
     let angles = &r.angles;
-    for column in (0..whole).step_by(V::LANES) {
+    for column in (0..end).step_by(V::LANES) {
         // SAFETY: a register at `column` lies in each of these rows.
         unsafe {
             let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
@@ -345,7 +418,7 @@ unsafe fn rotate_registers<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V:
                     let at = (place + row) * angles.row + column;
                     let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
                     let [c, s] = sum(base, angle);
-                    let x = V::load(r.x.as_ptr().add((from + row) * r.x_row + column));
+                    let x = x(from + row, column);
                     let to = to.as_mut_ptr().add((from + row) * to_row + column);
                     x.mul(c).store(to);
                     x.mul(s).store(to.add(r.stride));
@@ -356,7 +429,6 @@ unsafe fn rotate_registers<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut [V:
             }
         }
     }
-    whole
 }
 
 /// Where the gradients of a rotation go.
@@ -388,8 +460,12 @@ pub(crate) struct AngleSums<'a, T> {
 
 /// Takes gradients of turned rows back to features, angles and factors. The base angles are those without `gain`.
 #[inline(always)]
-pub(crate) unsafe fn unrotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut Unrotated<'_, V::Element>) {
-    r.check();
+pub(crate) unsafe fn unrotate<V: Vector>(
+    r: &Rotation<'_, V::Element>,
+    x: &[V::Element],
+    to: &mut Unrotated<'_, V::Element>,
+) {
+    r.check(x.len());
     let (width, stride) = (r.width, r.stride);
     let (count, zero) = (r.count, V::Element::ZERO);
     assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
@@ -398,19 +474,19 @@ pub(crate) unsafe fn unrotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut 
     assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
     assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
     if r.turn == Turn::Pairs {
-        unrotate_pairs(r, to);
+        unrotate_pairs(r, x, to);
         return;
     }
     let whole = width / V::LANES * V::LANES;
     for column in (0..whole).step_by(V::LANES) {
         // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
-        unsafe { unrotate_register::<V>(r, to, column) };
+        unsafe { unrotate_register::<V>(r, x, to, column) };
     }
     if whole == width && width == r.x_row {
         return;
     }
     for row in 0..count {
-        let x = &r.x[row * r.x_row..][..width];
+        let x = &x[row * r.x_row..][..width];
         let [[cos, sin], base] = r.angles.of_row(row);
         let dx = &mut to.dx[row * r.x_row..][..r.x_row];
         dx[width..].fill(zero);
@@ -450,6 +526,7 @@ pub(crate) unsafe fn unrotate<V: Vector>(r: &Rotation<'_, V::Element>, to: &mut 
 #[inline(always)]
 unsafe fn unrotate_register<V: Vector>(
     r: &Rotation<'_, V::Element>,
+    x: &[V::Element],
     to: &mut Unrotated<'_, V::Element>,
     column: usize,
 ) {
@@ -470,7 +547,7 @@ unsafe fn unrotate_register<V: Vector>(
                 let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
                 let [c, s] = sum(base, angle);
                 let at = (from + row) * r.x_row + column;
-                let x = V::load(r.x.as_ptr().add(at));
+                let x = V::load(x.as_ptr().add(at));
                 let d = to.d.as_mut_ptr().add((from + row) * to.d_row + column);
                 let (first, second) = (V::load(d), V::load(d.add(r.stride)));
                 let along = first.mul_add(c, second.mul(s));
@@ -510,10 +587,10 @@ unsafe fn unrotate_register<V: Vector>(
 
 /// For [`Turn::Pairs`], which have neither gain nor rest among their weights.
 #[inline(always)]
-fn unrotate_pairs<T: Real>(r: &Rotation<'_, T>, to: &mut Unrotated<'_, T>) {
+fn unrotate_pairs<T: Real>(r: &Rotation<'_, T>, x: &[T], to: &mut Unrotated<'_, T>) {
     let (width, half) = (r.width, r.width / 2);
     for row in 0..r.count {
-        let x = &r.x[row * r.x_row..][..width];
+        let x = &x[row * r.x_row..][..width];
         let [[cos, sin], base] = r.angles.of_row(row).map(|angles| angles.map(|numbers| &numbers[..half]));
         let dx = &mut to.dx[row * r.x_row..][..r.x_row];
         dx[width..].fill(T::ZERO);

@@ -549,7 +549,8 @@ impl<'a, T: Real> Problem<'a, T> {
         for first in (0..rows).step_by(TILE) {
             let (count, shifts) = ((rows - first).min(TILE), &mut shifts[first..]);
             let to = &mut to[first * self.head_width..];
-            self.mapping.write_queries(head, queries.skip(first), count, shifts, to, self.head_width, map.work);
+            let (side, shift) = (Side::Query(head), self.mapping.query_shift(&mut shifts[..count]));
+            self.mapping.write(side, queries.skip(first), count, None, shift, to, self.head_width, map.work);
         }
     }
 

@@ -85,7 +85,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             dk: arena.take(chunk * head),
             dv: arena.take(chunk * value),
             running: arena.take(value),
-            lift: Lift::new(problem, window, arena),
+            lift: Lift::new(problem, window, [false, true], arena),
         }
     }
 }

@@ -136,7 +136,7 @@ pub(super) fn backward<T: Real>(
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
     let keys = KeyMemory::new(problem);
 
-    let memory = Memory::new(problem);
+    let memory = Memory::new(problem, true);
     let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let most_stages = KeyMemory::most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();

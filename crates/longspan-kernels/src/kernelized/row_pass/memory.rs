@@ -32,10 +32,13 @@ pub(in crate::kernelized) struct Memory {
     /// Most key segments of a unit whose far sums are kept.
     far_segments: usize,
     pub checkpoints: usize,
+    /// Whether gradients of queries are taken back to their raw rows.
+    gradients: bool,
 }
 
 impl Memory {
-    pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
+    /// For a forward call, or for the gradients of queries.
+    pub fn new<T: Real>(problem: &Problem<'_, T>, gradients: bool) -> Self {
         let layout = Layout::new(problem);
         let sizes = Sizes::new(problem);
         let units = 0..problem.units();
@@ -51,6 +54,7 @@ impl Memory {
             segments,
             far_segments: if keeps_far { segments.max(1) } else { 0 },
             checkpoints: if keeps_far { (rows.div_ceil(sizes.chunk) + 1) * entry } else { 0 },
+            gradients,
         }
     }
 
@@ -103,7 +107,7 @@ impl Memory {
 
     pub fn worker<'s, T: Real>(&self, problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Worker<'s, T> {
         Worker {
-            buffers: Buffers::new(problem, self.sizes, arena),
+            buffers: Buffers::new(problem, self.sizes, self.gradients, arena),
             running: arena.take(self.entry),
             carry: [arena.take(self.summary), arena.take(self.summary)],
             local: arena.take(self.summary),
