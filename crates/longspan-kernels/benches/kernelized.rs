@@ -3,7 +3,8 @@
 //! `cargo bench -p longspan-kernels --bench kernelized -- [--quick] [--processor] [--threads N] [--length L] [NAME]`; with
 //! `--processor` the least processor time of one thread, which a machine with other work can tell too. The wall of a call is
 //! the least products that the chunked algorithm needs, at the rate of the machine's own 64 × 64 × 64 products that stream
-//! through memory, plus a copy of what it reads and writes. Feature maps, divisions and normalisers are not counted.
+//! through memory, plus a copy of what it reads and writes. Feature maps, divisions and normalisers are not counted. Beside it
+//! stands the time as a multiple of kernelized attention's under the same mask.
 //!
 //! Products of a row of the backward pass, with `d` features, `dv` values and chunks of `C` rows: the two states and the
 //! three gradients that are read from them, `5·d·dv`; under a causal mask, half a tile of weights (`d`) and of their
@@ -82,16 +83,19 @@ fn main() -> Result<(), String> {
             rates.tiles / 1e9
         );
         println!(
-            "{:<20} {:>11} {:>7} {:>9} {:>12} {:>7} {:>9}",
-            "", "forward ms", "x wall", "GFLOP/s", "backward ms", "x wall", "GFLOP/s"
+            "{:<20} {:>11} {:>7} {:>9} {:>8} {:>12} {:>7} {:>9} {:>8}",
+            "", "forward ms", "x wall", "GFLOP/s", "x plain", "backward ms", "x wall", "GFLOP/s", "x plain"
         );
+        let times = |turn: &Turn| if options.processor { turn.least() } else { turn.medians() };
         for (name, attention, causal, turn) in &subjects {
             let walls = walls(attention, &dims, *causal, rates.copy, rates.tiles);
             print!("{name:<20}");
-            let times = if options.processor { turn.least() } else { turn.medians() };
-            for (time, [products, copy]) in times.into_iter().zip(walls) {
+            let plain =
+                subjects.iter().find(|(_, other, own, _)| matches!(other.score, Score::Content) && own == causal);
+            let plain = plain.map_or([f64::NAN; 2], |(.., turn)| times(turn));
+            for ((time, plain), [products, copy]) in times(turn).into_iter().zip(plain).zip(walls) {
                 let rate = products * rates.tiles / time / 1e9;
-                print!(" {:>11.2} {:>7.2} {:>9.0}", time * 1e3, time / (products + copy), rate);
+                print!(" {:>11.2} {:>7.2} {rate:>9.0} {:>8.2}", time * 1e3, time / (products + copy), time / plain);
             }
             println!();
         }
