@@ -416,19 +416,20 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// Turns the features `x` of a span, rows of `x_row`, into rows of `to_row` whose blocks start every `stride`.
+    /// Turns the features `x` of a span, rows of `x_row`, into rows of `to_row` whose blocks start every `stride`. Adds the sums of
+    /// their columns to `sums`, if it is not empty.
     #[allow(clippy::too_many_arguments)]
     pub fn rotate(
         &self,
         span: &Span<'_>,
         (x, x_row): (Features<'_, T>, usize),
-        to: &mut [T],
-        to_row: usize,
+        (to, to_row): (&mut [T], usize),
         stride: usize,
+        sums: &mut [T],
         buffers: &mut RotationBuffers<'_, T>,
     ) {
         self.load(span, buffers);
-        self.ops.rotate(&self.rotation(span, (x_row, stride), true, buffers), x, to, to_row);
+        self.ops.rotate(&self.rotation(span, (x_row, stride), true, buffers), x, to, to_row, sums);
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.

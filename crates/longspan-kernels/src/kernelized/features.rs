@@ -76,6 +76,8 @@ pub(super) struct Lift<'s, T> {
     taken_back: [bool; 2],
     /// Gradients of mapped features.
     gradient: &'s mut [T],
+    /// Sums of the last keys' features, where they are turned.
+    pub key_sums: &'s mut [T],
     map: MapBuffers<'s, T>,
 }
 
@@ -94,18 +96,21 @@ impl<'a, T> PositionSink<'a, T> {
 
 impl<'s, T: Real> Lift<'s, T> {
     pub fn len(problem: &Problem<'_, T>, rows: usize) -> usize {
-        let turned = |rotations: &Rotations<'_, T>| rotations.buffers_len(rows) + 3 * rows * problem.layout.stride;
+        let (block, sums) = (rows * problem.layout.stride, problem.head_width);
+        let turned = |rotations: &Rotations<'_, T>| rotations.buffers_len(rows) + 3 * block + sums;
         problem.rotations.as_ref().map_or(0, turned) + MapBuffers::len(&problem.mapping, rows)
     }
 
     /// For blocks of so many rows; `taken_back` says whether gradients of queries and of keys will be.
     pub fn new(problem: &Problem<'_, T>, rows: usize, taken_back: [bool; 2], arena: &mut Arena<'s, T>) -> Self {
-        let block = if problem.rotations.is_some() { rows * problem.layout.stride } else { 0 };
+        let turns = usize::from(problem.rotations.is_some());
+        let (block, sums) = (turns * rows * problem.layout.stride, turns * problem.head_width);
         Self {
             rotation: problem.rotations.as_ref().map(|rotations| rotations.buffers(rows, arena)),
             mapped: [arena.take(block), arena.take(block)],
             taken_back,
             gradient: arena.take(block),
+            key_sums: arena.take(sums),
             map: MapBuffers::new(&problem.mapping, rows, arena),
         }
     }
@@ -186,12 +191,14 @@ impl<'a, T: Real> Problem<'a, T> {
         lift: &mut Lift<'_, T>,
     ) {
         let (stride, count, ignored) = (self.layout.stride, span.count, span.ignored);
-        let Lift { rotation, mapped, taken_back, map, .. } = lift;
+        let Lift { rotation, mapped, taken_back, key_sums, map, .. } = lift;
         if let (Some(rotations), Some(buffers)) = (&self.rotations, rotation) {
             let own = usize::from(span.side == Side::Key);
             let block = (&mut *mapped[own], taken_back[own]);
             let x = self.mapping.features(side, from, count, ignored, shift, block, stride, map.work);
-            rotations.rotate(span, (x, stride), to, self.head_width, stride, buffers);
+            let sums = if span.side == Side::Key { &mut **key_sums } else { &mut [] };
+            sums.fill(T::ZERO);
+            rotations.rotate(span, (x, stride), (to, self.head_width), stride, sums, buffers);
         } else {
             self.mapping.write(side, from, count, ignored, shift, to, stride, map.work);
         }

@@ -290,7 +290,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
             None => Features::Mapped { map, shift, from, ignored: None, to: mapped, keep: false },
         };
         let span = Span { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
-        rotations.rotate(&span, (features, mapped_row), to, row, self.layout.mapped, buffers);
+        rotations.rotate(&span, (features, mapped_row), (to, row), self.layout.mapped, &mut [], buffers);
     }
 
     /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".

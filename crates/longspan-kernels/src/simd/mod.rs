@@ -268,7 +268,7 @@ operations! {
     add_turns(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]);
     cos_sin(turns: &[f64], cos: &mut [T], sin: &mut [T]);
     sum_angles(base: &[T], angle: [&[T]; 2], to: &mut [T]);
-    rotate(r: &Rotation<'_, T>, x: Features<'_, T>, to: &mut [T], to_row: usize);
+    rotate(r: &Rotation<'_, T>, x: Features<'_, T>, to: &mut [T], to_row: usize, sums: &mut [T]);
     unrotate(r: &Rotation<'_, T>, x: &[T], to: &mut Unrotated<'_, T>);
 }
 

@@ -3,7 +3,7 @@
 //! Angles are counted in *turns* (2π), in doubles: taking off whole turns is exact, so a rounding of the angle is the
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
-use super::block::{feature, load};
+use super::block::{add_column_sums, feature, load};
 use super::running::{covers, put};
 use super::vector::{Constants, Vector};
 use crate::feature_map::FeatureMap;
@@ -284,19 +284,20 @@ impl<T: Real> Rotation<'_, T> {
     }
 }
 
-/// Writes turned rows. Numbers that belong to no feature become 0.
+/// Writes turned rows. Numbers that belong to no feature become 0. Adds the sums of the columns to `sums`, if it is not empty.
 #[inline(always)]
 pub(crate) unsafe fn rotate<V: Vector>(
     r: &Rotation<'_, V::Element>,
     x: Features<'_, V::Element>,
     to: &mut [V::Element],
     to_row: usize,
+    sums: &mut [V::Element],
 ) where
     V::Element: Constants,
 {
     let (width, stride, x_row) = (r.width, r.stride, r.x_row);
     let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
-    assert!(r.count * to_row <= to.len() && beyond <= to_row);
+    assert!(r.count * to_row <= to.len() && beyond <= to_row && (sums.is_empty() || sums.len() == to_row));
     let registers = width / V::LANES * V::LANES;
     let gaps = registers < width || width < stride || beyond < to_row;
     let x: &[V::Element] = match x {
@@ -319,7 +320,7 @@ pub(crate) unsafe fn rotate<V: Vector>(
                             }
                             feature
                         };
-                        rotate_registers::<V>(r, registers, mapped, to, to_row)
+                        rotate_registers::<V>(r, registers, mapped, to, to_row, sums)
                     }
                 };
             }
@@ -344,7 +345,8 @@ pub(crate) unsafe fn rotate<V: Vector>(
         // SAFETY: every number that is read or written is there by the assertions above.
         Turn::Each => unsafe {
             let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
-            rotate_registers::<V>(r, registers, formed, to, to_row);
+            let sums = if gaps { &mut [] } else { &mut *sums };
+            rotate_registers::<V>(r, registers, formed, to, to_row, sums);
             registers
         },
         Turn::Pairs => 0,
@@ -392,13 +394,17 @@ pub(crate) unsafe fn rotate<V: Vector>(
             *to = x * rest;
         }
     }
+    if !sums.is_empty() {
+        // SAFETY: forwarded to the caller.
+        unsafe { add_column_sums::<V>(to, to_row, r.count, sums) };
+    }
 }
 
 /// Writes the registers up to column `end` of rows turned by [`Turn::Each`], whose features `x` gives by row and column. Register after
-/// register down all rows, so that what rows have in common stays where it is.
+/// register down all rows, so that what rows have in common stays where it is. Adds the sums of the columns to `sums`, if it is not empty.
 ///
 /// # Safety
-/// As for [`Vector`]; the rotation must be checked and `to` have a row for each of its rows.
+/// As for [`Vector`]; the rotation must be checked, and `to` have a row for each of its rows, without gaps if there are sums.
 #[inline(always)]
 unsafe fn rotate_registers<V: Vector>(
     r: &Rotation<'_, V::Element>,
@@ -406,12 +412,14 @@ unsafe fn rotate_registers<V: Vector>(
     x: impl Fn(usize, usize) -> V,
     to: &mut [V::Element],
     to_row: usize,
+    sums: &mut [V::Element],
 ) {
     let angles = &r.angles;
     for column in (0..end).step_by(V::LANES) {
         // SAFETY: a register at `column` lies in each of these rows.
         unsafe {
             let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
+            let mut totals = [V::splat(V::Element::ZERO); 3];
             for Group { from, count, place, base } in angles.groups(r.count) {
                 let base = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base + column)));
                 for row in 0..count {
@@ -420,11 +428,23 @@ unsafe fn rotate_registers<V: Vector>(
                     let [c, s] = sum(base, angle);
                     let x = x(from + row, column);
                     let to = to.as_mut_ptr().add((from + row) * to_row + column);
-                    x.mul(c).store(to);
-                    x.mul(s).store(to.add(r.stride));
+                    let (first, second) = (x.mul(c), x.mul(s));
+                    first.store(to);
+                    second.store(to.add(r.stride));
+                    totals[0] = totals[0].add(first);
+                    totals[1] = totals[1].add(second);
                     if let Some(rest) = rest {
-                        x.mul(rest).store(to.add(2 * r.stride));
+                        let unturned = x.mul(rest);
+                        unturned.store(to.add(2 * r.stride));
+                        totals[2] = totals[2].add(unturned);
                     }
+                }
+            }
+            if !sums.is_empty() {
+                let blocks = 2 + usize::from(rest.is_some());
+                for (n, total) in totals.into_iter().enumerate().take(blocks) {
+                    let at = sums.as_mut_ptr().add(n * r.stride + column);
+                    V::load(at).add(total).store(at);
                 }
             }
         }

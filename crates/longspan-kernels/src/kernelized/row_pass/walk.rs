@@ -155,7 +155,13 @@ impl<T: Real> Walk<'_, '_, T> {
             return;
         }
         let from = problem.layout.denominator();
-        problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, &mut local.keys()[from..]);
+        let keys = &mut local.keys()[from..];
+        // Keys that turn leave their sums on the way.
+        if self.unit.gamma == 1.0 && problem.rotations.is_some() {
+            problem.ops.add_scaled(keys, T::ONE, &buffers.lift.key_sums[from..]);
+        } else {
+            problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, keys);
+        }
         let first = (piece.key as isize - piece.window) as usize * problem.value_width;
         let chunk = buffers.sizes.chunk;
         let next = (piece.key + piece.keys) as isize;
