@@ -162,34 +162,7 @@ pub(crate) struct Angles<'a, T> {
     pub base_row: usize,
 }
 
-/// Rows that have a base in common.
-struct Group {
-    /// The first of them, and how many.
-    from: usize,
-    count: usize,
-    /// The first row's place in the group.
-    place: usize,
-    /// Where the base stands.
-    base: usize,
-}
-
 impl<T> Angles<'_, T> {
-    /// The groups that so many rows belong to. A step has one: no divisions.
-    #[inline(always)]
-    fn groups(&self, rows: usize) -> impl Iterator<Item = Group> {
-        let (group, base_row) = (self.group, self.base_row);
-        let mut next = Group { from: 0, count: 0, place: self.place, base: 0 };
-        std::iter::from_fn(move || {
-            if next.from == rows {
-                return None;
-            }
-            let count = (group - next.place).min(rows - next.from);
-            let own = Group { count, ..next };
-            next = Group { from: next.from + count, count: 0, place: 0, base: next.base + base_row };
-            Some(own)
-        })
-    }
-
     /// The angles of a row in its group, and its base.
     #[inline(always)]
     fn of_row(&self, row: usize) -> [[&[T]; 2]; 2] {
@@ -244,6 +217,33 @@ unsafe fn sum<V: Vector>([base_cos, base_sin]: [V; 2], [cos, sin]: [V; 2]) -> [V
     unsafe {
         let minus = V::splat(V::Element::ZERO).sub(base_sin);
         [minus.mul_add(sin, base_cos.mul(cos)), base_sin.mul_add(cos, base_cos.mul(sin))]
+    }
+}
+
+/// Hands every row and the cosines and sines of its angles at `column` to `visit`. A step has one group: no divisions.
+///
+/// # Safety
+/// As for [`Vector`]; the angles of these rows must have a register at `column`.
+#[inline(always)]
+unsafe fn each_row<V: Vector>(
+    angles: &Angles<'_, V::Element>,
+    rows: usize,
+    column: usize,
+    mut visit: impl FnMut(usize, [V; 2]),
+) {
+    let (mut from, mut place, mut base) = (0, angles.place, column);
+    while from < rows {
+        let count = (angles.group - place).min(rows - from);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            let own = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base)));
+            for row in 0..count {
+                let at = (place + row) * angles.row + column;
+                let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
+                visit(from + row, sum(own, angle));
+            }
+        }
+        (from, place, base) = (from + count, 0, base + angles.base_row);
     }
 }
 
@@ -414,32 +414,25 @@ unsafe fn rotate_registers<V: Vector>(
     to_row: usize,
     sums: &mut [V::Element],
 ) {
-    let angles = &r.angles;
     for column in (0..end).step_by(V::LANES) {
         // SAFETY: a register at `column` lies in each of these rows.
         unsafe {
             let rest = r.rest.map(|rest| V::load(rest.as_ptr().add(column)));
             let mut totals = [V::splat(V::Element::ZERO); 3];
-            for Group { from, count, place, base } in angles.groups(r.count) {
-                let base = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base + column)));
-                for row in 0..count {
-                    let at = (place + row) * angles.row + column;
-                    let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
-                    let [c, s] = sum(base, angle);
-                    let x = x(from + row, column);
-                    let to = to.as_mut_ptr().add((from + row) * to_row + column);
-                    let (first, second) = (x.mul(c), x.mul(s));
-                    first.store(to);
-                    second.store(to.add(r.stride));
-                    totals[0] = totals[0].add(first);
-                    totals[1] = totals[1].add(second);
-                    if let Some(rest) = rest {
-                        let unturned = x.mul(rest);
-                        unturned.store(to.add(2 * r.stride));
-                        totals[2] = totals[2].add(unturned);
-                    }
+            each_row::<V>(&r.angles, r.count, column, |row, [c, s]| {
+                let x = x(row, column);
+                let to = to.as_mut_ptr().add(row * to_row + column);
+                let (first, second) = (x.mul(c), x.mul(s));
+                first.store(to);
+                second.store(to.add(r.stride));
+                totals[0] = totals[0].add(first);
+                totals[1] = totals[1].add(second);
+                if let Some(rest) = rest {
+                    let unturned = x.mul(rest);
+                    unturned.store(to.add(2 * r.stride));
+                    totals[2] = totals[2].add(unturned);
                 }
-            }
+            });
             if !sums.is_empty() {
                 let blocks = 2 + usize::from(rest.is_some());
                 for (n, total) in totals.into_iter().enumerate().take(blocks) {
@@ -559,37 +552,30 @@ unsafe fn unrotate_register<V: Vector>(
         let (mut d_gain, mut d_rest, mut d_phase, mut d_rate) = (zero, zero, zero, zero);
         let mut steps = zero;
         let sums_angles = to.angles.is_some();
-        let angles = &r.angles;
-        for Group { from, count, place, base } in angles.groups(r.count) {
-            let base = angles.base.map(|numbers| V::load(numbers.as_ptr().add(base + column)));
-            for row in 0..count {
-                let at = (place + row) * angles.row + column;
-                let angle = [V::load(angles.cos.as_ptr().add(at)), V::load(angles.sin.as_ptr().add(at))];
-                let [c, s] = sum(base, angle);
-                let at = (from + row) * r.x_row + column;
-                let x = V::load(x.as_ptr().add(at));
-                let d = to.d.as_mut_ptr().add((from + row) * to.d_row + column);
-                let (first, second) = (V::load(d), V::load(d.add(r.stride)));
-                let along = first.mul_add(c, second.mul(s));
-                let across = second.mul_add(c, zero.sub(first).mul(s));
-                let mut dx = along.mul(gain);
-                d_gain = along.mul_add(x, d_gain);
-                if let Some(rest) = rest {
-                    let unturned = V::load(d.add(2 * r.stride));
-                    dx = unturned.mul_add(rest, dx);
-                    d_rest = unturned.mul_add(x, d_rest);
-                }
-                dx.store(to.dx.as_mut_ptr().add(at));
-                let angle = across.mul(x).mul(gain);
-                if sums_angles {
-                    d_phase = d_phase.add(angle);
-                    d_rate = angle.mul_add(steps, d_rate);
-                    steps = steps.add(one);
-                } else {
-                    angle.store(d);
-                }
+        each_row::<V>(&r.angles, r.count, column, |row, [c, s]| {
+            let at = row * r.x_row + column;
+            let x = V::load(x.as_ptr().add(at));
+            let d = to.d.as_mut_ptr().add(row * to.d_row + column);
+            let (first, second) = (V::load(d), V::load(d.add(r.stride)));
+            let along = first.mul_add(c, second.mul(s));
+            let across = second.mul_add(c, zero.sub(first).mul(s));
+            let mut dx = along.mul(gain);
+            d_gain = along.mul_add(x, d_gain);
+            if let Some(rest) = rest {
+                let unturned = V::load(d.add(2 * r.stride));
+                dx = unturned.mul_add(rest, dx);
+                d_rest = unturned.mul_add(x, d_rest);
             }
-        }
+            dx.store(to.dx.as_mut_ptr().add(at));
+            let angle = across.mul(x).mul(gain);
+            if sums_angles {
+                d_phase = d_phase.add(angle);
+                d_rate = angle.mul_add(steps, d_rate);
+                steps = steps.add(one);
+            } else {
+                angle.store(d);
+            }
+        });
         let add = |to: &mut [V::Element], more: V| {
             if !to.is_empty() {
                 let at = to.as_mut_ptr().add(column);
