@@ -7,10 +7,9 @@ use smallvec::SmallVec;
 use crate::algorithm::{Algorithm, Plan, Purpose};
 use crate::error::{Error, expect};
 use crate::mask::{Mask, Order};
-use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, View, ViewMut};
-use crate::simd::InstructionSet;
+use crate::simd::{InstructionSet, Real};
 use crate::state::{State, StateShape};
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
@@ -202,7 +201,7 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
 pub(crate) fn check_call<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), call: &Call<'_, T>) -> Result<(), Error> {
     let operation = mechanism.name();
     let dims = &call.dims;
-    InstructionSet::selected()?;
+    InstructionSet::selected().map_err(Error::clone)?;
     dims.check(operation)?;
     call.q.check(operation, "q", dims.q())?;
     call.k.check(operation, "k", key_shape(mechanism, dims))?;
@@ -306,7 +305,7 @@ pub(crate) fn token_dims<T: Real>(
     wide: &[T],
     state: &State<T>,
 ) -> Result<Dims, Error> {
-    InstructionSet::selected()?;
+    InstructionSet::selected().map_err(Error::clone)?;
     let StateShape { batch, kv_heads, .. } = state.shape();
     let width = |numbers: &[T]| numbers.len() / (batch * kv_heads).max(1);
     let (head_dim, value_dim) = (width(wide), width(token.v));

@@ -4,20 +4,8 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
-use crate::real::Real;
-
-/// Bytes from one cache line to the next; scratch rows start on cache lines.
-const LINE_BYTES: usize = 64;
-
-/// Numbers of a cache line.
-pub(crate) const fn line<T>() -> usize {
-    LINE_BYTES / size_of::<T>()
-}
-
-/// Whole cache lines for `len` numbers.
-pub(crate) fn padded<T>(len: usize) -> usize {
-    len.next_multiple_of(line::<T>())
-}
+use crate::simd::Real;
+use crate::simd::rows::{LINE_BYTES, line, padded};
 
 /// Working memory of a step, which starts on a cache line if it is on the stack. What usual sizes need stands there, so that
 /// a token allocates nothing.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, expect};
-use crate::simd::block::Ahead;
+use crate::simd::rows::{Ahead, Columns, Rows};
 
 /// The sizes of one attention call.
 ///
@@ -232,25 +232,6 @@ impl<'a, T> ViewMut<'a, T> {
     }
 }
 
-/// The rows of one batch entry and head.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Rows<'a, T> {
-    pub data: &'a [T],
-    pub stride: usize,
-}
-
-impl<'a, T> Rows<'a, T> {
-    /// The same rows without the first `n`.
-    pub fn skip(self, n: usize) -> Self {
-        Self { data: &self.data[n.saturating_mul(self.stride).min(self.data.len())..], stride: self.stride }
-    }
-
-    /// `width` numbers of row `i`.
-    pub fn row(&self, i: usize, width: usize) -> &'a [T] {
-        if width == 0 { &[] } else { &self.data[i * self.stride..][..width] }
-    }
-}
-
 /// Rows that several tasks write at once, each its own.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SharedRows<'a, T> {
@@ -302,42 +283,6 @@ impl<T> SharedRows<'_, T> {
         let end = start + rows.saturating_sub(1) * self.strides[2] + columns.len();
         assert!(columns.start <= columns.end && (rows == 0 || end <= self.len), "columns outside a checked view");
         // SAFETY: the bounds are checked above, for no rows too.
-        let data = unsafe { self.data.add(start.min(self.len)) };
-        Columns { data, rows, width: columns.len(), stride: self.strides[2], lifetime: std::marker::PhantomData }
-    }
-}
-
-/// Some columns of rows one after the other that nobody else has.
-pub(crate) struct Columns<'a, T> {
-    data: *mut T,
-    rows: usize,
-    width: usize,
-    stride: usize,
-    lifetime: std::marker::PhantomData<&'a mut [T]>,
-}
-
-impl<T> Columns<'_, T> {
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    pub fn width(&self) -> usize {
-        self.width
-    }
-
-    /// The numbers of one row.
-    pub fn row(&mut self, row: usize) -> &mut [T] {
-        assert!(row < self.rows, "a row beyond the last");
-        // SAFETY: whoever made these columns promised that the row is there and nobody else's.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride), self.width) }
-    }
-
-    /// A place in a row; it may be written as long as these columns live.
-    ///
-    /// # Safety
-    /// There is such a row, and such a column of it.
-    pub unsafe fn at(&self, row: usize, column: usize) -> *mut T {
-        // SAFETY: the caller's promise.
-        unsafe { self.data.add(row * self.stride + column) }
+        unsafe { Columns::new(self.data.add(start.min(self.len)), rows, columns.len(), self.strides[2]) }
     }
 }

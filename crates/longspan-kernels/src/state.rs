@@ -1,8 +1,9 @@
 //! The state of a prefix: all that later tokens need to know of earlier ones, of a size that does not grow.
 
 use crate::error::{Error, expect};
-use crate::real::Real;
-use crate::scratch::{Lines, line};
+use crate::scratch::Lines;
+use crate::simd::Real;
+use crate::simd::rows::line;
 
 /// Parts that one head's state may have.
 pub(crate) const PARTS: usize = 6;

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
-use crate::real::Real;
+use crate::simd::Real;
 
 /// Threads that can be asked to do the same thing at once.
 pub trait Team: Sync {

@@ -11,12 +11,13 @@ use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
 use super::tiles::{self, Blocks, Parts, SIDE, SPAN, Shelf, Strip};
 use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
+use crate::aft::log_sum::{BiasGradient, KeyGradient, OutputRow, RowCotangent, join};
 use crate::mechanism::Cotangent;
-use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::{SharedRows, View, ViewMut};
-use crate::simd::block::{Band, Product};
-use crate::simd::log_sum::OutputRow;
+use crate::simd::block::Transpose;
+use crate::simd::product::{Band, Product};
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Where the gradients of q, k and v go.
@@ -241,7 +242,7 @@ fn block<'a, T: Real>(
     let key_items = |index: usize, kv_head: usize| {
         KeyItems::new(problem, &problem.sequences[block.sequences.start + index], block.heads.start + kv_head)
     };
-    shelf.fill(problem.ops, key_items, blocks, work, per_worker);
+    shelf.fill(key_items, blocks, work, per_worker);
     let keys = (&shelf, &*blocks);
     query_side(problem, cotangent, sink, sides, keys, (before, after), (sums, d_bias), rows, work, per_worker);
 
@@ -254,10 +255,10 @@ fn block<'a, T: Real>(
     };
     let shelf = sides.row_shelf(problem);
     let blocks = arena.take(shelf.len::<T>());
-    shelf.fill(problem.ops, items, blocks, work, per_worker);
+    shelf.fill(items, blocks, work, per_worker);
     let blocks = &*blocks;
     let (before, after) = (arena.take(keys_by_query.tasks() * mean), arena.take(keys_by_query.tasks() * mean));
-    edges(problem.ops, keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
+    edges(keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
     let (before, after): (&[T], &[T]) = (before, after);
 
     // The initial state's mean is a key without a value that every row sees.
@@ -270,17 +271,17 @@ fn block<'a, T: Real>(
         let (item, work) = work.split_at_mut(mean);
         clear(sum);
         for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            join_all(problem.ops, &items(index, local), 0, sequence.queries as isize, sum, work);
+            join_all(&items(index, local), 0, sequence.queries as isize, sum, work);
         }
         if let Some(last) = links.last_item(sequence, own_head) {
-            problem.ops.join(sum, last, T::ZERO);
+            join(sum, last, T::ZERO);
         }
         // SAFETY: every head of every sequence has one task.
         let far = unsafe { links.far_gradient(problem, sequence.batch, own_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
         far_item(&head, problem.width, item);
         let (d_key, d_value) = work[..2 * problem.width].split_at_mut(problem.width);
-        problem.ops.key_gradient(sum, item, d_key, d_value);
+        dispatch(KeyGradient { rows: sum, key: item, dk: d_key, dv: d_value });
         numerator.copy_from_slice(&d_value[..dims.head_dim]);
         denominator.copy_from_slice(&d_key[..dims.head_dim]);
     });
@@ -322,10 +323,10 @@ fn block<'a, T: Real>(
                 let mut sum = sum;
                 if let Some(last) = links.leaving(sequence, own_head, j).filter(|_| first) {
                     joined.copy_from_slice(sum);
-                    problem.ops.join(joined, last, T::ZERO);
+                    join(joined, last, T::ZERO);
                     sum = joined;
                 }
-                problem.ops.key_gradient(sum, key_items.load(j, 1, key), d_key, d_value);
+                dispatch(KeyGradient { rows: sum, key: key_items.load(j, 1, key), dk: d_key, dv: d_value });
                 dv.iter_mut().zip(&*d_value).for_each(|(to, &d)| *to += d);
                 dk.iter_mut().zip(&*d_key).for_each(|(to, &d)| *to += d);
                 if let Some((d_key, d_value)) = links.kept(problem, sequence, own_head, j).filter(|_| first) {
@@ -338,13 +339,20 @@ fn block<'a, T: Real>(
                 let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]| {
                     let queries = from as usize..to as usize;
                     problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare, SIDE);
-                    problem.ops.transpose(spare, SIDE, queries.len(), keys.len(), tile, row);
+                    dispatch(Transpose {
+                        from: spare,
+                        from_row: SIDE,
+                        rows: queries.len(),
+                        columns: keys.len(),
+                        to: tile,
+                        to_row: row,
+                    });
                 };
-                tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
+                tiles::means(&items, window, chunk, edges, Parts::All, bias, strip, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
-                walk(problem.ops, &items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
+                walk(&items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
             }
         }
     };
@@ -422,12 +430,12 @@ fn query_side<'a, T: Real>(
                         rows.row(0, 0, first_row + i, mean),
                     )
                 };
-                problem.ops.row_cotangent(row, output, dq, item);
+                dispatch(RowCotangent { mean: row, row: output, dq, item });
                 item
             };
             let Some(strip) = &mut strip else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
-                walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, near, keys| {
+                walk(&items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
                     if keys.is_empty() {
                         return;
@@ -438,7 +446,7 @@ fn query_side<'a, T: Real>(
                     let first = (near - (i as isize + window.shift - window.back)) as usize;
                     for (key, n) in keys.chunks_exact(mean).zip(first..) {
                         let bias = problem.pair(sequence, i, i as isize + window.shift - window.back + n as isize);
-                        to[n] += problem.ops.bias_gradient(item, key, bias);
+                        to[n] += dispatch(BiasGradient { row: item, key, bias });
                     }
                 });
                 continue;
@@ -449,20 +457,9 @@ fn query_side<'a, T: Real>(
             if strip_of.replace(index) != Some(index) {
                 strip.forget();
             }
-            tiles::means(
-                problem.ops,
-                &items,
-                window,
-                chunk,
-                edges,
-                Parts::Denominators,
-                bias,
-                strip,
-                work,
-                |i, row| {
-                    visit(i, row);
-                },
-            );
+            tiles::means(&items, window, chunk, edges, Parts::Denominators, bias, strip, work, |i, row| {
+                visit(i, row);
+            });
             let (from, to) = window.chunk(chunk);
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
@@ -483,32 +480,27 @@ fn query_side<'a, T: Real>(
                     let key = (from + problem.origin(sequence)) as usize * factors.row;
                     let query = problem.bias_row(sequence, queries.start) * factors.row;
                     let count = (to - from) as usize;
-                    let mut product = Product {
-                        a: tile,
-                        a_row: SPAN,
-                        a_column: 1,
-                        b: &factors.z[key..],
-                        b_row: factors.row,
-                        c: &mut d_u[query..],
-                        c_row: factors.row,
-                        rows: queries.len(),
-                        columns: factors.row,
-                        depth: count,
-                        accumulate: true,
-                        a_band: Band::ALL,
-                        c_band: Band::ALL,
-                    };
-                    problem.ops.product(&mut product);
-                    let mut product = Product {
-                        a_row: 1,
-                        a_column: SPAN,
-                        b: &factors.u[query..],
-                        c: &mut d_z[key..],
-                        rows: count,
-                        depth: queries.len(),
-                        ..product
-                    };
-                    problem.ops.product(&mut product);
+                    let (of_queries, of_keys) = ((&mut d_u[query..], queries.len()), (&mut d_z[key..], count));
+                    for (turned, (to, rows), (b, depth)) in [
+                        (false, of_queries, (&factors.z[key..], count)),
+                        (true, of_keys, (&factors.u[query..], queries.len())),
+                    ] {
+                        dispatch(Product {
+                            a: tile,
+                            a_row: if turned { 1 } else { SPAN },
+                            a_column: if turned { SPAN } else { 1 },
+                            b,
+                            b_row: factors.row,
+                            c: to,
+                            c_row: factors.row,
+                            rows,
+                            columns: factors.row,
+                            depth,
+                            accumulate: true,
+                            a_band: Band::ALL,
+                            c_band: Band::ALL,
+                        });
+                    }
                     return;
                 }
                 for (i, tile) in queries.zip(tile.chunks_exact(SPAN)) {
@@ -528,7 +520,7 @@ fn query_side<'a, T: Real>(
                     sums.iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
                 }
             };
-            tiles::bias_gradients(problem.ops, &items, window, chunk, own, mean, bias, work, add);
+            tiles::bias_gradients(&items, window, chunk, own, mean, bias, work, add);
         }
     };
     parallel(sums.groups * sums.spans, work, per_worker, |task, work| {

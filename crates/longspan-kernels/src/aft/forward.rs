@@ -6,9 +6,10 @@ use super::keys::KeyItems;
 use super::problem::{Block, CHUNK, Chunks, Problem, Window};
 use super::tiles::{self, Parts, Shelf, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
-use crate::real::Real;
+use crate::aft::log_sum::GatedMean;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Chunks of the queries of some sequences, once for each of so many heads.
@@ -30,7 +31,7 @@ pub(super) fn key_edges<'s, T: Real>(
     let items = |sequence: usize, head: usize| {
         KeyItems::new(problem, &problem.sequences[block.sequences.start + sequence], block.heads.start + head)
     };
-    edges(problem.ops, chunks, items, problem.mean(), Edges { before: &mut *before, after: &mut *after }, work);
+    edges(chunks, items, problem.mean(), Edges { before: &mut *before, after: &mut *after }, work);
     (before, after)
 }
 
@@ -76,7 +77,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     let shelf_memory = arena.take(shelf.len::<T>());
     let (before, after) = key_edges(problem, &all, &by_key, &mut arena, work);
     let items = |index: usize, kv_head: usize| KeyItems::new(problem, &problem.sequences[index], kv_head);
-    shelf.fill(problem.ops, items, shelf_memory, work, per_worker);
+    shelf.fill(items, shelf_memory, work, per_worker);
     let shelf_memory = &*shelf_memory;
     let one = |index: usize, head: usize, chunk: usize, strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
@@ -89,16 +90,16 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
             let q = if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] };
             // SAFETY: every row belongs to one chunk of one head, and the slice ends here.
             let to = unsafe { out.row(sequence.batch, head, sequence.query_start + i, dims.head_dim) };
-            problem.ops.gated_mean(row, q, to);
+            dispatch(GatedMean { mean: row, q, out: to });
         };
         if let Some(strip) = strip {
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
-            tiles::means(problem.ops, &items, window, chunk, edges, Parts::All, bias, strip, work, visit);
+            tiles::means(&items, window, chunk, edges, Parts::All, bias, strip, work, visit);
         } else {
             let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
-            walk(problem.ops, &items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
+            walk(&items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
         }
     };
     parallel(by_query.tasks(), work, per_worker, |task, work| {

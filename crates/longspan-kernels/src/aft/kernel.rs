@@ -3,7 +3,7 @@
 
 use smallvec::SmallVec;
 
-use crate::real::Real;
+use crate::simd::Real;
 
 /// A kernel of usual length stands on the stack: steps form theirs for every token.
 type Taps = SmallVec<[f64; 64]>;

@@ -6,13 +6,11 @@ use super::problem::Problem;
 use super::state::Head;
 use super::tiles::Blocks;
 use super::walk::{Factors, Items, clear, join_items};
+use crate::aft::log_sum::{FactorMeans, Tokens};
+use crate::aft::running::{FactorTokens, SumTokens};
 use crate::mask::Sequence;
-use crate::real::Real;
-use crate::scratch::padded;
-use crate::shape::Rows;
-use crate::simd::Ops;
-use crate::simd::block::Ahead;
-use crate::simd::log_sum::Tokens;
+use crate::simd::rows::{Ahead, Rows, padded};
+use crate::simd::{Real, dispatch};
 
 /// The keys of one head of a sequence; those before 0 stand in the initial state's ring.
 pub(super) struct KeyItems<'a, T> {
@@ -89,10 +87,10 @@ impl<'a, T: Real> KeyItems<'a, T> {
     }
 
     /// The mean of `count` keys from `from` on, whose numerator may be 0.
-    pub fn sum_weights(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
+    pub fn sum_weights(&self, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
         match self.tokens(from, count) {
-            Some(tokens) => ops.sum_tokens(tokens, false, mean),
-            None => join_items(ops, self.load(from, count, block), mean),
+            Some(tokens) => dispatch(SumTokens { tokens, numerators: false, to: mean }),
+            None => join_items(self.load(from, count, block), mean),
         }
     }
 
@@ -134,7 +132,7 @@ pub(super) fn write_item<T: Real>(token: Option<(&[T], &[T])>, width: usize, ite
 
 impl<T: Real> Items<T> for KeyItems<'_, T> {
     fn load<'b>(&'b self, from: isize, count: usize, block: &'b mut [T]) -> &'b [T] {
-        let mean = crate::simd::log_sum::PARTS * self.width;
+        let mean = crate::aft::log_sum::PARTS * self.width;
         let block = &mut block[..count * mean];
         for (item, key) in block.chunks_exact_mut(mean).zip(from..) {
             write_item(self.token(key), self.width, item);
@@ -142,18 +140,18 @@ impl<T: Real> Items<T> for KeyItems<'_, T> {
         block
     }
 
-    fn sum(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
+    fn sum(&self, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
         match self.tokens(from, count) {
-            Some(tokens) => ops.sum_tokens(tokens, true, mean),
-            None => join_items(ops, self.load(from, count, block), mean),
+            Some(tokens) => dispatch(SumTokens { tokens, numerators: true, to: mean }),
+            None => join_items(self.load(from, count, block), mean),
         }
     }
 
-    fn factor(&self, ops: &Ops<T>, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T {
+    fn factor(&self, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T {
         let Factors { reference, numerators, denominators } = to;
         match self.tokens(from, count) {
-            Some(tokens) => ops.factor_tokens(tokens, reference, numerators, denominators),
-            None => ops.factor(self.load(from, count, block), reference, numerators, denominators),
+            Some(tokens) => dispatch(FactorTokens { tokens, reference, numerators, denominators }),
+            None => dispatch(FactorMeans { items: self.load(from, count, block), reference, numerators, denominators }),
         }
     }
 

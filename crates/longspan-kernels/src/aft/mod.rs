@@ -18,8 +18,10 @@ mod cost;
 mod forward;
 mod kernel;
 mod keys;
+pub(crate) mod log_sum;
 mod problem;
 mod reference;
+pub(crate) mod running;
 mod simple;
 mod state;
 mod state_gradient;
@@ -27,7 +29,9 @@ mod step;
 mod tiles;
 mod walk;
 
+use problem::Problem;
 use smallvec::smallvec;
+use state_gradient::Links;
 
 use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
@@ -36,12 +40,10 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
     check_gradients, check_initial_gradient, check_output,
 };
-use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
+use crate::simd::Real;
 use crate::state::State;
-use problem::Problem;
-use state_gradient::Links;
 
 /// Where the bias `w_ij` of a pair comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

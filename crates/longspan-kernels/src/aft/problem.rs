@@ -1,15 +1,15 @@
 //! A checked call, with everything that its tasks share.
 
 use super::{Aft, Variant, kernel, state};
+use crate::aft::log_sum::PARTS;
 use crate::error::{Error, expect};
 use crate::mask::{Keys, Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call};
-use crate::real::Real;
-use crate::scratch::{line, padded};
 use crate::shape::Dims;
-use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
-use crate::simd::log_sum::PARTS;
+use crate::simd::block::dot;
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::{line, padded};
+use crate::simd::{Real, dispatch};
 
 /// Outputs of one chunk. A chunk loads the keys of its windows anew, so it should be no shorter than usual windows; the
 /// means at its edges are kept, so they are a few per cent of the keys.
@@ -21,7 +21,6 @@ pub(super) struct Problem<'a, T: 'static> {
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
     pub key_dim: usize,
-    pub ops: &'static Ops<T>,
     pub causal: bool,
     pub sequences: Vec<Sequence<'a>>,
     /// Channels in whole cache lines: the width of one row of a mean.
@@ -218,7 +217,6 @@ impl<'a, T: Real> Problem<'a, T> {
             call,
             dims,
             key_dim: Mechanism::<T>::key_dim(aft, &dims),
-            ops: T::ops(),
             causal,
             sequences,
             width: padded::<T>(dims.head_dim),
@@ -320,7 +318,7 @@ impl<'a, T: Real> Problem<'a, T> {
             Bias::LowRank(factors) => {
                 let u = &factors.u[self.bias_row(sequence, query) * factors.row..][..factors.row];
                 for (position, to) in ((key + self.origin(sequence)) as usize..).zip(to) {
-                    *to = self.ops.dot(u, &factors.z[position * factors.row..][..factors.row]);
+                    *to = dot(u, &factors.z[position * factors.row..][..factors.row]);
                 }
                 return;
             }
@@ -360,7 +358,7 @@ impl<'a, T: Real> Problem<'a, T> {
         if skipped == queries.len() {
             return;
         }
-        self.ops.product(&mut Product {
+        dispatch(Product {
             a: &factors.u[(first + skipped as isize) as usize * factors.row..],
             a_row: factors.row,
             a_column: 1,

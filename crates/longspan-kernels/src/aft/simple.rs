@@ -12,13 +12,17 @@ use super::problem::{CHUNK, Problem};
 use super::state;
 use super::state_gradient::{Links, far_item};
 use super::walk::{Items, clear, join_all, join_items};
+use crate::aft::log_sum::{GatedMean, KeyGradient, OutputRow, PARTS, RowCotangent, Tokens, join};
+use crate::aft::running::{
+    ConstantCotangents, ConstantGradients, ConstantMeans, OutputRows, RunningGradients, RunningMax, RunningMeans,
+    TokenGradients,
+};
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, line, padded};
-use crate::shape::{Dims, Rows, SharedRows, View, ViewMut};
-use crate::simd::log_sum::{OutputRow, PARTS, Tokens};
-use crate::simd::running::{OutputRows, TokenGradients};
+use crate::scratch::{Arena, Scratch};
+use crate::shape::{Dims, SharedRows, View, ViewMut};
+use crate::simd::rows::{Rows, line, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads::{self, parallel};
 
@@ -140,7 +144,7 @@ fn means<'w, T: Real>(
     to_the_end: bool,
     work: &'w mut [T],
 ) -> &'w [T] {
-    let (ops, sequence) = (problem.ops, &problem.sequences[task.sequence]);
+    let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let stretch = Stretch::new(problem, sequence);
     let width = padded::<T>(task.channels.len());
@@ -163,19 +167,21 @@ fn means<'w, T: Real>(
     let constant = |rows: Range<usize>, sum: &[T]| {
         for head in heads.clone() {
             let mut to = outputs(head, rows.start, rows.len());
-            ops.constant_means(queries(head, rows.start), sum, &mut to);
+            dispatch(ConstantMeans { queries: queries(head, rows.start), mean: sum, to: &mut to });
         }
     };
     items.start(sum);
     constant(0..stretch.row, sum);
-    join_all(ops, &items, 0, stretch.key as isize, sum, block);
+    join_all(&items, 0, stretch.key as isize, sum, block);
     for at in stretch.blocks() {
         let (row, key, count) = (stretch.row + at.start, (stretch.key + at.start) as isize, at.len());
-        if let Some(tokens) = items.tokens(key, count).filter(|tokens| ops.tops(*tokens, sum, tops)) {
+        if let Some(tokens) =
+            items.tokens(key, count).filter(|tokens| dispatch(RunningMax { tokens: *tokens, before: sum, tops }))
+        {
             for head in heads.clone() {
                 own.copy_from_slice(sum);
                 let tokens = Tokens { queries: queries(head, row), ..tokens };
-                ops.running_means(tokens, tops, own, &mut outputs(head, row, count));
+                dispatch(RunningMeans { tokens, tops, mean: own, to: &mut outputs(head, row, count) });
             }
             sum.copy_from_slice(own);
             continue;
@@ -185,17 +191,17 @@ fn means<'w, T: Real>(
             own.copy_from_slice(sum);
             let (queries, mut to) = (queries(head, row), outputs(head, row, count));
             for (n, item) in own_items.chunks_exact(mean).enumerate() {
-                ops.join(own, item, T::ZERO);
+                join(own, item, T::ZERO);
                 let q = queries.map_or(&[][..], |queries| queries.row(n, task.channels.len()));
-                ops.gated_mean(own, q, to.row(n));
+                dispatch(GatedMean { mean: own, q, out: to.row(n) });
             }
         }
-        join_items(ops, own_items, part);
-        ops.join(sum, part, T::ZERO);
+        join_items(own_items, part);
+        join(sum, part, T::ZERO);
     }
     constant(stretch.row + stretch.count..sequence.queries, sum);
     if to_the_end {
-        join_all(ops, &items, (stretch.key + stretch.count) as isize, sequence.keys as isize, sum, block);
+        join_all(&items, (stretch.key + stretch.count) as isize, sequence.keys as isize, sum, block);
     }
     sum
 }
@@ -228,7 +234,7 @@ fn gradients<'a, T: Real>(
     task: &Task,
     work: &mut [T],
 ) {
-    let (ops, sequence) = (problem.ops, &problem.sequences[task.sequence]);
+    let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let stretch = Stretch::new(problem, sequence);
     let channels = &task.channels;
@@ -245,8 +251,8 @@ fn gradients<'a, T: Real>(
     end.copy_from_slice(start);
     let add = |keys: Range<usize>, end: &mut [T], block: &mut [T]| {
         let (part, block) = block.split_at_mut(mean);
-        items.sum_weights(ops, keys.start as isize, keys.len(), part, block);
-        ops.join(end, part, T::ZERO);
+        items.sum_weights(keys.start as isize, keys.len(), part, block);
+        join(end, part, T::ZERO);
     };
     for key in (0..stretch.key).step_by(CHUNK) {
         add(key..(key + CHUNK).min(stretch.key), end, block);
@@ -290,15 +296,15 @@ fn gradients<'a, T: Real>(
             for from in rows.clone().step_by(CHUNK).rev() {
                 let rows = from..(from + CHUNK).min(rows.end);
                 clear(item);
-                ops.constant_cotangents(output_rows(&rows), mean, item, &mut d_queries(&rows));
-                ops.join(after, item, T::ZERO);
+                dispatch(ConstantCotangents { rows: output_rows(&rows), mean, item, dq: &mut d_queries(&rows) });
+                join(after, item, T::ZERO);
             }
         };
         // A key that is not there like the others.
         let single_key = |key: usize, after: &[T], item: &mut [T], own: &mut [T]| {
             let (d_key, d_value) = own.split_at_mut(2 * width);
             if items.token(key as isize).is_some() {
-                ops.key_gradient(after, items.load(key as isize, 1, item), d_key, d_value);
+                dispatch(KeyGradient { rows: after, key: items.load(key as isize, 1, item), dk: d_key, dv: d_value });
             } else {
                 d_key.fill(T::ZERO);
                 d_value.fill(T::ZERO);
@@ -314,7 +320,7 @@ fn gradients<'a, T: Real>(
             for from in keys.clone().step_by(CHUNK) {
                 let keys = from..(from + CHUNK).min(keys.end);
                 match items.tokens(from as isize, keys.len()) {
-                    Some(tokens) => ops.constant_gradients(tokens, after, &mut d_tokens(&keys)),
+                    Some(tokens) => dispatch(ConstantGradients { tokens, rows: after, to: &mut d_tokens(&keys) }),
                     None => keys.for_each(|key| single_key(key, after, item, own)),
                 }
             }
@@ -334,32 +340,41 @@ fn gradients<'a, T: Real>(
             own[..width].copy_from_slice(&edge[..width]);
             own[3 * width..].copy_from_slice(&edge[width..]);
             let tokens = items.tokens(keys.start as isize, keys.len());
-            if let Some(tokens) = tokens.filter(|tokens| ops.tops(*tokens, own, tops)) {
+            if let Some(tokens) = tokens.filter(|tokens| dispatch(RunningMax { tokens: *tokens, before: own, tops })) {
                 let (mut dq, mut to) = (d_queries(&rows), d_tokens(&keys));
-                ops.running_gradients(tokens, output_rows(&rows), tops, own, after, kept, &mut dq, &mut to);
+                dispatch(RunningGradients {
+                    tokens,
+                    rows: output_rows(&rows),
+                    tops,
+                    before: own,
+                    after,
+                    work: kept,
+                    dq: &mut dq,
+                    to: &mut to,
+                });
                 continue;
             }
             let (output_rows, mut dq) = (output_rows(&rows), d_queries(&rows));
             let own_items = items.load(keys.start as isize, keys.len(), block);
             let row_items = &mut rows_block[..keys.len() * mean];
             for (n, (key, row)) in own_items.chunks_exact(mean).zip(row_items.chunks_exact_mut(mean)).enumerate() {
-                ops.join(own, key, T::ZERO);
+                join(own, key, T::ZERO);
                 let of = |rows: &Rows<'a, T>| rows.row(n, channels.len());
                 let output = OutputRow {
                     q: output_rows.q.as_ref().map_or(&[][..], of),
                     d_out: of(&output_rows.d_out),
                     out: of(&output_rows.out),
                 };
-                ops.row_cotangent(own, output, dq.row(n), row);
+                dispatch(RowCotangent { mean: own, row: output, dq: dq.row(n), item: row });
             }
             for (key, row) in keys.zip(row_items.chunks_exact(mean)).rev() {
-                ops.join(after, row, T::ZERO);
+                join(after, row, T::ZERO);
                 single_key(key, after, item, own);
             }
         }
         constant_keys(0..stretch.key, after, item, own);
         constant_rows(0..stretch.row, start, after, item);
-        ops.join(far, after, T::ZERO);
+        join(far, after, T::ZERO);
     }
 
     // The initial state's mean is a key without a value that every row sees.
@@ -368,7 +383,7 @@ fn gradients<'a, T: Real>(
     if let Some((head, numerator, denominator)) = to {
         far_item(&head.columns(channels.clone()), width, item);
         let (d_key, d_value) = own.split_at_mut(2 * width);
-        ops.key_gradient(far, item, d_key, d_value);
+        dispatch(KeyGradient { rows: far, key: item, dk: d_key, dv: d_value });
         numerator.copy_from_slice(&d_value[..channels.len()]);
         denominator.copy_from_slice(&d_key[..channels.len()]);
     }

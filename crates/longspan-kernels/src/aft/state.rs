@@ -7,13 +7,15 @@ use super::problem::{CHUNK, Problem, check_options, reach, table_length};
 use super::state_gradient::far;
 use super::walk::clear;
 use super::{Aft, Variant};
+use crate::aft::log_sum::{PARTS as MEAN_PARTS, join};
 use crate::error::{Error, expect};
 use crate::mask::Sequence;
 use crate::mechanism::Mechanism;
-use crate::real::Real;
-use crate::scratch::{Scratch, padded};
+use crate::scratch::Scratch;
 use crate::shape::Dims;
-use crate::simd::log_sum::{PARTS as MEAN_PARTS, floor};
+use crate::simd::Real;
+use crate::simd::block::floor;
+use crate::simd::rows::padded;
 use crate::state::{PARTS, State, StateShape};
 
 /// The parts of one head's state.
@@ -219,7 +221,6 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     let padded = padded::<T>(width);
     let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
     let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
-    let ops = T::ops();
     let mut combined = earlier.clone();
     for (index, mut head) in combined.heads_mut().map(Head::from).enumerate() {
         let later = Head::from(later.head(0, index));
@@ -233,11 +234,11 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
             let key = &mut head.ring_keys[row * key_dim..][..key_dim];
             let value = &mut head.ring_values[row * width..][..width];
             write_item(Some((&*key, &*value)), padded, item);
-            ops.join(sum, item, T::ZERO);
+            join(sum, item, T::ZERO);
         }
         clear(item);
         later.read(item);
-        ops.join(sum, item, T::ZERO);
+        join(sum, item, T::ZERO);
         head.write(sum);
         let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
         let mut marks = advance(aft, head.marks, later.marks[OLDEST].to_f64() as usize);

@@ -15,9 +15,9 @@ use super::state::{Head, OLDEST, advance};
 use super::walk::{Items, join_all};
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
 use crate::shape::{SharedRows, ViewMut};
-use crate::simd::log_sum::floor;
+use crate::simd::Real;
+use crate::simd::block::floor;
 use crate::state::State;
 
 /// The gradients at both ends of a call.
@@ -170,7 +170,7 @@ pub(super) fn far<T: Real>(
     let ring = reach(problem.aft, true).0 as isize;
     let reached = (sequence.keys as isize - ring).max(-(problem.ring as isize));
     items.start(sum);
-    join_all(problem.ops, &items, -(problem.ring as isize), reached, sum, work);
+    join_all(&items, -(problem.ring as isize), reached, sum, work);
 }
 
 /// The initial state's mean as an item that its rows' sum turns into gradients: numerator for `dv`, denominator for `dk`.

@@ -7,13 +7,15 @@ use super::problem::{reach, table_length};
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
 use super::walk::clear;
 use super::{Aft, Variant, kernel};
+use crate::aft::log_sum::{GatedMean, PARTS, Tokens, join};
+use crate::aft::running::{JOINED, JoinTokens};
 use crate::error::{Error, expect};
 use crate::mechanism::{Mechanism, Token, check_token, token_dims};
-use crate::real::Real;
-use crate::scratch::{StepMemory, padded};
-use crate::shape::{Dims, Rows};
-use crate::simd::log_sum::{PARTS, Tokens};
-use crate::simd::running::JOINED;
+use crate::scratch::StepMemory;
+use crate::shape::Dims;
+use crate::simd::block::dot;
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
@@ -49,7 +51,6 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         }
         _ => token.parameters.first().copied().unwrap_or(&[]),
     };
-    let ops = T::ops();
     let ring = reach(aft, true).0;
     let mean = PARTS * padded;
     let mut memory = StepMemory::new();
@@ -71,7 +72,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         let simple = matches!(aft.variant, Variant::Simple);
         if simple {
             write_item(Some((k, v)), padded, item);
-            ops.join(far, item, T::ZERO);
+            join(far, item, T::ZERO);
         }
         for n in 0..group {
             let query_head = index % kv_heads * group + n;
@@ -84,7 +85,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     Variant::Full { rank: Some(rank), .. } => {
                         let rows = &token.parameters[1][(position + place - ring) * rank..];
                         for (n, to) in to.iter_mut().enumerate() {
-                            *to = ops.dot(&kernels[position * rank..][..rank], &rows[n * rank..][..rank]);
+                            *to = dot(&kernels[position * rank..][..rank], &rows[n * rank..][..rank]);
                         }
                         return;
                     }
@@ -128,12 +129,12 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     count,
                     head_dim: width,
                 };
-                ops.join_tokens(tokens, &biases[..count], sum);
+                dispatch(JoinTokens { tokens, biases: &biases[..count], mean: sum });
                 at += count;
             }
             let row = index * group + n;
             let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };
-            ops.gated_mean(sum, q, &mut out[row * width..][..width]);
+            dispatch(GatedMean { mean: sum, q, out: &mut out[row * width..][..width] });
         }
         // The oldest token leaves the windows' reach, this one takes its place.
         if simple {
@@ -149,7 +150,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
             key.copy_from_slice(k);
             value.copy_from_slice(v);
         }
-        ops.join(far, item, T::ZERO);
+        join(far, item, T::ZERO);
         head.write(far);
         let marks = state::advance(aft, head.marks, 1);
         head.marks[..state::MARKS].copy_from_slice(&marks);

@@ -12,12 +12,13 @@ use std::ops::Range;
 
 use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
-use crate::real::Real;
-use crate::scratch::{Arena, line, padded};
+use crate::aft::log_sum::{BiasGradient, Factored, JoinFactored, ProjectRows, ScaleByExponents, join};
+use crate::scratch::Arena;
 use crate::shape::ViewMut;
-use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
-use crate::simd::log_sum::Factored;
+use crate::simd::block::{Transpose, exponentials};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::{line, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads::parallel;
 
 /// Rows of the largest tile.
@@ -77,7 +78,7 @@ impl<'w, T: Real> Work<'w, T> {
 
 /// Numbers of working memory that [`means`] and [`bias_gradients`] take.
 pub(super) fn work_len(mean: usize) -> usize {
-    let width = mean / crate::simd::log_sum::PARTS;
+    let width = mean / crate::aft::log_sum::PARTS;
     // Every part of a `Work` but the tops is a whole number of cache lines.
     (SIDE + SPAN) * mean + 2 * SIDE * SPAN + SIDE + 2 * width + 4 * SPAN * width
 }
@@ -186,7 +187,6 @@ impl Shelf {
     /// Forms every block of `items(sequence, head)`.
     pub fn fill<T: Real, I: Items<T>>(
         &self,
-        ops: &Ops<T>,
         items: impl Fn(usize, usize) -> I + Sync,
         memory: &mut [T],
         work: &mut [T],
@@ -208,7 +208,7 @@ impl Shelf {
             let (range, block) = block.split_at_mut(line::<T>());
             let (numerators, denominators) = block.split_at_mut(SPAN * self.width);
             let to = Factors { reference, numerators, denominators };
-            range[0] = items(sequence, head).factor(ops, from, count, to, work);
+            range[0] = items(sequence, head).factor(from, count, to, work);
         });
     }
 
@@ -223,7 +223,6 @@ impl Shelf {
 
 /// Some items and the largest range of their exponents: a block of theirs, or formed in `to`.
 fn factored<'a, T: Real>(
-    ops: &Ops<T>,
     items: &'a impl Items<T>,
     from: isize,
     count: usize,
@@ -235,7 +234,7 @@ fn factored<'a, T: Real>(
     }
     let Factors { reference, numerators, denominators } = to;
     let place = Factors { reference: &mut *reference, numerators: &mut *numerators, denominators: &mut *denominators };
-    let depth = items.factor(ops, from, count, place, work);
+    let depth = items.factor(from, count, place, work);
     (Factored { reference, numerators, denominators }, depth)
 }
 
@@ -303,7 +302,6 @@ fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
 /// used must be that of the same outputs and the same biases.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn means<T: Real>(
-    ops: &Ops<T>,
     items: &impl Items<T>,
     window: &Window,
     chunk: usize,
@@ -315,7 +313,7 @@ pub(super) fn means<T: Real>(
     mut visit: impl FnMut(usize, &[T]),
 ) {
     let mean = edges.0.len();
-    let width = mean / crate::simd::log_sum::PARTS;
+    let width = mean / crate::aft::log_sum::PARTS;
     let work = Work::new(work, mean, width);
     let (own, to) = window.chunk(chunk);
     let (start, end) = window.span(own, to);
@@ -334,7 +332,7 @@ pub(super) fn means<T: Real>(
                 let (low, high) = window.seen(n);
                 for item in low.max(from)..high.min(to) {
                     let column = (item - from) as usize;
-                    ops.join(row, &block[column * mean..][..mean], biases[column]);
+                    join(row, &block[column * mean..][..mean], biases[column]);
                 }
             }
             return true;
@@ -349,7 +347,7 @@ pub(super) fn means<T: Real>(
             let weights = &mut strip.tiles[place * SIDE..][..SIDE * row];
             if strip.lengths[index] != T::from_f64(columns as f64) {
                 bias(outputs.clone(), from, to, weights, row, work.turned);
-                strip.ranges[index] = ops.exponentials(weights, row, columns, tops);
+                strip.ranges[index] = exponentials(weights, row, columns, tops);
                 // It lies where smaller ones may have been, or in a larger one.
                 for earlier in (index + 1).saturating_sub(SPAN / SIDE)..index {
                     if strip.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
@@ -362,12 +360,12 @@ pub(super) fn means<T: Real>(
             (&*weights, row, &*tops, strip.ranges[index])
         } else {
             bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
-            let range = ops.exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
+            let range = exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
             (&*work.biases, SPAN, &work.tops[..count], range)
         };
         let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
         let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
-        let (factored, depth) = factored(ops, items, from, columns, place, work.items);
+        let (factored, depth) = factored(items, from, columns, place, work.items);
         if range > widest() && depth > widest() {
             return false;
         }
@@ -376,7 +374,7 @@ pub(super) fn means<T: Real>(
             .into_iter()
             .skip(usize::from(parts == Parts::Denominators))
         {
-            ops.product(&mut Product {
+            dispatch(Product {
                 a: weights,
                 a_row: row,
                 a_column: 1,
@@ -394,13 +392,13 @@ pub(super) fn means<T: Real>(
         }
         // What stands in the place of numerators is not looked at.
         let numerators = if parts == Parts::All { &*numerators } else { &*denominators };
-        ops.join_factored(rows, Factored { numerators, denominators, ..factored }, tops);
+        dispatch(JoinFactored { to: rows, from: Factored { numerators, denominators, ..factored }, biases: tops });
         true
     };
     by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
     for (n, row) in (own..to).zip(rows.chunks_exact_mut(mean)) {
         if window.after {
-            ops.join(row, edges.1, T::ZERO);
+            join(row, edges.1, T::ZERO);
         }
         visit(n, row);
     }
@@ -411,7 +409,6 @@ pub(super) fn means<T: Real>(
 /// chunk as their keys see them.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn bias_gradients<T: Real>(
-    ops: &Ops<T>,
     items: &impl Items<T>,
     window: &Window,
     chunk: usize,
@@ -421,7 +418,7 @@ pub(super) fn bias_gradients<T: Real>(
     work: &mut [T],
     mut visit: impl FnMut(Range<usize>, isize, isize, &[T]),
 ) {
-    let width = mean / crate::simd::log_sum::PARTS;
+    let width = mean / crate::aft::log_sum::PARTS;
     let work = Work::new(work, mean, width);
     let (own, to) = window.chunk(chunk);
     let (start, end) = window.span(own, to);
@@ -436,25 +433,39 @@ pub(super) fn bias_gradients<T: Real>(
                 let (low, high) = window.seen(n);
                 for (item, (to, key)) in (from..).zip(biases.iter_mut().zip(block.chunks_exact(mean))) {
                     let seen = (low..high).contains(&item);
-                    *to = if seen { ops.bias_gradient(row, key, *to) } else { T::ZERO };
+                    *to = if seen { dispatch(BiasGradient { row, key, bias: *to }) } else { T::ZERO };
                 }
             }
             visit(outputs, from, to, work.biases);
             return true;
         }
         let place = Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
-        let (factored, depth) = factored(ops, items, from, columns, place, work.items);
+        let (factored, depth) = factored(items, from, columns, place, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
-            if ops.exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {
+            if exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {
                 return false;
             }
         }
         let (values, weights) = work.products.split_at_mut(SPAN * width);
-        ops.transpose(factored.numerators, width, columns, width, values, SPAN);
-        ops.transpose(factored.denominators, width, columns, width, weights, SPAN);
-        ops.project(rows, factored.reference, work.rows, &mut work.tops[..count]);
-        ops.product(&mut Product {
+        dispatch(Transpose {
+            from: factored.numerators,
+            from_row: width,
+            rows: columns,
+            columns: width,
+            to: values,
+            to_row: SPAN,
+        });
+        dispatch(Transpose {
+            from: factored.denominators,
+            from_row: width,
+            rows: columns,
+            columns: width,
+            to: weights,
+            to_row: SPAN,
+        });
+        dispatch(ProjectRows { rows, reference: factored.reference, to: work.rows, tops: &mut work.tops[..count] });
+        dispatch(Product {
             a: work.rows,
             a_row: 2 * width,
             a_column: 1,
@@ -471,7 +482,7 @@ pub(super) fn bias_gradients<T: Real>(
         });
         let lines = work.biases.chunks_exact_mut(SPAN).zip(work.turned.chunks_exact(SPAN));
         for ((biases, terms), &top) in lines.zip(&work.tops[..count]) {
-            ops.scale_by_exponents(&mut biases[..padded::<T>(columns)], top, terms);
+            dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: top, factors: terms });
         }
         visit(outputs, from, to, work.biases);
         true

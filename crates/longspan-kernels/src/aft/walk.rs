@@ -3,10 +3,10 @@
 
 use super::problem::{CHUNK, Chunks, Window};
 use super::tiles::Blocks;
-use crate::real::Real;
+use crate::aft::log_sum::{FactorMeans, PARTS, join};
 use crate::shape::ViewMut;
-use crate::simd::Ops;
-use crate::simd::log_sum::{PARTS, floor};
+use crate::simd::block::floor;
+use crate::simd::{Real, dispatch};
 use crate::threads::{parallel, share};
 
 /// Where items go that are brought to one exponent a channel.
@@ -23,20 +23,25 @@ pub(super) trait Items<T> {
     fn load<'a>(&'a self, from: isize, count: usize, block: &'a mut [T]) -> &'a [T];
 
     /// The mean of `count` items from `from` on; `block` has room for as many.
-    fn sum(&self, ops: &Ops<T>, from: isize, count: usize, mean: &mut [T], block: &mut [T])
+    fn sum(&self, from: isize, count: usize, mean: &mut [T], block: &mut [T])
     where
         T: Real,
     {
-        join_items(ops, self.load(from, count, block), mean);
+        join_items(self.load(from, count, block), mean);
     }
 
     /// The items from `from` on relative to the largest exponent of each channel, and the range of exponents; see
-    /// [`factor`](crate::simd::log_sum::factor). `block` has room for as many as `count` items.
-    fn factor(&self, ops: &Ops<T>, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T
+    /// [`factor`](crate::aft::log_sum::factor). `block` has room for as many as `count` items.
+    fn factor(&self, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T
     where
         T: Real,
     {
-        ops.factor(self.load(from, count, block), to.reference, to.numerators, to.denominators)
+        dispatch(FactorMeans {
+            items: self.load(from, count, block),
+            reference: to.reference,
+            numerators: to.numerators,
+            denominators: to.denominators,
+        })
     }
 
     /// Blocks of items that have been brought to one exponent.
@@ -62,36 +67,28 @@ pub(super) fn clear<T: Real>(mean: &mut [T]) {
 }
 
 /// Makes `mean` that of some items without biases.
-pub(super) fn join_items<T: Real>(ops: &Ops<T>, items: &[T], mean: &mut [T]) {
+pub(super) fn join_items<T: Real>(items: &[T], mean: &mut [T]) {
     clear(mean);
     for item in items.chunks_exact(mean.len()) {
-        ops.join(mean, item, T::ZERO);
+        join(mean, item, T::ZERO);
     }
 }
 
 /// Joins the items `from..to` to `sum`, a chunk at a time: rounding errors then grow with the number of chunks and not of
 /// items, and what is joined to a long sum is of its size. `block` has room for a chunk of items and one more.
-pub(super) fn join_all<T: Real>(
-    ops: &Ops<T>,
-    items: &impl Items<T>,
-    from: isize,
-    to: isize,
-    sum: &mut [T],
-    block: &mut [T],
-) {
+pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, sum: &mut [T], block: &mut [T]) {
     let (part, block) = block.split_at_mut(sum.len());
     let mut at = from;
     while at < to {
         let count = (to - at).min(CHUNK as isize) as usize;
-        items.sum(ops, at, count, part, block);
-        ops.join(sum, part, T::ZERO);
+        items.sum(at, count, part, block);
+        join(sum, part, T::ZERO);
         at += count as isize;
     }
 }
 
 /// The means of the items between the edges of one chunk and of its neighbour: what [`scan`] makes edges of.
 pub(super) fn between<T: Real>(
-    ops: &Ops<T>,
     items: &impl Items<T>,
     window: &Window,
     chunk: usize,
@@ -111,33 +108,32 @@ pub(super) fn between<T: Real>(
     clear(edges.after);
     if window.before {
         let from = if chunk == 0 { window.first } else { span(chunk - 1).0 };
-        join_all(ops, items, from, start, edges.before, block);
+        join_all(items, from, start, edges.before, block);
     }
     if window.after {
         let to = if chunk + 1 == window.chunks() { window.end } else { span(chunk + 1).1 };
-        join_all(ops, items, end, to, edges.after, block);
+        join_all(items, end, to, edges.after, block);
     }
 }
 
 /// Turns the means between edges into those up to them: `before` from the first chunk on, `after` from the last.
-pub(super) fn scan<T: Real>(ops: &Ops<T>, window: &Window, edges: Edges<'_, T>, mean: usize) {
+pub(super) fn scan<T: Real>(window: &Window, edges: Edges<'_, T>, mean: usize) {
     if window.before {
         for n in 1..window.chunks() {
             let (earlier, own) = edges.before.split_at_mut(n * mean);
-            ops.join(&mut own[..mean], &earlier[(n - 1) * mean..], T::ZERO);
+            join(&mut own[..mean], &earlier[(n - 1) * mean..], T::ZERO);
         }
     }
     if window.after {
         for n in (1..window.chunks()).rev() {
             let (own, later) = edges.after.split_at_mut(n * mean);
-            ops.join(&mut own[(n - 1) * mean..], &later[..mean], T::ZERO);
+            join(&mut own[(n - 1) * mean..], &later[..mean], T::ZERO);
         }
     }
 }
 
 /// Forms the edges of every chunk of every head.
 pub(super) fn edges<T: Real, I: Items<T>>(
-    ops: &Ops<T>,
     chunks: &Chunks,
     items: impl Fn(usize, usize) -> I + Sync,
     mean: usize,
@@ -150,7 +146,7 @@ pub(super) fn edges<T: Real, I: Items<T>>(
         let (sequence, head, chunk) = chunks.task(task);
         // SAFETY: every task has an index of its own, and the slices end with it.
         let edges = unsafe { Edges { before: before.row(0, 0, task, mean), after: after.row(0, 0, task, mean) } };
-        between(ops, &items(sequence, head), &chunks.windows[sequence], chunk, edges, work);
+        between(&items(sequence, head), &chunks.windows[sequence], chunk, edges, work);
     });
     share(0..chunks.windows.len() * chunks.heads, |task| {
         let (sequence, head) = (task / chunks.heads, task % chunks.heads);
@@ -158,7 +154,7 @@ pub(super) fn edges<T: Real, I: Items<T>>(
         let (first, len) = (chunks.index(sequence, head, 0), window.chunks() * mean);
         // SAFETY: the chunks of one head are adjacent, and no other task has them.
         let edges = unsafe { Edges { before: before.row(0, 0, first, len), after: after.row(0, 0, first, len) } };
-        scan(ops, window, edges, mean);
+        scan(window, edges, mean);
     });
 }
 
@@ -179,7 +175,6 @@ pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
 /// `bias(n, item)` is that of output `n`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn walk<T: Real>(
-    ops: &Ops<T>,
     items: &impl Items<T>,
     window: &Window,
     chunk: usize,
@@ -206,7 +201,7 @@ pub(super) fn walk<T: Real>(
             let (_, behind) = window.near(n);
             while edge > behind {
                 edge -= 1;
-                ops.join(own, item(edge), T::ZERO);
+                join(own, item(edge), T::ZERO);
             }
         }
     }
@@ -216,7 +211,7 @@ pub(super) fn walk<T: Real>(
         let (near, behind) = window.near(n);
         if window.before {
             while edge < near {
-                ops.join(before, item(edge), T::ZERO);
+                join(before, item(edge), T::ZERO);
                 edge += 1;
             }
             own.copy_from_slice(before);
@@ -224,10 +219,10 @@ pub(super) fn walk<T: Real>(
             clear(own);
         }
         for key in near..behind {
-            ops.join(own, item(key), bias(n, key));
+            join(own, item(key), bias(n, key));
         }
         if window.after {
-            ops.join(own, &after[(n - from) * mean..][..mean], T::ZERO);
+            join(own, &after[(n - from) * mean..][..mean], T::ZERO);
         }
         visit(n, own, near, &block[(near - start) as usize * mean..(behind - start) as usize * mean]);
     }

@@ -2,11 +2,12 @@
 
 use super::FeatureMap;
 use super::rows::{RowMap, Shift, Side};
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Dims, Rows, View};
-use crate::simd::Ops;
-use crate::simd::rotation::Features;
+use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures};
+use crate::scratch::{Arena, Scratch};
+use crate::shape::{Dims, View};
+use crate::simd::block::{all_finite, dot, largest};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 
 /// A feature map ready for the rows of one call.
 pub(crate) struct Mapping<'a, T: 'static> {
@@ -19,7 +20,6 @@ pub(crate) struct Mapping<'a, T: 'static> {
     pub parameters: usize,
     /// Features of a row.
     pub features: usize,
-    ops: &'static Ops<T>,
     head_dim: usize,
     kv_heads: usize,
     keys: usize,
@@ -58,7 +58,6 @@ impl<'a, T: Real> Mapping<'a, T> {
             rows: RowMap::new(map, dims, &parameters[parameters.len() - own..]),
             parameters: own,
             features: map.features(dims.head_dim),
-            ops: T::ops(),
             head_dim: dims.head_dim,
             kv_heads: dims.kv_heads,
             keys: dims.keys,
@@ -91,11 +90,11 @@ impl<'a, T: Real> Mapping<'a, T> {
     /// Whether rows, and what becomes of them, are finite.
     pub fn all_finite(&self, rows: Rows<'_, T>, count: usize) -> bool {
         if self.rows.is_none() {
-            return self.ops.all_finite(rows, count, self.head_dim);
+            return all_finite(rows, count, self.head_dim);
         }
         // Products of a row's numbers are part of its features.
         let row = |n: usize| rows.row(n, self.head_dim);
-        (0..count).map(row).all(|row| self.ops.dot(row, row).is_finite())
+        (0..count).map(row).all(|row| dot(row, row).is_finite())
     }
 
     /// Writes the features of `count` rows into a block whose rows are `stride` apart; 0 for those ignored.
@@ -115,9 +114,9 @@ impl<'a, T: Real> Mapping<'a, T> {
             map.write(side, from, count, ignored, shift, to, stride, work);
             return;
         }
-        let (ops, head_dim) = (self.ops, self.head_dim);
+        let head_dim = self.head_dim;
         if let Shift::One(shift) = shift {
-            ops.load(self.map, shift, from, count, head_dim, ignored, to, stride);
+            dispatch(LoadFeatures { map: self.map, shift, from, count, width: head_dim, ignored, to, to_row: stride });
             return;
         }
         for row in 0..count {
@@ -131,7 +130,16 @@ impl<'a, T: Real> Mapping<'a, T> {
                 }
             };
             let ignored = ignored.map(|ignored| &ignored[row..]);
-            ops.load(self.map, shift, from.skip(row), 1, head_dim, ignored, &mut to[row * stride..], stride);
+            dispatch(LoadFeatures {
+                map: self.map,
+                shift,
+                from: from.skip(row),
+                count: 1,
+                width: head_dim,
+                ignored,
+                to: &mut to[row * stride..],
+                to_row: stride,
+            });
         }
     }
 
@@ -194,15 +202,18 @@ impl<'a, T: Real> Mapping<'a, T> {
         buffers: &'x mut MapBuffers<'_, T>,
     ) -> (&'x [T], usize) {
         let Some(map) = &self.rows else {
-            self.ops.pull_back(self.map, from, phi, d, count, self.head_dim, stride);
+            dispatch(PullBackFeatures {
+                map: self.map,
+                x: from,
+                phi,
+                d,
+                count,
+                width: self.head_dim,
+                row_length: stride,
+            });
             return (d, stride);
         };
         map.pull_back(side, from, count, ignored, phi, d, stride, buffers.raw, sums, buffers.work);
         (buffers.raw, map.raw_width())
     }
-}
-
-/// The largest entry.
-pub(crate) fn largest<T: Real>(row: &[T]) -> T {
-    row.iter().copied().fold(T::NEG_INFINITY, T::max)
 }

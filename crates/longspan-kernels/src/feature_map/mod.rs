@@ -6,6 +6,7 @@
 //! keeps exponentials in range stand in this folder's `README.md`.
 
 mod draw;
+pub(crate) mod elementwise;
 pub(crate) mod mapping;
 pub(crate) mod reference;
 pub(crate) mod rows;
@@ -18,8 +19,8 @@ use smallvec::smallvec;
 
 use crate::error::{Error, expect};
 use crate::mechanism::{Parameter, Parameters};
-use crate::real::Real;
 use crate::shape::Dims;
+use crate::simd::Real;
 
 /// A feature map.
 ///

@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
-use crate::real::Real;
-use crate::scratch::{Scratch, padded};
-use crate::shape::{Dims, Rows, View, ViewMut};
-use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
+use crate::feature_map::elementwise::LoadFeatures;
+use crate::scratch::Scratch;
+use crate::shape::{Dims, View, ViewMut};
+use crate::simd::block::{Transpose, add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows that are mapped at a time where nothing else sets their number.
@@ -54,7 +56,6 @@ enum Weights<'a, T> {
 /// A map of rows of one width.
 pub(crate) struct RowMap<'a, T: 'static> {
     map: FeatureMap,
-    ops: &'static Ops<T>,
     head_dim: usize,
     /// Features of a row.
     features: usize,
@@ -73,7 +74,6 @@ impl<'a, T: Real> RowMap<'a, T> {
             return None;
         }
         let (head_dim, features) = (dims.head_dim, map.features(dims.head_dim));
-        let ops = T::ops();
         let (weights, exponents) = match map {
             FeatureMap::Prf(_) | FeatureMap::Nprf(_) => (Weights::Drawn(drawn(map, head_dim)), features),
             FeatureMap::Hedgehog { .. } => {
@@ -84,7 +84,6 @@ impl<'a, T: Real> RowMap<'a, T> {
         };
         Some(Self {
             map,
-            ops,
             head_dim,
             features,
             exponents,
@@ -96,11 +95,11 @@ impl<'a, T: Real> RowMap<'a, T> {
 
     /// Brings learned matrices to the form that many rows want.
     pub fn prepare(&mut self) {
-        let (ops, exponents, head_dim) = (self.ops, self.exponents, self.head_dim);
+        let (exponents, head_dim) = (self.exponents, self.head_dim);
         if let Weights::Learned { given, ready } = &mut self.weights {
             for (given, ready) in given.iter().zip(ready) {
                 let each = given.chunks_exact((exponents * head_dim).max(1));
-                *ready = each.map(|rows| Matrix::new(ops, rows, exponents, head_dim)).collect();
+                *ready = each.map(|rows| Matrix::new(rows, exponents, head_dim)).collect();
             }
         }
     }
@@ -146,13 +145,31 @@ impl<'a, T: Real> RowMap<'a, T> {
             let exponents = Rows { data: &*work, stride: width };
             match shift {
                 Shift::One(shift) => {
-                    self.ops.load(FeatureMap::Exp, shift, exponents, count, features, ignored, to, row);
+                    dispatch(LoadFeatures {
+                        map: FeatureMap::Exp,
+                        shift,
+                        from: exponents,
+                        count,
+                        width: features,
+                        ignored,
+                        to,
+                        to_row: row,
+                    });
                 }
                 Shift::Each(shifts) => {
                     for (n, &shift) in shifts.iter().enumerate().take(count) {
                         let ignored = ignored.map(|ignored| &ignored[n..]);
                         let (exponents, to) = (exponents.skip(n), &mut to[n * row..]);
-                        self.ops.load(FeatureMap::Exp, shift, exponents, 1, features, ignored, to, row);
+                        dispatch(LoadFeatures {
+                            map: FeatureMap::Exp,
+                            shift,
+                            from: exponents,
+                            count: 1,
+                            width: features,
+                            ignored,
+                            to,
+                            to_row: row,
+                        });
                     }
                 }
                 Shift::Own(_) => {}
@@ -182,7 +199,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                     let line = &mut to[n * row..][..row];
                     // One row at a time, as tops may have room for one.
                     let at = n.min(tops.len() - 1);
-                    self.ops.exponentials(line, row, features, &mut tops[at..=at]);
+                    exponentials(line, row, features, &mut tops[at..=at]);
                     let top = tops[at];
                     if !top.is_finite() {
                         tops[at] = T::ZERO;
@@ -195,7 +212,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                         FeatureMap::Hedgehog { norm: HedgehogNorm::Softmax, .. } => T::ONE / sum(&line[..features]),
                         _ => continue,
                     };
-                    self.ops.scale(line, factor);
+                    scale_by(line, factor);
                 }
             }
         }
@@ -255,7 +272,7 @@ impl<'a, T: Real> RowMap<'a, T> {
         sums: &mut [T],
         work: &mut [T],
     ) {
-        let (head_dim, features, raw_width, ops) = (self.head_dim, self.features, self.raw_width, self.ops);
+        let (head_dim, features, raw_width) = (self.head_dim, self.features, self.raw_width);
         let raw = |n: usize| from.row(n, head_dim);
         match self.map {
             FeatureMap::Dpfp { order } => {
@@ -273,18 +290,27 @@ impl<'a, T: Real> RowMap<'a, T> {
                 for n in 0..count {
                     let (phi, d) = (&phi[n * row..][..features], &mut d[n * row..][..features]);
                     if norm == HedgehogNorm::Softmax {
-                        let mean = ops.dot(phi, d);
+                        let mean = dot(phi, d);
                         d.iter_mut().for_each(|d| *d -= mean);
                     }
-                    ops.multiply(d, phi);
+                    multiply(d, phi);
                     let (up, down) = d.split_at(features / 2);
                     let to = difference[n * self.width..].iter_mut();
                     to.zip(up.iter().zip(down)).for_each(|(to, (&up, &down))| *to = up - down);
                 }
                 self.times_rows(side, count, difference, self.width, dx);
                 let block = &mut work[..count * raw_width];
-                ops.load(FeatureMap::Identity, T::ZERO, from, count, head_dim, ignored, block, raw_width);
-                ops.product(&mut Product {
+                dispatch(LoadFeatures {
+                    map: FeatureMap::Identity,
+                    shift: T::ZERO,
+                    from,
+                    count,
+                    width: head_dim,
+                    ignored,
+                    to: block,
+                    to_row: raw_width,
+                });
+                dispatch(Product {
                     a: difference,
                     a_row: 1,
                     a_column: self.width,
@@ -306,21 +332,21 @@ impl<'a, T: Real> RowMap<'a, T> {
                 let shared: &mut [T] = if count <= CHUNK { &mut shared } else { &mut work[..count] };
                 for n in 0..count {
                     let d = &mut d[n * row..][..features];
-                    shared[n] = ops.dot(d, &phi[n * row..]);
-                    ops.multiply(d, &phi[n * row..]);
+                    shared[n] = dot(d, &phi[n * row..]);
+                    multiply(d, &phi[n * row..]);
                 }
                 self.times_rows(side, count, d, row, dx);
                 for n in 0..count {
                     let (x, dx) = (raw(n), &mut dx[n * raw_width..][..head_dim]);
                     if let FeatureMap::Prf(_) = self.map {
                         // From −|x′|²/2, which all exponents share.
-                        ops.add_scaled(dx, -shared[n] * T::from_f64(scale(head_dim).powi(2)), x);
+                        add_scaled(dx, -shared[n] * T::from_f64(scale(head_dim).powi(2)), x);
                     } else {
                         // With x̂ = x/|x|: dx = (g − x̂ (x̂·g)) / |x|.
                         let inverse = inverse_length(x);
-                        let along = ops.dot(dx, x) * inverse;
-                        ops.add_scaled(dx, -along * inverse, x);
-                        ops.scale(dx, inverse);
+                        let along = dot(dx, x) * inverse;
+                        add_scaled(dx, -along * inverse, x);
+                        scale_by(dx, inverse);
                     }
                 }
             }
@@ -342,7 +368,7 @@ impl<'a, T: Real> RowMap<'a, T> {
         }
         for sums in sums {
             for (to, from) in to.chunks_exact_mut(self.head_dim.max(1)).zip(sums.chunks_exact(self.raw_width)) {
-                self.ops.add_scaled(to, T::ONE, from);
+                add_scaled(to, T::ONE, from);
             }
         }
     }
@@ -355,7 +381,7 @@ impl<'a, T: Real> RowMap<'a, T> {
             let start = match self.map {
                 FeatureMap::Prf(_) => {
                     let half = scale(head_dim).powi(2) / 2.0;
-                    let square = self.ops.dot(raw(n), raw(n)) * T::from_f64(half);
+                    let square = dot(raw(n), raw(n)) * T::from_f64(half);
                     -(square + T::from_f64((self.features as f64).ln() / 2.0))
                 }
                 _ => T::ZERO,
@@ -369,7 +395,7 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
         };
         if let Some(matrix) = matrix {
-            self.ops.product(&mut Product {
+            dispatch(Product {
                 a: from.data,
                 a_row: from.stride,
                 a_column: 1,
@@ -387,13 +413,13 @@ impl<'a, T: Real> RowMap<'a, T> {
         } else {
             let rows = self.given(side);
             for n in 0..count {
-                self.ops.add_row_dots(rows, head_dim, raw(n), &mut to[n * row..][..exponents]);
+                add_row_dots(rows, head_dim, raw(n), &mut to[n * row..][..exponents]);
             }
         }
         for n in 0..count {
             let line = &mut to[n * row..][..row];
             match self.map {
-                FeatureMap::Nprf(_) => self.ops.scale(line, inverse_length(raw(n))),
+                FeatureMap::Nprf(_) => scale_by(line, inverse_length(raw(n))),
                 FeatureMap::Hedgehog { .. } => {
                     let (up, down) = line.split_at_mut(exponents);
                     down.iter_mut().zip(up).for_each(|(down, up)| *down = -*up);
@@ -423,7 +449,7 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::None, _) => None,
         };
         let Some(matrix) = matrix else { return };
-        self.ops.product(&mut Product {
+        dispatch(Product {
             a: g,
             a_row: row,
             a_column: 1,
@@ -451,7 +477,7 @@ impl<'a, T: Real> RowMap<'a, T> {
         signed_parts(x, &mut parts[..width + order]);
         for (to, n) in to.chunks_exact_mut(width).zip(1..) {
             to.copy_from_slice(&parts[..width]);
-            self.ops.multiply(to, &parts[n..]);
+            multiply(to, &parts[n..]);
         }
     }
 
@@ -498,10 +524,10 @@ impl<'a, T: Real> RowMap<'a, T> {
         let half = T::from_f64(scale * scale * std::f64::consts::FRAC_1_SQRT_2);
         to[self.features..].fill(T::ZERO);
         to[0] = T::ONE;
-        self.ops.store(x, linear, &mut to[1..=x.len()]);
+        store(x, linear, &mut to[1..=x.len()]);
         let mut at = 1 + x.len();
         for (i, &own) in x.iter().enumerate() {
-            self.ops.store(&x[i..], own * square, &mut to[at..][..x.len() - i]);
+            store(&x[i..], own * square, &mut to[at..][..x.len() - i]);
             to[at] = own * own * half;
             at += x.len() - i;
         }
@@ -511,25 +537,41 @@ impl<'a, T: Real> RowMap<'a, T> {
         let scale = scale(self.head_dim);
         let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
         let twice = T::from_f64(scale * scale * std::f64::consts::SQRT_2);
-        self.ops.store(&d[1..], linear, &mut dx[..x.len()]);
+        store(&d[1..], linear, &mut dx[..x.len()]);
         let mut at = 1 + x.len();
         for (i, &own) in x.iter().enumerate() {
             let d = &d[at..][..x.len() - i];
             let (others, d_others) = (&x[i + 1..], &d[1..]);
-            dx[i] += d[0] * own * twice + square * self.ops.dot(d_others, others);
-            self.ops.add_scaled(&mut dx[i + 1..x.len()], own * square, d_others);
+            dx[i] += d[0] * own * twice + square * dot(d_others, others);
+            add_scaled(&mut dx[i + 1..x.len()], own * square, d_others);
             at += x.len() - i;
         }
     }
 }
 
 impl<T: Real> Matrix<T> {
-    fn new(ops: &Ops<T>, rows: &[T], count: usize, width: usize) -> Self {
+    fn new(rows: &[T], count: usize, width: usize) -> Self {
         let (row, column) = (padded::<T>(width), padded::<T>(count));
         let mut all = Self { rows: vec![T::ZERO; column * row], columns: vec![T::ZERO; row * column] };
         let from = Rows { data: rows, stride: width };
-        ops.load(FeatureMap::Identity, T::ZERO, from, count, width, None, &mut all.rows, row);
-        ops.transpose(&all.rows, row, column, row, &mut all.columns, column);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from,
+            count,
+            width,
+            ignored: None,
+            to: &mut all.rows,
+            to_row: row,
+        });
+        dispatch(Transpose {
+            from: &all.rows,
+            from_row: row,
+            rows: column,
+            columns: row,
+            to: &mut all.columns,
+            to_row: column,
+        });
         all
     }
 }
@@ -539,7 +581,7 @@ fn drawn<T: Real>(map: FeatureMap, head_dim: usize) -> Arc<Matrix<T>> {
     static DRAWN: draw::Store<(FeatureMap, usize)> = draw::Store::new(Vec::new());
     draw::kept(&DRAWN, (map, head_dim), || {
         let rows: Vec<T> = map.projection(head_dim).unwrap_or_default().iter().map(|&w| T::from_f64(w)).collect();
-        Matrix::new(T::ops(), &rows, map.features(head_dim), head_dim)
+        Matrix::new(&rows, map.features(head_dim), head_dim)
     })
 }
 

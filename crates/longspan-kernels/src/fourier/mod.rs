@@ -9,6 +9,7 @@
 //! [`Fourier`] is a [`Score`](crate::Score) of [`KernelizedAttention`](crate::KernelizedAttention).
 
 pub(crate) mod reference;
+pub(crate) mod rotate;
 pub(crate) mod rotation;
 
 use smallvec::{SmallVec, smallvec};

@@ -4,11 +4,15 @@ use smallvec::SmallVec;
 
 use super::{Fourier, FourierNormalizer, Positions, Tensors, Wave};
 use crate::error::{Error, expect};
-use crate::real::Real;
-use crate::scratch::{Arena, line};
+use crate::feature_map::elementwise::Features;
+use crate::fourier::rotate::{
+    AddTurns, AngleSums, Angles, CosSin, Rotate, Rotation, SumAngles, Turn, TurnRates, Unrotate, Unrotated, is_double,
+};
+use crate::scratch::Arena;
 use crate::shape::Dims;
-use crate::simd::Ops;
-use crate::simd::rotation::{AngleSums, Angles, Features, Rotation, Turn, Unrotated, is_double};
+use crate::simd::block::{add_scaled, dot, multiply};
+use crate::simd::rows::line;
+use crate::simd::{Real, dispatch};
 
 /// Which rows: queries of a head, or the keys of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +51,6 @@ type Angular<T> = SmallVec<[T; 64]>;
 /// The parameters of a call, ready for use.
 pub(crate) struct Rotations<'a, T: 'static> {
     pub fourier: Fourier,
-    ops: &'static Ops<T>,
     /// Features before they are turned.
     pub features: usize,
     angles: usize,
@@ -80,12 +83,11 @@ struct SideAngles<'s, T> {
 
 /// Cosines and sines of the angles that so many steps make at the rates `a`, radians a step.
 pub(crate) fn angles_after<T: Real>(a: &[T], steps: f64) -> [Vec<T>; 2] {
-    let ops = T::ops();
     let [mut rates, mut rests, mut turns] = [0; 3].map(|_| vec![0.0; a.len()]);
-    ops.rates(a, 1, &mut rates, &mut rests);
-    ops.add_turns(&rates, &rests, steps, &mut turns);
+    dispatch(TurnRates { radians: a, step: 1, turns: &mut rates, rests: &mut rests });
+    dispatch(AddTurns { exact: is_double::<T>(), turns: &rates, rests: &rests, steps, to: &mut turns });
     let (mut cos, mut sin) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
-    ops.cos_sin(&turns, &mut cos, &mut sin);
+    dispatch(CosSin { turns: &turns, cos: &mut cos, sin: &mut sin });
     [cos, sin]
 }
 
@@ -149,7 +151,6 @@ impl<'a, T: Real> Rotations<'a, T> {
     pub fn empty(fourier: Fourier, dims: Dims, features: usize) -> Self {
         Self {
             fourier,
-            ops: T::ops(),
             features,
             angles: fourier.angles(features),
             axes: fourier.positions.axes(),
@@ -168,7 +169,7 @@ impl<'a, T: Real> Rotations<'a, T> {
     /// long enough are left so, and nothing is moved.
     pub fn fill(&mut self, parameters: &[&'a [T]]) {
         let Tensors { a, b, c, beta, positions } = self.fourier.tensors(parameters);
-        let (angles, axes, ops) = (self.angles, self.axes, self.ops);
+        let (angles, axes) = (self.angles, self.axes);
         let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
         (self.slopes, self.gains, self.positions) = (a, c.unwrap_or(&[]), positions);
         let [rates, rests] = &mut self.rates;
@@ -178,14 +179,14 @@ impl<'a, T: Real> Rotations<'a, T> {
         // As rates of one step, where those of steps come to stand afterwards.
         self.phases.resize(b.len(), 0.0);
         self.phases.fill(0.0);
-        ops.rates(b, 1, rates, rests);
-        ops.add_turns(rates, rests, 1.0, &mut self.phases);
+        dispatch(TurnRates { radians: b, step: 1, turns: rates, rests });
+        dispatch(AddTurns { exact: is_double::<T>(), turns: rates, rests, steps: 1.0, to: &mut self.phases });
         for head in 0..self.dims.kv_heads {
             for axis in 0..axes {
                 let from = &a[(head * angles * axes + axis).min(a.len())..];
                 let to = (head * axes + axis) * angles..(head * axes + axis + 1) * angles;
                 let rests = if is_double::<T>() { &mut rests[to.clone()] } else { &mut [] };
-                ops.rates(from, axes, &mut rates[to], rests);
+                dispatch(TurnRates { radians: from, step: axes, turns: &mut rates[to], rests });
             }
         }
         self.rests.clear();
@@ -245,7 +246,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         let place = first + angles.start..first + angles.end;
         let [rates, rests] = &self.rates;
         let rests = if is_double::<T>() { &rests[place.clone()] } else { &[] };
-        self.ops.add_turns(&rates[place], rests, steps, to);
+        dispatch(AddTurns { exact: is_double::<T>(), turns: &rates[place], rests, steps, to });
     }
 
     /// Prepares for the rows of one head.
@@ -279,7 +280,7 @@ impl<'a, T: Real> Rotations<'a, T> {
             for axis in 0..self.axes {
                 self.add_turns((kv_head, axis), from..to, position(axis), turns);
             }
-            self.ops.cos_sin(turns, &mut cos[from..to], &mut sin[from..to]);
+            dispatch(CosSin { turns, cos: &mut cos[from..to], sin: &mut sin[from..to] });
         }
     }
 
@@ -350,12 +351,12 @@ impl<'a, T: Real> Rotations<'a, T> {
                 let whole = whole.map_or(&**before, |at| &done[at..at + 2 * angles]);
                 let [cos, sin] = &buffers.starts;
                 let more = after * angles..(after + 1) * angles;
-                self.ops.sum_angles(whole, [&cos[more.clone()], &sin[more]], base);
+                dispatch(SumAngles { base: whole, angle: [&cos[more.clone()], &sin[more]], to: base });
             }
         }
         if let Some(gain) = self.gain(span.side) {
             with_gain[..formed].copy_from_slice(&bases[..formed]);
-            with_gain[..formed].chunks_exact_mut(angles).for_each(|numbers| self.ops.multiply(numbers, gain));
+            with_gain[..formed].chunks_exact_mut(angles).for_each(|numbers| multiply(numbers, gain));
         }
     }
 
@@ -429,7 +430,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         buffers: &mut RotationBuffers<'_, T>,
     ) {
         self.load(span, buffers);
-        self.ops.rotate(&self.rotation(span, (x_row, stride), true, buffers), x, to, to_row, sums);
+        dispatch(Rotate { r: &self.rotation(span, (x_row, stride), true, buffers), x, to, to_row, sums });
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
@@ -465,20 +466,20 @@ impl<'a, T: Real> Rotations<'a, T> {
         let d_gain = if gain.is_some() { d_gain } else { &mut [] };
         let d_rest = if wants_rest { d_rest } else { &mut [] };
         let to = &mut Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
-        self.ops.unrotate(&self.rotation(span, (x_row, width), false, buffers), x, to);
+        dispatch(Unrotate { r: &self.rotation(span, (x_row, width), false, buffers), x, to });
         if !self.given() {
             return;
         }
         let angles = self.angles;
         for row in 0..span.count {
             let angle = &d[row * d_row..][..angles];
-            self.ops.add_scaled(&mut d_phase[..angles], T::ONE, angle);
+            add_scaled(&mut d_phase[..angles], T::ONE, angle);
             for axis in 0..self.axes {
                 let to = &mut d_rates[axis * width..][..angles];
-                self.ops.add_scaled(to, self.position(span, row, axis), angle);
+                add_scaled(to, self.position(span, row, axis), angle);
                 let slopes = &self.slopes[span.kv_head * angles * self.axes..][..angles * self.axes];
                 let d = if self.axes == 1 {
-                    self.ops.dot(angle, slopes)
+                    dot(angle, slopes)
                 } else {
                     let slopes = slopes.iter().skip(axis).step_by(self.axes);
                     angle.iter().zip(slopes).map(|(&d, &slope)| d * slope).sum()

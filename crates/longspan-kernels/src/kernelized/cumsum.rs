@@ -24,13 +24,15 @@ use super::problem::{Problem, Table, Unit};
 use crate::algorithm::Algorithm;
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::rows::Shift;
 use crate::mechanism::{Cotangent, Mechanism};
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::ViewMut;
-use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{add_row_dots, add_scaled, dot, multiply, scale_by, store};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Working memory of one call at most, all heads that run at once together: a machine that runs this at all has it, and
@@ -180,13 +182,12 @@ impl<T: Real> Sight<T> {
 
 /// `C += A·B`, where A is one row, or one column if `depth` is 1; B and C come with the lengths of their rows.
 fn thin<T: Real>(
-    ops: &Ops<T>,
     [rows, depth, columns]: [usize; 3],
     a: &[T],
     (b, b_row): (&[T], usize),
     (c, c_row): (&mut [T], usize),
 ) {
-    ops.product(&mut Product {
+    dispatch(Product {
         a,
         a_row: 1,
         a_column: 1,
@@ -239,8 +240,8 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
             }
             sums.before.copy_from_slice(sums.v);
             sums.after.copy_from_slice(sums.v);
-            cumulate(problem.ops, sums.before, sizes.width, unit.decay(1), false);
-            cumulate(problem.ops, sums.after, sizes.width, unit.decay(1), true);
+            cumulate(sums.before, sizes.width, unit.decay(1), false);
+            cumulate(sums.after, sizes.width, unit.decay(1), true);
         }
         sums
     }
@@ -254,7 +255,16 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         let Self { problem, unit, sizes, .. } = *self;
         let (keys, value_dim) = (unit.sequence.keys, problem.dims.value_dim);
         let padding = unit.sequence.padding;
-        problem.ops.load(FeatureMap::Identity, T::ZERO, unit.v, keys, value_dim, padding, self.v, sizes.width);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from: unit.v,
+            count: keys,
+            width: value_dim,
+            ignored: padding,
+            to: self.v,
+            to_row: sizes.width,
+        });
         for key in (0..keys).filter(|&key| !unit.ignores(key)) {
             self.v[key * sizes.width + value_dim] = T::ONE;
         }
@@ -301,12 +311,12 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
                 let passing = self.passing(place);
                 self.outer.copy_within((place - 1) * sum..place * sum, place * sum);
                 if passing != T::ONE {
-                    self.problem.ops.scale(&mut self.outer[place * sum..][..sum], passing);
+                    scale_by(&mut self.outer[place * sum..][..sum], passing);
                 }
             }
             let (k, v) = (&self.k[key * head_width..], &self.v[key * width..]);
             let to = (&mut self.outer[place * sum..][..sum], width);
-            thin(self.problem.ops, [self.problem.layout.mapped, 1, width], k, (v, width), to);
+            thin([self.problem.layout.mapped, 1, width], k, (v, width), to);
         }
     }
 
@@ -355,23 +365,17 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
     fn weigh(&self, sight: &Sight<T>, head: usize, q: &[T], w: &mut [T]) {
         let Some(table) = &self.table else { return };
         w.fill(T::ZERO);
-        thin(
-            self.problem.ops,
-            [1, self.problem.layout.mapped, table.width],
-            q,
-            (table.columns(head), table.width),
-            (w, table.width),
-        );
+        thin([1, self.problem.layout.mapped, table.width], q, (table.columns(head), table.width), (w, table.width));
         self.bring(sight, w);
     }
 
     /// Multiplies what belongs to the table's rows by what their terms are multiplied by.
     fn bring(&self, sight: &Sight<T>, w: &mut [T]) {
         if sight.position != T::ONE {
-            self.problem.ops.scale(w, sight.position);
+            scale_by(w, sight.position);
         }
         if self.unit.gamma != 1.0 {
-            self.problem.ops.multiply(w, self.powers);
+            multiply(w, self.powers);
             w[0] *= sight.far_decay;
         }
     }
@@ -388,23 +392,22 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
     /// `[N, D]` of one row.
     fn read(&self, sight: &Sight<T>, q: &[T], w: &[T], sum: &mut [T]) {
         let Sizes { sum: len, width, .. } = self.sizes;
-        let ops = self.problem.ops;
         sum.fill(T::ZERO);
         if self.problem.content {
             let outer = (&self.outer[sight.place * len..][..len], width);
-            thin(ops, [1, self.problem.layout.mapped, width], q, outer, (sum, width));
+            thin([1, self.problem.layout.mapped, width], q, outer, (sum, width));
             if sight.content != T::ONE {
-                ops.scale(sum, sight.content);
+                scale_by(sum, sight.content);
             }
         }
         if self.table.is_some() {
             for (row, key, behind) in self.far(sight).into_iter().flatten() {
                 let of = if behind { &self.after } else { &self.before };
-                ops.add_scaled(sum, w[row], &of[key * width..][..width]);
+                add_scaled(sum, w[row], &of[key * width..][..width]);
             }
             if sight.near_len() > 0 {
                 let values = (&self.v[sight.near.0 * width..], width);
-                thin(ops, [1, sight.near_len(), width], &w[sight.near_row..], values, (sum, width));
+                thin([1, sight.near_len(), width], &w[sight.near_row..], values, (sum, width));
             }
         }
     }
@@ -420,36 +423,35 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         (d_table, gain): (&mut [T], T),
     ) {
         let Sizes { sum: len, width, head_width, .. } = self.sizes;
-        let ops = self.problem.ops;
         dq.fill(T::ZERO);
         if self.problem.content {
             let features = self.problem.layout.mapped;
-            ops.add_row_dots(&self.outer[sight.place * len..][..len], width, d, &mut dq[..features]);
+            add_row_dots(&self.outer[sight.place * len..][..len], width, d, &mut dq[..features]);
             if sight.content != T::ONE {
-                ops.scale(dq, sight.content);
+                scale_by(dq, sight.content);
             }
         }
         let Some(table) = &self.table else { return };
         dw.fill(T::ZERO);
         for (row, key, behind) in self.far(sight).into_iter().flatten() {
             let of = if behind { &self.after } else { &self.before };
-            dw[row] = ops.dot(d, &of[key * width..][..width]);
+            dw[row] = dot(d, &of[key * width..][..width]);
         }
         let (near, near_row) = (sight.near_len(), sight.near_row);
-        ops.add_row_dots(&self.v[sight.near.0 * width..], width, d, &mut dw[near_row..][..near]);
+        add_row_dots(&self.v[sight.near.0 * width..], width, d, &mut dw[near_row..][..near]);
         self.bring(sight, dw);
         // Only rows of the table that belong to a key: a number elsewhere that is not finite is none of this row's.
         let rows = table.rows(head);
         for (row, ..) in self.far(sight).into_iter().flatten() {
-            ops.add_scaled(dq, dw[row], &rows[row * head_width..][..head_width]);
-            ops.add_scaled(&mut d_table[row * head_width..][..head_width], gain * dw[row], q);
+            add_scaled(dq, dw[row], &rows[row * head_width..][..head_width]);
+            add_scaled(&mut d_table[row * head_width..][..head_width], gain * dw[row], q);
         }
         if near > 0 {
             let near_rows = (&rows[near_row * head_width..], head_width);
-            thin(ops, [1, near, head_width], &dw[near_row..], near_rows, (dq, head_width));
+            thin([1, near, head_width], &dw[near_row..], near_rows, (dq, head_width));
             let dw = &mut dw[near_row..][..near];
-            ops.scale(dw, gain);
-            thin(ops, [near, 1, head_width], dw, (q, head_width), (&mut d_table[near_row * head_width..], head_width));
+            scale_by(dw, gain);
+            thin([near, 1, head_width], dw, (q, head_width), (&mut d_table[near_row * head_width..], head_width));
         }
     }
 
@@ -467,17 +469,17 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         if self.table.is_some() {
             for (row, key, behind) in self.far(sight).into_iter().flatten() {
                 let to = if behind { &mut self.after } else { &mut self.before };
-                self.problem.ops.add_scaled(&mut to[key * width..][..width], w[row], d);
+                add_scaled(&mut to[key * width..][..width], w[row], d);
             }
             if sight.near_len() > 0 {
                 let to = (&mut near[sight.near.0 * width..], width);
-                thin(self.problem.ops, [sight.near_len(), 1, width], &w[sight.near_row..], (d, width), to);
+                thin([sight.near_len(), 1, width], &w[sight.near_row..], (d, width), to);
             }
         }
         if self.problem.content {
-            self.problem.ops.scale(q, sight.content);
+            scale_by(q, sight.content);
             let to = (&mut self.outer[sight.place * len..][..len], width);
-            thin(self.problem.ops, [self.problem.layout.mapped, 1, width], q, (d, width), to);
+            thin([self.problem.layout.mapped, 1, width], q, (d, width), to);
         }
     }
 
@@ -487,11 +489,11 @@ impl<'x, 'a, T: Real> Sums<'x, 'a, T> {
         for place in (1..sums).rev() {
             let passing = self.passing(place);
             let (to, from) = self.outer[(place - 1) * sum..].split_at_mut(sum);
-            self.problem.ops.add_scaled(to, passing, &from[..sum]);
+            add_scaled(to, passing, &from[..sum]);
         }
         let gamma = self.unit.decay(1);
-        cumulate(self.problem.ops, self.before, width, gamma, true);
-        cumulate(self.problem.ops, self.after, width, gamma, false);
+        cumulate(self.before, width, gamma, true);
+        cumulate(self.after, width, gamma, false);
     }
 }
 
@@ -500,13 +502,13 @@ fn finite_or_zero<T: Real>(x: T) -> T {
 }
 
 /// `rows[n] ← rows[n] + γ·rows[n − 1]` from the first row to the last, or from the last to the first.
-fn cumulate<T: Real>(ops: &Ops<T>, rows: &mut [T], width: usize, gamma: T, reverse: bool) {
+fn cumulate<T: Real>(rows: &mut [T], width: usize, gamma: T, reverse: bool) {
     let count = rows.len() / width;
     for n in 1..count {
         let at = if reverse { count - 1 - n } else { n - 1 } * width;
         let (low, high) = rows[at..at + 2 * width].split_at_mut(width);
         let (from, to) = if reverse { (high, low) } else { (low, high) };
-        ops.add_scaled(to, gamma, from);
+        add_scaled(to, gamma, from);
     }
 }
 
@@ -573,7 +575,6 @@ pub(super) fn backward<T: Real>(
     let table = problem.table(&mut arena);
     let table_gradients = arena.take(problem.units() * per_unit);
     let key_sums = arena.take(problem.units() * sums_len);
-    let ops = problem.ops;
     {
         let mut key_sums = ViewMut::strided(&mut *key_sums, [sums_len, 0, 0]);
         let key_sums = key_sums.shared();
@@ -607,17 +608,26 @@ pub(super) fn backward<T: Real>(
                 problem.load_queries(&unit, head, row, 1, &mut q_shift, q, lift);
                 let [q_shift] = q_shift;
                 let d_out = cotangent.d_out.rows(sequence.batch, head).skip(sequence.query_start + row);
-                ops.load(FeatureMap::Identity, T::ZERO, d_out, 1, value_dim, None, d, width);
+                dispatch(LoadFeatures {
+                    map: FeatureMap::Identity,
+                    shift: T::ZERO,
+                    from: d_out,
+                    count: 1,
+                    width: value_dim,
+                    ignored: None,
+                    to: d,
+                    to_row: width,
+                });
                 if !problem.attention.normalize {
                     if problem.exponential {
-                        ops.scale(d, (sight.shift + q_shift).exp());
+                        scale_by(d, (sight.shift + q_shift).exp());
                     }
                     return Some(RowGradient { sight, gain: T::ONE });
                 }
                 let place = (sequence.batch * problem.dims.heads + head) * problem.dims.queries;
                 let denominator = cotangent.denominators[place + sequence.query_start + row];
                 let out = cotangent.out.rows(sequence.batch, head);
-                d[value_dim] = -ops.dot(out.row(sequence.query_start + row, value_dim), d);
+                d[value_dim] = -dot(out.row(sequence.query_start + row, value_dim), d);
                 (!denominator.vanishes()).then(|| RowGradient { sight, gain: T::ONE / denominator })
             };
 
@@ -633,9 +643,9 @@ pub(super) fn backward<T: Real>(
                 let d_table = &mut d_table[head % problem.dims.group() * entry..][..entry];
                 let (d_table, query_sums) = d_table.split_at_mut(entry - sums_len);
                 sums.read_gradient((&sight, head), (q, d), dw, dq, (d_table, gain));
-                ops.scale(dq, gain);
+                scale_by(dq, gain);
                 let (raw, _) = problem.pull_back_queries(&unit, head, row, 1, q, dq, query_sums, None, &mut lift);
-                ops.store(raw, T::ONE, to);
+                store(raw, T::ONE, to);
             }
 
             sums.clear();
@@ -644,7 +654,7 @@ pub(super) fn backward<T: Real>(
             for (head, row) in every_row() {
                 if let Some(RowGradient { sight, gain }) = load(&sums, (head, row), q, d, &mut lift) {
                     end = end.max(sight.end);
-                    ops.scale(q, gain);
+                    scale_by(q, gain);
                     sums.weigh(&sight, head, q, w);
                     sums.write(&sight, (q, d), w, near);
                 }
@@ -667,18 +677,18 @@ pub(super) fn backward<T: Real>(
                 if problem.content {
                     let outer = &sums.outer[sums.place(key) * len..][..len];
                     let k = &sums.k[key * head_width..][..head_width];
-                    thin(ops, [1, features, width], k, (outer, width), (dv, width));
+                    thin([1, features, width], k, (outer, width), (dv, width));
                     dq.fill(T::ZERO);
-                    ops.add_row_dots(outer, width, &sums.v[key * width..][..width], &mut dq[..features]);
+                    add_row_dots(outer, width, &sums.v[key * width..][..width], &mut dq[..features]);
                     let (raw, _) = problem.pull_back_keys(&unit, key, 1, k, dq, key_sums, None, &mut lift);
-                    ops.store(raw, T::ONE, to_k);
+                    store(raw, T::ONE, to_k);
                 }
                 if table.is_some() {
                     for part in [&*sums.before, &*sums.after, &*near] {
-                        ops.add_scaled(dv, T::ONE, &part[key * width..][..width]);
+                        add_scaled(dv, T::ONE, &part[key * width..][..width]);
                     }
                 }
-                ops.store(dv, T::ONE, to_v);
+                store(dv, T::ONE, to_v);
             }
         });
     }

@@ -8,9 +8,11 @@ use super::problem::{Problem, Unit};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
-use crate::shape::{Rows, SharedRows, ViewMut};
+use crate::scratch::Arena;
+use crate::shape::{SharedRows, ViewMut};
+use crate::simd::Real;
+use crate::simd::block::add_scaled;
+use crate::simd::rows::{Rows, padded};
 
 /// How one row of features lies in a block.
 #[derive(Debug, Clone, Copy)]
@@ -364,7 +366,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 to.fill(T::ZERO);
             }
             for head in from.chunks_exact(to.len().max(1)) {
-                self.ops.add_scaled(to, T::ONE, head);
+                add_scaled(to, T::ONE, head);
             }
         }
     }

@@ -8,10 +8,12 @@ use super::row_pass::{Memory, Place, Scales, Scene, Visitor, Walk, Worker, cut, 
 use super::state::{Head, OLDEST};
 use super::summary::{Carry, Summary};
 use super::tile::{Buffers, Piece, combine_states};
-use crate::real::Real;
+use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
-use crate::simd::block::{Band, Product, Run};
+use crate::simd::block::{add_row_dots, scale_by, store};
+use crate::simd::product::{Band, MaskAndSum, Product, ProductWith, ZeroOutside};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads::{self, parallel};
 
@@ -42,7 +44,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
 
             let state = if problem.content {
                 let local = scene.local.map(|local| (local, scales.local));
-                combine_states(problem, buffers.state, (scene.start, scales.start), local)
+                combine_states(buffers.state, (scene.start, scales.start), local)
             } else {
                 None
             };
@@ -52,7 +54,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     problem.queries_ahead(unit, head, next, end),
                     self.out.ahead(sequence.batch, head, sequence.query_start + first, count, problem.dims.value_dim),
                 ];
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.q,
                     a_row: head_width,
                     a_column: 1,
@@ -67,14 +69,14 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                problem.ops.product_fetching(product, None, &ahead);
+                dispatch(ProductWith { product, outer: None, ahead: &ahead });
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
-                problem.ops.add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
+                add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
                 if decays {
                     for row in 1..piece.rows {
                         let factor = unit.decay(row);
-                        problem.ops.scale(&mut buffers.o[row * value_width..][..value_width], factor);
+                        scale_by(&mut buffers.o[row * value_width..][..value_width], factor);
                         buffers.sums[row] *= factor;
                     }
                 }
@@ -90,16 +92,22 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             if let Some(from) = separate {
                 buffers.fill_denominators(problem, piece, from, scales.local, decays);
                 let sums = &mut buffers.sums[..piece.rows];
-                problem.ops.mask_and_sum(buffers.tile, row_length, piece.columns(), band, sums);
+                dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
             }
             if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
                 if separate.is_some() {
-                    problem.ops.mask(buffers.tile, row_length, piece.rows, piece.columns(), band);
+                    dispatch(ZeroOutside {
+                        block: buffers.tile,
+                        row_length,
+                        rows: piece.rows,
+                        columns: piece.columns(),
+                        band,
+                    });
                 } else {
                     let sums = &mut buffers.sums[..piece.rows];
-                    problem.ops.mask_and_sum(buffers.tile, row_length, piece.columns(), band, sums);
+                    dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
                 }
-                problem.ops.product(&mut Product {
+                dispatch(Product {
                     a: buffers.tile,
                     a_row: row_length,
                     a_column: 1,
@@ -124,7 +132,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 let (weights, weight_step) = (&*buffers.relative, table.width);
                 let run = Run { weights, weight_step, ..piece.entering(problem, unit, buffers.v) };
                 run_sum.copy_from_slice(scene.far.0);
-                problem.ops.add_running(run_sum, run, buffers.o, value_width);
+                dispatch(AddRunning { sum: run_sum, run, to: buffers.o, to_row: value_width });
                 let mut count = scene.far.1;
                 for row in 0..piece.rows {
                     count += run.gain * buffers.present[row];
@@ -135,7 +143,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     let weights = &buffers.relative[2 * radius..];
                     let run = Run { weights, weight_step, ..piece.leaving(problem, unit, buffers.v) };
                     run_sum.copy_from_slice(sums);
-                    problem.ops.add_running(run_sum, run, buffers.o, value_width);
+                    dispatch(AddRunning { sum: run_sum, run, to: buffers.o, to_row: value_width });
                     for row in (0..piece.rows).rev() {
                         count += buffers.present[row + 2 * radius];
                         buffers.sums[row] += buffers.relative[row * table.width + 2 * radius] * count;
@@ -150,13 +158,13 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 let out = unsafe { self.out.row(sequence.batch, head, token, problem.dims.value_dim) };
                 if !problem.attention.normalizes() {
                     let factor = if problem.exponential { (scales.shift + buffers.q_shift[row]).exp() } else { T::ONE };
-                    problem.ops.store(&buffers.o[row * value_width..], factor, out);
+                    store(&buffers.o[row * value_width..], factor, out);
                 } else if problem.gives_nothing(sum) {
                     let place = (sequence.batch * problem.dims.heads + head) * problem.dims.queries + token;
                     problem.negative.see(sum, place);
                     out.fill(T::ZERO);
                 } else {
-                    problem.ops.store(&buffers.o[row * value_width..], T::ONE / sum, out);
+                    store(&buffers.o[row * value_width..], T::ONE / sum, out);
                 }
                 if let Some(denominators) = self.denominators {
                     // SAFETY: as above.

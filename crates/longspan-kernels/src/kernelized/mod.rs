@@ -27,6 +27,7 @@ mod forward;
 mod naive;
 mod problem;
 mod row_pass;
+pub(crate) mod running_sum;
 mod state;
 mod step;
 mod summary;
@@ -34,6 +35,7 @@ mod tile;
 
 mod reference;
 
+use problem::Problem;
 use smallvec::smallvec;
 
 use crate::algorithm::{Algorithm, Plan, Purpose};
@@ -45,12 +47,11 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
     check_gradients, check_initial_gradient, check_output,
 };
-use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
 use crate::shaw::Shaw;
+use crate::simd::Real;
 use crate::state::State;
-use problem::Problem;
 
 /// Which terms make up the weight of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,12 +19,15 @@ use super::features::{Lift, PositionSink};
 use super::forward::Sink;
 use super::problem::{Problem, Table, Unit};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::rows::Shift;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Rows, ViewMut};
-use crate::simd::block::{Band, Product};
+use crate::scratch::{Arena, Scratch};
+use crate::shape::ViewMut;
+use crate::simd::block::{Transpose, add_row_dots, add_scaled, all_finite, dot, multiply, scale_by, store};
+use crate::simd::product::{Band, MaskAndSum, Product, ZeroOutside};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
@@ -172,22 +175,45 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         for key in (0..keys).step_by(tile_width.max(1)) {
             let (k, k_to) = (&all.k[(key * width).min(all.k.len())..], &mut *all.k_columns);
             if problem.content && keys >= FEW_KEYS {
-                problem.ops.transpose(k, width, tile_width, width, &mut k_to[key * width..], tile_width);
+                dispatch(Transpose {
+                    from: k,
+                    from_row: width,
+                    rows: tile_width,
+                    columns: width,
+                    to: &mut k_to[key * width..],
+                    to_row: tile_width,
+                });
             }
             if backward {
                 let (v, to) = (&all.v[key * value_width..], &mut all.v_columns[key * value_width..]);
-                problem.ops.transpose(v, value_width, tile_width, value_width, to, tile_width);
+                dispatch(Transpose {
+                    from: v,
+                    from_row: value_width,
+                    rows: tile_width,
+                    columns: value_width,
+                    to,
+                    to_row: tile_width,
+                });
             }
         }
         all
     }
 
     fn load(&mut self, lift: &mut Lift<'_, T>) {
-        let (problem, unit, ops) = (self.problem, self.unit, self.problem.ops);
+        let (problem, unit) = (self.problem, self.unit);
         let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
         let width = problem.head_width;
         let (value_width, value_dim) = (problem.value_width, problem.dims.value_dim);
-        ops.load(FeatureMap::Identity, T::ZERO, unit.v, keys, value_dim, padding, self.v, value_width);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from: unit.v,
+            count: keys,
+            width: value_dim,
+            ignored: padding,
+            to: self.v,
+            to_row: value_width,
+        });
         self.v[keys * value_width..].fill(T::ZERO);
         if !problem.content {
             return;
@@ -257,7 +283,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         let width = problem.head_width;
         problem.load_queries(&self.unit, head, row, rows, block.exponents, block.q, lift);
         let Some(table) = &self.table else { return };
-        problem.ops.product(&mut Product {
+        dispatch(Product {
             a: block.q,
             a_row: width,
             a_column: 1,
@@ -275,7 +301,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         if problem.exponential {
             for row in 0..span.rows {
                 let position = self.sight(span.row + row).map_or(T::ONE, |sight| sight.position);
-                problem.ops.scale(&mut block.relative[row * table.width..][..table.width], position);
+                scale_by(&mut block.relative[row * table.width..][..table.width], position);
             }
         }
     }
@@ -304,7 +330,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     /// Fills the tile with the weights of the `keys` keys from `key` on, but for the rows' own decay; elements that a
     /// row does not see hold anything. With features of their own for denominators, `denominators` asks for those parts.
     fn weigh(&self, span: Span, key: usize, keys: usize, denominators: bool, block: &mut Block<'_, T>) {
-        let (problem, ops) = (self.problem, self.problem.ops);
+        let problem = self.problem;
         let (width, row_length) = (problem.head_width, self.tile_width);
         let features = if denominators { problem.layout.denominator()..width } else { 0..problem.depth };
         if !problem.content {
@@ -314,10 +340,10 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                 let line = &mut block.tile[row * row_length..][..row_length];
                 line.fill(T::ZERO);
                 let q = &block.q[row * width..][features.clone()];
-                ops.add_row_dots(&self.k[key * width + features.start..], width, q, &mut line[..keys]);
+                add_row_dots(&self.k[key * width + features.start..], width, q, &mut line[..keys]);
             }
         } else {
-            ops.product(&mut Product {
+            dispatch(Product {
                 a: &block.q[features.start..],
                 a_row: width,
                 a_column: 1,
@@ -339,17 +365,17 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         for row in 0..span.rows {
             let Some(sight) = self.sight(span.row + row).filter(|sight| sight.end > key) else { continue };
             let line = &mut block.tile[row * row_length..][..keys.min(sight.end - key)];
-            self.content_factors(&sight, key, line.len(), block.factors, |factors| ops.multiply(line, factors));
+            self.content_factors(&sight, key, line.len(), block.factors, |factors| multiply(line, factors));
             if let (Some(table), Some((from, to, first))) = (&self.table, self.near(sight.stands, key, line.len())) {
                 let relative = &block.relative[row * table.width..][..table.width];
                 line[..from].iter_mut().for_each(|weight| *weight += relative[0]);
-                ops.add_scaled(&mut line[from..to], T::ONE, &relative[first..]);
+                add_scaled(&mut line[from..to], T::ONE, &relative[first..]);
                 if let Some(behind) = line.get_mut(to..).filter(|behind| !behind.is_empty()) {
                     let last = relative[table.count - 1];
                     behind.iter_mut().for_each(|weight| *weight += last);
                 }
                 if !self.present.is_empty() {
-                    ops.multiply(line, &self.present[key..]);
+                    multiply(line, &self.present[key..]);
                 }
             }
             self.decay(&sight, key, line);
@@ -362,14 +388,23 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             return;
         }
         let tops = Rows { data: &self.tops[key..], stride: keys };
-        self.problem.ops.load(FeatureMap::Exp, sight.shift, tops, 1, keys, None, to, self.tile_width);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Exp,
+            shift: sight.shift,
+            from: tops,
+            count: 1,
+            width: keys,
+            ignored: None,
+            to,
+            to_row: self.tile_width,
+        });
         apply(to);
     }
 
     /// Multiplies what belongs to the keys from `key` on by their decay to the last key that the row sees.
     fn decay(&self, sight: &Sight<T>, key: usize, line: &mut [T]) {
         if !self.powers.is_empty() {
-            self.problem.ops.multiply(line, &self.powers[self.powers.len() - sight.end + key..]);
+            multiply(line, &self.powers[self.powers.len() - sight.end + key..]);
         }
     }
 }
@@ -400,12 +435,12 @@ pub(super) fn write_row<T: Real>(
     let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
     if !problem.attention.normalizes() {
         let factor = if problem.exponential { exponent.exp() } else { T::ONE };
-        problem.ops.store(sum, factor, out);
+        store(sum, factor, out);
     } else if problem.gives_nothing(denominator) {
         problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
         out.fill(T::ZERO);
     } else {
-        problem.ops.store(sum, T::ONE / denominator, out);
+        store(sum, T::ONE / denominator, out);
     }
     if let Some(denominators) = sink.denominators {
         // SAFETY: as above.
@@ -421,7 +456,7 @@ pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
 
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let (value_width, ops) = (problem.value_width, problem.ops);
+    let value_width = problem.value_width;
     let separate = problem.layout.separate().is_some();
     let per_worker = Keys::len(problem, false) + Block::len(problem) + Lift::len(problem, TILE);
     let workers = threads::count().min(problem.units());
@@ -444,12 +479,24 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                     let count = (span.end - key).min(keys.tile_width);
                     let band = keys.band(span, key);
                     keys.weigh(span, key, count, separate, &mut block);
-                    ops.mask_and_sum(block.tile, keys.tile_width, count, band, &mut block.sums[..span.rows]);
+                    dispatch(MaskAndSum {
+                        block: block.tile,
+                        row_length: keys.tile_width,
+                        columns: count,
+                        band,
+                        sums: &mut block.sums[..span.rows],
+                    });
                     if separate {
                         keys.weigh(span, key, count, false, &mut block);
-                        ops.mask(block.tile, keys.tile_width, span.rows, count, band);
+                        dispatch(ZeroOutside {
+                            block: block.tile,
+                            row_length: keys.tile_width,
+                            rows: span.rows,
+                            columns: count,
+                            band,
+                        });
                     }
-                    ops.product(&mut Product {
+                    dispatch(Product {
                         a: block.tile,
                         a_row: keys.tile_width,
                         a_column: 1,
@@ -472,7 +519,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                         exponent = if problem.exponential { sight.shift + block.exponents[at] } else { T::ZERO };
                         denominator = block.sums[at] * sight.decay;
                         if sight.decay != T::ONE {
-                            ops.scale(sum, sight.decay);
+                            scale_by(sum, sight.decay);
                         }
                     } else {
                         // A query that is not finite has left its trace in weights of 0.
@@ -518,7 +565,6 @@ pub(super) fn backward<T: Real>(
     let table_gradients = arena.take(units * per_unit);
     let key_sums = arena.take(units * sums_len);
     let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
-    let ops = problem.ops;
     let separate = problem.layout.separate();
     {
         let mut positions = problem.position_views(query_positions, key_positions);
@@ -556,11 +602,20 @@ pub(super) fn backward<T: Real>(
                 while row < sequence.queries {
                     let span = keys.span(head, row, |row, rows| {
                         !problem.mapping.all_finite(queries.skip(row), rows)
-                            || !ops.all_finite(d_out.skip(row), rows, value_dim)
+                            || !all_finite(d_out.skip(row), rows, value_dim)
                     });
                     keys.load_rows(span, &mut block, &mut lift);
                     let from = d_out.skip(row);
-                    ops.load(FeatureMap::Identity, T::ZERO, from, span.rows, value_dim, None, block.o, value_width);
+                    dispatch(LoadFeatures {
+                        map: FeatureMap::Identity,
+                        shift: T::ZERO,
+                        from,
+                        count: span.rows,
+                        width: value_dim,
+                        ignored: None,
+                        to: block.o,
+                        to_row: value_width,
+                    });
                     for at in 0..span.rows {
                         let d = &mut block.o[at * value_width..][..value_width];
                         (gains[at], c[at]) = (T::ZERO, T::ZERO);
@@ -572,12 +627,12 @@ pub(super) fn backward<T: Real>(
                                 let denominator = cotangent.denominators[place];
                                 if !problem.gives_nothing(denominator) {
                                     gains[at] = sight.decay / denominator;
-                                    c[at] = -ops.dot(out.row(row + at, value_dim), d);
+                                    c[at] = -dot(out.row(row + at, value_dim), d);
                                 }
                             } else {
                                 gains[at] = sight.decay;
                                 if problem.exponential {
-                                    ops.scale(d, (sight.shift + block.exponents[at]).exp());
+                                    scale_by(d, (sight.shift + block.exponents[at]).exp());
                                 }
                             }
                         }
@@ -593,8 +648,14 @@ pub(super) fn backward<T: Real>(
                         let count = (span.end - key).min(tile_width);
                         let band = keys.band(span, key);
                         keys.weigh(span, key, count, false, &mut block);
-                        ops.mask(block.tile, tile_width, span.rows, count, band);
-                        ops.product(&mut Product {
+                        dispatch(ZeroOutside {
+                            block: block.tile,
+                            row_length: tile_width,
+                            rows: span.rows,
+                            columns: count,
+                            band,
+                        });
+                        dispatch(Product {
                             a: block.o,
                             a_row: value_width,
                             a_column: 1,
@@ -619,7 +680,7 @@ pub(super) fn backward<T: Real>(
                                 continue;
                             };
                             let seen = count.min(sight.end - key);
-                            ops.scale(&mut line[..seen], gains[at]);
+                            scale_by(&mut line[..seen], gains[at]);
                             let (d_seen, unseen) = d_line.split_at_mut(seen);
                             unseen.fill(T::ZERO);
                             let c = if separate.is_some() { T::ZERO } else { c[at] };
@@ -627,21 +688,21 @@ pub(super) fn backward<T: Real>(
                             keys.decay(&sight, key, d_seen);
                             if let Some((from, to, first)) = keys.near(sight.stands, key, seen) {
                                 if !keys.present.is_empty() {
-                                    ops.multiply(d_seen, &keys.present[key..]);
+                                    multiply(d_seen, &keys.present[key..]);
                                 }
                                 let dw = &mut dw[at * table_width..][..table_width];
                                 let last = table.map_or(0, |table| table.count - 1);
                                 dw[0] += sight.position * d_seen[..from].iter().copied().sum();
-                                ops.add_scaled(&mut dw[first..][..to - from], sight.position, &d_seen[from..]);
+                                add_scaled(&mut dw[first..][..to - from], sight.position, &d_seen[from..]);
                                 dw[last] += sight.position * d_seen[to..].iter().copied().sum();
                             }
                             keys.content_factors(&sight, key, seen, block.factors, |factors| {
-                                ops.multiply(d_seen, factors);
+                                multiply(d_seen, factors);
                             });
                         }
                         // `to += aᵀ b` and `dq += a k`, both over some columns.
                         let back = |a: &[T], b: &[T], to: &mut [T], width: usize, columns: Range<usize>| {
-                            ops.product(&mut Product {
+                            dispatch(Product {
                                 a,
                                 a_row: 1,
                                 a_column: tile_width,
@@ -658,7 +719,7 @@ pub(super) fn backward<T: Real>(
                             });
                         };
                         let mut forth = |a: &[T], columns: Range<usize>| {
-                            ops.product(&mut Product {
+                            dispatch(Product {
                                 a,
                                 a_row: tile_width,
                                 a_column: 1,
@@ -691,7 +752,7 @@ pub(super) fn backward<T: Real>(
                             d_seen.fill(c[at] * gains[at]);
                             keys.decay(&sight, key, d_seen);
                             keys.content_factors(&sight, key, d_seen.len(), block.factors, |factors| {
-                                ops.multiply(d_seen, factors);
+                                multiply(d_seen, factors);
                             });
                         }
                         back(d_tile, block.q, dk, head_width, from..head_width);
@@ -699,7 +760,7 @@ pub(super) fn backward<T: Real>(
                     }
                     if let Some(table) = &table {
                         let d_table = &mut d_table[n * entry..][..entry - sums_len];
-                        ops.product(&mut Product {
+                        dispatch(Product {
                             a: dw,
                             a_row: table_width,
                             a_column: 1,
@@ -714,7 +775,7 @@ pub(super) fn backward<T: Real>(
                             a_band: Band::ALL,
                             c_band: Band::ALL,
                         });
-                        ops.product(&mut Product {
+                        dispatch(Product {
                             a: dw,
                             a_row: 1,
                             a_column: table_width,
@@ -740,7 +801,7 @@ pub(super) fn backward<T: Real>(
                         if gains[at] == T::ZERO {
                             to.fill(T::ZERO);
                         } else {
-                            ops.store(&raw[at * raw_row..], T::ONE, to);
+                            store(&raw[at * raw_row..], T::ONE, to);
                         }
                     }
                     row += span.rows;
@@ -759,7 +820,7 @@ pub(super) fn backward<T: Real>(
                     to_v.fill(T::ZERO);
                     continue;
                 }
-                ops.store(&dv[key * value_width..], T::ONE, to_v);
+                store(&dv[key * value_width..], T::ONE, to_v);
                 let d = &mut dk[key * head_width..][..head_width];
                 if !problem.content {
                     to_k.fill(T::ZERO);
@@ -773,7 +834,7 @@ pub(super) fn backward<T: Real>(
                 let features = &keys.k[key * head_width..][..head_width];
                 let positions = sink.positions;
                 let (raw, _) = problem.pull_back_keys(unit, key, 1, features, d, key_sums, positions, &mut lift);
-                ops.store(raw, T::ONE, to_k);
+                store(raw, T::ONE, to_k);
             }
         });
     }

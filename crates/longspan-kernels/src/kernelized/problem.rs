@@ -7,18 +7,19 @@ use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::mapping::{Mapping, largest};
+use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Dims, Rows};
+use crate::scratch::{Arena, Scratch};
+use crate::shape::Dims;
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::Ops;
-use crate::simd::block::Ahead;
+use crate::simd::block::{Transpose, all_finite, largest};
+use crate::simd::rows::{Ahead, Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
@@ -43,7 +44,6 @@ pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a KernelizedAttention,
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
-    pub ops: &'static Ops<T>,
     pub map: FeatureMap,
     pub mapping: Mapping<'a, T>,
     /// Whether features are relative to an exponent.
@@ -144,7 +144,6 @@ impl<'a, T: Real> Problem<'a, T> {
             attention,
             call,
             dims,
-            ops: T::ops(),
             map,
             mapping: Mapping::new(map, &dims, call.parameters),
             exponential: map.is_exponential(),
@@ -313,11 +312,27 @@ impl<'a, T: Real> Problem<'a, T> {
             if let Some(map) = row_map {
                 map.write(side, from, count, None, Shift::One(shift), rows, head_width, work);
             } else {
-                self.ops.load(map, shift, from, count, table_dim, None, rows, head_width);
+                dispatch(LoadFeatures {
+                    map,
+                    shift,
+                    from,
+                    count,
+                    width: table_dim,
+                    ignored: None,
+                    to: rows,
+                    to_row: head_width,
+                });
             }
             rows[count * head_width..].fill(T::ZERO);
             let columns = &mut columns[table * width * head_width..][..width * head_width];
-            self.ops.transpose(rows, head_width, width, head_width, columns, width);
+            dispatch(Transpose {
+                from: rows,
+                from_row: head_width,
+                rows: width,
+                columns: head_width,
+                to: columns,
+                to_row: width,
+            });
         }
         Some(Table { rows, columns, count, width, head_width, heads, shift })
     }
@@ -402,7 +417,7 @@ impl<T: Real> Unit<'_, T> {
     /// Whether the keys `from..to` that are not ignored, and their values, are finite.
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
         let finite = |from: usize, count: usize| {
-            problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
+            all_finite(self.v.skip(from), count, problem.dims.value_dim)
                 && (!problem.content || problem.mapping.all_finite(self.k.skip(from), count))
         };
         match self.sequence.padding {

@@ -6,8 +6,8 @@ use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
 use crate::mechanism::Mechanism;
-use crate::real::Real;
 use crate::shape::Dims;
+use crate::simd::Real;
 use crate::state::{PARTS, State, StateShape};
 
 /// The parts of one head's state.

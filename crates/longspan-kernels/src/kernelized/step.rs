@@ -6,15 +6,17 @@ use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::{FeatureDots, Features, LoadFeatures};
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
+use crate::kernelized::running_sum::AbsorbToken;
 use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
-use crate::real::Real;
-use crate::scratch::{Arena, StepMemory, padded};
-use crate::shape::{Dims, Rows};
+use crate::scratch::{Arena, StepMemory};
+use crate::shape::Dims;
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::Ops;
-use crate::simd::rotation::Features;
+use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, scale_by};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads;
 
@@ -48,7 +50,6 @@ pub(super) fn step<'p, T: Real>(
     let negative = NegativeRows::new(attention.wants_positive());
     let group = dims.group();
     let numbers = state.numbers().len();
-    let ops = T::ops();
     let memory = || Memory {
         numbers: StepMemory::new(),
         rotations: attention.score.fourier().map(|fourier| {
@@ -65,7 +66,6 @@ pub(super) fn step<'p, T: Real>(
             dims: &dims,
             batch: index / kv_heads,
             kv_head: index % kv_heads,
-            ops,
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
@@ -101,7 +101,6 @@ struct HeadToken<'a, 'p, T: 'static> {
     dims: &'a Dims,
     batch: usize,
     kv_head: usize,
-    ops: &'static Ops<T>,
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
@@ -163,8 +162,8 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
                 if top > old {
                     if old.is_finite() {
                         let factor = (old - top).exp();
-                        self.ops.scale(state.sum, factor);
-                        self.ops.scale(state.keys, factor);
+                        scale_by(state.sum, factor);
+                        scale_by(state.keys, factor);
                     }
                     state.marks[SHIFT] = top;
                 }
@@ -189,12 +188,12 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
             let mut scale = shift;
             if content {
                 if n == 0 {
-                    self.ops.absorb_token(state.sum, &k[..weighed], self.v, q, out);
-                    self.ops.add_scaled(state.keys, T::ONE, &k[from..]);
+                    dispatch(AbsorbToken { sum: state.sum, k: &k[..weighed], v: self.v, q, out });
+                    add_scaled(state.keys, T::ONE, &k[from..]);
                 } else {
-                    self.ops.read_token(state.sum, &q[..weighed], out);
+                    dispatch(ReadToken { sum: state.sum, q: &q[..weighed], out });
                 }
-                sum = self.ops.dot(state.keys, &q[from..]);
+                sum = dot(state.keys, &q[from..]);
             }
             if let Some(shaw) = shaw {
                 let table = self.table(shaw, head);
@@ -211,46 +210,53 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
                     scale = if content { shift.max(table_shift) } else { table_shift };
                     if scale != shift {
                         let factor = (shift - scale).exp();
-                        self.ops.scale(out, factor);
+                        scale_by(out, factor);
                         sum *= factor;
                     }
                 }
                 if let Some(rows) = self.row_map.filter(|_| shaw.map == RelativeMap::Same) {
                     for (row, weight) in table.chunks_exact(head_dim.max(1)).zip(&mut *weights) {
                         self.map_row(rows, key, table_shift, row, work.entry, work.map);
-                        *weight = self.ops.dot(&q[..self.layout.mapped], work.entry);
+                        *weight = dot(&q[..self.layout.mapped], work.entry);
                     }
                 } else {
-                    self.ops.feature_dots(map, table_shift, table, self.table_row(shaw), q, weights);
+                    dispatch(FeatureDots {
+                        map,
+                        shift: table_shift,
+                        rows: table,
+                        width: self.table_row(shaw),
+                        q,
+                        to: weights,
+                    });
                 }
                 if scale != table_shift {
-                    self.ops.scale(weights, (table_shift - scale).exp());
+                    scale_by(weights, (table_shift - scale).exp());
                 }
                 sum += self.add_relative(shaw.radius, weights, &state, out);
             }
             if !self.attention.normalizes() {
                 if exp {
-                    self.ops.scale(out, (scale + q_shift).exp());
+                    scale_by(out, (scale + q_shift).exp());
                 }
             } else if self.negative.gives_nothing(sum) {
                 self.negative.see(sum, self.batch * self.dims.heads + head);
                 out.fill(T::ZERO);
             } else {
-                self.ops.scale(out, T::ONE / sum);
+                scale_by(out, T::ONE / sum);
             }
         }
         state.count_token();
         if self.gamma != 1.0 {
             let gamma = T::from_f64(self.gamma);
-            self.ops.scale(state.sum, gamma);
-            self.ops.scale(state.keys, gamma);
-            self.ops.scale(state.far, gamma);
+            scale_by(state.sum, gamma);
+            scale_by(state.keys, gamma);
+            scale_by(state.far, gamma);
         }
     }
 
     /// The largest exponent of a row under an exponential map.
     fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
-        let Some(map) = self.row_map else { return self.ops.largest(x) };
+        let Some(map) = self.row_map else { return largest(x) };
         let mut top = [T::ZERO];
         map.tops(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
         top[0]
@@ -278,7 +284,16 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let Some(Turns { rotations, buffers, mapped }) = turns else {
             return match self.row_map {
                 Some(map) => self.map_row(map, of, shift, x, to, work),
-                None => self.ops.load(map, shift, from, 1, x.len(), None, to, row),
+                None => dispatch(LoadFeatures {
+                    map,
+                    shift,
+                    from,
+                    count: 1,
+                    width: x.len(),
+                    ignored: None,
+                    to,
+                    to_row: row,
+                }),
             };
         };
         let mapped_row = mapped.len();
@@ -310,7 +325,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let value_dim = self.v.len();
         let width = value_dim + 1;
         if radius == 0 {
-            self.ops.add_scaled(&mut state.far[..value_dim], T::ONE, self.v);
+            add_scaled(&mut state.far[..value_dim], T::ONE, self.v);
             state.far[value_dim] += T::ONE;
             return;
         }
@@ -318,7 +333,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let row = &mut state.ring[oldest * width..][..width];
         // Its weight has fallen with every token since it came.
         let weight = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(radius as f64)) };
-        self.ops.add_scaled(state.far, weight, row);
+        add_scaled(state.far, weight, row);
         row[..value_dim].copy_from_slice(self.v);
         row[value_dim] = T::ONE;
         state.marks[OLDEST] = T::from_f64(((oldest + 1) % radius) as f64);
@@ -336,14 +351,14 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
                 decay *= self.gamma;
             }
         }
-        let mut sum = self.ops.add_weighed_values(state.far, far, out);
+        let mut sum = dispatch(AddWeighedValues { rows: state.far, weights: far, to: out });
         if radius > 0 {
             // The ring's oldest row is R − 1 tokens ago: table row 1.
             let oldest = state.marks[OLDEST].to_f64() as usize % radius;
             let (later, earlier) = state.ring.split_at(oldest * (self.v.len() + 1));
             let (first, second) = near.split_at(radius - oldest);
-            sum += self.ops.add_weighed_values(earlier, first, out);
-            sum += self.ops.add_weighed_values(later, second, out);
+            sum += dispatch(AddWeighedValues { rows: earlier, weights: first, to: out });
+            sum += dispatch(AddWeighedValues { rows: later, weights: second, to: out });
         }
         sum
     }

@@ -3,8 +3,10 @@
 use super::features::FeatureLayout;
 use super::problem::{Problem, Unit};
 use super::state::{Head, SHIFT};
-use crate::real::Real;
-use crate::scratch::padded;
+use crate::kernelized::running_sum::add_compensated;
+use crate::simd::Real;
+use crate::simd::block::scale_by;
+use crate::simd::rows::padded;
 
 /// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]
@@ -129,19 +131,19 @@ impl<'s, T: Real> Summary<'s, T> {
     }
 
     /// Multiplies the content part.
-    pub fn scale_content(&mut self, problem: &Problem<'_, T>, factor: T) {
+    pub fn scale_content(&mut self, factor: T) {
         if factor != T::ONE {
             let far = self.layout.far();
-            problem.ops.scale(&mut self.numbers[..far], factor);
+            scale_by(&mut self.numbers[..far], factor);
         }
     }
 
     /// Lets the exponent rise to `shift`.
-    pub fn raise(&mut self, problem: &Problem<'_, T>, shift: T) {
+    pub fn raise(&mut self, shift: T) {
         let old = *self.shift();
         if shift > old {
             if old.is_finite() {
-                self.scale_content(problem, (old - shift).exp());
+                self.scale_content((old - shift).exp());
             }
             *self.shift() = shift;
         }
@@ -219,13 +221,13 @@ impl<'s, T: Real> Carry<'s, T> {
     }
 
     /// Lets tokens pass.
-    pub fn pass(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, tokens: usize) {
+    pub fn pass(&mut self, unit: &Unit<'_, T>, tokens: usize) {
         let layout = self.high.layout;
         let decay = unit.decay(tokens);
         if decay != T::ONE {
             let flags = layout.flags();
-            problem.ops.scale(&mut self.high.numbers[..flags], decay);
-            problem.ops.scale(&mut self.low[..flags], decay);
+            scale_by(&mut self.high.numbers[..flags], decay);
+            scale_by(&mut self.low[..flags], decay);
             *self.high.count() *= decay;
         }
     }
@@ -236,16 +238,16 @@ impl<'s, T: Real> Carry<'s, T> {
             self.high.numbers.copy_from_slice(local.numbers);
             return;
         }
-        self.pass(problem, unit, rows);
+        self.pass(unit, rows);
         let layout = self.high.layout;
         let mut factor = T::ONE;
         if problem.exponential && local.has_content() {
             let before = *self.high.shift();
-            self.high.raise(problem, local.shift());
+            self.high.raise(local.shift());
             let now = *self.high.shift();
             if now > before && before.is_finite() {
                 let far = layout.far();
-                problem.ops.scale(&mut self.low[..far], (before - now).exp());
+                scale_by(&mut self.low[..far], (before - now).exp());
             }
             // Without an exponent every key was ignored, and there is nothing to bring to scale.
             factor = if local.shift().is_finite() { (local.shift() - now).exp() } else { T::ZERO };
@@ -253,7 +255,7 @@ impl<'s, T: Real> Carry<'s, T> {
         let mut from = 0;
         for (to, factor) in [(layout.far(), factor), (layout.flags() + 1, T::ONE)] {
             let (high, low) = (&mut self.high.numbers[from..to], &mut self.low[from..to]);
-            problem.ops.add_compensated(high, low, &local.numbers[from..to], factor);
+            add_compensated(high, low, &local.numbers[from..to], factor);
             from = to;
         }
         if local.has_content() {

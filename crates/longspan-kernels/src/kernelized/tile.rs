@@ -6,10 +6,14 @@ use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::rows::Shift;
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
-use crate::simd::block::{Band, Product, Run};
+use crate::kernelized::running_sum::{Run, combine};
+use crate::scratch::Arena;
+use crate::simd::block::{Transpose, add_scaled, multiply, scale_by};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -264,16 +268,16 @@ impl<'s, T: Real> Buffers<'s, T> {
         let there = to - from;
         self.v[..before * width].fill(T::ZERO);
         let padding = unit.padding(from, to);
-        problem.ops.load(
-            FeatureMap::Identity,
-            T::ZERO,
-            unit.v.skip(from),
-            there,
-            value_dim,
-            padding,
-            &mut self.v[before * width..],
-            width,
-        );
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from: unit.v.skip(from),
+            count: there,
+            width: value_dim,
+            ignored: padding,
+            to: &mut self.v[before * width..],
+            to_row: width,
+        });
         // Products and transposes take whole registers of rows.
         let filled = (before + there) * width;
         self.v[filled..padded::<T>(piece.window_len).min(self.sizes.window) * width].fill(T::ZERO);
@@ -312,7 +316,14 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Transposes the piece's keys, for scores.
     pub fn transpose_keys(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
         let (width, rows) = (problem.head_width, padded::<T>(piece.keys));
-        problem.ops.transpose(self.k, width, rows, width, self.k_columns, self.sizes.chunk);
+        dispatch(Transpose {
+            from: self.k,
+            from_row: width,
+            rows,
+            columns: width,
+            to: self.k_columns,
+            to_row: self.sizes.chunk,
+        });
     }
 
     /// `φ(q)·ρ(r)` for every row of the piece, times `scale`.
@@ -324,7 +335,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         rows: usize,
         scale: T,
     ) {
-        problem.ops.product(&mut Product {
+        dispatch(Product {
             a: self.q,
             a_row: problem.head_width,
             a_column: 1,
@@ -340,7 +351,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             c_band: Band::ALL,
         });
         if scale != T::ONE {
-            problem.ops.scale(&mut self.relative[..rows * table.width], scale);
+            scale_by(&mut self.relative[..rows * table.width], scale);
         }
     }
 
@@ -364,7 +375,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.tile[..piece.rows * row_length].fill(T::ZERO);
         }
         if content {
-            problem.ops.product(&mut Product {
+            dispatch(Product {
                 a: self.q,
                 a_row: problem.head_width,
                 a_column: 1,
@@ -380,7 +391,7 @@ impl<'s, T: Real> Buffers<'s, T> {
                 c_band: Band::up_to(0),
             });
             if content_scale != T::ONE {
-                problem.ops.scale(&mut self.tile[..piece.rows * row_length], content_scale);
+                scale_by(&mut self.tile[..piece.rows * row_length], content_scale);
             }
             if problem.radius.is_some() {
                 for row in 0..piece.rows {
@@ -393,17 +404,17 @@ impl<'s, T: Real> Buffers<'s, T> {
         {
             for row in 0..piece.rows {
                 let weights = &self.relative[row * table.width + 1..][..near];
-                problem.ops.add_scaled(&mut self.tile[row * row_length + row..][..near], T::ONE, weights);
+                add_scaled(&mut self.tile[row * row_length + row..][..near], T::ONE, weights);
             }
             if !self.all_present {
                 for row in 0..piece.rows {
                     let line = &mut self.tile[row * row_length..][..piece.columns()];
-                    problem.ops.multiply(line, &self.present[piece.skip..]);
+                    multiply(line, &self.present[piece.skip..]);
                 }
             }
         }
         if decays {
-            self.decay_tile(problem, piece);
+            self.decay_tile(piece);
         }
         true
     }
@@ -411,7 +422,7 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.
     pub fn fill_denominators(&mut self, problem: &Problem<'_, T>, piece: &Piece, from: usize, scale: T, decays: bool) {
         let chunk = self.sizes.chunk;
-        problem.ops.product(&mut Product {
+        dispatch(Product {
             a: &self.q[from..],
             a_row: problem.head_width,
             a_column: 1,
@@ -427,19 +438,19 @@ impl<'s, T: Real> Buffers<'s, T> {
             c_band: Band::up_to(0),
         });
         if scale != T::ONE {
-            problem.ops.scale(&mut self.tile[..piece.rows * self.sizes.tile_row], scale);
+            scale_by(&mut self.tile[..piece.rows * self.sizes.tile_row], scale);
         }
         if decays {
-            self.decay_tile(problem, piece);
+            self.decay_tile(piece);
         }
     }
 
     /// Multiplies each weight of the tile by `γ^{t − j}`.
-    pub fn decay_tile(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+    pub fn decay_tile(&mut self, piece: &Piece) {
         for row in 0..piece.rows {
             let len = piece.lead + row + 1;
             let line = &mut self.tile[row * self.sizes.tile_row..][..len];
-            problem.ops.multiply(line, &self.powers[self.powers.len() - len..]);
+            multiply(line, &self.powers[self.powers.len() - len..]);
         }
     }
 
@@ -458,7 +469,6 @@ impl<'s, T: Real> Buffers<'s, T> {
 /// The state that a piece starts from, `start · start_scale + local · local_scale` as `(S, z)`: borrowed where one of
 /// them is empty, formed in `buffer` otherwise, `None` where both are.
 pub(super) fn combine_states<'b, T: Real>(
-    problem: &Problem<'_, T>,
     buffer: &'b mut [T],
     (start, start_scale): (SummaryRef<'b, T>, T),
     local: Option<(SummaryRef<'b, T>, T)>,
@@ -473,8 +483,8 @@ pub(super) fn combine_states<'b, T: Real>(
             let (local, local_scale) = local.unwrap_or((start, T::ZERO));
             let (sum, keys) = buffer.split_at_mut(start.sum().len());
             let keys = &mut keys[..start.keys().len()];
-            problem.ops.combine(sum, start_scale, start.sum(), local_scale, local.sum());
-            problem.ops.combine(keys, start_scale, start.keys(), local_scale, local.keys());
+            combine(sum, start_scale, start.sum(), local_scale, local.sum());
+            combine(keys, start_scale, start.keys(), local_scale, local.keys());
             Some((sum, keys))
         }
     }

@@ -14,7 +14,7 @@ macro_rules! vector {
         $transpose:item
     ) => {
         #[derive(Clone, Copy)]
-        pub(crate) struct $name($register);
+        pub struct $name($register);
 
         impl Vector for $name {
             type Element = $element;

@@ -4,7 +4,7 @@ use super::vector::Vector;
 
 /// Eight numbers in an array.
 #[derive(Clone, Copy)]
-pub(crate) struct Array<T>([T; 8]);
+pub struct Array<T>([T; 8]);
 
 macro_rules! portable {
     ($t:ident, $bits:ident, $mantissa:literal, $bias:literal) => {

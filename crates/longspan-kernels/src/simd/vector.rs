@@ -1,6 +1,6 @@
 //! A register of numbers, and the two transcendental functions of the feature maps over it.
 
-use crate::real::Real;
+use super::Real;
 
 /// A vector register.
 ///
@@ -8,11 +8,11 @@ use crate::real::Real;
 /// Every method may only run on a processor that has the implementor's instructions; pointers must be valid for
 /// `LANES` numbers, with no alignment asked for.
 #[allow(clippy::missing_safety_doc)]
-pub(crate) trait Vector: Copy {
+pub trait Vector: Copy {
     type Element: Real;
     /// Numbers in a register. It divides a cache line.
     const LANES: usize;
-    /// Columns of registers in one block of the matrix product; with [`BLOCK_ROWS`](super::block::BLOCK_ROWS) rows the
+    /// Columns of registers in one block of the matrix product; with [`BLOCK_ROWS`](super::product::BLOCK_ROWS) rows the
     /// accumulators, one row of B and one broadcast must fit the register file.
     const BLOCK_COLUMNS: usize;
 
@@ -61,10 +61,7 @@ pub(crate) trait Vector: Copy {
     ///
     /// `x = n ln 2 + r`, `eˣ = 2ⁿ eʳ`. The sign of the input is known, so overflow needs no care.
     #[inline(always)]
-    unsafe fn exp_nonpositive(self) -> Self
-    where
-        Self::Element: Constants,
-    {
+    unsafe fn exp_nonpositive(self) -> Self {
         // SAFETY: forwarded to the caller.
         unsafe {
             let constant = |x: f64| Self::splat(Self::Element::from_f64(x));
@@ -106,7 +103,7 @@ pub(crate) trait Vector: Copy {
 pub(super) const LN_2: [f64; 2] = [0.693_359_375, -2.121_944_400_546_905_8e-4];
 
 /// The constants of a number type's polynomials.
-pub(crate) trait Constants: Real {
+pub trait Constants: Copy + 'static {
     /// 1.5 · 2^(mantissa bits): adding it rounds to an integer and leaves that integer in the lowest bits.
     const MAGIC: f64;
     /// The least x with a normal eˣ.
@@ -165,10 +162,7 @@ impl Constants for f64 {
 /// # Safety
 /// As for [`Vector`].
 #[inline(always)]
-pub(crate) unsafe fn exp_nonpositive<V: Vector>(x: V) -> V
-where
-    V::Element: Constants,
-{
+pub(crate) unsafe fn exp_nonpositive<V: Vector>(x: V) -> V {
     // SAFETY: forwarded to the caller.
     unsafe { x.exp_nonpositive() }
 }
@@ -178,10 +172,7 @@ where
 /// # Safety
 /// As for [`Vector`].
 #[inline(always)]
-pub(crate) unsafe fn ln_1p_unit<V: Vector>(y: V) -> V
-where
-    V::Element: Constants,
-{
+pub(crate) unsafe fn ln_1p_unit<V: Vector>(y: V) -> V {
     // SAFETY: forwarded to the caller.
     unsafe {
         let constant = |x: f64| V::splat(V::Element::from_f64(x));

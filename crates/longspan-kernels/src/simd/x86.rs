@@ -33,7 +33,7 @@ macro_rules! vector {
         $($rest:item)*
     ) => {
         #[derive(Clone, Copy)]
-        pub(crate) struct $name($register);
+        pub struct $name($register);
 
         impl Vector for $name {
             type Element = $element;

@@ -6,10 +6,13 @@
 use super::problem::{Block, KEYS, Problem, ROWS, against, right_side};
 use super::state;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::{SharedRows, ViewMut};
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{add_scaled, all_finite, dot, store};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
+use crate::softmax::tile::{ExpColumns, SoftmaxPullBack};
 use crate::state::State;
 use crate::threads::{self, parallel};
 
@@ -30,7 +33,7 @@ pub(super) fn backward<T: Real>(
     mut d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
-    let (ops, dims) = (problem.ops, &problem.dims);
+    let dims = &problem.dims;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let most_keys = problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0);
     let past = problem.call.initial_state.map_or(0, |_| problem.attention.capacity);
@@ -69,8 +72,8 @@ pub(super) fn backward<T: Real>(
             while row < sequence.queries {
                 let rows = (sequence.queries - row).min(ROWS);
                 let finite = |row: usize, rows: usize| {
-                    ops.all_finite(queries.skip(row), rows, dims.head_dim)
-                        && ops.all_finite(d_out.skip(row), rows, dims.value_dim)
+                    all_finite(queries.skip(row), rows, dims.head_dim)
+                        && all_finite(d_out.skip(row), rows, dims.value_dim)
                 };
                 let parted = problem.end(&stretches[1], row) < problem.end(&stretches[1], row + rows - 1);
                 let whole = !parted || (!problem.carries(&stretches[1], row, rows) && finite(row, rows));
@@ -84,13 +87,13 @@ pub(super) fn backward<T: Real>(
                 // A row that sees nothing has a denominator of e^{−∞}: nothing is left of any weight before e^{∞}.
                 block.sums.fill(T::ONE / T::MIN_POSITIVE);
                 dots.fill(T::ZERO);
-                for (at, dot) in dots.iter_mut().enumerate().take(rows) {
+                for (at, to) in dots.iter_mut().enumerate().take(rows) {
                     let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start + row + at;
                     let logarithm = cotangent.denominators[place];
                     if logarithm != T::NEG_INFINITY {
                         block.sums[at] = logarithm;
                         seen = seen.max(problem.end(&stretches[1], row + at));
-                        *dot = ops.dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
+                        *to = dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
                     }
                 }
                 dq[..rows * head_width].fill(T::ZERO);
@@ -109,10 +112,21 @@ pub(super) fn backward<T: Real>(
                         let k = (stretch.k.skip(key), dims.head_dim);
                         let v = (stretch.v.skip(key), dims.value_dim);
                         let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
-                        against(ops, k, keys, (block.q_columns, columns), block.tile, band);
-                        against(ops, v, keys, (o_columns, columns), d_tile, band);
-                        ops.exp_columns(block.tile, columns, keys, &block.sums[..columns]);
-                        ops.softmax_pull_back(block.tile, d_tile, columns, keys, &dots[..columns]);
+                        against(k, keys, (block.q_columns, columns), block.tile, band);
+                        against(v, keys, (o_columns, columns), d_tile, band);
+                        dispatch(ExpColumns {
+                            scores: block.tile,
+                            row_length: columns,
+                            keys,
+                            shifts: &block.sums[..columns],
+                        });
+                        dispatch(SoftmaxPullBack {
+                            weights: block.tile,
+                            d: d_tile,
+                            row_length: columns,
+                            keys,
+                            dots: &dots[..columns],
+                        });
                         for line in 0..keys {
                             let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
                             let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
@@ -120,7 +134,7 @@ pub(super) fn backward<T: Real>(
                             d_tile[line * columns..][..unseen].fill(T::ZERO);
                         }
                         let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
-                            ops.product(&mut Product {
+                            dispatch(Product {
                                 a,
                                 a_row: columns,
                                 a_column: 1,
@@ -138,8 +152,8 @@ pub(super) fn backward<T: Real>(
                         };
                         into(block.tile, (block.o, value_width), dv);
                         into(d_tile, (block.q, head_width), dk);
-                        let (k, k_row) = right_side(ops, k, keys, ignored, k_block);
-                        ops.product(&mut Product {
+                        let (k, k_row) = right_side(k, keys, ignored, k_block);
+                        dispatch(Product {
                             a: d_tile,
                             a_row: 1,
                             a_column: columns,
@@ -163,7 +177,7 @@ pub(super) fn backward<T: Real>(
                     if block.sums[at] == T::ONE / T::MIN_POSITIVE {
                         to.fill(T::ZERO);
                     } else {
-                        ops.store(&dq[at * head_width..], problem.scale, to);
+                        store(&dq[at * head_width..], problem.scale, to);
                     }
                 }
                 row += rows;
@@ -188,12 +202,12 @@ pub(super) fn backward<T: Real>(
                 continue;
             }
             if key < seen {
-                ops.store(&dk[(past + key) * head_width..], T::ONE, to_k);
-                ops.store(&dv[(past + key) * value_width..], T::ONE, to_v);
+                store(&dk[(past + key) * head_width..], T::ONE, to_k);
+                store(&dv[(past + key) * value_width..], T::ONE, to_v);
             }
             if let Some([d_keys, d_values, ..]) = d_final {
-                ops.add_scaled(to_k, T::ONE, &d_keys[place * dims.head_dim..]);
-                ops.add_scaled(to_v, T::ONE, &d_values[place * dims.value_dim..]);
+                add_scaled(to_k, T::ONE, &d_keys[place * dims.head_dim..]);
+                add_scaled(to_v, T::ONE, &d_values[place * dims.value_dim..]);
             }
             place += 1;
         }
@@ -204,11 +218,11 @@ pub(super) fn backward<T: Real>(
             for key in 0..past {
                 let to_k = &mut to_k[key * dims.head_dim..][..dims.head_dim];
                 let to_v = &mut to_v[key * dims.value_dim..][..dims.value_dim];
-                ops.store(&dk[key * head_width..], T::ONE, to_k);
-                ops.store(&dv[key * value_width..], T::ONE, to_v);
+                store(&dk[key * head_width..], T::ONE, to_k);
+                store(&dv[key * value_width..], T::ONE, to_v);
                 if let Some([d_keys, d_values, ..]) = d_final {
-                    ops.add_scaled(to_k, T::ONE, &d_keys[key * dims.head_dim..]);
-                    ops.add_scaled(to_v, T::ONE, &d_values[key * dims.value_dim..]);
+                    add_scaled(to_k, T::ONE, &d_keys[key * dims.head_dim..]);
+                    add_scaled(to_v, T::ONE, &d_values[key * dims.value_dim..]);
                 }
             }
         }

@@ -2,10 +2,13 @@
 
 use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, right_side};
 use crate::mask::Sequence;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{scale_by, store};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
+use crate::softmax::tile::SoftmaxTile;
 use crate::threads::{self, parallel};
 
 /// Where outputs go.
@@ -53,7 +56,7 @@ fn attend<T: Real>(
     span: Span,
     memory: &mut Block<'_, T>,
 ) {
-    let (ops, dims) = (problem.ops, &problem.dims);
+    let dims = &problem.dims;
     let Span { head, row, rows } = span;
     let (columns, value_width) = (padded::<T>(rows), problem.value_width);
     let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + row);
@@ -74,7 +77,7 @@ fn attend<T: Real>(
                 row as isize + problem.offset - key as isize
             };
             let k = (stretch.k.skip(key), dims.head_dim);
-            against(ops, k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
+            against(k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
             let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
             for (line, scores) in memory.tile.chunks_exact_mut(columns).take(keys).enumerate() {
                 let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
@@ -82,14 +85,21 @@ fn attend<T: Real>(
                 scores[..unseen].fill(T::NEG_INFINITY);
             }
             let (highest, factors) = (&mut memory.highest[..columns], &mut memory.factors[..columns]);
-            ops.softmax_tile(memory.tile, columns, keys, highest, memory.sums, factors);
+            dispatch(SoftmaxTile {
+                scores: memory.tile,
+                row_length: columns,
+                keys,
+                highest,
+                sums: memory.sums,
+                factors,
+            });
             for (sum, &factor) in memory.o.chunks_exact_mut(value_width.max(1)).zip(&*factors).take(rows) {
                 if factor != T::ONE {
-                    ops.scale(sum, factor);
+                    scale_by(sum, factor);
                 }
             }
-            let (v, v_row) = right_side(ops, (stretch.v.skip(key), dims.value_dim), keys, ignored, memory.v);
-            ops.product(&mut Product {
+            let (v, v_row) = right_side((stretch.v.skip(key), dims.value_dim), keys, ignored, memory.v);
+            dispatch(Product {
                 a: memory.tile,
                 a_row: 1,
                 a_column: columns,
@@ -123,7 +133,7 @@ fn write<T: Real>(
         if sum == T::ZERO {
             out.fill(T::ZERO);
         } else {
-            problem.ops.store(&memory.o[at * problem.value_width..], T::ONE / sum, out);
+            store(&memory.o[at * problem.value_width..], T::ONE / sum, out);
         }
         if let Some(denominators) = sink.denominators {
             // SAFETY: as above.

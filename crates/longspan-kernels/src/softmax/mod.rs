@@ -15,8 +15,11 @@ mod forward;
 mod problem;
 mod state;
 mod step;
+pub(crate) mod tile;
 
 mod reference;
+
+use problem::Problem;
 
 use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
@@ -25,11 +28,10 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients, check_output,
 };
 use crate::rates::{Rate, Work};
-use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
+use crate::simd::Real;
 use crate::state::State;
-use problem::Problem;
 
 /// Scaled dot-product attention (Vaswani et al. 2017). It learns nothing itself.
 ///

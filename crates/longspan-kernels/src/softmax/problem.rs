@@ -3,13 +3,15 @@
 use super::{SoftmaxAttention, state};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, check_call, check_final_mask, check_initial_gradient, check_initial_mask};
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
-use crate::shape::{Dims, Rows};
-use crate::simd::Ops;
-use crate::simd::block::{Band, Product};
+use crate::scratch::Arena;
+use crate::shape::Dims;
+use crate::simd::block::{Transpose, all_finite, scale_by};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 
 /// Queries of a block: four AVX-512 registers, the width of the matrix product's own block.
@@ -24,7 +26,6 @@ pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a SoftmaxAttention,
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
-    pub ops: &'static Ops<T>,
     /// What scores are multiplied by.
     pub scale: T,
     pub causal: bool,
@@ -66,7 +67,6 @@ impl<'a, T: Real> Problem<'a, T> {
             attention,
             call,
             dims,
-            ops: T::ops(),
             scale: T::from_f64(scale),
             causal,
             offset: call.mask.offset,
@@ -136,8 +136,8 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn carries(&self, stretch: &Stretch<'_, T>, row: usize, rows: usize) -> bool {
         let (from, to) = (self.end(stretch, row), self.end(stretch, row + rows - 1));
         let finite = |key| {
-            self.ops.all_finite(stretch.v.skip(key), 1, self.dims.value_dim)
-                && self.ops.all_finite(stretch.k.skip(key), 1, self.dims.head_dim)
+            all_finite(stretch.v.skip(key), 1, self.dims.value_dim)
+                && all_finite(stretch.k.skip(key), 1, self.dims.head_dim)
         };
         let ignored = |key: usize| stretch.padding.is_some_and(|ignored| ignored[key]);
         !(from..to).all(|key| ignored(key) || finite(key))
@@ -153,23 +153,38 @@ impl<'a, T: Real> Problem<'a, T> {
         (transposed, columns): (&mut [T], usize),
     ) {
         let row_length = padded::<T>(width);
-        self.ops.load(FeatureMap::Identity, T::ZERO, from, rows, width, None, block, row_length);
-        self.ops.scale(&mut block[..rows * row_length], factor);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from,
+            count: rows,
+            width,
+            ignored: None,
+            to: block,
+            to_row: row_length,
+        });
+        scale_by(&mut block[..rows * row_length], factor);
         block[rows * row_length..columns * row_length].fill(T::ZERO);
-        self.ops.transpose(block, row_length, columns, row_length, transposed, columns);
+        dispatch(Transpose {
+            from: block,
+            from_row: row_length,
+            rows: columns,
+            columns: row_length,
+            to: transposed,
+            to_row: columns,
+        });
     }
 }
 
 /// Products of the rows of a stretch with those of a block: `to = rows · blockᵀ`, a line for each key from `key` on.
 pub(super) fn against<T: Real>(
-    ops: &Ops<T>,
     (rows, width): (Rows<'_, T>, usize),
     keys: usize,
     (transposed, columns): (&[T], usize),
     to: &mut [T],
     band: Band,
 ) {
-    ops.product(&mut Product {
+    dispatch(Product {
         a: rows.data,
         a_row: rows.stride,
         a_column: 1,
@@ -189,7 +204,6 @@ pub(super) fn against<T: Real>(
 /// Rows of a stretch as the right side of a product: as they stand where that can be read in whole registers, else
 /// through a block, with 0 for ignored ones.
 pub(super) fn right_side<'b, T: Real>(
-    ops: &Ops<T>,
     (rows, width): (Rows<'b, T>, usize),
     keys: usize,
     ignored: Option<&[bool]>,
@@ -199,7 +213,16 @@ pub(super) fn right_side<'b, T: Real>(
     if ignored.is_none() && row_length == width {
         return (rows.data, rows.stride);
     }
-    ops.load(FeatureMap::Identity, T::ZERO, rows, keys, width, ignored, block, row_length);
+    dispatch(LoadFeatures {
+        map: FeatureMap::Identity,
+        shift: T::ZERO,
+        from: rows,
+        count: keys,
+        width,
+        ignored,
+        to: block,
+        to_row: row_length,
+    });
     (block, row_length)
 }
 

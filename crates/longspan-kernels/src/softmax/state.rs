@@ -3,8 +3,8 @@
 use super::SoftmaxAttention;
 use super::problem::Problem;
 use crate::error::{Error, expect};
-use crate::real::Real;
 use crate::shape::Dims;
+use crate::simd::Real;
 use crate::state::{State, StateShape};
 
 /// The sizes of the state of `attention` for calls of these sizes.

@@ -4,10 +4,12 @@ use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::mechanism::{Token, check_token, token_dims};
-use crate::real::Real;
-use crate::shape::{Dims, Rows};
-use crate::simd::Ops;
+use crate::shape::Dims;
+use crate::simd::block::{add_row_dots, add_scaled, scale_by};
+use crate::simd::rows::Rows;
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads;
 
@@ -33,7 +35,6 @@ pub(super) fn step<T: Real>(
     state::check_room(attention, "state", longest)?;
     let group = dims.group();
     let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
-    let ops = T::ops();
     let mut rest = out;
     let tasks = state.heads_mut().enumerate().map(|(unit, head)| {
         let (own, later) = std::mem::take(&mut rest).split_at_mut(group * value_dim);
@@ -48,7 +49,7 @@ pub(super) fn step<T: Real>(
         for n in 0..group {
             let q = &token.q[(unit * group + n) * head_dim..][..head_dim];
             let out = &mut out[n * value_dim..][..value_dim];
-            attend(ops, q, scale, (keys, values, place + 1), out);
+            attend(q, scale, (keys, values, place + 1), out);
         }
     };
     if batch * kv_heads * longest * (head_dim + value_dim) < PARALLEL_NUMBERS {
@@ -61,7 +62,7 @@ pub(super) fn step<T: Real>(
 }
 
 /// One row of queries against a cache.
-fn attend<T: Real>(ops: &Ops<T>, q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize), out: &mut [T]) {
+fn attend<T: Real>(q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize), out: &mut [T]) {
     let (head_dim, value_dim) = (q.len(), out.len());
     let mut scores = [T::ZERO; KEYS];
     let mut weights = [T::ZERO; KEYS];
@@ -72,21 +73,30 @@ fn attend<T: Real>(ops: &Ops<T>, q: &[T], scale: T, (keys, values, held): (&[T],
         let count = (held - key).min(KEYS);
         let scores = &mut scores[..count];
         scores.fill(T::ZERO);
-        ops.add_row_dots(&keys[key * head_dim..], head_dim, q, scores);
-        ops.scale(scores, scale);
+        add_row_dots(&keys[key * head_dim..], head_dim, q, scores);
+        scale_by(scores, scale);
         let top = scores.iter().copied().fold(highest, T::max);
         if top > highest {
             let factor = (highest - top).exp();
             sum *= factor;
-            ops.scale(out, factor);
+            scale_by(out, factor);
             highest = top;
         }
         let scores = Rows { data: &*scores, stride: count };
-        ops.load(FeatureMap::Exp, highest, scores, 1, count, None, &mut weights, KEYS);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Exp,
+            shift: highest,
+            from: scores,
+            count: 1,
+            width: count,
+            ignored: None,
+            to: &mut weights,
+            to_row: KEYS,
+        });
         for (&weight, value) in weights[..count].iter().zip(values[key * value_dim..].chunks_exact(value_dim.max(1))) {
-            ops.add_scaled(out, weight, value);
+            add_scaled(out, weight, value);
         }
         sum += weights[..count].iter().copied().sum();
     }
-    ops.scale(out, T::ONE / sum);
+    scale_by(out, T::ONE / sum);
 }

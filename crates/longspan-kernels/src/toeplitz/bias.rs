@@ -1,8 +1,8 @@
 //! The learned bias: which entry of the table belongs to which distance.
 
-use super::OPERATION;
 use smallvec::{SmallVec, smallvec};
 
+use super::OPERATION;
 use crate::error::{Error, expect};
 use crate::mask::{Order, Sequence};
 

@@ -21,15 +21,18 @@ use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mask::Sequence;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::ViewMut;
-use crate::simd::{Element, Ops};
+use crate::simd::block::{add_scaled, multiply, store};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
+use crate::toeplitz::spectrum::{AddConjugateProducts, MultiplySpectrum, add_products};
 
 /// What a certified row or key may lose to a transform, in units of `ε √L` of the number type: sums of as many terms
 /// lose about as much by rounding anyway.
@@ -72,7 +75,6 @@ struct Line {
     length: usize,
     forward: Arc<dyn RealToComplex<f64>>,
     inverse: Arc<dyn ComplexToReal<f64>>,
-    ops: &'static Ops<f64>,
 }
 
 /// Buffers of one transform.
@@ -118,7 +120,6 @@ impl Line {
             length,
             forward: planner.plan_fft_forward(length),
             inverse: planner.plan_fft_inverse(length),
-            ops: f64::ops(),
         }
     }
 
@@ -151,7 +152,7 @@ impl Line {
                 filled.copy_from_slice(a);
                 rest.fill(0.0);
                 if let Some(b) = b {
-                    self.ops.multiply(filled, b);
+                    multiply(filled, b);
                 }
             }
             Some(places) => {
@@ -185,15 +186,15 @@ impl Line {
 
     /// Convolves what was transformed last with a kernel, or with a kernel reversed.
     fn convolve(&self, kernel: &Kernel<'_>, reversed: bool, work: &mut Work<'_>) {
-        self.ops.multiply_spectrum(work.spectrum, kernel.spectrum, reversed);
+        dispatch(MultiplySpectrum { x: work.spectrum, by: kernel.spectrum, conjugate: reversed });
         self.inverse(work);
     }
 
     /// `to[n] += factor[n] · signal` at the place of token `n`.
     fn add(&self, places: &Option<Vec<usize>>, factor: Option<&[f64]>, signal: &[f64], to: &mut [f64]) {
         match (places, factor) {
-            (None, Some(factor)) => self.ops.add_products(to, factor, signal),
-            (None, None) => self.ops.add_scaled(to, 1.0, signal),
+            (None, Some(factor)) => add_products(to, factor, signal),
+            (None, None) => add_scaled(to, 1.0, signal),
             (Some(places), _) => {
                 for (n, (&place, to)) in places.iter().zip(to).enumerate() {
                     *to += factor.map_or(1.0, |factor| factor[n]) * signal[place];
@@ -270,10 +271,10 @@ impl Line {
         let spectrum = complex(spectrum);
         spectrum.copy_from_slice(work.spectrum);
         self.transform(&self.queries, y, None, work);
-        self.ops.multiply_spectrum(work.spectrum, spectrum, true);
+        dispatch(MultiplySpectrum { x: work.spectrum, by: spectrum, conjugate: true });
         self.inverse(work);
         to.fill(0.0);
-        self.ops.add_scaled(to, 1.0 / self.length as f64, work.signal);
+        add_scaled(to, 1.0 / self.length as f64, work.signal);
     }
 
     /// The least and largest `key − query` of places.
@@ -316,7 +317,7 @@ impl<'s> Columns<'s> {
     fn norms(&self, to: &'s mut [f64]) -> &'s [f64] {
         to.fill(0.0);
         for column in self.numbers.chunks_exact(self.count.max(1)) {
-            f64::ops().add_products(to, column, column);
+            add_products(to, column, column);
         }
         to.iter_mut().for_each(|s| *s = s.sqrt());
         to
@@ -365,7 +366,16 @@ impl<'s> Keys<'s> {
             problem.load_keys(unit, (first, rows), exponent, block, &mut map);
             k.put(first, rows, block, problem.head_width, features);
             let (from, identity) = (unit.v.skip(first), FeatureMap::Identity);
-            problem.ops.load(identity, T::ZERO, from, rows, value_dim, padding, block, problem.value_width);
+            dispatch(LoadFeatures {
+                map: identity,
+                shift: T::ZERO,
+                from,
+                count: rows,
+                width: value_dim,
+                ignored: padding,
+                to: block,
+                to_row: problem.value_width,
+            });
             v.put(first, rows, block, problem.value_width, value_dim);
         }
         for key in 0..keys {
@@ -374,7 +384,7 @@ impl<'s> Keys<'s> {
         let (k_norms, v_norms) = (k.norms(arena.take(keys)), v.norms(arena.take(keys)));
         let norms = arena.take(keys);
         norms.copy_from_slice(k_norms);
-        f64::ops().multiply(norms, v_norms);
+        multiply(norms, v_norms);
         Self { k, v, exponent: exponent.to_f64(), k_norms, v_norms, norms }
     }
 }
@@ -718,7 +728,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 let (q_norms, d_norms) = (q.norms(arena.take(queries)), d.norms(arena.take(queries)));
                 let norms = arena.take(queries);
                 norms.copy_from_slice(q_norms);
-                line.ops.multiply(norms, d_norms);
+                multiply(norms, d_norms);
                 HeadColumns { kernel, q, d, q_norms, d_norms, norms }
             })
             .collect();
@@ -859,7 +869,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                         line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), &mut work);
                         if let (Some(dk), Some(bias)) = (&mut dk, &mut bias) {
                             line.transform(&line.queries, q.column(feature), Some(d.column(value)), &mut other);
-                            line.ops.add_conjugate_products(bias, work.spectrum, other.spectrum);
+                            dispatch(AddConjugateProducts { to: bias, x: work.spectrum, y: other.spectrum });
                             line.convolve(kernel, true, &mut other);
                             line.add(&line.keys, Some(keys.v.column(value)), other.signal, dk);
                         }
@@ -875,7 +885,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 // SAFETY: two rows of one thread's.
                 let (to, from) =
                     unsafe { (spectra.row(0, 0, 0, spectrum_len), spectra.row(group, 0, 0, spectrum_len)) };
-                line.ops.add_scaled(to, 1.0, from);
+                add_scaled(to, 1.0, from);
             }
         }
     }
@@ -1016,7 +1026,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
                 // SAFETY: each (batch, head, token) belongs to one unit.
                 let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, head_dim) };
                 if sees(first + row) {
-                    problem.ops.store(&raw[row * width..], T::ONE, to);
+                    store(&raw[row * width..], T::ONE, to);
                 } else {
                     to.fill(T::ZERO);
                 }

@@ -11,11 +11,14 @@ use super::tiled::{Far, GradientSink, KeyBlock, Weights, add_keys, each_run, loa
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
-use crate::shape::{Rows, ViewMut};
-use crate::simd::block::{Band, Product};
+use crate::scratch::Arena;
+use crate::shape::ViewMut;
+use crate::simd::block::{add_scaled, all_finite, dot, multiply, store};
+use crate::simd::product::{Band, Product, ZeroOutside};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
+use crate::toeplitz::weigh::WeighByDistance;
 
 /// At most so many tasks share the keys of a unit, each with a line of biases' gradients of its own: that bounds their
 /// memory, and the order of sums does not depend on the number of threads.
@@ -300,7 +303,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
     fn past(&self, unit: &Unit<'_, T>, last: Option<&Last<'_, T>>, lines: &mut [T]) {
         let problem = self.problem;
         let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
-        let (value_dim, value_width, ops) = (problem.dims.value_dim, problem.value_width, problem.ops);
+        let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
         let features = past.head.keys.len();
         // SAFETY: one task a unit comes here.
         let mut parts = self.states.first.as_ref().map(|first| unsafe {
@@ -308,8 +311,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
         });
         if let (Some((sum, keys)), Some(last)) = (&mut parts, last) {
             let factor = (past.head.marks[EXPONENT] - last.exponent).exp();
-            ops.store(last.head.sum, factor, sum);
-            ops.store(last.head.keys, factor, keys);
+            store(last.head.sum, factor, sum);
+            store(last.head.keys, factor, keys);
         }
         for (n, head) in problem.heads(unit).enumerate() {
             let Some(far) = self.far(unit, head, 0, 0) else { continue };
@@ -317,10 +320,10 @@ impl<T: Real> KeyPass<'_, '_, T> {
             let mut dots = T::ZERO;
             for feature in 0..features {
                 let outer = &far.outer[feature * value_width..][..value_dim];
-                dots += ops.dot(&past.head.sum[feature * value_dim..][..value_dim], outer);
+                dots += dot(&past.head.sum[feature * value_dim..][..value_dim], outer);
                 dots += past.head.keys[feature] * far.features[feature];
                 if let Some((sum, keys)) = &mut parts {
-                    ops.add_scaled(&mut sum[feature * value_dim..][..value_dim], weight, outer);
+                    add_scaled(&mut sum[feature * value_dim..][..value_dim], weight, outer);
                     keys[feature] += weight * far.features[feature];
                 }
             }
@@ -414,7 +417,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
         buffers: &mut Buffers<'_, T>,
     ) {
         let Self { problem, shared, cotangent, .. } = *self;
-        let (unit, line, ops) = (&strip.unit, shared.line(head), problem.ops);
+        let (unit, line) = (&strip.unit, shared.line(head));
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
             let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, map, dq, .. } = &mut *buffers;
@@ -429,8 +432,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
             }
             problem.load_queries(unit, head, row, span.len(), q, q_shifts, map);
             load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
-            let finite = ops.all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
-                && ops.all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
+            let finite = all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
+                && all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
                 && c[..span.len()].iter().all(|c| c.is_finite());
             let mut tile_of = |block: Block<T>, which: usize| {
                 let keys = &keys[which];
@@ -453,9 +456,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 let mut unused = [T::ZERO; TILE];
                 let unused = &mut unused[..block.rows];
                 let factors = weights.form(problem, unit, line, &block, keys);
-                ops.weigh(tile, TILE, visible, factors, band, unused);
+                dispatch(WeighByDistance { tile, row_length: TILE, columns: visible, factors, band, sums: unused });
                 if keys_wanted {
-                    ops.product(&mut Product {
+                    dispatch(Product {
                         a: tile,
                         a_row: 1,
                         a_column: TILE,
@@ -472,14 +475,14 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     });
                 }
                 // Unseen elements of the tile are 0, but those of the products may be anything.
-                ops.mask(products, TILE, block.rows, visible, band);
+                dispatch(ZeroOutside { block: products, row_length: TILE, rows: block.rows, columns: visible, band });
                 for r in 0..block.rows {
                     let weights = &mut tile[r * TILE..][..visible];
-                    ops.multiply(weights, &products[r * TILE..][..visible]);
+                    multiply(weights, &products[r * TILE..][..visible]);
                     each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
                         let (to, from) = (&mut d_line[index - first..][..len], &weights[column..][..len]);
                         match strip.left {
-                            None => ops.add_scaled(to, T::ONE, from),
+                            None => add_scaled(to, T::ONE, from),
                             Some(left) => (0..len).for_each(|at| {
                                 if left.distance(n, index + at) {
                                     to[at] += from[at];
@@ -491,12 +494,19 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 if !keys_wanted {
                     return;
                 }
-                ops.weigh(products, TILE, visible, factors, band, unused);
+                dispatch(WeighByDistance {
+                    tile: products,
+                    row_length: TILE,
+                    columns: visible,
+                    factors,
+                    band,
+                    sums: unused,
+                });
                 if !dq.is_empty() {
                     let dq = &mut dq[(block.row - near.start) * head_width..];
                     add_keys(problem, products, keys, (block.rows, visible, band), dq);
                 }
-                ops.product(&mut Product {
+                dispatch(Product {
                     a: products,
                     a_row: 1,
                     a_column: TILE,
@@ -529,7 +539,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
 
     /// Writes the gradients of a block of keys and values, those of an initial state to its ring.
     fn write_block(&self, strip: &Strip<'_, '_, T>, which: usize, seen: isize, buffers: &mut Buffers<'_, T>) {
-        let (problem, unit, ops) = (self.problem, &strip.unit, self.problem.ops);
+        let (problem, unit) = (self.problem, &strip.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let (features, value_dim) = (problem.features, problem.dims.value_dim);
         let Buffers { q, keys, dk, dv, map, map_sums, .. } = buffers;
@@ -552,11 +562,11 @@ impl<T: Real> KeyPass<'_, '_, T> {
             };
             // Rows of the ring of an initial state are features already.
             let factor = past.head.ring_exponents.get(slot).map_or(T::ONE, |&own| (own - block.exponent).exp());
-            ops.store(&dk[row * head_width..], factor, to_k);
-            ops.store(&dv[row * value_width..], T::ONE, to_v);
+            store(&dk[row * head_width..], factor, to_k);
+            store(&dv[row * value_width..], T::ONE, to_v);
             if let Some((d_keys, d_values)) = ring(key) {
-                ops.add_scaled(to_k, T::ONE, d_keys);
-                ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
+                add_scaled(to_k, T::ONE, d_keys);
+                add_scaled(to_v, T::ONE, &d_values[..value_dim]);
             }
         }
         let (start, rows) = ((block.from + kept as isize) as usize, block.count - kept);
@@ -583,8 +593,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
             let (d_raw, _) = problem.pull_back(side, raw, 1, |_| true, phi, d_phi, map_sums, map);
             // SAFETY: each key belongs to one task.
             let (to_k, to_v) = unsafe { places(problem, unit, key, &self.sink) };
-            ops.add_scaled(to_k, T::ONE, d_raw);
-            ops.add_scaled(to_v, T::ONE, &d_values[..value_dim]);
+            add_scaled(to_k, T::ONE, d_raw);
+            add_scaled(to_v, T::ONE, &d_values[..value_dim]);
         }
     }
 }
@@ -632,8 +642,8 @@ pub(super) fn write<T: Real>(
     let (to_k, to_v) = unsafe { places(problem, unit, key, &sink) };
     match rows {
         Some((dk, dv)) => {
-            problem.ops.store(dk, T::ONE, to_k);
-            problem.ops.store(dv, T::ONE, to_v);
+            store(dk, T::ONE, to_k);
+            store(dv, T::ONE, to_v);
         }
         None => {
             to_k.fill(T::ZERO);

@@ -3,8 +3,8 @@
 
 use super::gradient::segments;
 use super::problem::Problem;
-use crate::real::Real;
 use crate::shape::{SharedRows, ViewMut};
+use crate::simd::Real;
 
 /// Lanes that the strips of one head's queries are dealt to: as many tasks as a head can keep busy under a learned map.
 const LANES: usize = 8;

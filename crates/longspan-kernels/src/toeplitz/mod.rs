@@ -25,13 +25,17 @@ mod one_pass;
 mod piecewise;
 mod problem;
 mod reference;
+pub(crate) mod spectrum;
 mod state;
 mod step;
 mod tiled;
+pub(crate) mod weigh;
 
 pub use bias::{Beyond, Bias};
 
+use problem::Problem;
 use smallvec::smallvec;
+use state::StateGradients;
 
 use crate::algorithm::{Algorithm, Plan, Purpose};
 use crate::error::Error;
@@ -41,12 +45,10 @@ use crate::mechanism::{
     Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
     check_initial_gradient, check_output,
 };
-use crate::real::Real;
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
+use crate::simd::Real;
 use crate::state::State;
-use problem::Problem;
-use state::StateGradients;
 
 /// The mechanism's name, in errors too.
 const OPERATION: &str = "toeplitz";

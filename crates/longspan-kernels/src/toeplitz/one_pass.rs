@@ -14,9 +14,11 @@ use super::state::StateGradients;
 use super::tiled::GradientSink;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::{SharedRows, ViewMut};
+use crate::simd::Real;
+use crate::simd::block::{add_scaled, store};
+use crate::simd::rows::padded;
 use crate::threads::{self, parallel};
 
 /// Distances between two strips, one more to be even.
@@ -151,7 +153,7 @@ impl<'a, T: Real> Meeting<'a, T> {
     /// last, too.
     fn finish(&self, pass: &KeyPass<'_, 'a, T>, absent: bool, arena: &mut Arena<'_, T>) {
         let (problem, unit, sink) = (pass.problem, &self.unit, &pass.sink);
-        let (head_dim, head_width, ops) = (problem.dims.head_dim, problem.head_width, problem.ops);
+        let (head_dim, head_width) = (problem.dims.head_dim, problem.head_width);
         let Buffers { q: phi, q_shifts, dq: d, map, .. } = &mut Buffers::new(problem, Beside::Queries, &mut [], arena);
         for head in problem.heads(unit) {
             for row in self.queries.clone().step_by(TILE) {
@@ -166,7 +168,7 @@ impl<'a, T: Real> Meeting<'a, T> {
                     // SAFETY: each query belongs to one task.
                     let to = unsafe { sink.dq.row(rows.0, rows.1, rows.2 + n, head_dim) };
                     match sees(n) {
-                        true => ops.store(&raw[n * width..], T::ONE, to),
+                        true => store(&raw[n * width..], T::ONE, to),
                         false => to.fill(T::ZERO),
                     }
                 }
@@ -188,7 +190,7 @@ impl<'a, T: Real> Meeting<'a, T> {
                 }
                 // SAFETY: each key belongs to one task.
                 let (to, _) = unsafe { places(problem, unit, key + n, sink) };
-                ops.store(&raw[n * width..], T::ONE, to);
+                store(&raw[n * width..], T::ONE, to);
             }
         }
         if absent {
@@ -253,7 +255,7 @@ fn add_windows<T: Real>(
             let count = count.min(problem.line_width() - first);
             for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
                 let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
-                problem.ops.add_scaled(&mut line[first..][..count], T::ONE, from);
+                add_scaled(&mut line[first..][..count], T::ONE, from);
             }
         }
     });

@@ -12,10 +12,12 @@ use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
 use crate::feature_map::mapping::MapBuffers;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
+use crate::scratch::{Arena, Scratch};
 use crate::shape::ViewMut;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{add_column_sums, add_scaled, scale_by};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
@@ -100,12 +102,12 @@ fn sum_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Brings a sum to an exponent that is at least its own.
-fn raise<T: Real>(problem: &Problem<'_, T>, sum: &mut [T], to: T) {
+fn raise<T: Real>(sum: &mut [T], to: T) {
     let len = sum.len() - padded::<T>(1);
     let old = sum[len];
     if old < to {
         if old > T::NEG_INFINITY {
-            problem.ops.scale(&mut sum[..len], (old - to).exp());
+            scale_by(&mut sum[..len], (old - to).exp());
         }
         sum[len] = to;
     }
@@ -120,7 +122,7 @@ fn clear<T: Real>(sum: &mut [T]) {
 
 /// Adds `Σ x_j y_jᵀ` of some rows of a block.
 fn add_outer<T: Real>(problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize, sum: &mut [T]) {
-    problem.ops.product(&mut Product {
+    dispatch(Product {
         a: x,
         a_row: 1,
         a_column: problem.head_width,
@@ -150,13 +152,13 @@ fn add_keys<T: Real>(
     let mut next = from;
     while next < to {
         keys.load(problem, unit, (next, to), map);
-        raise(problem, sum, keys.exponent);
+        raise(sum, keys.exponent);
         if keys.exponent < sum[exponent] {
-            problem.ops.scale(&mut keys.k[..keys.count * head_width], (keys.exponent - sum[exponent]).exp());
+            scale_by(&mut keys.k[..keys.count * head_width], (keys.exponent - sum[exponent]).exp());
         }
         let (outer, features) = sum.split_at_mut(head_width * value_width);
         add_outer(problem, keys.k, keys.v, keys.count, outer);
-        problem.ops.add_column_sums(keys.k, head_width, keys.count, &mut features[..head_width]);
+        add_column_sums(keys.k, head_width, keys.count, &mut features[..head_width]);
         next += keys.count as isize;
     }
 }
@@ -164,14 +166,14 @@ fn add_keys<T: Real>(
 /// Adds the tokens beyond the ring of an initial state.
 fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut [T]) {
     let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
-    let (value_dim, value_width, ops) = (problem.dims.value_dim, problem.value_width, problem.ops);
+    let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
     let exponent = sum.len() - padded::<T>(1);
-    raise(problem, sum, past.head.marks[EXPONENT]);
+    raise(sum, past.head.marks[EXPONENT]);
     let factor = (past.head.marks[EXPONENT] - sum[exponent]).exp();
     let (outer, features) = sum.split_at_mut(problem.head_width * value_width);
     for (feature, &number) in past.head.keys.iter().enumerate() {
         let row = &past.head.sum[feature * value_dim..][..value_dim];
-        ops.add_scaled(&mut outer[feature * value_width..][..value_dim], factor, row);
+        add_scaled(&mut outer[feature * value_width..][..value_dim], factor, row);
         features[feature] += factor * number;
     }
 }
@@ -228,7 +230,7 @@ fn accumulate<T: Real>(
     strips: usize,
     order: impl Fn(usize, usize) -> (usize, usize) + Sync,
 ) {
-    let (sides, len, ops) = (sides(problem), sum_len(problem), problem.ops);
+    let (sides, len) = (sides(problem), sum_len(problem));
     let (end, all) = (len - padded::<T>(1), owners * sides);
     let part = padded::<T>(end.div_ceil(PARTS));
     let own: Vec<T> = numbers.chunks_exact(len).map(|sum| sum[end]).collect();
@@ -246,10 +248,10 @@ fn accumulate<T: Real>(
             let new = own[owner * strips + to];
             let highest = old.max(new);
             if new < highest {
-                ops.scale(row(to), factor(new, highest));
+                scale_by(row(to), factor(new, highest));
             }
             if old > T::NEG_INFINITY {
-                ops.add_scaled(row(to), factor(old, highest), row(before));
+                add_scaled(row(to), factor(old, highest), row(before));
             }
             running = Some(highest);
         }
@@ -363,13 +365,13 @@ fn add_rows<T: Real>(
     block: &mut RowBlock<'_, T>,
     sum: &mut [T],
 ) {
-    let (head_width, value_width, ops) = (problem.head_width, problem.value_width, problem.ops);
+    let (head_width, value_width) = (problem.head_width, problem.value_width);
     let exponents = rows.clone().filter(|&row| problem.sees(unit, row)).map(|row| -shared.level(unit, head, row));
     let highest = exponents.fold(T::NEG_INFINITY, T::max);
     if highest == T::NEG_INFINITY {
         return;
     }
-    raise(problem, sum, highest);
+    raise(sum, highest);
     let exponent = sum[sum.len() - padded::<T>(1)];
     let (outer, features) = sum.split_at_mut(head_width * value_width);
     for first in rows.clone().step_by(TILE) {
@@ -382,10 +384,10 @@ fn add_rows<T: Real>(
             let factor =
                 if problem.sees(unit, row) { (-shared.level(unit, head, row) - exponent).exp() } else { T::ZERO };
             if factor != T::ONE {
-                ops.scale(&mut d[at * value_width..][..value_width], factor);
+                scale_by(&mut d[at * value_width..][..value_width], factor);
                 c[at] *= factor;
             }
-            ops.add_scaled(&mut features[..head_width], c[at], &q[at * head_width..][..head_width]);
+            add_scaled(&mut features[..head_width], c[at], &q[at * head_width..][..head_width]);
         }
         add_outer(problem, q, d, span.len(), outer);
     }

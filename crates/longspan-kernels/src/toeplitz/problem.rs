@@ -7,10 +7,11 @@ use crate::feature_map::mapping::{MapBuffers, Mapping};
 use crate::feature_map::rows::{Shift, Side};
 use crate::mask::{Order, Sequence};
 use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Dims, Rows, ViewMut};
-use crate::simd::Ops;
+use crate::scratch::{Arena, Scratch};
+use crate::shape::{Dims, ViewMut};
+use crate::simd::Real;
+use crate::simd::block::all_finite;
+use crate::simd::rows::{Rows, padded};
 use crate::state::State;
 use crate::threads;
 
@@ -34,7 +35,6 @@ pub(super) struct Problem<'a, T: 'static> {
     pub toeplitz: &'a Toeplitz,
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
-    pub ops: &'static Ops<T>,
     pub mapping: Mapping<'a, T>,
     /// Features of a row.
     pub features: usize,
@@ -163,7 +163,6 @@ impl<'a, T: Real> Problem<'a, T> {
             toeplitz,
             call,
             dims,
-            ops: T::ops(),
             mapping,
             features,
             causal,
@@ -628,7 +627,7 @@ impl<'a, T: Real> Unit<'a, T> {
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: isize, to: isize) -> bool {
         let finite = |from: usize, count: usize| {
             problem.mapping.all_finite(self.k.skip(from), count)
-                && problem.ops.all_finite(self.v.skip(from), count, problem.dims.value_dim)
+                && all_finite(self.v.skip(from), count, problem.dims.value_dim)
         };
         let (from, to) = (from.max(0) as usize, to.max(0) as usize);
         match self.sequence.padding {

@@ -5,10 +5,11 @@ use smallvec::SmallVec;
 use super::problem::{Problem, Unit};
 use super::{OPERATION, Toeplitz};
 use crate::error::{Error, expect};
-use crate::real::Real;
 use crate::shape::{Dims, SharedRows, ViewMut};
-use crate::simd::Ops;
+use crate::simd::block::{add_scaled, scale_by};
+use crate::simd::{Real, dispatch};
 use crate::state::{PARTS, State, StateShape};
+use crate::toeplitz::weigh::AddOuter;
 
 /// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
@@ -162,8 +163,8 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
                 writer.retire();
             }
             let factor = writer.raise_far(later.marks[EXPONENT]);
-            writer.ops.add_scaled(writer.head.keys, factor, later.keys);
-            writer.ops.add_scaled(writer.head.sum, factor, later.sum);
+            add_scaled(writer.head.keys, factor, later.keys);
+            add_scaled(writer.head.sum, factor, later.sum);
         }
         if near > 0 {
             // A token stands at its number modulo `near`, and `slot` is what is known of the later ones' number.
@@ -279,12 +280,11 @@ impl<'s, T: Real> Last<'s, T> {
 pub(super) struct Writer<'a, T: 'static> {
     near: usize,
     pub head: Head<&'a mut [T]>,
-    ops: &'static Ops<T>,
 }
 
 impl<'a, T: Real> Writer<'a, T> {
     pub fn new(near: usize, head: Head<&'a mut [T]>) -> Self {
-        Self { near, head, ops: T::ops() }
+        Self { near, head }
     }
 
     /// Takes in a token: `φ(k)`, the exponent subtracted from it, its value, and 1 or, if it is ignored, 0. The caller
@@ -331,8 +331,8 @@ impl<'a, T: Real> Writer<'a, T> {
     /// Adds `k vᵀ` and `k`, relative to `exponent`, to the far sums.
     fn add_far(&mut self, exponent: T, k: &[T], v: &[T]) {
         let factor = self.raise_far(exponent);
-        self.ops.add_scaled(self.head.keys, factor, k);
-        self.ops.add_outer(self.head.sum, factor, k, v);
+        add_scaled(self.head.keys, factor, k);
+        dispatch(AddOuter { sum: self.head.sum, factor, x: k, y: v });
     }
 
     /// Brings the far sums to `exponent` if that is above theirs; returns the factor of what is relative to it.
@@ -340,8 +340,8 @@ impl<'a, T: Real> Writer<'a, T> {
         let old = self.head.marks[EXPONENT];
         if exponent > old {
             if old > T::NEG_INFINITY {
-                self.ops.scale(self.head.sum, (old - exponent).exp());
-                self.ops.scale(self.head.keys, (old - exponent).exp());
+                scale_by(self.head.sum, (old - exponent).exp());
+                scale_by(self.head.keys, (old - exponent).exp());
             }
             self.head.marks[EXPONENT] = exponent;
         }

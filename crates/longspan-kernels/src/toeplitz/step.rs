@@ -6,13 +6,14 @@ use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{Bias, OPERATION, Toeplitz};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::mapping::largest;
+use crate::feature_map::elementwise::{FeatureDots, LoadFeatures};
 use crate::feature_map::rows::{RowMap, Shift, Side};
 use crate::mechanism::{Token, check_token, step_rows, token_dims};
-use crate::real::Real;
-use crate::scratch::{Arena, StepMemory, padded};
-use crate::shape::{Dims, Rows};
-use crate::simd::Ops;
+use crate::scratch::{Arena, StepMemory};
+use crate::shape::Dims;
+use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, all_finite, dot, largest, multiply, scale_by};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads;
 
@@ -40,11 +41,11 @@ pub(super) fn step<T: Real>(
         state::check_reach(toeplitz, "state", tokens)?;
         most = most.max(tokens);
     }
-    let (ops, entries) = (T::ops(), toeplitz.bias.entries());
+    let entries = toeplitz.bias.entries();
     // A table may be far longer than what a token reads of it.
     let read = toeplitz.bias.entries_before(most);
     for table in bias.chunks_exact(entries).map(|table| &table[read.clone()]) {
-        if !ops.all_finite(Rows { data: table, stride: table.len() }, 1, table.len()) {
+        if !all_finite(Rows { data: table, stride: table.len() }, 1, table.len()) {
             let wrong = table.iter().find(|b| !b.is_finite());
             expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
         }
@@ -58,7 +59,6 @@ pub(super) fn step<T: Real>(
     let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
         let token = HeadToken {
             toeplitz,
-            ops,
             row_map: row_map.as_ref(),
             kv_head: index % kv_heads,
             q: &token.q[index * group * head_dim..][..group * head_dim],
@@ -82,7 +82,6 @@ pub(super) fn step<T: Real>(
 /// The token of one key/value head and the query heads that read it.
 struct HeadToken<'a, T: 'static> {
     toeplitz: &'a Toeplitz,
-    ops: &'static Ops<T>,
     row_map: Option<&'a RowMap<'a, T>>,
     kv_head: usize,
     q: &'a [T],
@@ -131,7 +130,7 @@ impl<T: Real> HeadToken<'_, T> {
             let own =
                 stretches.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
             let mut level = if state.ring_exponents.is_empty() {
-                self.ops.largest(weights)
+                largest(weights)
             } else {
                 weights.iter().zip(own.clone()).fold(T::NEG_INFINITY, |level, (&b, &own)| level.max(b + own))
             };
@@ -148,7 +147,16 @@ impl<T: Real> HeadToken<'_, T> {
             }
             let rows = Rows { data: weights, stride: tokens };
             let width = exponentials.len();
-            self.ops.load(FeatureMap::Exp, shift, rows, 1, tokens, None, exponentials, width);
+            dispatch(LoadFeatures {
+                map: FeatureMap::Exp,
+                shift,
+                from: rows,
+                count: 1,
+                width: tokens,
+                ignored: None,
+                to: exponentials,
+                to_row: width,
+            });
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             for (slots, first) in &stretches {
@@ -156,18 +164,25 @@ impl<T: Real> HeadToken<'_, T> {
                 let exponentials = &exponentials[*first..][..slots.len()];
                 let keys = &state.ring_keys[slots.start * features..];
                 let values = &state.ring_values[slots.start * (value_dim + 1)..];
-                self.ops.feature_dots(FeatureMap::Identity, T::ZERO, keys, features, q, dots);
-                self.ops.multiply(dots, exponentials);
+                dispatch(FeatureDots {
+                    map: FeatureMap::Identity,
+                    shift: T::ZERO,
+                    rows: keys,
+                    width: features,
+                    q,
+                    to: dots,
+                });
+                multiply(dots, exponentials);
                 // What is ignored has no number that counts, whatever it is.
                 let counts = |row: &[T], exponential: T| row[value_dim] == T::ONE && exponential != T::ZERO;
                 let rows = values.chunks_exact(value_dim + 1);
                 if rows.clone().zip(exponentials).all(|(row, &exponential)| counts(row, exponential)) {
-                    sum += self.ops.add_weighed_values(values, dots, out);
+                    sum += dispatch(AddWeighedValues { rows: values, weights: dots, to: out });
                     continue;
                 }
                 for ((row, &exponential), &weight) in rows.zip(exponentials).zip(&*dots) {
                     if counts(row, exponential) {
-                        self.ops.add_scaled(out, weight, &row[..value_dim]);
+                        add_scaled(out, weight, &row[..value_dim]);
                         sum += weight;
                     }
                 }
@@ -175,16 +190,16 @@ impl<T: Real> HeadToken<'_, T> {
             let weight = (far + (state.marks[EXPONENT] - level)).exp();
             if weight > T::ZERO {
                 far_sum.fill(T::ZERO);
-                self.ops.read_token(state.sum, q, far_sum);
-                self.ops.add_scaled(out, weight, far_sum);
-                sum += weight * self.ops.dot(q, state.keys);
+                dispatch(ReadToken { sum: state.sum, q, out: far_sum });
+                add_scaled(out, weight, far_sum);
+                sum += weight * dot(q, state.keys);
             }
             if !self.toeplitz.normalize {
-                self.ops.scale(out, (level + q_shift).exp());
+                scale_by(out, (level + q_shift).exp());
             } else if sum.vanishes() {
                 out.fill(T::ZERO);
             } else {
-                self.ops.scale(out, T::ONE / sum);
+                scale_by(out, T::ONE / sum);
             }
         }
     }
@@ -219,7 +234,7 @@ impl<T: Real> HeadToken<'_, T> {
         }
         let top = if map == FeatureMap::Exp { largest(x) } else { T::ZERO };
         let shift = if top.is_finite() { top } else { T::ZERO };
-        self.ops.load(map, shift, rows, 1, x.len(), None, to, row);
+        dispatch(LoadFeatures { map, shift, from: rows, count: 1, width: x.len(), ignored: None, to, to_row: row });
         shift
     }
 }

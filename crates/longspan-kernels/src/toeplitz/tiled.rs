@@ -7,16 +7,19 @@ use super::one_pass;
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Rows, SharedRows};
-use crate::simd::block::{Band, Product};
-use crate::simd::toeplitz::Factors;
+use crate::scratch::{Arena, Scratch};
+use crate::shape::SharedRows;
+use crate::simd::block::{Transpose, add_scaled, dot, scale_by, store};
+use crate::simd::product::{Band, Product};
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::state::State;
 use crate::threads::{self, parallel};
+use crate::toeplitz::weigh::{Factors, WeighByDistance};
 
 /// Where the forward pass writes.
 #[derive(Clone, Copy)]
@@ -76,7 +79,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
                 k[..features].copy_from_slice(&past.head.ring_keys[slot * features..][..features]);
                 k[features..].fill(T::ZERO);
                 if let Some(&own) = past.head.ring_exponents.get(slot) {
-                    problem.ops.scale(k, (own - exponent).exp());
+                    scale_by(k, (own - exponent).exp());
                 }
                 let v = &mut self.v[row * value_width..][..value_width];
                 v[..value_dim].copy_from_slice(&past.head.ring_values[slot * (value_dim + 1)..][..value_dim]);
@@ -89,15 +92,38 @@ impl<'s, T: Real> KeyBlock<'s, T> {
             problem.load_keys(unit, (first, rows), exponent, &mut self.k[kept * head_width..], map);
             let v = &mut self.v[kept * value_width..];
             let identity = FeatureMap::Identity;
-            problem.ops.load(identity, T::ZERO, unit.v.skip(first), rows, value_dim, padding, v, value_width);
+            dispatch(LoadFeatures {
+                map: identity,
+                shift: T::ZERO,
+                from: unit.v.skip(first),
+                count: rows,
+                width: value_dim,
+                ignored: padding,
+                to: v,
+                to_row: value_width,
+            });
         }
         // Products and transposes take whole registers of rows.
         let whole = padded::<T>(count).min(TILE);
         self.k[count * head_width..whole * head_width].fill(T::ZERO);
         self.v[count * value_width..whole * value_width].fill(T::ZERO);
-        problem.ops.transpose(self.k, head_width, whole, head_width, self.k_columns, TILE);
+        dispatch(Transpose {
+            from: self.k,
+            from_row: head_width,
+            rows: whole,
+            columns: head_width,
+            to: self.k_columns,
+            to_row: TILE,
+        });
         if !self.v_columns.is_empty() {
-            problem.ops.transpose(self.v, value_width, whole, value_width, self.v_columns, TILE);
+            dispatch(Transpose {
+                from: self.v,
+                from_row: value_width,
+                rows: whole,
+                columns: value_width,
+                to: self.v_columns,
+                to_row: TILE,
+            });
         }
     }
 
@@ -147,14 +173,32 @@ impl<'s, T: Real> Weights<'s, T> {
                 });
             }
             let raw = Rows { data: &*self.raw, stride: TILE };
-            problem.ops.load(FeatureMap::Exp, shift, raw, block.rows, visible, None, self.values, TILE);
+            dispatch(LoadFeatures {
+                map: FeatureMap::Exp,
+                shift,
+                from: raw,
+                count: block.rows,
+                width: visible,
+                ignored: None,
+                to: self.values,
+                to_row: TILE,
+            });
             return Factors { values: self.values, start: 0, step: TILE as isize };
         }
         // Row r and column c need the difference from + c − (stands + r).
         let first = problem.line_index(keys.from - (block.stands + block.rows as isize - 1)) as usize;
         let raw = Rows { data: &line[first..], stride: 0 };
         let width = block.rows + visible - 1;
-        problem.ops.load(FeatureMap::Exp, shift, raw, 1, width, None, self.values, 2 * TILE);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Exp,
+            shift,
+            from: raw,
+            count: 1,
+            width,
+            ignored: None,
+            to: self.values,
+            to_row: 2 * TILE,
+        });
         Factors { values: self.values, start: block.rows - 1, step: -1 }
     }
 }
@@ -299,9 +343,16 @@ impl<T: Real> Far<'_, T> {
         to: &mut [T],
         (turned, tile): (&mut [T], &mut [T]),
     ) -> T {
-        let (head_width, value_width, ops) = (problem.head_width, problem.value_width, problem.ops);
-        ops.transpose(self.outer, value_width, head_width, value_width, turned, head_width);
-        ops.product(&mut Product {
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        dispatch(Transpose {
+            from: self.outer,
+            from_row: value_width,
+            rows: head_width,
+            columns: value_width,
+            to: turned,
+            to_row: head_width,
+        });
+        dispatch(Product {
             a: y,
             a_row: value_width,
             a_column: 1,
@@ -319,9 +370,9 @@ impl<T: Real> Far<'_, T> {
         let mut sum = T::ZERO;
         for row in 0..count {
             let line = &mut tile[row * head_width..][..head_width];
-            ops.add_scaled(line, ones.map_or(T::ONE, |ones| ones[row]), self.features);
-            sum += ops.dot(&x[row * head_width..][..head_width], line);
-            ops.add_scaled(&mut to[row * head_width..][..head_width], weight, line);
+            add_scaled(line, ones.map_or(T::ONE, |ones| ones[row]), self.features);
+            sum += dot(&x[row * head_width..][..head_width], line);
+            add_scaled(&mut to[row * head_width..][..head_width], weight, line);
         }
         weight * sum
     }
@@ -329,7 +380,7 @@ impl<T: Real> Far<'_, T> {
     /// Adds `weight·Sᵀ x_i` for each row of a block of features.
     pub fn add_values(&self, problem: &Problem<'_, T>, weight: T, x: &[T], count: usize, to: &mut [T], tile: &mut [T]) {
         let value_width = problem.value_width;
-        problem.ops.product(&mut Product {
+        dispatch(Product {
             a: x,
             a_row: problem.head_width,
             a_column: 1,
@@ -346,7 +397,7 @@ impl<T: Real> Far<'_, T> {
         });
         for row in 0..count {
             let line = &tile[row * value_width..][..value_width];
-            problem.ops.add_scaled(&mut to[row * value_width..][..value_width], weight, line);
+            add_scaled(&mut to[row * value_width..][..value_width], weight, line);
         }
     }
 }
@@ -384,7 +435,7 @@ fn strip<T: Real>(
     let Buffers { q, q_shifts, o, sums, tile, keys, weights, map } = buffers;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let value_dim = problem.dims.value_dim;
-    let (line, ops) = (shared.line(head), problem.ops);
+    let line = shared.line(head);
     problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, map);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
@@ -399,8 +450,15 @@ fn strip<T: Real>(
             let band = keys.band(problem, &block);
             scores(problem, &q[at * head_width..], keys, (block.rows, visible, band), tile);
             let factors = weights.form(problem, unit, line, &block, keys);
-            ops.weigh(tile, TILE, visible, factors, band, &mut sums[at..at + block.rows]);
-            ops.product(&mut Product {
+            dispatch(WeighByDistance {
+                tile,
+                row_length: TILE,
+                columns: visible,
+                factors,
+                band,
+                sums: &mut sums[at..at + block.rows],
+            });
+            dispatch(Product {
                 a: tile,
                 a_row: TILE,
                 a_column: 1,
@@ -426,7 +484,7 @@ fn strip<T: Real>(
             let q = &q[at * head_width..];
             far.add_values(problem, weight, q, block.rows, &mut o[at * value_width..], tile);
             for row in 0..block.rows {
-                sums[at + row] += weight * ops.dot(far.features, &q[row * head_width..][..head_width]);
+                sums[at + row] += weight * dot(far.features, &q[row * head_width..][..head_width]);
             }
         });
     }
@@ -440,13 +498,13 @@ fn strip<T: Real>(
         if !problem.toeplitz.normalize {
             let level = shared.level(unit, head, row);
             let scale = (level + q_shifts[at]).exp();
-            ops.store(&o[at * value_width..], if sees { scale } else { T::ZERO }, out);
+            store(&o[at * value_width..], if sees { scale } else { T::ZERO }, out);
             denominator = T::ONE;
         } else if denominator.vanishes() {
             denominator = T::ZERO;
             out.fill(T::ZERO);
         } else {
-            ops.store(&o[at * value_width..], T::ONE / denominator, out);
+            store(&o[at * value_width..], T::ONE / denominator, out);
         }
         if let Some(denominators) = sink.denominators {
             // SAFETY: as above.
@@ -520,7 +578,16 @@ pub(super) fn load_cotangent<T: Real>(
     let [out, d_out] = [cotangent.out, cotangent.d_out]
         .map(|view| view.rows(unit.sequence.batch, head).skip(unit.sequence.query_start));
     let identity = FeatureMap::Identity;
-    problem.ops.load(identity, T::ZERO, d_out.skip(rows.start), rows.len(), value_dim, None, d, width);
+    dispatch(LoadFeatures {
+        map: identity,
+        shift: T::ZERO,
+        from: d_out.skip(rows.start),
+        count: rows.len(),
+        width: value_dim,
+        ignored: None,
+        to: d,
+        to_row: width,
+    });
     let first = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries + unit.sequence.query_start;
     for row in rows.clone() {
         let at = row - rows.start;
@@ -529,13 +596,13 @@ pub(super) fn load_cotangent<T: Real>(
         if !problem.sees(unit, row) {
             line.fill(T::ZERO);
         } else if !problem.toeplitz.normalize {
-            problem.ops.scale(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
+            scale_by(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
         } else if cotangent.denominators[first + row].vanishes() {
             // The row gave 0 whatever the inputs were.
             line.fill(T::ZERO);
         } else {
-            problem.ops.scale(line, T::ONE / cotangent.denominators[first + row]);
-            c[at] = -problem.ops.dot(out.row(row, value_dim), line);
+            scale_by(line, T::ONE / cotangent.denominators[first + row]);
+            c[at] = -dot(out.row(row, value_dim), line);
         }
     }
 }
@@ -548,7 +615,7 @@ pub(super) fn scores<T: Real>(
     (rows, visible, band): (usize, usize, Band),
     tile: &mut [T],
 ) {
-    problem.ops.product(&mut Product {
+    dispatch(Product {
         a: q,
         a_row: problem.head_width,
         a_column: 1,
@@ -573,7 +640,7 @@ pub(super) fn add_keys<T: Real>(
     (rows, visible, band): (usize, usize, Band),
     dq: &mut [T],
 ) {
-    problem.ops.product(&mut Product {
+    dispatch(Product {
         a: tile,
         a_row: TILE,
         a_column: 1,
@@ -602,7 +669,7 @@ pub(super) fn value_products<T: Real>(
     for (row, &c) in c[..rows].iter().enumerate() {
         tile[row * TILE..(row + 1) * TILE].fill(c);
     }
-    problem.ops.product(&mut Product {
+    dispatch(Product {
         a: d,
         a_row: problem.value_width,
         a_column: 1,
@@ -784,7 +851,7 @@ fn query_strip<T: Real>(
 ) {
     let QueryBuffers { q, q_shifts, d, c, dq, tile, keys, weights, turned, map, sums } = buffers;
     let (head_width, value_width, head_dim) = (problem.head_width, problem.value_width, problem.dims.head_dim);
-    let (line, ops) = (shared.line(head), problem.ops);
+    let line = shared.line(head);
     problem.load_queries(unit, head, rows.start, rows.len(), q, q_shifts, map);
     load_cotangent(problem, shared, cotangent, unit, head, rows.clone(), q_shifts, d, c);
     dq[..rows.len() * head_width].fill(T::ZERO);
@@ -800,7 +867,14 @@ fn query_strip<T: Real>(
             value_products(problem, &d[at * value_width..], &c[at..], keys, (block.rows, visible, band), tile);
             let mut unused = [T::ZERO; TILE];
             let factors = weights.form(problem, unit, line, &block, keys);
-            ops.weigh(tile, TILE, visible, factors, band, &mut unused[..block.rows]);
+            dispatch(WeighByDistance {
+                tile,
+                row_length: TILE,
+                columns: visible,
+                factors,
+                band,
+                sums: &mut unused[..block.rows],
+            });
             add_keys(problem, tile, keys, (block.rows, visible, band), &mut dq[at * head_width..]);
         });
         from += keys.count as isize;
@@ -825,7 +899,7 @@ fn query_strip<T: Real>(
             // SAFETY: each (batch, head, token) belongs to one task.
             let to = unsafe { sink.dq.row(unit.sequence.batch, head, token, head_dim) };
             if sees(row) {
-                ops.store(&dq[row * width..], T::ONE, to);
+                store(&dq[row * width..], T::ONE, to);
             } else {
                 to.fill(T::ZERO);
             }

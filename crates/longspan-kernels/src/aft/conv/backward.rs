@@ -3,19 +3,19 @@
 
 use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
 use super::{Geometry, KeySource, RowSource, band, kernel, parallel_chunks};
-use crate::aft::Variant;
 use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink};
-use crate::aft::kernel as reparametrized;
+use crate::aft::conv::window::{AddRowDot, ExpAll, GatedCotangents, KeyGradients};
 use crate::aft::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
+use crate::aft::running::{OutputRows, TokenGradients};
 use crate::aft::state::Head;
 use crate::aft::state_gradient::Links;
+use crate::aft::{Variant, kernel as reparametrized};
 use crate::mechanism::Cotangent;
-use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::{SharedRows, View, ViewMut};
-use crate::simd::block::Ahead;
-use crate::simd::log_sum::floor;
-use crate::simd::running::{OutputRows, TokenGradients};
+use crate::simd::block::{floor, scale_by};
+use crate::simd::rows::Ahead;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Numbers that a block keeps, up to which a thread of its own has it.
@@ -175,7 +175,7 @@ fn block<'a, T: Real>(
             places: geometry.places,
         }
     };
-    let edges = turned.edges(problem, keys, heads, width, source, |_, _, _| (), key_memory, work, per_worker);
+    let edges = turned.edges(keys, heads, width, source, |_, _, _| (), key_memory, work, per_worker);
 
     // The initial state's mean is a key without a value that every row sees.
     let far = if links.lends() { block.sequences.len() * kv_heads } else { 0 };
@@ -190,15 +190,15 @@ fn block<'a, T: Real>(
             let field = turned.field(keys[index], 0, &[]);
             let span = (0, sequence.queries as isize);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            sum(problem.ops, &source(index, local), &field, span, &mut work, own);
-            join(problem.ops, all, own);
+            sum(&source(index, local), &field, span, &mut work, own);
+            join(all, own);
         }
         if let Some(last) = links.last_item(sequence, kv_head) {
             // A mean with an exponent for each channel, all the same.
             own[..header::<T>()].fill(T::ZERO);
             (own[0], own[2]) = (last[0].max(floor()), last[3 * width]);
             own[header::<T>()..].copy_from_slice(&last[2 * width..3 * width]);
-            join(problem.ops, all, own);
+            join(all, own);
         }
         // SAFETY: every head of every sequence has one task.
         let far = unsafe { links.far_gradient(problem, sequence.batch, kv_head, 0..dims.head_dim) };
@@ -236,7 +236,7 @@ fn block<'a, T: Real>(
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let edges = edges.of(window, line, local, chunk);
-            let one = walk(problem.ops, &source(index, local), &field, chunk, edges, &mut work, &ahead);
+            let one = walk(&source(index, local), &field, chunk, edges, &mut work, &ahead);
             let mut largest = T::ZERO;
             for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
                 let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
@@ -245,9 +245,9 @@ fn block<'a, T: Real>(
             }
             // Relative to one exponent for many rows, that of a row may be above its key's.
             factors.iter_mut().for_each(|factor| *factor -= largest);
-            problem.ops.exp_all(factors);
+            dispatch(ExpAll { block: factors });
             if largest > T::ZERO {
-                problem.ops.scale(factors, largest.exp());
+                scale_by(factors, largest.exp());
             }
             if let Some(tokens) = tokens.filter(|_| one) {
                 let token = [sequence.batch, kv_head, sequence.key_start + place(0) as usize];
@@ -260,7 +260,14 @@ fn block<'a, T: Real>(
                     }
                 };
                 let factors = &factors[..tokens.count];
-                problem.ops.key_gradients(work.sums, width, factors, work.d, tokens.values, &mut to);
+                dispatch(KeyGradients {
+                    sums: work.sums,
+                    width,
+                    factors,
+                    d: work.d,
+                    values: tokens.values,
+                    to: &mut to,
+                });
                 continue;
             }
             for (n, &factor) in factors.iter().enumerate().take(to - from) {
@@ -282,12 +289,12 @@ fn block<'a, T: Real>(
                 let Some((own_key, value)) = items.token(key) else { continue };
                 // A key that no row sees has gradient 0 whatever it is.
                 if work.x[n] - floor() > T::ZERO {
-                    let dot = problem.ops.add_row_dot(&work.sums[n * width..][..width], factor, value, dv);
+                    let dot = dispatch(AddRowDot { sum: &work.sums[n * width..][..width], factor, v: value, dv });
                     dk[0] += factor * (dot - work.d[n]);
                 }
                 if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
                     let factor = (own_key[0] + last[0]).exp();
-                    let dot = problem.ops.add_row_dot(&last[2 * width..3 * width], factor, value, dv);
+                    let dot = dispatch(AddRowDot { sum: &last[2 * width..3 * width], factor, v: value, dv });
                     dk[0] += factor * (dot - last[3 * width]);
                 }
                 if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
@@ -314,14 +321,13 @@ fn query_side<'a, T: Real>(
     work: &mut [T],
     per_worker: usize,
 ) {
-    let (dims, width, ops) = (&problem.dims, problem.width, problem.ops);
+    let (dims, width) = (&problem.dims, problem.width);
     let Sides { block, queries, .. } = sides;
     let (heads, kv_heads) = (sides.heads(problem), block.heads.len());
     let source = |index: usize, head: usize| {
         KeySource::new(problem, geometry, block.sequences.start + index, block.heads.start + head)
     };
     let edges = geometry.edges(
-        problem,
         queries,
         kv_heads,
         0,
@@ -362,7 +368,7 @@ fn query_side<'a, T: Real>(
             let (window, items) = (&queries[line], source(index, own_head));
             let field = geometry.field(*window, y, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            let one = walk(ops, &items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
+            let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
             let (from, to) = window.chunk(chunk);
             let start = geometry.start(line);
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start + start);
@@ -390,7 +396,7 @@ fn query_side<'a, T: Real>(
                 out: out.skip(from),
                 count,
             };
-            ops.gated_cotangents(output_rows, d, &mut dq, own, c);
+            dispatch(GatedCotangents { rows: output_rows, factors: d, dq: &mut dq, items: own, sums: c });
             c[count..].fill(T::ZERO);
             d.copy_from_slice(&c[..count]);
             let skipped = (kernel.len() - field.kernel.len()).min(taps);
@@ -408,13 +414,13 @@ fn query_side<'a, T: Real>(
                 ];
                 let base = from as isize + window.shift - window.back;
                 let d_taps = &mut d_taps[skipped..];
-                band::add_tap_gradients(ops, &items, &field, base, own, c, width, &mut work, d_taps, &ahead);
+                band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps, &ahead);
                 continue;
             }
             let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);
             row_items.copy_from_slice(own);
             rest.fill(T::ZERO);
-            add_tap_gradients(ops, &items, &field, chunk, width, c, &mut work, &mut d_taps[skipped..]);
+            add_tap_gradients(&items, &field, chunk, width, c, &mut work, &mut d_taps[skipped..]);
         }
     });
 }

@@ -3,12 +3,15 @@
 //! [`common_top`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
 use super::walk::{Field, SPAN, Source, Work, header, rows, split};
+use crate::aft::conv::window::{
+    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindSpanTop, ScaleRows, SpanTop, SpanWeights,
+    TapGradients,
+};
 use crate::aft::problem::{CHUNK, Window};
-use crate::real::Real;
-use crate::simd::Ops;
-use crate::simd::block::Ahead;
-use crate::simd::running::DEEPEST;
-use crate::simd::window::{Convolution, SpanTop, TapGradients};
+use crate::aft::running::DEEPEST;
+use crate::simd::block::scale_by;
+use crate::simd::rows::Ahead;
+use crate::simd::{Real, dispatch};
 
 /// What comes before the windows of a chunk and what after, if they count.
 pub(super) type Sides<'a, T> = [Option<&'a [T]>; 2];
@@ -23,7 +26,6 @@ fn range<T: Real>(kernel: &[T]) -> (T, T) {
 /// The exponent that all items of a chunk of one line and one piece may be relative to: no output's largest exponent may be more
 /// than [`DEEPEST`] below it, taps included. All of the items `low..high` must be there.
 pub(super) fn common_top<T: Real>(
-    ops: &Ops<T>,
     kernel: &[T],
     count: usize,
     (low, high): (usize, usize),
@@ -32,7 +34,7 @@ pub(super) fn common_top<T: Real>(
 ) -> Option<SpanTop<T>> {
     let deepest = T::from_f64(DEEPEST);
     let (least, most) = range(kernel);
-    let mut top = ops.span_top(split(items));
+    let mut top = dispatch(FindSpanTop { line: split(items) });
     // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ serves nobody.
     let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
     let fits = |depth: T| depth + (most - least) <= deepest;
@@ -79,7 +81,6 @@ pub(super) struct Chunk<'a, T> {
 /// Forms exponents and weights of the outputs, which all have one exponent, and the sums of the rows of `reach` items from `base` on.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn walk<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     window: &Window,
     line: usize,
@@ -97,10 +98,10 @@ pub(super) fn walk<T: Real>(
     let factors = &mut late.share[..taps.next_multiple_of(header::<T>())];
     factors[taps..].fill(T::ZERO);
     factors.iter_mut().zip(*kernel).for_each(|(to, &tap)| *to = tap - most);
-    ops.exp_all(factors);
+    dispatch(ExpAll { block: factors });
     let outside = (-most).exp();
     let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
-    ops.span_weights(split(items), top, item_weights, products);
+    dispatch(SpanWeights { line: split(items), top, weights: item_weights, products });
     let share = |side: &[T]| outside * ((side[0] - top.x) + (side[1] - top.b)).exp();
 
     x.fill(top.x);
@@ -123,7 +124,7 @@ pub(super) fn walk<T: Real>(
             sum += outside * product;
         }
     }
-    ops.band_weights(&factors[..taps], item_weights, products, weights, d);
+    dispatch(BandWeights { kernel: &factors[..taps], items: item_weights, products, weights, sums: d });
 
     if width == 0 {
         return;
@@ -137,7 +138,7 @@ pub(super) fn walk<T: Real>(
     for (side, to) in sides.iter().zip([&mut early.sum[..width], &mut after[..width]]) {
         if let Some(side) = side {
             to.copy_from_slice(&side[header::<T>()..]);
-            ops.scale(to, share(side));
+            scale_by(to, share(side));
         }
     }
     let convolution = Convolution {
@@ -151,14 +152,13 @@ pub(super) fn walk<T: Real>(
         before: sides[0].is_some(),
         after: sides[1].map(|_| *end),
     };
-    ops.convolve(&convolution, &mut early.sum[..width], after, sums, ahead);
+    dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums, ahead });
 }
 
 /// Adds the gradients of the taps, `Σ_n p_n·(row_n·item_{n+p} − c_n)`, for the chunk that [`walk`] has just gone through without rows;
 /// `c` is 0 beyond the last output.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn add_tap_gradients<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     base: isize,
@@ -175,8 +175,8 @@ pub(super) fn add_tap_gradients<T: Real>(
     let items = &*early.keep;
     let rows = rows(source, &field.window, field.first_line, base, reach, width, count == CHUNK, memory);
     let scaled = &mut *turned[0];
-    ops.scale_rows(&items[..reach], rows, width, scaled);
+    dispatch(ScaleRows { weights: &items[..reach], rows, width, to: scaled });
     let kernel = &late.share[..field.taps];
     let gradients = TapGradients { outputs, c, count, items, rows: scaled, width, kernel };
-    ops.add_tap_gradients(&gradients, d_taps, ahead);
+    dispatch(AddTapGradients { g: &gradients, to: d_taps, ahead });
 }

@@ -2,12 +2,13 @@
 
 use super::walk::{Before, Work, header, walk};
 use super::{Geometry, KeySource, kernel, parallel_chunks};
+use crate::aft::conv::window::GatedRows;
 use crate::aft::problem::{Block, CHUNK, Chunks, Problem, Window};
 use crate::aft::state::Head;
-use crate::real::Real;
 use crate::scratch::{Arena, Scratch};
 use crate::shape::SharedRows;
-use crate::simd::block::Ahead;
+use crate::simd::rows::Ahead;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Writes every output.
@@ -50,14 +51,14 @@ pub(in crate::aft) fn forward<T: Real>(
             out.ahead(sequence.batch, head, first + to, end - to, dims.head_dim),
             source.ahead(&field, chunk + 1),
         ];
-        walk(problem.ops, &source, &field, chunk, edges, &mut work, &ahead);
+        walk(&source, &field, chunk, edges, &mut work, &ahead);
         let factors = &mut work.d[..rows];
         // A row that sees nothing gives 0; a weight that is NaN shows.
         factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
         // SAFETY: every row belongs to one chunk of one head, and the columns end here.
         let mut to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
         let queries = problem.aft.gate.then(|| queries.skip(from));
-        problem.ops.gated_rows(&work.sums[..rows * width], factors, queries, &mut to);
+        dispatch(GatedRows { sums: &work.sums[..rows * width], factors, queries, to: &mut to });
     };
 
     // Whole heads, if all threads have as many: the sum before a window then goes along with it, and where there are others, what
@@ -79,13 +80,13 @@ pub(in crate::aft) fn forward<T: Real>(
                 let field = geometry.field(own[0], 0, &[]);
                 for chunk in 0..own[0].chunks() {
                     let mut own_work = Work::new(work, geometry.most(), width);
-                    let before = before.next(problem.ops, &source(0, 0), &field, chunk, &mut own_work);
+                    let before = before.next(&source(0, 0), &field, chunk, &mut own_work);
                     one(index, head, chunk, [before, &[]], work);
                 }
                 return;
             }
             let initial = |_, _, sum: &mut [T]| initial(index, head, sum);
-            let edges = geometry.edges(problem, own, 1, width, source, initial, memory, work, work_len);
+            let edges = geometry.edges(own, 1, width, source, initial, memory, work, work_len);
             for (line, window) in own.iter().enumerate() {
                 for chunk in 0..window.chunks() {
                     let edges = edges.of(window, line, 0, chunk);
@@ -99,7 +100,7 @@ pub(in crate::aft) fn forward<T: Real>(
     let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
     let mut arena = Arena::new(scratch.take(workers * work_len + edges_len + 128));
     let (work, memory) = (arena.take(workers * work_len), arena.rest());
-    let edges = geometry.edges(problem, &windows, dims.kv_heads, width, source, initial, memory, work, work_len);
+    let edges = geometry.edges(&windows, dims.kv_heads, width, source, initial, memory, work, work_len);
     parallel_chunks(chunks.tasks(), work, work_len, |task, work| {
         let (line, head, chunk) = chunks.task(task);
         one(line, head, chunk, edges.of(&windows[line], line, head / dims.group(), chunk), work);

@@ -5,20 +5,23 @@ mod backward;
 mod band;
 mod forward;
 mod walk;
+pub(crate) mod window;
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
+
+use walk::{Edges, Field, SPAN, Source, Work, header};
 
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, CHUNK, Problem, Window};
 use super::{Aft, Variant};
 use crate::feature_map::FeatureMap;
-use crate::real::Real;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::scratch::Arena;
 use crate::shape::ViewMut;
-use crate::simd::block::Ahead;
+use crate::simd::rows::Ahead;
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
-use walk::{Edges, Field, SPAN, Source, Work, header};
 
 /// Where taps stand.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +106,6 @@ impl Geometry {
     #[allow(clippy::too_many_arguments)]
     fn edges<'a, T: Real, S: Source<T>>(
         &self,
-        problem: &Problem<'_, T>,
         windows: &[Window],
         heads: usize,
         width: usize,
@@ -113,7 +115,7 @@ impl Geometry {
         work: &mut [T],
         per_worker: usize,
     ) -> Edges<'a, T> {
-        let (ops, most, len) = (problem.ops, self.most(), header::<T>() + width);
+        let (most, len) = (self.most(), header::<T>() + width);
         let of = |index: usize, head: usize| source(index / self.lines, head);
         if self.lines == 1 {
             let field = |index: usize, head: usize| (of(index, head), self.field(windows[index], 0, &[]));
@@ -122,7 +124,7 @@ impl Geometry {
                     initial(index, head, sum);
                 }
             };
-            return Edges::new(ops, windows.to_vec(), heads, width, field, starts, memory, work, per_worker, most);
+            return Edges::new(windows.to_vec(), heads, width, field, starts, memory, work, per_worker, most);
         }
         // Sums of whole lines, of all up to each and of all from each on.
         let mut arena = Arena::new(memory);
@@ -137,7 +139,7 @@ impl Geometry {
             // SAFETY: every line of every head has a place of its own.
             let to = unsafe { sums.row(0, 0, task, len) };
             let span = (0, self.places as isize);
-            walk::sum(ops, &of(index, task % heads), &line, span, &mut Work::new(work, most, width), to);
+            walk::sum(&of(index, task % heads), &line, span, &mut Work::new(work, most, width), to);
         });
         below.copy_from_slice(above);
         let image = self.lines * heads * len;
@@ -145,11 +147,11 @@ impl Geometry {
             let line = heads * len;
             for at in (line..image).step_by(len) {
                 let (earlier, own) = above.split_at_mut(at);
-                walk::join(ops, &mut own[..len], &earlier[at - line..][..len]);
+                walk::join(&mut own[..len], &earlier[at - line..][..len]);
             }
             for at in (0..image - line).step_by(len).rev() {
                 let (own, later) = below.split_at_mut(at + line);
-                walk::join(ops, &mut own[at..at + len], &later[..len]);
+                walk::join(&mut own[at..at + len], &later[..len]);
             }
         }
         let (above, below): (&[T], &[T]) = (above, below);
@@ -164,7 +166,7 @@ impl Geometry {
             };
             sum.copy_from_slice(&from[((image + line) * heads + head) * len..][..len]);
         };
-        Edges::new(ops, windows.to_vec(), heads, width, field, starts, memory, work, per_worker, most)
+        Edges::new(windows.to_vec(), heads, width, field, starts, memory, work, per_worker, most)
     }
 }
 
@@ -219,7 +221,16 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {
         let from = self.token(line, from);
         if let Some(tokens) = self.items.tokens(from, count) {
-            T::ops().load(FeatureMap::Identity, T::ZERO, tokens.values, count, tokens.head_dim, None, to, width);
+            dispatch(LoadFeatures {
+                map: FeatureMap::Identity,
+                shift: T::ZERO,
+                from: tokens.values,
+                count,
+                width: tokens.head_dim,
+                ignored: None,
+                to,
+                to_row: width,
+            });
             return;
         }
         for (to, key) in to.chunks_exact_mut(width).zip(from..) {

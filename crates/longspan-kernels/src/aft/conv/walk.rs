@@ -7,14 +7,16 @@
 //! window, a *column* of them entering with every output; those after it; all lines below.
 
 use super::band;
+use crate::aft::conv::window::{
+    AddWindow, Entering, ExpAll, FindSpanTop, Line, MARGIN, RunRows, SpanWeights, SumRows, Tops, WindowDots,
+    WindowTops, WindowWeights,
+};
 use crate::aft::problem::{CHUNK, Chunks, Window};
-use crate::real::Real;
 use crate::scratch::Arena;
-use crate::shape::{Rows, ViewMut};
-use crate::simd::Ops;
-use crate::simd::block::Ahead;
-use crate::simd::log_sum::floor;
-use crate::simd::window::{Entering, Line, MARGIN, Tops};
+use crate::shape::ViewMut;
+use crate::simd::block::{Transpose, add_scaled, all_finite, dot, floor, scale_by};
+use crate::simd::rows::{Ahead, Rows};
+use crate::simd::{Real, dispatch};
 use crate::threads::parallel;
 
 /// Items that the windows of a chunk reach with [`CHUNK`] taps, and more.
@@ -215,7 +217,6 @@ pub(super) fn rows<'a, T: Real>(
 
 /// Exponents of columns: the items at one place of all lines in view as one.
 fn column_exponents<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     from: isize,
@@ -240,7 +241,7 @@ fn column_exponents<T: Real>(
     }
     for line in lines() {
         exponents(source, &field.window, line, from, count, spare);
-        weigh(ops, spare, &|n| (x[n], b[n]));
+        weigh(spare, &|n| (x[n], b[n]));
         for n in 0..SPAN {
             d[n] += spare[n] * spare[2 * SPAN + n];
         }
@@ -248,19 +249,18 @@ fn column_exponents<T: Real>(
 }
 
 /// Turns exponents into weights relative to `top`.
-fn weigh<T: Real>(ops: &Ops<T>, items: &mut [T], top: &impl Fn(usize) -> (T, T)) {
+fn weigh<T: Real>(items: &mut [T], top: &impl Fn(usize) -> (T, T)) {
     let (weights, b) = items.split_at_mut(SPAN);
     for (n, (x, &mut b)) in weights.iter_mut().zip(b).enumerate() {
         let (top_x, top_b) = top(n);
         *x = (*x - top_x) + (b - top_b);
     }
-    ops.exp_all(weights);
+    dispatch(ExpAll { block: weights });
 }
 
 /// Rows of columns, relative to their exponents.
 #[allow(clippy::too_many_arguments)]
 fn column_rows<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     from: isize,
@@ -276,17 +276,17 @@ fn column_rows<T: Real>(
     }
     for line in field.first_line..field.first_line + field.lines {
         exponents(source, &field.window, line, from, count, spare);
-        weigh(ops, spare, &|n| (columns[n], columns[SPAN + n]));
+        weigh(spare, &|n| (columns[n], columns[SPAN + n]));
         let block = rows(source, &field.window, line, from, count, width, true, block);
         let (low, high) = present(&field.window, from, count);
         for n in low..high {
-            ops.add_scaled(&mut to[n * width..][..width], spare[n], &block[n * width..][..width]);
+            add_scaled(&mut to[n * width..][..width], spare[n], &block[n * width..][..width]);
         }
     }
 }
 
 /// Joins `item`, a sum, to `sum`.
-pub(super) fn join<T: Real>(ops: &Ops<T>, sum: &mut [T], item: &[T]) {
+pub(super) fn join<T: Real>(sum: &mut [T], item: &[T]) {
     let rise = (item[0] - sum[0]) + (item[1] - sum[1]);
     let small = (-rise.abs()).exp();
     let (own, other) = if rise > T::ZERO { (small, T::ONE) } else { (T::ONE, small) };
@@ -295,8 +295,8 @@ pub(super) fn join<T: Real>(ops: &Ops<T>, sum: &mut [T], item: &[T]) {
     }
     sum[2] = sum[2] * own + item[2] * other;
     let (sum, item) = (&mut sum[header::<T>()..], &item[header::<T>()..]);
-    ops.scale(sum, own);
-    ops.add_scaled(sum, other, item);
+    scale_by(sum, own);
+    add_scaled(sum, other, item);
 }
 
 /// Makes a sum that of nothing.
@@ -307,7 +307,6 @@ pub(super) fn clear<T: Real>(sum: &mut [T]) {
 
 /// The sum of the items (or columns) `from..to`.
 pub(super) fn sum<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     (from, to): (isize, isize),
@@ -324,17 +323,17 @@ pub(super) fn sum<T: Real>(
             (&mut *work.spare, rows)
         } else {
             let columns = &mut *work.columns[0];
-            column_exponents(ops, source, field, at, count, work.spare, columns);
+            column_exponents(source, field, at, count, work.spare, columns);
             let spare = (&mut *work.spare, &mut *work.column_rows);
-            column_rows(ops, source, field, at, count, columns, spare, width, work.rows);
+            column_rows(source, field, at, count, columns, spare, width, work.rows);
             (columns, &*work.rows)
         };
-        let top = ops.span_top(split(items));
+        let top = dispatch(FindSpanTop { line: split(items) });
         let Running { keep: weights, enter: products, sum: part, .. } = &mut work.running[0];
-        ops.span_weights(split(items), &top, weights, products);
+        dispatch(SpanWeights { line: split(items), top: &top, weights, products });
         let part = &mut part[..width];
-        ops.sum_rows(&weights[..count], rows, part);
-        let (weight, top) = (ops.dot(weights, &items[2 * SPAN..3 * SPAN]), (top.x, top.b));
+        dispatch(SumRows { weights: &weights[..count], rows, to: part });
+        let (weight, top) = (dot(weights, &items[2 * SPAN..3 * SPAN]), (top.x, top.b));
         // As `join`, of parts that lie apart.
         let rise = (top.0 - sum[0]) + (top.1 - sum[1]);
         let small = (-rise.abs()).exp();
@@ -343,8 +342,8 @@ pub(super) fn sum<T: Real>(
             (sum[0], sum[1]) = top;
         }
         sum[2] = sum[2] * own + weight * other;
-        ops.scale(&mut sum[header::<T>()..], own);
-        ops.add_scaled(&mut sum[header::<T>()..], other, part);
+        scale_by(&mut sum[header::<T>()..], own);
+        add_scaled(&mut sum[header::<T>()..], other, part);
     }
 }
 
@@ -369,7 +368,6 @@ impl<'a, T: Real> Edges<'a, T> {
     /// comes before a line's first item (edge 0) and after its last.
     #[allow(clippy::too_many_arguments)]
     pub fn new<'f, S: Source<T>>(
-        ops: &Ops<T>,
         windows: Vec<Window>,
         heads: usize,
         width: usize,
@@ -400,7 +398,7 @@ impl<'a, T: Real> Edges<'a, T> {
             clear(own);
             if wanted.0 || wanted.1 {
                 let (source, field) = field(line, head);
-                sum(ops, &source, &field, block(window, index), &mut Work::new(work, most, width), own);
+                sum(&source, &field, block(window, index), &mut Work::new(work, most, width), own);
             }
             if wanted.1 { later.copy_from_slice(own) } else { clear(later) }
         });
@@ -414,13 +412,13 @@ impl<'a, T: Real> Edges<'a, T> {
             clear(sum);
             starts(line, head, 0, sum);
             for block in before.chunks_exact_mut(len) {
-                join(ops, sum, block);
+                join(sum, block);
                 block.copy_from_slice(sum);
             }
             clear(sum);
             starts(line, head, 1, sum);
             for block in after.chunks_exact_mut(len).rev() {
-                join(ops, sum, block);
+                join(sum, block);
                 block.copy_from_slice(sum);
             }
         });
@@ -458,15 +456,14 @@ impl<'a, T: Real> Before<'a, T> {
     /// That of a chunk, after that of the chunk before it.
     pub fn next(
         &mut self,
-        ops: &Ops<T>,
         source: &impl Source<T>,
         field: &Field<'_, T>,
         chunk: usize,
         work: &mut Work<'_, T>,
     ) -> &[T] {
         if field.window.before {
-            sum(ops, source, field, block(&field.window, chunk), work, self.item);
-            join(ops, self.sum, self.item);
+            sum(source, field, block(&field.window, chunk), work, self.item);
+            join(self.sum, self.item);
         }
         self.sum
     }
@@ -474,15 +471,7 @@ impl<'a, T: Real> Before<'a, T> {
 
 /// Records what every output reads of a sum that starts as `edge`, and what turns it into the next one's. Output `n` is
 /// followed by item `first + n`, or by that before it if `backwards`.
-fn run<T: Real>(
-    ops: &Ops<T>,
-    items: Line<'_, T>,
-    edge: &[T],
-    first: usize,
-    count: usize,
-    backwards: bool,
-    to: &mut Running<'_, T>,
-) {
+fn run<T: Real>(items: Line<'_, T>, edge: &[T], first: usize, count: usize, backwards: bool, to: &mut Running<'_, T>) {
     let (mut x, mut b, mut d) = (edge[0], edge[1], edge[2]);
     let order = |n: usize| if backwards { count - 1 - n } else { n };
     for n in (0..count).map(order) {
@@ -495,8 +484,8 @@ fn run<T: Real>(
         }
     }
     let whole = count.next_multiple_of(header::<T>());
-    ops.exp_all(&mut to.keep[..whole]);
-    ops.exp_all(&mut to.enter[..whole]);
+    dispatch(ExpAll { block: &mut to.keep[..whole] });
+    dispatch(ExpAll { block: &mut to.enter[..whole] });
     for n in (0..count).map(order) {
         to.d[n] = d;
         d = d * to.keep[n] + to.enter[n] * items.d[first + n];
@@ -506,7 +495,6 @@ fn run<T: Real>(
 /// Forms exponents and weights of the outputs of a chunk, and their sums of rows, in `work`. Returns whether all weights are
 /// relative to one exponent. Rows of `ahead` are asked for meanwhile.
 pub(super) fn walk<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     chunk: usize,
@@ -538,9 +526,9 @@ pub(super) fn walk<T: Real>(
         let sides = [window.before.then_some(before), window.after.then_some(after)];
         let there = present(window, base, reach(0));
         let kernel = &field.kernel[..field.taps];
-        if let Some(top) = band::common_top(ops, kernel, count, there, sides, work.items) {
+        if let Some(top) = band::common_top(kernel, count, there, sides, work.items) {
             let chunk = band::Chunk { top, kernel, count, sides, end: end.max(count) };
-            band::walk(ops, source, window, field.first_line, (base, reach(0)), width, &chunk, work, ahead);
+            band::walk(source, window, field.first_line, (base, reach(0)), width, &chunk, work, ahead);
             return true;
         }
     }
@@ -553,22 +541,22 @@ pub(super) fn walk<T: Real>(
         &own[piece * CHUNK..((piece + 1) * CHUNK).min(field.taps)]
     };
     for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
-        ops.window_tops(split(items), taps(index), &mut Tops { x: work.x, b: work.b });
+        dispatch(WindowTops { line: split(items), taps: taps(index), tops: &mut Tops { x: work.x, b: work.b } });
     }
 
     // What comes before windows, and what after.
     let [early, late] = &mut work.running;
     if !single {
-        column_exponents(ops, source, field, base, count, work.spare, work.columns[0]);
-        column_exponents(ops, source, field, place(pieces - 1), end.max(count) + behind, work.spare, work.columns[1]);
+        column_exponents(source, field, base, count, work.spare, work.columns[0]);
+        column_exponents(source, field, place(pieces - 1), end.max(count) + behind, work.spare, work.columns[1]);
     }
     let entering: [&[T]; 2] =
         if single { [work.items, &work.items[(pieces - 1) * 3 * SPAN..]] } else { [work.columns[0], work.columns[1]] };
     if window.before {
-        run(ops, split(entering[0]), before, 0, count, false, early);
+        run(split(entering[0]), before, 0, count, false, early);
     }
     if window.after {
-        run(ops, split(entering[1]), after, behind, end.max(count), true, late);
+        run(split(entering[1]), after, behind, end.max(count), true, late);
     }
     let sides = [window.before, window.after];
     for side in [&*early, &*late].into_iter().zip(sides).filter_map(|(side, counts)| counts.then_some(side)) {
@@ -582,7 +570,7 @@ pub(super) fn walk<T: Real>(
         for n in 0..CHUNK {
             side.share[n] = if n < count { (side.x[n] - work.x[n]) + (side.b[n] - work.b[n]) } else { T::NEG_INFINITY };
         }
-        ops.exp_all(&mut side.share[..CHUNK]);
+        dispatch(ExpAll { block: &mut side.share[..CHUNK] });
         for n in 0..count {
             work.d[n] += side.share[n] * side.d[n];
         }
@@ -595,17 +583,17 @@ pub(super) fn walk<T: Real>(
         if outputs > count {
             let (keep, enter) = (&side.keep[count..outputs], &side.enter[count..outputs]);
             let own = Entering { keep, enter, rows: &rows[count * width..] };
-            ops.run_rows(sum, own, &[], backwards, &mut []);
+            dispatch(RunRows { sum, run: own, share: &[], backwards, to: &mut [] });
         }
         let own = Entering { keep: &side.keep[..count], enter: &side.enter[..count], rows };
-        ops.run_rows(sum, own, &side.share[..count], backwards, sums);
+        dispatch(RunRows { sum, run: own, share: &side.share[..count], backwards, to: sums });
     };
     if !single && width > 0 {
         for (side, (columns, place, reach)) in
             [(0, (0, base, count)), (1, (1, place(pieces - 1), end.max(count) + behind))]
         {
             let spare = (&mut *work.spare, &mut *work.rows);
-            column_rows(ops, source, field, place, reach, work.columns[columns], spare, width, work.column_rows);
+            column_rows(source, field, place, reach, work.columns[columns], spare, width, work.column_rows);
             if side == 0 {
                 enter(early, before, work.column_rows, count, false, work.sums);
             } else {
@@ -618,7 +606,13 @@ pub(super) fn walk<T: Real>(
         let weights = &mut work.weights[..(taps.len() + 2 * MARGIN) * CHUNK];
         let own = MARGIN * CHUNK..(MARGIN + taps.len()) * CHUNK;
         let tops = Tops { x: &mut *work.x, b: &mut *work.b };
-        ops.window_weights(split(items), taps, &tops, &mut weights[own.clone()], work.d);
+        dispatch(WindowWeights {
+            line: split(items),
+            taps,
+            tops: &tops,
+            weights: &mut weights[own.clone()],
+            sums: work.d,
+        });
         if width == 0 {
             continue;
         }
@@ -633,15 +627,15 @@ pub(super) fn walk<T: Real>(
         let (above, below) = weights.split_at_mut(own.end);
         above[..own.start].fill(T::ZERO);
         below.fill(T::ZERO);
-        if ops.all_finite(Rows { data: rows, stride: width }, count + taps.len() - 1, width) {
-            ops.add_window(weights, CHUNK, rows, width, count, work.sums);
+        if all_finite(Rows { data: rows, stride: width }, count + taps.len() - 1, width) {
+            dispatch(AddWindow { weights, lanes: CHUNK, rows, row_length: width, outputs: count, to: work.sums });
             continue;
         }
         // 0 times what an output does not see would be no number.
         for n in 0..count {
             for p in (0..taps.len()).filter(|p| items[n + p] > T::NEG_INFINITY) {
                 let weight = weights[own.start + p * CHUNK + n];
-                ops.add_scaled(&mut work.sums[n * width..][..width], weight, &rows[(n + p) * width..][..width]);
+                add_scaled(&mut work.sums[n * width..][..width], weight, &rows[(n + p) * width..][..width]);
             }
         }
     }
@@ -652,7 +646,6 @@ pub(super) fn walk<T: Real>(
 /// its sums hold the outputs' rows instead, and `c` their `c`; both are 0 beyond the last output.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn add_tap_gradients<T: Real>(
-    ops: &Ops<T>,
     source: &impl Source<T>,
     field: &Field<'_, T>,
     chunk: usize,
@@ -667,7 +660,14 @@ pub(super) fn add_tap_gradients<T: Real>(
     let base = from as isize + window.shift - window.back;
     let pieces = field.pieces();
     let [turned_rows, turned_own] = &mut work.turned;
-    ops.transpose(work.sums, width, CHUNK, width, turned_own, CHUNK);
+    dispatch(Transpose {
+        from: work.sums,
+        from_row: width,
+        rows: CHUNK,
+        columns: width,
+        to: turned_own,
+        to_row: CHUNK,
+    });
     for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
         let (line, piece) = (index / pieces, index % pieces);
         let taps = piece * CHUNK..((piece + 1) * CHUNK).min(field.taps);
@@ -677,23 +677,44 @@ pub(super) fn add_tap_gradients<T: Real>(
         // The sums of weights are known.
         let unused = &mut work.running[0].share[..CHUNK];
         unused.fill(T::ZERO);
-        ops.window_weights(split(items), own_taps, &tops, work.weights, unused);
+        dispatch(WindowWeights {
+            line: split(items),
+            taps: own_taps,
+            tops: &tops,
+            weights: work.weights,
+            sums: unused,
+        });
         for weights in work.weights.chunks_exact_mut(CHUNK).take(taps.len()) {
             weights[count..].fill(T::ZERO);
         }
         let (first, reach) = (field.first_line + line, count + taps.len() - 1);
         let rows = rows(source, window, first, place, reach, width, count == CHUNK, work.rows);
         let to = &mut d_taps[line * field.taps..][taps.clone()];
-        if ops.all_finite(Rows { data: rows, stride: width }, reach, width) {
-            ops.transpose(rows, width, SPAN, width, turned_rows, SPAN);
-            ops.window_dots(work.weights, turned_own, turned_rows, SPAN, width, c, to);
+        if all_finite(Rows { data: rows, stride: width }, reach, width) {
+            dispatch(Transpose {
+                from: rows,
+                from_row: width,
+                rows: SPAN,
+                columns: width,
+                to: turned_rows,
+                to_row: SPAN,
+            });
+            dispatch(WindowDots {
+                weights: work.weights,
+                outputs: turned_own,
+                rows: turned_rows,
+                items: SPAN,
+                width,
+                c,
+                d_taps: to,
+            });
             continue;
         }
         // 0 times what an output does not see would be no number.
         for n in 0..count {
             for (p, to) in to.iter_mut().enumerate().filter(|(p, _)| items[n + p] > T::NEG_INFINITY) {
                 let own = &work.sums[n * width..][..width];
-                let dot = ops.dot(own, &rows[(n + p) * width..][..width]);
+                let dot = dot(own, &rows[(n + p) * width..][..width]);
                 *to += work.weights[p * CHUNK + n] * (dot - c[n]);
             }
         }

@@ -3,8 +3,9 @@
 use super::super::summary::Summary;
 use super::key_buffers::KeyBuffers;
 use super::key_pass::KeyWalk;
-use crate::real::Real;
-use crate::simd::block::Run;
+use crate::kernelized::running_sum::{AddRunning, Run};
+use crate::simd::block::{add_scaled, dot, scale_by};
+use crate::simd::{Real, dispatch};
 
 impl<T: Real> KeyWalk<'_, '_, T> {
     /// Empties the far rows for the positions `first..first + count`.
@@ -20,7 +21,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         {
             let decay = self.unit.decay(1);
             let row = &mut buffers.far_rows[place * width..][..value_dim];
-            self.problem.ops.add_scaled(row, decay, &state.far[..value_dim]);
+            add_scaled(row, decay, &state.far[..value_dim]);
             buffers.far_counts[place] = decay * state.far[value_dim];
         }
     }
@@ -44,12 +45,12 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let entry = &table.rows(head)[column * head_width..][..head_width];
         for n in 0..count {
             let row = first + n;
-            let mut weight = problem.ops.dot(&buffers.q[row * head_width..][..head_width], entry);
+            let mut weight = dot(&buffers.q[row * head_width..][..head_width], entry);
             if problem.exponential && weight != T::ZERO {
                 weight *= (table.shift - buffers.shift[row]).exp();
             }
             let d = &buffers.d[row * value_width..][..value_width];
-            problem.ops.add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
+            add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
             buffers.far_counts[n] += weight * buffers.c[row];
         }
     }
@@ -57,10 +58,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     /// Runs the far sum down over `count` far rows, and adds it to those of `to` with the weight `gain`. At a position
     /// it is `Σ γⁿ` times the far rows from there on, `n` positions away.
     pub fn run_far(&self, count: usize, far: &mut [T], (to, gain): (&mut [T], T), rows: &[T]) {
-        let (ops, width, decay) = (self.problem.ops, self.problem.value_width, self.unit.decay(1));
+        let (width, decay) = (self.problem.value_width, self.unit.decay(1));
         let Some(others) = count.checked_sub(1) else { return };
         if decay != T::ONE {
-            ops.scale(far, decay);
+            scale_by(far, decay);
         }
         // The first position, which comes last, is not followed by a decay.
         let (first, rows) = rows.split_at(width);
@@ -68,10 +69,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let weights = &[gain];
         let run =
             Run { rows, row_length: width, count: others, reverse: true, gain: T::ONE, decay, weights, weight_step: 0 };
-        ops.add_running(far, run, to, width);
-        ops.add_scaled(far, T::ONE, first);
+        dispatch(AddRunning { sum: far, run, to, to_row: width });
+        add_scaled(far, T::ONE, first);
         if !to_first.is_empty() {
-            ops.add_scaled(to_first, gain, far);
+            add_scaled(to_first, gain, far);
         }
     }
 
@@ -111,7 +112,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let token = unit.sequence.key_start + key + n;
                 // SAFETY: all of a unit's keys belong to the task that calls.
                 let dv = unsafe { self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
-                problem.ops.add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
+                add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
             }
             key += keys;
         }
@@ -145,6 +146,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             weight_step: 0,
         };
         let to: &mut [T] = if writes { buffers.dv } else { &mut [] };
-        self.problem.ops.add_running(far, run, to, width);
+        dispatch(AddRunning { sum: far, run, to, to_row: width });
     }
 }

@@ -2,8 +2,9 @@
 
 use super::super::features::Lift;
 use super::super::problem::Problem;
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
+use crate::scratch::Arena;
+use crate::simd::Real;
+use crate::simd::rows::padded;
 
 /// Working memory of the walk over the keys.
 pub(super) struct KeyBuffers<'s, T> {

@@ -5,13 +5,12 @@ use super::super::row_pass::{Place, first_row};
 use super::super::state::Head;
 use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
-use super::row_sums;
 use super::stages::{Stage, Work};
-use super::{GradientSink, Source};
-use crate::real::Real;
-use crate::scratch::padded;
+use super::{GradientSink, Source, row_sums};
 use crate::shape::SharedRows;
-use crate::simd::block::Ahead;
+use crate::simd::Real;
+use crate::simd::block::{all_finite, scale_by};
+use crate::simd::rows::{Ahead, padded};
 
 /// The walk over the keys of one unit.
 pub(super) struct KeyWalk<'w, 'a, T: 'static> {
@@ -103,17 +102,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if !top.is_finite() {
                 return;
             }
-            local.raise(problem, top);
+            local.raise(top);
             for row in 0..rows {
                 let factor = (-buffers.shift[row] - top).exp();
                 let factor = if factor.is_finite() { factor } else { T::ZERO };
-                problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
+                scale_by(&mut buffers.q[row * head_width..][..head_width], factor);
             }
         }
         if self.unit.gamma != 1.0 {
             for row in 1..rows {
                 let factor = self.unit.decay(row);
-                problem.ops.scale(&mut buffers.q[row * head_width..][..head_width], factor);
+                scale_by(&mut buffers.q[row * head_width..][..head_width], factor);
             }
         }
         row_sums::absorb(problem, rows, (&*buffers.q, &*buffers.d, &*buffers.c), ahead, local);
@@ -148,7 +147,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     ) {
         let problem = self.problem;
         if content {
-            local.scale_content(problem, self.unit.decay(count));
+            local.scale_content(self.unit.decay(count));
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start, count, buffers);
                 let ahead = self.rows_ahead(head, start - buffers.chunk as isize, start);
@@ -230,8 +229,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let q = problem.queries(&self.unit, head);
                 let dv = problem.dims.value_dim;
                 let finite = problem.mapping.all_finite(q.skip(row), count)
-                    && problem.ops.all_finite(d_out.skip(row), count, dv)
-                    && problem.ops.all_finite(out.skip(row), count, dv);
+                    && all_finite(d_out.skip(row), count, dv)
+                    && all_finite(out.skip(row), count, dv);
                 if !finite {
                     return 1;
                 }

@@ -7,10 +7,12 @@ use super::super::tile::{combine_states, near_columns};
 use super::key_buffers::KeyBuffers;
 use super::key_pass::KeyWalk;
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::rows::Shift;
-use crate::real::Real;
-use crate::scratch::padded;
-use crate::simd::block::{Band, Product};
+use crate::simd::block::{Transpose, add_scaled, multiply, scale_by, store};
+use crate::simd::product::{Band, Product, ProductWith, ZeroOutside};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
 /// one further back for every row, and products write whole cache lines.
@@ -29,7 +31,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let last = (row + step).min(rows) - 1;
             let from = (radius + lead).saturating_sub(last) / line * line;
             let to = (radius + lead + keys - row).min(table.count);
-            problem.ops.product(&mut Product {
+            dispatch(Product {
                 a: &buffers.q[row * problem.head_width..],
                 a_row: problem.head_width,
                 a_column: 1,
@@ -61,7 +63,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         buffers: &mut KeyBuffers<'_, T>,
     ) {
         let problem = self.problem;
-        let ops = problem.ops;
         let unit = &self.unit;
         let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
         let exp = problem.exponential;
@@ -85,14 +86,37 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             if problem.causal {
-                ops.transpose(buffers.k, head_width, rows, head_width, buffers.k_columns, chunk);
+                dispatch(Transpose {
+                    from: buffers.k,
+                    from_row: head_width,
+                    rows,
+                    columns: head_width,
+                    to: buffers.k_columns,
+                    to_row: chunk,
+                });
             }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
-            ops.load(FeatureMap::Identity, T::ZERO, v, keys, value_dim, padding, buffers.v, value_width);
+            dispatch(LoadFeatures {
+                map: FeatureMap::Identity,
+                shift: T::ZERO,
+                from: v,
+                count: keys,
+                width: value_dim,
+                ignored: padding,
+                to: buffers.v,
+                to_row: value_width,
+            });
             buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
             if problem.causal {
-                ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, chunk);
+                dispatch(Transpose {
+                    from: buffers.v,
+                    from_row: value_width,
+                    rows,
+                    columns: value_width,
+                    to: buffers.v_columns,
+                    to_row: chunk,
+                });
             }
         }
         let mut written = false;
@@ -110,18 +134,25 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     shift = top;
                 }
             }
-            let state = combine_states(problem, buffers.state, (start, start_scale), Some((local.view(), local_scale)));
+            let state = combine_states(buffers.state, (start, start_scale), Some((local.view(), local_scale)));
             if let Some((sum, z)) = state {
                 // Without a mask every piece of the stage reads the same.
                 if problem.causal || !buffers.state_transposed {
-                    ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+                    dispatch(Transpose {
+                        from: sum,
+                        from_row: value_width,
+                        rows: head_width,
+                        columns: value_width,
+                        to: buffers.state_columns,
+                        to_row: head_width,
+                    });
                     buffers.state_transposed = true;
                 }
                 let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
                 let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
                 let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
                 let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.v,
                     a_row: value_width,
                     a_column: 1,
@@ -137,8 +168,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     c_band: Band::ALL,
                 };
                 // Each row of dk has one times z.
-                ops.product_fetching(product, Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
-                let product = &mut Product {
+                dispatch(ProductWith { product, outer: Some((&[T::ONE; CHUNK][..keys], z)), ahead: &[next_k, to_k] });
+                let product = Product {
                     a: buffers.k,
                     a_row: head_width,
                     a_column: 1,
@@ -153,19 +184,19 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, None, &[next_v, to_v]);
+                dispatch(ProductWith { product, outer: None, ahead: &[next_v, to_v] });
                 written = true;
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
                 for n in 0..keys {
                     let factor = lift * unit.decay(keys - n);
                     if factor != T::ONE {
-                        ops.scale(&mut buffers.dk[n * head_width..][..head_width], factor);
-                        ops.scale(&mut buffers.dv[n * value_width..][..value_width], factor);
+                        scale_by(&mut buffers.dk[n * head_width..][..head_width], factor);
+                        scale_by(&mut buffers.dv[n * value_width..][..value_width], factor);
                     }
                 }
             }
-            local.scale_content(problem, unit.decay(keys));
+            local.scale_content(unit.decay(keys));
         }
         if !written {
             buffers.dk[..keys * head_width].fill(T::ZERO);
@@ -192,7 +223,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
-                    ops.product(&mut Product {
+                    dispatch(Product {
                         a: buffers.q,
                         a_row: head_width,
                         a_column: 1,
@@ -207,7 +238,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         a_band: Band::ALL,
                         c_band: Band::up_to(0),
                     });
-                    ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                    dispatch(ZeroOutside {
+                        block: buffers.tile,
+                        row_length: chunk,
+                        rows: content_rows,
+                        columns: keys,
+                        band: Band::up_to(0),
+                    });
                     if exp {
                         self.lift_tile(content_rows, key_shift, buffers);
                     }
@@ -231,7 +268,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         };
                         // Rows that are not there have features 0 and any factor will do.
                         let factor = if factor.is_finite() { factor } else { T::ZERO };
-                        ops.add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
+                        add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
                     }
                 }
                 if decays {
@@ -240,7 +277,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
                 let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
                 let band = Band { from: 0, to };
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.tile,
                     a_row: 1,
                     a_column: chunk,
@@ -255,13 +292,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: band,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, None, &ahead[..2]);
+                dispatch(ProductWith { product, outer: None, ahead: &ahead[..2] });
             }
             if far_rows {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.d,
                     a_row: value_width,
                     a_column: 1,
@@ -276,15 +313,21 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::up_to(0),
                 };
-                ops.product_fetching(product, None, &ahead[2..]);
+                dispatch(ProductWith { product, outer: None, ahead: &ahead[2..] });
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
                     buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
                 }
-                ops.mask(buffers.tile, chunk, content_rows, keys, Band::up_to(0));
+                dispatch(ZeroOutside {
+                    block: buffers.tile,
+                    row_length: chunk,
+                    rows: content_rows,
+                    columns: keys,
+                    band: Band::up_to(0),
+                });
                 self.scale_tile(content_rows, keys, key_shift, buffers);
-                ops.product(&mut Product {
+                dispatch(Product {
                     a: buffers.tile,
                     a_row: 1,
                     a_column: chunk,
@@ -304,7 +347,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                         buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
                     }
                     self.scale_tile(content_rows, keys, key_shift, buffers);
-                    ops.product(&mut Product {
+                    dispatch(Product {
                         a: buffers.tile,
                         a_row: 1,
                         a_column: chunk,
@@ -328,7 +371,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.sum_far(keys, local, buffers);
         } else if problem.radius.is_some() {
             for n in 0..keys {
-                ops.add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
+                add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
             }
         }
 
@@ -363,17 +406,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 (true, false) => {}
                 (false, true) => {
                     if content {
-                        ops.store(&rows[n * row_length..], T::ONE, to_k);
+                        store(&rows[n * row_length..], T::ONE, to_k);
                     } else {
                         to_k.fill(T::ZERO);
                     }
-                    ops.store(&dv[n * value_width..], T::ONE, to_v);
+                    store(&dv[n * value_width..], T::ONE, to_v);
                 }
                 (false, false) => {
                     if content {
-                        ops.add_scaled(to_k, T::ONE, &rows[n * row_length..]);
+                        add_scaled(to_k, T::ONE, &rows[n * row_length..]);
                     }
-                    ops.add_scaled(to_v, T::ONE, &dv[n * value_width..]);
+                    add_scaled(to_v, T::ONE, &dv[n * value_width..]);
                 }
             }
         }
@@ -394,7 +437,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         for x in 0..rows {
             let factor = (key_shift - buffers.shift[x]).exp();
             let factor = if factor.is_finite() { factor } else { T::ZERO };
-            self.problem.ops.scale(&mut buffers.tile[x * buffers.chunk..][..buffers.chunk], factor);
+            scale_by(&mut buffers.tile[x * buffers.chunk..][..buffers.chunk], factor);
         }
     }
 
@@ -404,7 +447,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         for x in 0..rows {
             let len = keys.min(x + 1);
             let powers = &buffers.powers[last - x..][..len];
-            self.problem.ops.multiply(&mut buffers.tile[x * buffers.chunk..][..len], powers);
+            multiply(&mut buffers.tile[x * buffers.chunk..][..len], powers);
         }
     }
 }

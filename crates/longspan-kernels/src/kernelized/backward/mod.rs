@@ -21,21 +21,24 @@ mod table;
 
 use std::sync::Mutex;
 
-use super::features::PositionSink;
-use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
-use crate::feature_map::FeatureMap;
-use crate::mechanism::Cotangent;
-use crate::real::Real;
-use crate::scratch::{Arena, Scratch, padded};
-use crate::shape::{Rows, SharedRows, ViewMut};
-use crate::simd::block::Ahead;
-use crate::state::State;
-use crate::threads;
 use key_pass::KeyWalk;
 use query_pass::QueryGradients;
 use row_sums::RowSums;
 use stages::KeyMemory;
+
+use super::features::PositionSink;
+use super::problem::{Problem, Unit};
+use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
+use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::LoadFeatures;
+use crate::mechanism::Cotangent;
+use crate::scratch::{Arena, Scratch};
+use crate::shape::{SharedRows, ViewMut};
+use crate::simd::block::{dot, scale_by};
+use crate::simd::rows::{Ahead, Rows, padded};
+use crate::simd::{Real, dispatch};
+use crate::state::State;
+use crate::threads;
 pub(super) use table::reduce_table;
 
 /// Where gradients go.
@@ -90,13 +93,22 @@ impl<'a, T: Real> Source<'a, T> {
     ) {
         let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
         let (out, d_out) = self.rows(unit, head);
-        problem.ops.load(FeatureMap::Identity, T::ZERO, d_out.skip(first), count, value_dim, None, d, width);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from: d_out.skip(first),
+            count,
+            width: value_dim,
+            ignored: None,
+            to: d,
+            to_row: width,
+        });
         let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
         let start = start + unit.sequence.query_start + first;
         for row in 0..count {
             let d = &mut d[row * width..][..width];
             if !problem.attention.normalizes() {
-                problem.ops.scale(d, scale(row));
+                scale_by(d, scale(row));
                 c[row] = T::ZERO;
                 continue;
             }
@@ -106,8 +118,8 @@ impl<'a, T: Real> Source<'a, T> {
                 d.fill(T::ZERO);
                 c[row] = T::ZERO;
             } else {
-                problem.ops.scale(d, T::ONE / denominator);
-                c[row] = -problem.ops.dot(out.row(first + row, value_dim), d);
+                scale_by(d, T::ONE / denominator);
+                c[row] = -dot(out.row(first + row, value_dim), d);
             }
         }
     }

@@ -3,11 +3,12 @@
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
 use super::super::tile::{Buffers, Piece, combine_states, near_columns};
-use super::row_sums;
-use super::{GradientSink, Source};
-use crate::real::Real;
-use crate::scratch::padded;
-use crate::simd::block::{Band, Product};
+use super::{GradientSink, Source, row_sums};
+use crate::kernelized::running_sum::RunningDots;
+use crate::simd::block::{Transpose, add_scaled, scale_by, store};
+use crate::simd::product::{Band, Product, ProductWith, ZeroOutside};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// Gradients of queries and of the relative table.
 pub(super) struct QueryGradients<'a, 's, T> {
@@ -27,7 +28,6 @@ pub(super) struct QueryGradients<'a, 's, T> {
 impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
     fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
         let (problem, unit) = (walk.problem, &walk.unit);
-        let ops = problem.ops;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let scales = Scales::new(problem, walk.table.as_ref(), scene);
         let decays = unit.gamma != 1.0;
@@ -42,8 +42,15 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let mut has_state = self.has_state && !problem.causal;
         if problem.content && !has_state {
             let local = scene.local.map(|local| (local, scales.local));
-            if let Some((sum, keys)) = combine_states(problem, buffers.state, (scene.start, scales.start), local) {
-                ops.transpose(sum, value_width, head_width, value_width, buffers.state_columns, head_width);
+            if let Some((sum, keys)) = combine_states(buffers.state, (scene.start, scales.start), local) {
+                dispatch(Transpose {
+                    from: sum,
+                    from_row: value_width,
+                    rows: head_width,
+                    columns: value_width,
+                    to: buffers.state_columns,
+                    to_row: head_width,
+                });
                 buffers.keys_sum.copy_from_slice(keys);
                 has_state = true;
             }
@@ -53,7 +60,14 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let tiled = near > 0 || (problem.content && piece.keys > 0);
         if tiled {
             let rows = padded::<T>(piece.window_len);
-            ops.transpose(buffers.v, value_width, rows, value_width, buffers.v_columns, buffers.sizes.window);
+            dispatch(Transpose {
+                from: buffers.v,
+                from_row: value_width,
+                rows,
+                columns: value_width,
+                to: buffers.v_columns,
+                to_row: buffers.sizes.window,
+            });
         }
         let run_sum = std::mem::take(&mut buffers.far);
         for (n, head) in problem.heads(unit).enumerate() {
@@ -67,7 +81,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let (next, end) = piece.next_rows();
                 let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
                 let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -82,9 +96,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: Band::ALL,
                 };
-                ops.product_fetching(product, Some((buffers.sums, buffers.keys_sum)), &ahead);
+                dispatch(ProductWith { product, outer: Some((buffers.sums, buffers.keys_sum)), ahead: &ahead });
                 for row in 0..if decays { piece.rows } else { 0 } {
-                    ops.scale(&mut buffers.dq[row * head_width..][..head_width], unit.decay(row));
+                    scale_by(&mut buffers.dq[row * head_width..][..head_width], unit.decay(row));
                 }
                 written = true;
             }
@@ -93,7 +107,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
                 let token = sequence.query_start + first;
                 let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
-                let product = &mut Product {
+                let product = Product {
                     a: buffers.o,
                     a_row: value_width,
                     a_column: 1,
@@ -108,14 +122,20 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     a_band: Band::ALL,
                     c_band: band,
                 };
-                ops.product_fetching(product, None, &[ahead]);
+                dispatch(ProductWith { product, outer: None, ahead: &[ahead] });
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
-                    ops.add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
+                    add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
                 }
-                ops.mask(buffers.tile, row_length, piece.rows, piece.columns(), band);
+                dispatch(ZeroOutside {
+                    block: buffers.tile,
+                    row_length,
+                    rows: piece.rows,
+                    columns: piece.columns(),
+                    band,
+                });
                 if decays {
-                    buffers.decay_tile(problem, piece);
+                    buffers.decay_tile(piece);
                 }
             }
             if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
@@ -129,7 +149,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 run_sum.copy_from_slice(scene.far.0);
                 let dots = &mut buffers.dots[..piece.rows];
                 dots.fill(T::ZERO);
-                ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                dispatch(RunningDots { sum: run_sum, run, with: buffers.o, with_row: value_width, dots });
                 let mut count = scene.far.1;
                 for row in 0..piece.rows {
                     count += run.gain * buffers.present[row];
@@ -140,16 +160,16 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     let run = piece.leaving(problem, unit, buffers.v);
                     run_sum.copy_from_slice(sums);
                     dots.fill(T::ZERO);
-                    ops.running_dots(run_sum, run, buffers.o, value_width, dots);
+                    dispatch(RunningDots { sum: run_sum, run, with: buffers.o, with_row: value_width, dots });
                     for row in (0..piece.rows).rev() {
                         count += buffers.present[row + 2 * radius];
                         d_relative[row * table.width + 2 * radius] = dots[row] + buffers.sums[row] * count;
                     }
                 }
                 if scales.relative != T::ONE {
-                    ops.scale(d_relative, scales.relative);
+                    scale_by(d_relative, scales.relative);
                 }
-                ops.product(&mut Product {
+                dispatch(Product {
                     a: d_relative,
                     a_row: table.width,
                     a_column: 1,
@@ -166,7 +186,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 });
                 written = true;
                 let len = table.width * head_width;
-                ops.product(&mut Product {
+                dispatch(Product {
                     a: d_relative,
                     a_row: 1,
                     a_column: table.width,
@@ -184,9 +204,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             }
             if problem.content && piece.keys > 0 {
                 if scales.local != T::ONE {
-                    ops.scale(&mut buffers.tile[..piece.rows * row_length], scales.local);
+                    scale_by(&mut buffers.tile[..piece.rows * row_length], scales.local);
                 }
-                ops.product(&mut Product {
+                dispatch(Product {
                     a: &buffers.tile[piece.lead..],
                     a_row: row_length,
                     a_column: 1,
@@ -207,9 +227,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                         buffers.tile[row * row_length..][..=row].fill(c);
                     }
                     if decays {
-                        buffers.decay_tile(problem, piece);
+                        buffers.decay_tile(piece);
                     }
-                    ops.product(&mut Product {
+                    dispatch(Product {
                         a: buffers.tile,
                         a_row: row_length,
                         a_column: 1,
@@ -232,7 +252,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             }
             if let Some(place) = &mut self.sums {
                 // Without a mask the exponent is that of the whole unit.
-                place.sums.raise(problem, -scales.shift);
+                place.sums.raise(-scales.shift);
                 let token = sequence.query_start + first;
                 let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
@@ -248,7 +268,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let token = sequence.query_start + piece.row + row;
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
                 let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
-                ops.store(&rows[row * row_length..], T::ONE, to);
+                store(&rows[row * row_length..], T::ONE, to);
             }
         }
         buffers.far = run_sum;

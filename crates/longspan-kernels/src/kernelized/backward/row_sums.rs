@@ -5,9 +5,11 @@
 
 use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
-use crate::real::Real;
 use crate::shape::SharedRows;
-use crate::simd::block::{Ahead, Band, Product};
+use crate::simd::block::add_scaled;
+use crate::simd::product::{Band, Product, ProductWith};
+use crate::simd::rows::Ahead;
+use crate::simd::{Real, dispatch};
 
 /// Lets rows enter the sums: features `q`, `dN` and `c` of each.
 pub(super) fn absorb<T: Real>(
@@ -18,7 +20,7 @@ pub(super) fn absorb<T: Real>(
     sums: &mut Summary<'_, T>,
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let product = &mut Product {
+    let product = Product {
         a: q,
         a_row: 1,
         a_column: head_width,
@@ -33,11 +35,11 @@ pub(super) fn absorb<T: Real>(
         a_band: Band::ALL,
         c_band: Band::ALL,
     };
-    problem.ops.product_fetching(product, None, ahead);
+    dispatch(ProductWith { product, outer: None, ahead: ahead });
     let from = problem.layout.denominator();
     for row in 0..rows {
         let q = &q[row * head_width + from..][..head_width - from];
-        problem.ops.add_scaled(&mut sums.keys()[from..], c[row], q);
+        add_scaled(&mut sums.keys()[from..], c[row], q);
     }
     sums.set_content();
 }

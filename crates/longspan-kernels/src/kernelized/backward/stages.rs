@@ -6,9 +6,9 @@ use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::super::tile::Sizes;
 use super::key_buffers::KeyBuffers;
 use super::key_pass::KeyWalk;
-use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::ViewMut;
+use crate::simd::Real;
 use crate::threads::{self, parallel};
 
 /// Part of a walk over the keys.
@@ -165,7 +165,7 @@ impl KeyMemory {
                 start(&walk.unit, &mut buffers);
                 let plan = stages(&walk);
                 for (n, &stage) in plan.iter().enumerate() {
-                    carry.pass(problem, &walk.unit, stage.idle);
+                    carry.pass(&walk.unit, stage.idle);
                     walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
                     walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
                 }
@@ -197,7 +197,7 @@ impl KeyMemory {
             let local = arena.take(summary);
             let walk = walk(index);
             for (n, &stage) in plans[index].iter().enumerate() {
-                carry.pass(problem, &walk.unit, stage.idle);
+                carry.pass(&walk.unit, stage.idle);
                 let state = &mut states[n * summary..][..summary];
                 local.copy_from_slice(state);
                 state.copy_from_slice(carry.high.numbers);

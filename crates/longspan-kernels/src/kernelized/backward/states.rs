@@ -6,7 +6,8 @@ use std::sync::PoisonError;
 use super::super::state::{Head, SHIFT};
 use super::super::summary::{Summary, SummaryRef};
 use super::key_pass::KeyWalk;
-use crate::real::Real;
+use crate::simd::Real;
+use crate::simd::block::{add_scaled, store};
 
 impl<T: Real> KeyWalk<'_, '_, T> {
     /// Adds the gradient of the final state's ring to that of the values `first..first + count`.
@@ -18,7 +19,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let slot = usize::try_from(first + n as isize - oldest).ok().filter(|&slot| slot < radius);
             if let Some(slot) = slot {
                 let row = &state.ring[slot * (value_dim + 1)..][..value_dim];
-                self.problem.ops.add_scaled(&mut dv[n * width..][..value_dim], T::ONE, row);
+                add_scaled(&mut dv[n * width..][..value_dim], T::ONE, row);
             }
         }
     }
@@ -73,7 +74,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let Head { sum, keys, .. } = &mut *d_initial;
         let layout = self.problem.layout;
         for (feature, to) in sum.chunks_exact_mut(value_dim.max(1)).enumerate() {
-            self.problem.ops.store(&sums.sum()[layout.place(feature) * width..], lift, to);
+            store(&sums.sum()[layout.place(feature) * width..], lift, to);
         }
         for (feature, to) in keys.iter_mut().enumerate() {
             *to = sums.keys()[layout.denominator() + layout.place(feature)] * lift;
@@ -90,7 +91,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         far[value_dim] = sums.count();
         if let Some(state) = self.d_final.filter(|_| self.unit.sequence.keys == 0) {
             // No key has let the far sum fall; it is handed on as it is.
-            self.problem.ops.add_scaled(far, T::ONE, state.far);
+            add_scaled(far, T::ONE, state.far);
         }
     }
 }

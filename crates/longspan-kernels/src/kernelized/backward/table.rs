@@ -2,10 +2,12 @@
 
 use super::super::problem::{Problem, Table};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::{LoadFeatures, PullBackFeatures};
 use crate::feature_map::rows::{RowMap, Side as MapSide};
-use crate::real::Real;
-use crate::shape::Rows;
 use crate::shaw::RelativeMap;
+use crate::simd::block::{add_scaled, store};
+use crate::simd::rows::Rows;
+use crate::simd::{Real, dispatch};
 
 /// Adds up the table's gradients of all units and segments, in a fixed order, and takes them through the feature map, to
 /// whose own, the last of `parameters`, they add what it learns from the table.
@@ -37,7 +39,7 @@ pub(in crate::kernelized) fn reduce_table<T: Real>(
                 let to = if shaw.shared { 0 } else { head } * shaw.rows() * table_dim;
                 for row in 0..table.count {
                     let to = &mut d_table[to + row * table_dim..][..table_dim];
-                    problem.ops.add_scaled(to, T::ONE, &from[row * head_width..]);
+                    add_scaled(to, T::ONE, &from[row * head_width..]);
                 }
             }
         }
@@ -52,10 +54,27 @@ pub(in crate::kernelized) fn reduce_table<T: Real>(
         let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * table_dim..], stride: table_dim };
         let d = &mut d_table[index * shaw.rows() * table_dim..][..table.count * table_dim];
         let from = Rows { data: &*d, stride: table_dim };
-        problem.ops.load(FeatureMap::Identity, T::ZERO, from, table.count, table_dim, None, block, head_width);
-        problem.ops.pull_back(problem.map, raw, table.rows(index), block, table.count, table_dim, head_width);
+        dispatch(LoadFeatures {
+            map: FeatureMap::Identity,
+            shift: T::ZERO,
+            from,
+            count: table.count,
+            width: table_dim,
+            ignored: None,
+            to: block,
+            to_row: head_width,
+        });
+        dispatch(PullBackFeatures {
+            map: problem.map,
+            x: raw,
+            phi: table.rows(index),
+            d: block,
+            count: table.count,
+            width: table_dim,
+            row_length: head_width,
+        });
         for row in 0..table.count {
-            problem.ops.store(&block[row * head_width..], T::ONE, &mut d[row * table_dim..][..table_dim]);
+            store(&block[row * head_width..], T::ONE, &mut d[row * table_dim..][..table_dim]);
         }
     }
 }
@@ -93,7 +112,7 @@ fn reduce_mapped_table<T: Real>(
                         continue;
                     };
                     let (to, from) = gradients.split_at_mut(at);
-                    problem.ops.add_scaled(&mut to[first..][..len], T::ONE, &from[..len]);
+                    add_scaled(&mut to[first..][..len], T::ONE, &from[..len]);
                 }
             }
         }
@@ -110,7 +129,7 @@ fn reduce_mapped_table<T: Real>(
             }
             let phi = &table.rows(index * heads)[row * head_width..][..head_width];
             map.pull_back(side, raw, 1, None, phi, d, head_width, dx, sums, work);
-            problem.ops.add_scaled(&mut d_table[place..][..head_dim], T::ONE, dx);
+            add_scaled(&mut d_table[place..][..head_dim], T::ONE, dx);
         }
         if let (MapSide::Key(kv_head), Some(d_map), false) = (side, &mut d_map, sums.is_empty()) {
             map.write_gradient(std::iter::once(&*sums), kv_head, true, d_map);

@@ -1,7 +1,7 @@
 //! Sums of values beyond the reach of near weights, under a bidirectional mask.
 
-use crate::real::Real;
-use crate::scratch::padded;
+use crate::simd::Real;
+use crate::simd::rows::padded;
 
 /// Far sums of the key segments of one unit: `[sum of v⁺ (value_width), count (a line)]` for each, and their totals
 /// before and after.

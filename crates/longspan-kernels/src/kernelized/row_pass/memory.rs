@@ -5,8 +5,9 @@ use super::super::summary::Layout;
 use super::super::tile::{Buffers, Sizes};
 use super::FarMemory;
 use super::segments::segment_count;
-use crate::real::Real;
-use crate::scratch::{Arena, padded};
+use crate::scratch::Arena;
+use crate::simd::Real;
+use crate::simd::rows::padded;
 use crate::threads;
 
 /// Working memory of one worker.

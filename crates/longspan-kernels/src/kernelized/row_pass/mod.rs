@@ -12,16 +12,17 @@ mod walk;
 
 use std::sync::Mutex;
 
+use far_sums::FarMemory;
+
 use super::forward::store_state;
 use super::problem::{Problem, Table, Unit};
 use super::state::Head;
 use super::summary::{Carry, Summary, SummaryRef};
 use super::tile::{Buffers, Piece};
-use crate::real::Real;
 use crate::scratch::Arena;
 use crate::shape::ViewMut;
+use crate::simd::Real;
 use crate::threads::parallel;
-use far_sums::FarMemory;
 pub(super) use far_sums::{FarSums, accumulate};
 pub(super) use memory::{Memory, Worker};
 pub(super) use segments::{Segment, cut, cut_count, first_row, segments};
@@ -174,7 +175,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let [high, low] = &mut worker.carry;
         let mut carry = self.carry(&unit, [high, low]);
         for (n, segment) in plan.iter().enumerate() {
-            carry.pass(self.problem, &unit, segment.idle);
+            carry.pass(&unit, segment.idle);
             worker.local.copy_from_slice(&states[n * summary..][..summary]);
             states[n * summary..][..summary].copy_from_slice(carry.high.numbers);
             let local = SummaryRef::new(layout, worker.local);
@@ -213,7 +214,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let mut local = Summary::new(self.memory.layout, local);
         let plan = segments(problem, unit);
         for (n, &segment) in plan.iter().enumerate() {
-            carry.pass(problem, unit, segment.idle);
+            carry.pass(unit, segment.idle);
             if problem.causal {
                 let mut visitor = segment.writes.then(|| (self.make)(index, segment.number));
                 let visitor = visitor.as_mut().map(|visitor| visitor as &mut dyn Visitor<T>);

@@ -1,7 +1,7 @@
 //! How the rows of a unit are cut into segments.
 
 use super::super::problem::{Problem, Unit};
-use crate::real::Real;
+use crate::simd::Real;
 
 /// A stretch of rows of one unit that forms its state from zero.
 #[derive(Debug, Clone, Copy)]

@@ -5,9 +5,11 @@ use super::super::state::Head;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{Buffers, Piece};
 use super::{FarSums, Segment, Visitor};
-use crate::real::Real;
-use crate::scratch::padded;
-use crate::simd::block::{Band, Product};
+use crate::kernelized::running_sum::AddRunning;
+use crate::simd::block::{add_column_sums, add_scaled, scale_by};
+use crate::simd::product::{Band, Product, ProductWith};
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// What the rows of a piece see beside its tile.
 pub(in crate::kernelized) struct Scene<'x, T> {
@@ -98,7 +100,7 @@ impl<T: Real> Walk<'_, '_, T> {
             let (piece, shift) =
                 buffers.piece(problem, &self.unit, segment.offset, row, segment.to, local.view().shift(), self.ring);
             if problem.content && problem.exponential {
-                local.raise(problem, shift);
+                local.raise(shift);
             }
             if let Some(visitor) = &mut visitor {
                 let scene = Scene {
@@ -130,8 +132,8 @@ impl<T: Real> Walk<'_, '_, T> {
         buffers: &Buffers<'_, T>,
     ) {
         let run = piece.entering(self.problem, &self.unit, buffers.v);
-        self.problem.ops.add_running(far, run, &mut [], 0);
-        self.problem.ops.add_running(local.far(), run, &mut [], 0);
+        dispatch(AddRunning { sum: far, run, to: &mut [], to_row: 0 });
+        dispatch(AddRunning { sum: local.far(), run, to: &mut [], to_row: 0 });
         for row in 0..piece.rows {
             let here = run.gain * buffers.present[row];
             *far_count = (*far_count + here) * run.decay;
@@ -144,11 +146,11 @@ impl<T: Real> Walk<'_, '_, T> {
         let problem = self.problem;
         let width = problem.head_width;
         if self.unit.gamma != 1.0 {
-            local.scale_content(problem, self.unit.decay(piece.rows));
+            local.scale_content(self.unit.decay(piece.rows));
             for key in 0..piece.keys {
                 // Key `key` is `rows − key` tokens before the next piece's first row.
                 let weight = self.unit.decay(piece.rows - key);
-                problem.ops.scale(&mut buffers.k[key * width..][..width], weight);
+                scale_by(&mut buffers.k[key * width..][..width], weight);
             }
         }
         if piece.keys == 0 {
@@ -158,15 +160,15 @@ impl<T: Real> Walk<'_, '_, T> {
         let keys = &mut local.keys()[from..];
         // Keys that turn leave their sums on the way.
         if self.unit.gamma == 1.0 && problem.rotations.is_some() {
-            problem.ops.add_scaled(keys, T::ONE, &buffers.lift.key_sums[from..]);
+            add_scaled(keys, T::ONE, &buffers.lift.key_sums[from..]);
         } else {
-            problem.ops.add_column_sums(&buffers.k[from..], width, piece.keys, keys);
+            add_column_sums(&buffers.k[from..], width, piece.keys, keys);
         }
         let first = (piece.key as isize - piece.window) as usize * problem.value_width;
         let chunk = buffers.sizes.chunk;
         let next = (piece.key + piece.keys) as isize;
         let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
-        let product = &mut Product {
+        let product = Product {
             a: buffers.k,
             a_row: 1,
             a_column: width,
@@ -181,7 +183,7 @@ impl<T: Real> Walk<'_, '_, T> {
             a_band: Band::ALL,
             c_band: Band::ALL,
         };
-        problem.ops.product_fetching(product, None, &ahead);
+        dispatch(ProductWith { product, outer: None, ahead: &ahead });
         local.set_content();
     }
 
@@ -199,13 +201,13 @@ impl<T: Real> Walk<'_, '_, T> {
                 let mut shift = local.view().shift();
                 if problem.exponential {
                     shift = self.unit.highest(problem, key, key + keys, shift);
-                    local.raise(problem, shift);
+                    local.raise(shift);
                 }
                 buffers.load_keys(problem, &self.unit, &piece, shift);
                 self.absorb(&piece, local, buffers);
             }
             if problem.radius.is_some() {
-                problem.ops.add_column_sums(buffers.v, problem.value_width, keys, local.far());
+                add_column_sums(buffers.v, problem.value_width, keys, local.far());
                 *local.count() += buffers.present[..keys].iter().copied().sum();
             }
             key += keys;
@@ -220,7 +222,7 @@ impl<T: Real> Walk<'_, '_, T> {
             let piece =
                 Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
             buffers.load_window(self.problem, &self.unit, &piece, None);
-            self.problem.ops.add_column_sums(buffers.v, self.problem.value_width, keys, far);
+            add_column_sums(buffers.v, self.problem.value_width, keys, far);
             *count += buffers.present[..keys].iter().copied().sum();
             key += keys;
         }
@@ -296,7 +298,7 @@ impl<T: Real> Walk<'_, '_, T> {
             visitor.attend(self, &piece, &scene, buffers);
             if radius > 0 {
                 let run = piece.entering(problem, &self.unit, buffers.v);
-                problem.ops.add_running(sums, run, &mut [], 0);
+                dispatch(AddRunning { sum: sums, run, to: &mut [], to_row: 0 });
                 count[0] += buffers.present[..piece.rows].iter().copied().sum();
             }
             row += piece.rows;

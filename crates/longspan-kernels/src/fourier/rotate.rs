@@ -3,12 +3,11 @@
 //! Angles are counted in *turns* (2π), in doubles: taking off whole turns is exact, so a rounding of the angle is the
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
-use super::block::{add_column_sums, feature, load};
-use super::running::{covers, put};
-use super::vector::{Constants, Vector};
 use crate::feature_map::FeatureMap;
-use crate::real::Real;
-use crate::shape::Rows;
+use crate::feature_map::elementwise::{Features, LoadFeatures, feature};
+use crate::simd::block::AddColumnSums;
+use crate::simd::rows::{covers, put};
+use crate::simd::{Constants, Operation, Real, Vector};
 
 /// 1/2π, and what rounding took from it.
 const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
@@ -23,34 +22,62 @@ pub(crate) const fn is_double<T>() -> bool {
 ///
 /// These loops stand here for the instructions: fused products and roundings of doubles are calls into the C library where a
 /// processor may lack them.
-#[inline(always)]
-pub(crate) unsafe fn rates<V: Vector>(radians: &[V::Element], step: usize, turns: &mut [f64], rests: &mut [f64]) {
-    if step == 1 {
-        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
-    } else {
-        let radians = radians.iter().step_by(step);
-        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
-    }
-    if is_double::<V::Element>() {
-        for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
-            let radians = radians.to_f64();
-            *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
+pub(crate) struct TurnRates<'a, T> {
+    pub radians: &'a [T],
+    pub step: usize,
+    pub turns: &'a mut [f64],
+    pub rests: &'a mut [f64],
+}
+
+impl<T: Real> Operation for TurnRates<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { radians, step, turns, rests } = self;
+        if step == 1 {
+            turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+        } else {
+            let radians = radians.iter().step_by(step);
+            turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+        }
+        if is_double::<V::Element>() {
+            for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
+                let radians = radians.to_f64();
+                *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
+            }
         }
     }
 }
 
 /// Adds to `to` the turns after so many steps, without whole ones.
-#[inline(always)]
-pub(crate) unsafe fn add_turns<V: Vector>(turns: &[f64], rests: &[f64], steps: f64, to: &mut [f64]) {
-    if is_double::<V::Element>() {
-        for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
-            let turns = rate * steps;
-            *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
-        }
-    } else {
-        for (to, rate) in to.iter_mut().zip(turns) {
-            let turns = rate * steps;
-            *to += turns - turns.round_ties_even();
+pub(crate) struct AddTurns<'a> {
+    /// Whether the rests count.
+    pub exact: bool,
+    pub turns: &'a [f64],
+    pub rests: &'a [f64],
+    pub steps: f64,
+    pub to: &'a mut [f64],
+}
+
+impl Operation for AddTurns<'_> {
+    type Element = f64;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f64>>(self) {
+        let Self { exact, turns, rests, steps, to } = self;
+        if exact {
+            for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
+                let turns = rate * steps;
+                *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
+            }
+        } else {
+            for (to, rate) in to.iter_mut().zip(turns) {
+                let turns = rate * steps;
+                *to += turns - turns.round_ties_even();
+            }
         }
     }
 }
@@ -59,43 +86,52 @@ pub(crate) unsafe fn add_turns<V: Vector>(turns: &[f64], rests: &[f64], steps: f
 const BATCH: usize = 64;
 
 /// `cos 2πt` and `sin 2πt` for each of `turns`, of any size; NaN for what is not finite.
-#[inline(always)]
-pub(crate) unsafe fn cos_sin<V: Vector>(turns: &[f64], cos: &mut [V::Element], sin: &mut [V::Element])
-where
-    V::Element: Constants,
-{
-    let zero = V::Element::ZERO;
-    for ((turns, cos), sin) in turns.chunks(BATCH).zip(cos.chunks_mut(BATCH)).zip(sin.chunks_mut(BATCH)) {
-        let (mut quarters, mut rest) = ([zero; BATCH], [zero; BATCH]);
-        for ((&turn, quarter), rest) in turns.iter().zip(&mut quarters).zip(&mut rest) {
-            // Adding and taking off 1.5·2⁵² rounds to an integer, in every instruction set and without a call.
-            const MAGIC: f64 = 6_755_399_441_055_744.0;
-            let part = turn - turn.round_ties_even();
-            let n = (4.0 * part + MAGIC) - MAGIC;
-            *quarter = V::Element::from_f64(n);
-            *rest = V::Element::from_f64((part - 0.25 * n) * std::f64::consts::TAU);
-        }
-        for at in (0..turns.len()).step_by(V::LANES) {
-            // SAFETY: LANES divides the length of the arrays.
-            unsafe {
-                let (n, x) = (V::load(quarters.as_ptr().add(at)), V::load(rest.as_ptr().add(at)));
-                let (near_cos, near_sin) = cos_sin_eighth(x);
-                // n = ±1: (cos, sin) → (∓sin, ±cos); n = ±2: both change sign.
-                let number = |x: f64| V::splat(V::Element::from_f64(x));
-                let size = n.abs();
-                let odd = number(0.5).sub(size.sub(number(1.0)).abs());
-                let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
-                let turned = number(0.0).sub(n);
-                let turned_cos = odd.if_positive(turned.mul(near_sin), sign.mul(near_cos));
-                let turned_sin = odd.if_positive(n.mul(near_cos), sign.mul(near_sin));
-                let (to_cos, to_sin) = (cos[at..].as_mut_ptr(), sin[at..].as_mut_ptr());
-                let left = turns.len().min(cos.len()).min(sin.len()) - at;
-                if left >= V::LANES {
-                    put::<V, true>(turned_cos, to_cos, left);
-                    put::<V, true>(turned_sin, to_sin, left);
-                } else {
-                    put::<V, false>(turned_cos, to_cos, left);
-                    put::<V, false>(turned_sin, to_sin, left);
+pub(crate) struct CosSin<'a, T> {
+    pub turns: &'a [f64],
+    pub cos: &'a mut [T],
+    pub sin: &'a mut [T],
+}
+
+impl<T: Real> Operation for CosSin<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { turns, cos, sin } = self;
+        let zero = V::Element::ZERO;
+        for ((turns, cos), sin) in turns.chunks(BATCH).zip(cos.chunks_mut(BATCH)).zip(sin.chunks_mut(BATCH)) {
+            let (mut quarters, mut rest) = ([zero; BATCH], [zero; BATCH]);
+            for ((&turn, quarter), rest) in turns.iter().zip(&mut quarters).zip(&mut rest) {
+                // Adding and taking off 1.5·2⁵² rounds to an integer, in every instruction set and without a call.
+                const MAGIC: f64 = 6_755_399_441_055_744.0;
+                let part = turn - turn.round_ties_even();
+                let n = (4.0 * part + MAGIC) - MAGIC;
+                *quarter = V::Element::from_f64(n);
+                *rest = V::Element::from_f64((part - 0.25 * n) * std::f64::consts::TAU);
+            }
+            for at in (0..turns.len()).step_by(V::LANES) {
+                // SAFETY: LANES divides the length of the arrays.
+                unsafe {
+                    let (n, x) = (V::load(quarters.as_ptr().add(at)), V::load(rest.as_ptr().add(at)));
+                    let (near_cos, near_sin) = cos_sin_eighth(x);
+                    // n = ±1: (cos, sin) → (∓sin, ±cos); n = ±2: both change sign.
+                    let number = |x: f64| V::splat(V::Element::from_f64(x));
+                    let size = n.abs();
+                    let odd = number(0.5).sub(size.sub(number(1.0)).abs());
+                    let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
+                    let turned = number(0.0).sub(n);
+                    let turned_cos = odd.if_positive(turned.mul(near_sin), sign.mul(near_cos));
+                    let turned_sin = odd.if_positive(n.mul(near_cos), sign.mul(near_sin));
+                    let (to_cos, to_sin) = (cos[at..].as_mut_ptr(), sin[at..].as_mut_ptr());
+                    let left = turns.len().min(cos.len()).min(sin.len()) - at;
+                    if left >= V::LANES {
+                        put::<V, true>(turned_cos, to_cos, left);
+                        put::<V, true>(turned_sin, to_sin, left);
+                    } else {
+                        put::<V, false>(turned_cos, to_cos, left);
+                        put::<V, false>(turned_sin, to_sin, left);
+                    }
                 }
             }
         }
@@ -104,16 +140,13 @@ where
 
 /// `cos x` and `sin x` for |x| ≤ π/4, by their series.
 #[inline(always)]
-unsafe fn cos_sin_eighth<V: Vector>(x: V) -> (V, V)
-where
-    V::Element: Constants,
-{
+unsafe fn cos_sin_eighth<V: Vector>(x: V) -> (V, V) {
     // SAFETY: forwarded to the caller.
     unsafe {
         let number = |x: f64| V::splat(V::Element::from_f64(x));
         let square = x.mul(x);
         let (mut cos, mut sin) = (number(0.0), number(0.0));
-        let mut n = V::Element::SINE_TERMS;
+        let mut n = <V::Element as Constants>::SINE_TERMS;
         while n > 0 {
             n -= 1;
             cos = cos.mul_add(square, number(SERIES[2 * n]));
@@ -186,20 +219,6 @@ pub(crate) struct Rotation<'a, T> {
     pub rest: Option<&'a [T]>,
 }
 
-/// What is turned.
-pub(crate) enum Features<'a, T> {
-    Formed(&'a [T]),
-    /// What an elementwise map makes of raw rows; see [`load`]. They stand in `to` afterwards if they are to be kept.
-    Mapped {
-        map: FeatureMap,
-        shift: T,
-        from: Rows<'a, T>,
-        ignored: Option<&'a [bool]>,
-        to: &'a mut [T],
-        keep: bool,
-    },
-}
-
 impl<T: Real> Rotation<'_, T> {
     /// Blocks before the unturned one.
     fn turned(&self) -> usize {
@@ -254,13 +273,26 @@ fn sum_of_one<T: Real>([base_cos, base_sin]: [T; 2], [cos, sin]: [T; 2]) -> [T; 
 }
 
 /// Writes the cosines and sines, one after the other, of the angles `base` and `angle` together.
-#[inline(always)]
-pub(crate) unsafe fn sum_angles<V: Vector>(base: &[V::Element], angle: [&[V::Element]; 2], to: &mut [V::Element]) {
-    let (base_cos, base_sin) = base.split_at(base.len() / 2);
-    let (to_cos, to_sin) = to.split_at_mut(base_cos.len());
-    let numbers = to_cos.iter_mut().zip(to_sin).zip(base_cos.iter().zip(base_sin)).zip(angle[0].iter().zip(angle[1]));
-    for (((to_cos, to_sin), (&base_cos, &base_sin)), (&cos, &sin)) in numbers {
-        [*to_cos, *to_sin] = sum_of_one([base_cos, base_sin], [cos, sin]);
+pub(crate) struct SumAngles<'a, T> {
+    pub base: &'a [T],
+    pub angle: [&'a [T]; 2],
+    pub to: &'a mut [T],
+}
+
+impl<T: Real> Operation for SumAngles<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { base, angle, to } = self;
+        let (base_cos, base_sin) = base.split_at(base.len() / 2);
+        let (to_cos, to_sin) = to.split_at_mut(base_cos.len());
+        let numbers =
+            to_cos.iter_mut().zip(to_sin).zip(base_cos.iter().zip(base_sin)).zip(angle[0].iter().zip(angle[1]));
+        for (((to_cos, to_sin), (&base_cos, &base_sin)), (&cos, &sin)) in numbers {
+            [*to_cos, *to_sin] = sum_of_one([base_cos, base_sin], [cos, sin]);
+        }
     }
 }
 
@@ -285,118 +317,126 @@ impl<T: Real> Rotation<'_, T> {
 }
 
 /// Writes turned rows. Numbers that belong to no feature become 0. Adds the sums of the columns to `sums`, if it is not empty.
-#[inline(always)]
-pub(crate) unsafe fn rotate<V: Vector>(
-    r: &Rotation<'_, V::Element>,
-    x: Features<'_, V::Element>,
-    to: &mut [V::Element],
-    to_row: usize,
-    sums: &mut [V::Element],
-) where
-    V::Element: Constants,
-{
-    let (width, stride, x_row) = (r.width, r.stride, r.x_row);
-    let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
-    assert!(r.count * to_row <= to.len() && beyond <= to_row && (sums.is_empty() || sums.len() == to_row));
-    let registers = width / V::LANES * V::LANES;
-    let gaps = registers < width || width < stride || beyond < to_row;
-    let x: &[V::Element] = match x {
-        Features::Formed(x) => x,
-        Features::Mapped { map, shift, from, ignored: None, to: x, keep } if r.turn == Turn::Each && !gaps => {
-            r.check(x.len());
-            assert!(covers(&from, r.count, width));
-            let x = x.as_mut_ptr();
-            // Exponentials and the memory that rotation waits for take their time together. The map is looked at once.
-            macro_rules! rotate_as {
-                ($map:ident) => {
-                    // SAFETY: every number that is read or written is there by the assertions above.
-                    unsafe {
-                        let shift = V::splat(shift);
-                        let mapped = |row: usize, column: usize| {
-                            let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
-                            let feature = feature(FeatureMap::$map, raw, shift);
-                            if keep {
-                                feature.store(x.add(row * x_row + column));
-                            }
-                            feature
-                        };
-                        rotate_registers::<V>(r, registers, mapped, to, to_row, sums)
-                    }
+pub(crate) struct Rotate<'a, T> {
+    pub r: &'a Rotation<'a, T>,
+    pub x: Features<'a, T>,
+    pub to: &'a mut [T],
+    pub to_row: usize,
+    pub sums: &'a mut [T],
+}
+
+impl<T: Real> Operation for Rotate<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { r, x, to, to_row, sums } = self;
+        let (width, stride, x_row) = (r.width, r.stride, r.x_row);
+        let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
+        assert!(r.count * to_row <= to.len() && beyond <= to_row && (sums.is_empty() || sums.len() == to_row));
+        let registers = width / V::LANES * V::LANES;
+        let gaps = registers < width || width < stride || beyond < to_row;
+        let x: &[V::Element] = match x {
+            Features::Formed(x) => x,
+            Features::Mapped { map, shift, from, ignored: None, to: x, keep } if r.turn == Turn::Each && !gaps => {
+                r.check(x.len());
+                assert!(covers(&from, r.count, width));
+                let x = x.as_mut_ptr();
+                // Exponentials and the memory that rotation waits for take their time together. The map is looked at once.
+                macro_rules! rotate_as {
+                    ($map:ident) => {
+                        // SAFETY: every number that is read or written is there by the assertions above.
+                        unsafe {
+                            let shift = V::splat(shift);
+                            let mapped = |row: usize, column: usize| {
+                                let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
+                                let feature = feature(FeatureMap::$map, raw, shift);
+                                if keep {
+                                    feature.store(x.add(row * x_row + column));
+                                }
+                                feature
+                            };
+                            rotate_registers::<V>(r, registers, mapped, to, to_row, sums)
+                        }
+                    };
+                }
+                match map {
+                    FeatureMap::EluPlusOne => rotate_as!(EluPlusOne),
+                    FeatureMap::Relu => rotate_as!(Relu),
+                    FeatureMap::Softplus => rotate_as!(Softplus),
+                    FeatureMap::Exp => rotate_as!(Exp),
+                    // Maps of whole rows are not made here.
+                    _ => rotate_as!(Identity),
+                }
+                return;
+            }
+            Features::Mapped { map, shift, from, ignored, to, .. } => {
+                // SAFETY: forwarded to the caller.
+                unsafe {
+                    LoadFeatures { map, shift, from, count: r.count, width, ignored, to, to_row: x_row }.run::<V>()
                 };
+                to
             }
-            match map {
-                FeatureMap::EluPlusOne => rotate_as!(EluPlusOne),
-                FeatureMap::Relu => rotate_as!(Relu),
-                FeatureMap::Softplus => rotate_as!(Softplus),
-                FeatureMap::Exp => rotate_as!(Exp),
-                // Maps of whole rows are not made here.
-                _ => rotate_as!(Identity),
-            }
+        };
+        r.check(x.len());
+        let whole = match r.turn {
+            // SAFETY: every number that is read or written is there by the assertions above.
+            Turn::Each => unsafe {
+                let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
+                let sums = if gaps { &mut [] } else { &mut *sums };
+                rotate_registers::<V>(r, registers, formed, to, to_row, sums);
+                registers
+            },
+            Turn::Pairs => 0,
+        };
+        if r.turn == Turn::Each && !gaps {
             return;
         }
-        Features::Mapped { map, shift, from, ignored, to, .. } => {
+        for row in 0..r.count {
+            let x = &x[row * x_row..][..width];
+            let [[cos, sin], base] = r.angles.of_row(row);
+            let to = &mut to[row * to_row..][..to_row];
+            let (turned, after) = to.split_at_mut(r.turned() * stride);
+            match r.turn {
+                Turn::Each => {
+                    let (first, second) = turned.split_at_mut(stride);
+                    for k in whole..width {
+                        let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+                        first[k] = x[k] * c;
+                        second[k] = x[k] * s;
+                    }
+                    first[width..].fill(V::Element::ZERO);
+                    second[width..].fill(V::Element::ZERO);
+                }
+                Turn::Pairs => {
+                    let half = width / 2;
+                    let (cos, sin) = (&cos[..half], &sin[..half]);
+                    let base = base.map(|base| &base[..half]);
+                    turned[width..].fill(V::Element::ZERO);
+                    let (first, second) = turned[..width].split_at_mut(half);
+                    let (low, high) = x.split_at(half);
+                    for k in 0..half {
+                        let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+                        first[k] = low[k] * c - high[k] * s;
+                        second[k] = low[k] * s + high[k] * c;
+                    }
+                }
+            }
+            let Some(rest) = r.rest else {
+                after.fill(V::Element::ZERO);
+                continue;
+            };
+            let (unturned, nothing) = after.split_at_mut(width);
+            nothing.fill(V::Element::ZERO);
+            for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(rest).skip(whole) {
+                *to = x * rest;
+            }
+        }
+        if !sums.is_empty() {
             // SAFETY: forwarded to the caller.
-            unsafe { load::<V>(map, shift, from, r.count, width, ignored, to, x_row) };
-            to
+            unsafe { AddColumnSums { block: to, row_length: to_row, rows: r.count, to: sums }.run::<V>() };
         }
-    };
-    r.check(x.len());
-    let whole = match r.turn {
-        // SAFETY: every number that is read or written is there by the assertions above.
-        Turn::Each => unsafe {
-            let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
-            let sums = if gaps { &mut [] } else { &mut *sums };
-            rotate_registers::<V>(r, registers, formed, to, to_row, sums);
-            registers
-        },
-        Turn::Pairs => 0,
-    };
-    if r.turn == Turn::Each && !gaps {
-        return;
-    }
-    for row in 0..r.count {
-        let x = &x[row * x_row..][..width];
-        let [[cos, sin], base] = r.angles.of_row(row);
-        let to = &mut to[row * to_row..][..to_row];
-        let (turned, after) = to.split_at_mut(r.turned() * stride);
-        match r.turn {
-            Turn::Each => {
-                let (first, second) = turned.split_at_mut(stride);
-                for k in whole..width {
-                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-                    first[k] = x[k] * c;
-                    second[k] = x[k] * s;
-                }
-                first[width..].fill(V::Element::ZERO);
-                second[width..].fill(V::Element::ZERO);
-            }
-            Turn::Pairs => {
-                let half = width / 2;
-                let (cos, sin) = (&cos[..half], &sin[..half]);
-                let base = base.map(|base| &base[..half]);
-                turned[width..].fill(V::Element::ZERO);
-                let (first, second) = turned[..width].split_at_mut(half);
-                let (low, high) = x.split_at(half);
-                for k in 0..half {
-                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-                    first[k] = low[k] * c - high[k] * s;
-                    second[k] = low[k] * s + high[k] * c;
-                }
-            }
-        }
-        let Some(rest) = r.rest else {
-            after.fill(V::Element::ZERO);
-            continue;
-        };
-        let (unturned, nothing) = after.split_at_mut(width);
-        nothing.fill(V::Element::ZERO);
-        for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(rest).skip(whole) {
-            *to = x * rest;
-        }
-    }
-    if !sums.is_empty() {
-        // SAFETY: forwarded to the caller.
-        unsafe { add_column_sums::<V>(to, to_row, r.count, sums) };
     }
 }
 
@@ -472,61 +512,69 @@ pub(crate) struct AngleSums<'a, T> {
 }
 
 /// Takes gradients of turned rows back to features, angles and factors. The base angles are those without `gain`.
-#[inline(always)]
-pub(crate) unsafe fn unrotate<V: Vector>(
-    r: &Rotation<'_, V::Element>,
-    x: &[V::Element],
-    to: &mut Unrotated<'_, V::Element>,
-) {
-    r.check(x.len());
-    let (width, stride) = (r.width, r.stride);
-    let (count, zero) = (r.count, V::Element::ZERO);
-    assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
-    assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to.d_row);
-    assert!(to.gain.is_none_or(|gain| gain.len() >= width));
-    assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
-    assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
-    if r.turn == Turn::Pairs {
-        unrotate_pairs(r, x, to);
-        return;
-    }
-    let whole = width / V::LANES * V::LANES;
-    for column in (0..whole).step_by(V::LANES) {
-        // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
-        unsafe { unrotate_register::<V>(r, x, to, column) };
-    }
-    if whole == width && width == r.x_row {
-        return;
-    }
-    for row in 0..count {
-        let x = &x[row * r.x_row..][..width];
-        let [[cos, sin], base] = r.angles.of_row(row);
-        let dx = &mut to.dx[row * r.x_row..][..r.x_row];
-        dx[width..].fill(zero);
-        let d = &mut to.d[row * to.d_row..][..to.d_row];
-        for k in whole..width {
-            let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-            let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
-            let (first, second) = (d[k], d[stride + k]);
-            let along = first * c + second * s;
-            let angle = x[k] * (second * c - first * s) * gain;
-            dx[k] = along * gain;
-            if !to.d_gain.is_empty() {
-                to.d_gain[k] += along * x[k];
-            }
-            if let Some(rest) = r.rest {
-                let unturned = d[2 * stride + k];
-                dx[k] += unturned * rest[k];
-                if !to.d_rest.is_empty() {
-                    to.d_rest[k] += unturned * x[k];
+pub(crate) struct Unrotate<'a, 'b, T> {
+    pub r: &'a Rotation<'a, T>,
+    pub x: &'a [T],
+    pub to: &'a mut Unrotated<'b, T>,
+}
+
+impl<T: Real> Operation for Unrotate<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { r, x, to } = self;
+        r.check(x.len());
+        let (width, stride) = (r.width, r.stride);
+        let (count, zero) = (r.count, V::Element::ZERO);
+        assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
+        assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to.d_row);
+        assert!(to.gain.is_none_or(|gain| gain.len() >= width));
+        assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
+        assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
+        if r.turn == Turn::Pairs {
+            unrotate_pairs(r, x, to);
+            return;
+        }
+        let whole = width / V::LANES * V::LANES;
+        for column in (0..whole).step_by(V::LANES) {
+            // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
+            unsafe { unrotate_register::<V>(r, x, to, column) };
+        }
+        if whole == width && width == r.x_row {
+            return;
+        }
+        for row in 0..count {
+            let x = &x[row * r.x_row..][..width];
+            let [[cos, sin], base] = r.angles.of_row(row);
+            let dx = &mut to.dx[row * r.x_row..][..r.x_row];
+            dx[width..].fill(zero);
+            let d = &mut to.d[row * to.d_row..][..to.d_row];
+            for k in whole..width {
+                let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+                let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
+                let (first, second) = (d[k], d[stride + k]);
+                let along = first * c + second * s;
+                let angle = x[k] * (second * c - first * s) * gain;
+                dx[k] = along * gain;
+                if !to.d_gain.is_empty() {
+                    to.d_gain[k] += along * x[k];
                 }
-            }
-            match &mut to.angles {
-                Some(sums) => {
-                    sums.d_phase[k] += angle;
-                    sums.d_rate[k] += angle * (sums.position + V::Element::from_f64(row as f64));
+                if let Some(rest) = r.rest {
+                    let unturned = d[2 * stride + k];
+                    dx[k] += unturned * rest[k];
+                    if !to.d_rest.is_empty() {
+                        to.d_rest[k] += unturned * x[k];
+                    }
                 }
-                None => d[k] = angle,
+                match &mut to.angles {
+                    Some(sums) => {
+                        sums.d_phase[k] += angle;
+                        sums.d_rate[k] += angle * (sums.position + V::Element::from_f64(row as f64));
+                    }
+                    None => d[k] = angle,
+                }
             }
         }
     }
@@ -634,16 +682,15 @@ fn unrotate_pairs<T: Real>(r: &Rotation<'_, T>, x: &[T], to: &mut Unrotated<'_, 
 
 #[cfg(test)]
 mod tests {
-    use crate::real::Real;
-    use crate::simd::{Element, InstructionSet};
+    use super::*;
+    use crate::simd::{InstructionSet, dispatch_to};
 
-    fn worst<T: Real>() -> f64 {
-        let ops = <T as Element>::ops();
+    fn worst<T: Real>(set: InstructionSet) -> f64 {
         let mut worst = 0.0f64;
         for start in [0.0, -3.0, 1e7, -1e7] {
             let turns: Vec<f64> = (0..4001).map(|n| start + f64::from(n) * 1.2345e-3).collect();
             let (mut cos, mut sin) = (vec![T::ZERO; turns.len()], vec![T::ZERO; turns.len()]);
-            ops.cos_sin(&turns, &mut cos, &mut sin);
+            dispatch_to(set, CosSin { turns: &turns, cos: &mut cos, sin: &mut sin });
             for ((turn, cos), sin) in turns.iter().zip(cos).zip(sin) {
                 let angle = (turn - turn.round()) * std::f64::consts::TAU;
                 worst = worst.max((cos.to_f64() - angle.cos()).abs()).max((sin.to_f64() - angle.sin()).abs());
@@ -654,18 +701,23 @@ mod tests {
 
     #[test]
     fn sines_are_those_of_the_library() {
-        InstructionSet::selected().expect("a known instruction set");
-        // Half a unit of the result, and the roundings of the argument and of the series.
-        assert!(worst::<f32>() < 1.5 * f64::from(f32::EPSILON), "{:e}", worst::<f32>());
-        assert!(worst::<f64>() < 2.5 * f64::EPSILON, "{:e}", worst::<f64>());
+        for set in InstructionSet::available() {
+            // Half a unit of the result, and the roundings of the argument and of the series.
+            let (f32s, f64s) = (worst::<f32>(set), worst::<f64>(set));
+            assert!(f32s < 1.5 * f64::from(f32::EPSILON), "{set:?}: {f32s:e}");
+            assert!(f64s < 2.5 * f64::EPSILON, "{set:?}: {f64s:e}");
+        }
     }
 
     #[test]
     fn quarters_are_exact() {
-        let (mut cos, mut sin) = ([7.0f32; 6], [7.0f32; 6]);
-        <f32 as Element>::ops().cos_sin(&[0.0, 0.25, 0.5, 0.75, 1e7, f64::NAN], &mut cos, &mut sin);
-        assert_eq!(cos[..5], [1.0, 0.0, -1.0, 0.0, 1.0]);
-        assert_eq!(sin[..5], [0.0, 1.0, 0.0, -1.0, 0.0]);
-        assert!(cos[5].is_nan() && sin[5].is_nan());
+        for set in InstructionSet::available() {
+            let (mut cos, mut sin) = ([7.0f32; 6], [7.0f32; 6]);
+            let turns = [0.0, 0.25, 0.5, 0.75, 1e7, f64::NAN];
+            dispatch_to(set, CosSin { turns: &turns, cos: &mut cos, sin: &mut sin });
+            assert_eq!(cos[..5], [1.0, 0.0, -1.0, 0.0, 1.0], "{set:?}");
+            assert_eq!(sin[..5], [0.0, 1.0, 0.0, -1.0, 0.0], "{set:?}");
+            assert!(cos[5].is_nan() && sin[5].is_nan(), "{set:?}");
+        }
     }
 }

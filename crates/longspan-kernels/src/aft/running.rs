@@ -4,10 +4,10 @@
 //! block, so that a token costs one exponential and sums are plain. [`tops`] says whether that keeps every sum: no row of the
 //! block may have a largest key that is more than [`DEEPEST`] below the top.
 
-use super::log_sum::{PARTS, Tokens, floor, sigmoid};
-use super::vector::{Constants, Vector, exp_nonpositive};
-use crate::real::Real;
-use crate::shape::{Columns, Rows};
+use super::log_sum::{PARTS, Tokens, sigmoid};
+use crate::simd::block::floor;
+use crate::simd::rows::{Columns, Rows, covers, get, put};
+use crate::simd::{Operation, Real, Vector, exp_nonpositive};
 
 /// How far below the block's top the largest key of a row may be: every denominator is then at least `e^{−24}`, and terms that
 /// an exponential loses, below `e^{−87}` (`f32`), are nothing beside it.
@@ -21,39 +21,6 @@ pub(crate) struct OutputRows<'a, T> {
     pub d_out: Rows<'a, T>,
     pub out: Rows<'a, T>,
     pub count: usize,
-}
-
-/// Whether `count` rows of `width` are there.
-pub(super) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
-    count == 0 || rows.data.len() >= (count - 1) * rows.stride + width
-}
-
-/// A register, or the first `left` numbers of one and zeros.
-#[inline(always)]
-pub(super) unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
-    // SAFETY: the caller has so many numbers there.
-    unsafe {
-        if WHOLE {
-            return V::load(from);
-        }
-        let mut buffer = [V::Element::ZERO; 16];
-        std::ptr::copy_nonoverlapping(from, buffer.as_mut_ptr(), left);
-        V::load(buffer.as_ptr())
-    }
-}
-
-/// Writes a register, or its first `left` numbers.
-#[inline(always)]
-pub(super) unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
-    // SAFETY: the caller has room for so many numbers there.
-    unsafe {
-        if WHOLE {
-            return register.store(to);
-        }
-        let mut buffer = [V::Element::ZERO; 16];
-        register.store(buffer.as_mut_ptr());
-        std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, left);
-    }
 }
 
 /// Calls `$body::<V, N, WHOLE>(arguments, column, left)` for all columns, four registers at a time where there are so many.
@@ -120,21 +87,26 @@ fn fits<V: Vector>(mean: &[V::Element], head_dim: usize) -> bool {
 
 /// The largest key of each channel up to the last token, those of `before` included. Returns whether all sums may be relative
 /// to them.
-#[inline(always)]
-pub(crate) unsafe fn tops<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    before: &[V::Element],
-    tops: &mut [V::Element],
-) -> bool
-where
-    V::Element: Constants,
-{
-    assert!(fits::<V>(before, tokens.head_dim) && tokens.key_dim == tokens.head_dim && tokens.count > 0);
-    assert!(tops.len() * PARTS == before.len() && covers(&tokens.keys, tokens.count, tokens.key_dim));
-    let mut deepest = V::Element::ZERO;
-    // SAFETY: keys and means are as large as the assertions say.
-    unsafe { by_registers!(tokens.head_dim, tops_of(&tokens, before, tops, &mut deepest)) };
-    deepest <= V::Element::from_f64(DEEPEST)
+pub(crate) struct RunningMax<'a, T> {
+    pub tokens: Tokens<'a, T>,
+    pub before: &'a [T],
+    pub tops: &'a mut [T],
+}
+
+impl<T: Real> Operation for RunningMax<'_, T> {
+    type Element = T;
+    type Output = bool;
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) -> bool {
+        let Self { tokens, before, tops } = self;
+        assert!(fits::<V>(before, tokens.head_dim) && tokens.key_dim == tokens.head_dim && tokens.count > 0);
+        assert!(tops.len() * PARTS == before.len() && covers(&tokens.keys, tokens.count, tokens.key_dim));
+        let mut deepest = V::Element::ZERO;
+        // SAFETY: keys and means are as large as the assertions say.
+        unsafe { by_registers!(tokens.head_dim, tops_of(&tokens, before, tops, &mut deepest)) };
+        deepest <= V::Element::from_f64(DEEPEST)
+    }
 }
 
 #[inline(always)]
@@ -145,9 +117,7 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
     deepest: &mut V::Element,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     // SAFETY: forwarded to the caller.
     unsafe {
         let keys = tokens.keys.data.as_ptr().add(column);
@@ -190,32 +160,37 @@ unsafe fn key<V: Vector, const WHOLE: bool>(
 
 /// Brings tokens to one exponent a channel, as [`factor`](super::log_sum::factor) does with their means: `e^{k−X}·v`, if there is room
 /// for numerators, `e^{k−X}` and `X`. Returns the largest range of keys of any channel.
-#[inline(always)]
-pub(crate) unsafe fn factor_tokens<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    reference: &mut [V::Element],
-    numerators: &mut [V::Element],
-    denominators: &mut [V::Element],
-) -> V::Element
-where
-    V::Element: Constants,
-{
-    let (count, width) = (tokens.count, reference.len() / 2);
-    assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && tokens.key_dim > 0);
-    assert!(denominators.len() >= count * width && (numerators.is_empty() || numerators.len() >= count * width));
-    assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, tokens.head_dim));
-    reference.fill(V::Element::ZERO);
-    if tokens.head_dim < width {
-        let numbers = (count * width).min(numerators.len());
-        numerators[..numbers].fill(V::Element::ZERO);
-        denominators[..count * width].fill(V::Element::ZERO);
+pub(crate) struct FactorTokens<'a, T> {
+    pub tokens: Tokens<'a, T>,
+    pub reference: &'a mut [T],
+    pub numerators: &'a mut [T],
+    pub denominators: &'a mut [T],
+}
+
+impl<T: Real> Operation for FactorTokens<'_, T> {
+    type Element = T;
+    type Output = T;
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) -> T {
+        let Self { tokens, reference, numerators, denominators } = self;
+        let (count, width) = (tokens.count, reference.len() / 2);
+        assert!(width.is_multiple_of(V::LANES) && tokens.head_dim <= width && tokens.key_dim > 0);
+        assert!(denominators.len() >= count * width && (numerators.is_empty() || numerators.len() >= count * width));
+        assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, tokens.head_dim));
+        reference.fill(V::Element::ZERO);
+        if tokens.head_dim < width {
+            let numbers = (count * width).min(numerators.len());
+            numerators[..numbers].fill(V::Element::ZERO);
+            denominators[..count * width].fill(V::Element::ZERO);
+        }
+        let mut widest = V::Element::ZERO;
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe {
+            by_registers!(tokens.head_dim, factor_tokens_of(&tokens, reference, numerators, denominators, &mut widest))
+        };
+        widest
     }
-    let mut widest = V::Element::ZERO;
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe {
-        by_registers!(tokens.head_dim, factor_tokens_of(&tokens, reference, numerators, denominators, &mut widest))
-    };
-    widest
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -228,9 +203,7 @@ unsafe fn factor_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     widest: &mut V::Element,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = reference.len() / 2;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -266,19 +239,28 @@ unsafe fn factor_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
 }
 
 /// The mean of tokens that are all there, relative to the largest key of each channel; without `numerators` these are 0.
-#[inline(always)]
-pub(crate) unsafe fn sum_tokens<V: Vector>(tokens: Tokens<'_, V::Element>, numerators: bool, to: &mut [V::Element])
-where
-    V::Element: Constants,
-{
-    let width = tokens.head_dim;
-    assert!(fits::<V>(to, width) && covers(&tokens.keys, tokens.count, tokens.key_dim) && tokens.key_dim > 0);
-    assert!(covers(&tokens.values, tokens.count, width));
-    let (exponents, rest) = to.split_at_mut(to.len() / PARTS);
-    exponents.fill(floor());
-    rest.fill(V::Element::ZERO);
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe { by_registers!(width, sum_tokens_of(&tokens, numerators, to)) };
+pub(crate) struct SumTokens<'a, T> {
+    pub tokens: Tokens<'a, T>,
+    pub numerators: bool,
+    pub to: &'a mut [T],
+}
+
+impl<T: Real> Operation for SumTokens<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { tokens, numerators, to } = self;
+        let width = tokens.head_dim;
+        assert!(fits::<V>(to, width) && covers(&tokens.keys, tokens.count, tokens.key_dim) && tokens.key_dim > 0);
+        assert!(covers(&tokens.values, tokens.count, width));
+        let (exponents, rest) = to.split_at_mut(to.len() / PARTS);
+        exponents.fill(floor());
+        rest.fill(V::Element::ZERO);
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe { by_registers!(width, sum_tokens_of(&tokens, numerators, to)) };
+    }
 }
 
 #[inline(always)]
@@ -288,9 +270,7 @@ unsafe fn sum_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     to: &mut [V::Element],
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = to.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -333,39 +313,45 @@ pub(crate) const JOINED: usize = 64;
 ///
 /// Where biases are near each other, all exponents are relative to the largest key and the largest bias: no sum is then further below
 /// that than biases are apart.
-#[inline(always)]
-pub(crate) unsafe fn join_tokens<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    biases: &[V::Element],
-    mean: &mut [V::Element],
-) where
-    V::Element: Constants,
-{
-    let (count, width) = (tokens.count, tokens.head_dim);
-    assert!(fits::<V>(mean, width) && tokens.key_dim > 0 && (1..=JOINED).contains(&count) && biases.len() == count);
-    assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, width));
-    let padded = mean.len() / PARTS;
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe {
-        let zero = V::splat(V::Element::ZERO);
-        let (mut least, mut most) = (zero, zero);
-        for numbers in [biases, &mean[padded..padded + width]] {
-            let mut at = 0;
-            while at < numbers.len() {
-                let own = match numbers.len() - at {
-                    left if left < V::LANES => get::<V, false>(numbers.as_ptr().add(at), left),
-                    _ => V::load(numbers.as_ptr().add(at)),
-                };
-                (least, most) = (own.min(least), own.max(most));
-                at += V::LANES;
+pub(crate) struct JoinTokens<'a, T> {
+    pub tokens: Tokens<'a, T>,
+    pub biases: &'a [T],
+    pub mean: &'a mut [T],
+}
+
+impl<T: Real> Operation for JoinTokens<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { tokens, biases, mean } = self;
+        let (count, width) = (tokens.count, tokens.head_dim);
+        assert!(fits::<V>(mean, width) && tokens.key_dim > 0 && (1..=JOINED).contains(&count) && biases.len() == count);
+        assert!(covers(&tokens.keys, count, tokens.key_dim) && covers(&tokens.values, count, width));
+        let padded = mean.len() / PARTS;
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe {
+            let zero = V::splat(V::Element::ZERO);
+            let (mut least, mut most) = (zero, zero);
+            for numbers in [biases, &mean[padded..padded + width]] {
+                let mut at = 0;
+                while at < numbers.len() {
+                    let own = match numbers.len() - at {
+                        left if left < V::LANES => get::<V, false>(numbers.as_ptr().add(at), left),
+                        _ => V::load(numbers.as_ptr().add(at)),
+                    };
+                    (least, most) = (own.min(least), own.max(most));
+                    at += V::LANES;
+                }
             }
-        }
-        let (low, high) = (-zero.sub(least).largest(), most.largest());
-        let near = high - low <= V::Element::from_f64(DEEPEST);
-        match (near, tokens.key_dim < width) {
-            (true, true) => join_single_keys::<V>(&tokens, biases, high, mean),
-            (true, false) => by_registers!(width, join_near_of(&tokens, biases, high, mean)),
-            (false, _) => by_registers!(width, join_tokens_of(&tokens, biases, mean)),
+            let (low, high) = (-zero.sub(least).largest(), most.largest());
+            let near = high - low <= V::Element::from_f64(DEEPEST);
+            match (near, tokens.key_dim < width) {
+                (true, true) => join_single_keys::<V>(&tokens, biases, high, mean),
+                (true, false) => by_registers!(width, join_near_of(&tokens, biases, high, mean)),
+                (false, _) => by_registers!(width, join_tokens_of(&tokens, biases, mean)),
+            }
         }
     }
 }
@@ -377,9 +363,7 @@ unsafe fn join_tokens_of<V: Vector, const N: usize, const WHOLE: bool>(
     mean: &mut [V::Element],
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -407,9 +391,7 @@ unsafe fn join_near_of<V: Vector, const N: usize, const WHOLE: bool>(
     mean: &mut [V::Element],
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     // SAFETY: forwarded to the caller, whose keys are as wide as its values.
     unsafe {
         let keys = tokens.keys.data.as_ptr().add(column);
@@ -438,9 +420,7 @@ unsafe fn join_under<V: Vector, const N: usize, const WHOLE: bool>(
     mean: &mut [V::Element],
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -470,9 +450,7 @@ unsafe fn join_single_keys<V: Vector>(
     biases: &[V::Element],
     common: V::Element,
     mean: &mut [V::Element],
-) where
-    V::Element: Constants,
-{
+) {
     let (padded, width) = (mean.len() / PARTS, tokens.head_dim);
     // Exponents of −∞ where there is no token.
     let (mut keys, mut shifts) = ([V::Element::NEG_INFINITY; JOINED], [V::Element::ZERO; JOINED]);
@@ -535,10 +513,7 @@ unsafe fn add_weighed_of<V: Vector, const N: usize, const WHOLE: bool>(
 
 /// `numerator/denominator` times `σ(q)`, with one division; `q` is none without a gate.
 #[inline(always)]
-unsafe fn gate<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V
-where
-    V::Element: Constants,
-{
+unsafe fn gate<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V {
     // SAFETY: forwarded to the caller.
     unsafe {
         let Some(q) = q else { return numerator.div(denominator) };
@@ -549,22 +524,28 @@ where
 }
 
 /// Writes the output after each token, for tokens whose [`tops`] keep every sum, and takes them into the mean.
-#[inline(always)]
-pub(crate) unsafe fn running_means<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    tops: &[V::Element],
-    mean: &mut [V::Element],
-    to: &mut Columns<'_, V::Element>,
-) where
-    V::Element: Constants,
-{
-    let (count, width) = (tokens.count, tokens.head_dim);
-    assert!(fits::<V>(mean, width) && tokens.key_dim == width && tops.len() * PARTS == mean.len());
-    assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
-    assert!(tokens.queries.is_none_or(|queries| covers(&queries, count, width)));
-    assert!(to.rows() >= count && to.width() >= width);
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe { by_registers!(width, running_means_of(&tokens, tops, mean, to)) };
+pub(crate) struct RunningMeans<'a, 'b, T> {
+    pub tokens: Tokens<'a, T>,
+    pub tops: &'a [T],
+    pub mean: &'a mut [T],
+    pub to: &'a mut Columns<'b, T>,
+}
+
+impl<T: Real> Operation for RunningMeans<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { tokens, tops, mean, to } = self;
+        let (count, width) = (tokens.count, tokens.head_dim);
+        assert!(fits::<V>(mean, width) && tokens.key_dim == width && tops.len() * PARTS == mean.len());
+        assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
+        assert!(tokens.queries.is_none_or(|queries| covers(&queries, count, width)));
+        assert!(to.rows() >= count && to.width() >= width);
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe { by_registers!(width, running_means_of(&tokens, tops, mean, to)) };
+    }
 }
 
 #[inline(always)]
@@ -575,9 +556,7 @@ unsafe fn running_means_of<V: Vector, const N: usize, const WHOLE: bool>(
     to: &mut Columns<'_, V::Element>,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = tops.len();
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -616,17 +595,23 @@ unsafe fn running_means_of<V: Vector, const N: usize, const WHOLE: bool>(
 }
 
 /// Writes outputs that have all the same mean; 0 in channels that have seen nothing.
-#[inline(always)]
-pub(crate) unsafe fn constant_means<V: Vector>(
-    queries: Option<Rows<'_, V::Element>>,
-    mean: &[V::Element],
-    to: &mut Columns<'_, V::Element>,
-) where
-    V::Element: Constants,
-{
-    assert!(fits::<V>(mean, to.width()) && queries.is_none_or(|queries| covers(&queries, to.rows(), to.width())));
-    // SAFETY: all rows are as large as the assertion says.
-    unsafe { by_registers!(to.width(), constant_means_of(queries.as_ref(), mean, to)) };
+pub(crate) struct ConstantMeans<'a, 'b, T> {
+    pub queries: Option<Rows<'a, T>>,
+    pub mean: &'a [T],
+    pub to: &'a mut Columns<'b, T>,
+}
+
+impl<T: Real> Operation for ConstantMeans<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { queries, mean, to } = self;
+        assert!(fits::<V>(mean, to.width()) && queries.is_none_or(|queries| covers(&queries, to.rows(), to.width())));
+        // SAFETY: all rows are as large as the assertion says.
+        unsafe { by_registers!(to.width(), constant_means_of(queries.as_ref(), mean, to)) };
+    }
 }
 
 #[inline(always)]
@@ -636,9 +621,7 @@ unsafe fn constant_means_of<V: Vector, const N: usize, const WHOLE: bool>(
     to: &mut Columns<'_, V::Element>,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -665,21 +648,27 @@ unsafe fn constant_means_of<V: Vector, const N: usize, const WHOLE: bool>(
 
 /// Writes `dq` of rows that all have the same mean and joins them as their keys see them, `(−x, −b, Σ g/d, Σ G·Y/d)`, to what is
 /// collected from the later ones.
-#[inline(always)]
-pub(crate) unsafe fn constant_cotangents<V: Vector>(
-    rows: OutputRows<'_, V::Element>,
-    mean: &[V::Element],
-    item: &mut [V::Element],
-    dq: &mut Columns<'_, V::Element>,
-) where
-    V::Element: Constants,
-{
-    let width = dq.width();
-    assert!(fits::<V>(mean, width) && item.len() == mean.len() && dq.rows() >= rows.count);
-    assert!(rows.q.is_none_or(|q| covers(&q, rows.count, width)));
-    assert!(covers(&rows.d_out, rows.count, width) && covers(&rows.out, rows.count, width));
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe { by_registers!(width, constant_cotangents_of(&rows, mean, item, dq)) };
+pub(crate) struct ConstantCotangents<'a, 'b, T> {
+    pub rows: OutputRows<'a, T>,
+    pub mean: &'a [T],
+    pub item: &'a mut [T],
+    pub dq: &'a mut Columns<'b, T>,
+}
+
+impl<T: Real> Operation for ConstantCotangents<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { rows, mean, item, dq } = self;
+        let width = dq.width();
+        assert!(fits::<V>(mean, width) && item.len() == mean.len() && dq.rows() >= rows.count);
+        assert!(rows.q.is_none_or(|q| covers(&q, rows.count, width)));
+        assert!(covers(&rows.d_out, rows.count, width) && covers(&rows.out, rows.count, width));
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe { by_registers!(width, constant_cotangents_of(&rows, mean, item, dq)) };
+    }
 }
 
 #[inline(always)]
@@ -690,9 +679,7 @@ unsafe fn constant_cotangents_of<V: Vector, const N: usize, const WHOLE: bool>(
     dq: &mut Columns<'_, V::Element>,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = mean.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -761,31 +748,36 @@ impl<T: Real> TokenGradients<'_, T> {
 /// The gradients of tokens that rows see from their own on, and of these rows' queries; for tokens whose [`tops`] keep every sum.
 /// `before` is the mean before the first token, of which numerators are not read; `after` what is collected from later rows,
 /// to which these are joined. `work` has room for three registers a token, four times.
-#[allow(clippy::too_many_arguments)]
-#[inline(always)]
-pub(crate) unsafe fn running_gradients<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    rows: OutputRows<'_, V::Element>,
-    tops: &[V::Element],
-    before: &[V::Element],
-    after: &mut [V::Element],
-    work: &mut [V::Element],
-    dq: &mut Columns<'_, V::Element>,
-    to: &mut TokenGradients<'_, V::Element>,
-) where
-    V::Element: Constants,
-{
-    let (count, width) = (tokens.count, tokens.head_dim);
-    assert!(fits::<V>(before, width) && tokens.key_dim == width && tops.len() * PARTS == before.len());
-    assert!(after.len() == before.len() && rows.count == count && work.len() >= 12 * V::LANES * count);
-    assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
-    assert!(rows.q.is_none_or(|q| covers(&q, count, width)));
-    assert!(covers(&rows.d_out, count, width) && covers(&rows.out, count, width));
-    for to in [&*dq, &to.dk, &to.dv] {
-        assert!(to.rows() >= count && to.width() >= width);
+pub(crate) struct RunningGradients<'a, 'b, T> {
+    pub tokens: Tokens<'a, T>,
+    pub rows: OutputRows<'a, T>,
+    pub tops: &'a [T],
+    pub before: &'a [T],
+    pub after: &'a mut [T],
+    pub work: &'a mut [T],
+    pub dq: &'a mut Columns<'b, T>,
+    pub to: &'a mut TokenGradients<'b, T>,
+}
+
+impl<T: Real> Operation for RunningGradients<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { tokens, rows, tops, before, after, work, dq, to } = self;
+        let (count, width) = (tokens.count, tokens.head_dim);
+        assert!(fits::<V>(before, width) && tokens.key_dim == width && tops.len() * PARTS == before.len());
+        assert!(after.len() == before.len() && rows.count == count && work.len() >= 12 * V::LANES * count);
+        assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
+        assert!(rows.q.is_none_or(|q| covers(&q, count, width)));
+        assert!(covers(&rows.d_out, count, width) && covers(&rows.out, count, width));
+        for to in [&*dq, &to.dk, &to.dv] {
+            assert!(to.rows() >= count && to.width() >= width);
+        }
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe { by_registers!(width, running_gradients_of(&tokens, &rows, tops, before, after, work, dq, to)) };
     }
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe { by_registers!(width, running_gradients_of(&tokens, &rows, tops, before, after, work, dq, to)) };
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -801,9 +793,7 @@ unsafe fn running_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
     to: &mut TokenGradients<'_, V::Element>,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = tops.len();
     // SAFETY: forwarded to the caller.
     unsafe {
@@ -883,20 +873,26 @@ unsafe fn running_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
 }
 
 /// The gradients of tokens that are seen by the same rows, whose sum is `rows`.
-#[inline(always)]
-pub(crate) unsafe fn constant_gradients<V: Vector>(
-    tokens: Tokens<'_, V::Element>,
-    rows: &[V::Element],
-    to: &mut TokenGradients<'_, V::Element>,
-) where
-    V::Element: Constants,
-{
-    let (count, width) = (tokens.count, tokens.head_dim);
-    assert!(fits::<V>(rows, width) && tokens.key_dim == width);
-    assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
-    assert!([&to.dk, &to.dv].into_iter().all(|to| to.rows() >= count && to.width() >= width));
-    // SAFETY: all rows are as large as the assertions say.
-    unsafe { by_registers!(width, constant_gradients_of(&tokens, rows, to)) };
+pub(crate) struct ConstantGradients<'a, 'b, T> {
+    pub tokens: Tokens<'a, T>,
+    pub rows: &'a [T],
+    pub to: &'a mut TokenGradients<'b, T>,
+}
+
+impl<T: Real> Operation for ConstantGradients<'_, '_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { tokens, rows, to } = self;
+        let (count, width) = (tokens.count, tokens.head_dim);
+        assert!(fits::<V>(rows, width) && tokens.key_dim == width);
+        assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
+        assert!([&to.dk, &to.dv].into_iter().all(|to| to.rows() >= count && to.width() >= width));
+        // SAFETY: all rows are as large as the assertions say.
+        unsafe { by_registers!(width, constant_gradients_of(&tokens, rows, to)) };
+    }
 }
 
 #[inline(always)]
@@ -906,9 +902,7 @@ unsafe fn constant_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
     to: &mut TokenGradients<'_, V::Element>,
     column: usize,
     left: usize,
-) where
-    V::Element: Constants,
-{
+) {
     let width = rows.len() / PARTS;
     // SAFETY: forwarded to the caller.
     unsafe {

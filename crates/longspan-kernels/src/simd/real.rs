@@ -24,7 +24,7 @@ pub trait Real:
     + MulAssign
     + DivAssign
     + Sum
-    + crate::simd::Element
+    + super::Registers
 {
     /// 0.
     const ZERO: Self;

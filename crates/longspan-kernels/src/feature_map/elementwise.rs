@@ -1,0 +1,278 @@
+//! Maps of single numbers, applied while rows are read, and their derivatives.
+
+use super::FeatureMap;
+use crate::simd::block::WIDEST;
+use crate::simd::rows::Rows;
+use crate::simd::{Operation, Real, Vector, exp_nonpositive, ln_1p_unit};
+
+/// `φ(x − shift)` of a register.
+#[inline(always)]
+pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let zero = V::splat(V::Element::ZERO);
+        match map {
+            FeatureMap::EluPlusOne => {
+                // Where x is positive nobody looks at it.
+                let exp = exp_nonpositive(x);
+                x.if_positive(x.add(V::splat(V::Element::ONE)), exp)
+            }
+            FeatureMap::Relu => zero.max(x),
+            FeatureMap::Softplus => zero.max(x).add(ln_1p_unit(exp_nonpositive(zero.sub(x.abs())))),
+            FeatureMap::Exp => exp_nonpositive(x.sub(shift)),
+            // Maps of whole rows are not made here.
+            _ => x,
+        }
+    }
+}
+
+/// What is turned.
+pub(crate) enum Features<'a, T> {
+    Formed(&'a [T]),
+    /// What an elementwise map makes of raw rows; see [`load`]. They stand in `to` afterwards if they are to be kept.
+    Mapped {
+        map: FeatureMap,
+        shift: T,
+        from: Rows<'a, T>,
+        ignored: Option<&'a [bool]>,
+        to: &'a mut [T],
+        keep: bool,
+    },
+}
+
+/// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
+/// in `ignored` is true become 0 whatever stands in them. `shift` counts for [`FeatureMap::Exp`] alone.
+pub(crate) struct LoadFeatures<'a, T> {
+    pub map: FeatureMap,
+    pub shift: T,
+    pub from: Rows<'a, T>,
+    pub count: usize,
+    pub width: usize,
+    pub ignored: Option<&'a [bool]>,
+    pub to: &'a mut [T],
+    pub to_row: usize,
+}
+
+impl<T: Real> Operation for LoadFeatures<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { map, shift, from, count, width, ignored, to, to_row } = self;
+        // The map is looked at once, not for every register.
+        macro_rules! load_as {
+            ($map:ident) => {
+                // SAFETY: forwarded to the caller.
+                unsafe { load_through::<V>(FeatureMap::$map, shift, from, count, width, ignored, to, to_row) }
+            };
+        }
+        match map {
+            FeatureMap::EluPlusOne => load_as!(EluPlusOne),
+            FeatureMap::Relu => load_as!(Relu),
+            FeatureMap::Softplus => load_as!(Softplus),
+            FeatureMap::Exp => load_as!(Exp),
+            // Maps of whole rows are not made here.
+            _ => load_as!(Identity),
+        }
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn load_through<V: Vector>(
+    map: FeatureMap,
+    shift: V::Element,
+    from: Rows<'_, V::Element>,
+    count: usize,
+    width: usize,
+    ignored: Option<&[bool]>,
+    to: &mut [V::Element],
+    to_row: usize,
+) {
+    let whole = width / V::LANES * V::LANES;
+    for row in 0..count {
+        let to = &mut to[row * to_row..][..to_row];
+        if ignored.is_some_and(|ignored| ignored[row]) {
+            to.fill(V::Element::ZERO);
+            continue;
+        }
+        let from = from.row(row, width);
+        // SAFETY: `from` has `width` numbers, `to` a whole number of registers of at least that.
+        unsafe {
+            let shift = V::splat(shift);
+            let mut column = 0;
+            while column < whole {
+                feature(map, V::load(from.as_ptr().add(column)), shift).store(to.as_mut_ptr().add(column));
+                column += V::LANES;
+            }
+            if whole < width {
+                to[whole..].fill(V::Element::ZERO);
+                to[whole..width].copy_from_slice(&from[whole..]);
+                feature(map, V::load(to.as_ptr().add(whole)), shift).store(to.as_mut_ptr().add(whole));
+            }
+            to[width..].fill(V::Element::ZERO);
+        }
+    }
+}
+
+/// `d ← d · φ′(x)` for rows of raw inputs `x` and their features `phi`.
+pub(crate) struct PullBackFeatures<'a, T> {
+    pub map: FeatureMap,
+    pub x: Rows<'a, T>,
+    pub phi: &'a [T],
+    pub d: &'a mut [T],
+    pub count: usize,
+    pub width: usize,
+    pub row_length: usize,
+}
+
+impl<T: Real> Operation for PullBackFeatures<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { map, x, phi, d, count, width, row_length } = self;
+        if map == FeatureMap::Identity || !map.is_elementwise() {
+            return;
+        }
+        let mut tail = [V::Element::ZERO; 16];
+        for row in 0..count {
+            let x = x.row(row, width);
+            let phi = &phi[row * row_length..][..row_length];
+            let d = &mut d[row * row_length..][..row_length];
+            let mut column = 0;
+            while column < width {
+                let source = if column + V::LANES <= width {
+                    x[column..].as_ptr()
+                } else {
+                    tail[..width - column].copy_from_slice(&x[column..]);
+                    tail.as_ptr()
+                };
+                // SAFETY: `source` has a register of numbers, `phi` and `d` a whole number of registers a row.
+                unsafe {
+                    let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
+                    let phi = V::load(phi.as_ptr().add(column));
+                    let slope = match map {
+                        // eˣ below 0, where φ = eˣ ≤ 1, and 1 above, where φ > 1.
+                        FeatureMap::EluPlusOne => one.min(phi),
+                        FeatureMap::Relu => phi.if_positive(one, zero),
+                        FeatureMap::Softplus => {
+                            let x = V::load(source);
+                            let small = exp_nonpositive(zero.sub(x.abs()));
+                            x.if_positive(one, small).div(one.add(small))
+                        }
+                        _ => phi,
+                    };
+                    let at = d.as_mut_ptr().add(column);
+                    V::load(at).mul(slope).store(at);
+                }
+                column += V::LANES;
+            }
+        }
+    }
+}
+
+/// Rows whose scores are formed side by side: their feature maps and sums hide each other's latency.
+const ROWS: usize = 4;
+
+/// `to[r] = φ(rows[r] − shift)·q` for rows of `width` numbers, one after the other.
+pub(crate) struct FeatureDots<'a, T> {
+    pub map: FeatureMap,
+    pub shift: T,
+    pub rows: &'a [T],
+    pub width: usize,
+    pub q: &'a [T],
+    pub to: &'a mut [T],
+}
+
+impl<T: Real> Operation for FeatureDots<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { map, shift, rows, width, q, to } = self;
+        // One loop for each map: a choice inside it would be made for every register.
+        macro_rules! each {
+            ($($map:ident),*) => {
+                match map {
+                    // SAFETY: forwarded to the caller.
+                    $(FeatureMap::$map => unsafe { dots_of::<V>(FeatureMap::$map, shift, rows, width, q, to) },)*
+                    // Maps of whole rows are not made here.
+                    _ => {}
+                }
+            };
+        }
+        each!(EluPlusOne, Relu, Softplus, Exp, Identity);
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_of<V: Vector>(
+    map: FeatureMap,
+    shift: V::Element,
+    rows: &[V::Element],
+    width: usize,
+    q: &[V::Element],
+    to: &mut [V::Element],
+) {
+    assert!(rows.len() >= to.len() * width && q.len() >= width);
+    let mut groups = to.chunks_exact_mut(ROWS);
+    let mut row = 0;
+    // SAFETY: as many rows of `width` numbers as `to` has lie in `rows`, and `width` numbers in `q`.
+    unsafe {
+        for to in &mut groups {
+            let sums = some_dots::<V, ROWS>(map, shift, &rows[row * width..], width, q, to);
+            to.iter_mut().zip(V::sums(sums)).for_each(|(to, sum)| *to += sum);
+            row += ROWS;
+        }
+        for to in groups.into_remainder().chunks_exact_mut(1) {
+            let [sum] = some_dots::<V, 1>(map, shift, &rows[row * width..], width, q, to);
+            to[0] += sum.sum();
+            row += 1;
+        }
+    }
+}
+
+/// The products of `N` rows, lane by lane; what does not fill a register stands summed in `rest`.
+///
+/// # Safety
+/// As for [`Vector`]; `N` rows of `width` numbers must lie in `rows`, and `width` numbers in `q`.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn some_dots<V: Vector, const N: usize>(
+    map: FeatureMap,
+    shift: V::Element,
+    rows: &[V::Element],
+    width: usize,
+    q: &[V::Element],
+    rest: &mut [V::Element],
+) -> [V; N] {
+    let whole = width / V::LANES * V::LANES;
+    rest.fill(V::Element::ZERO);
+    // SAFETY: the caller's rows and `q` reach as far as is read; the tail holds a register.
+    unsafe {
+        let shift = V::splat(shift);
+        let mut sums = [V::splat(V::Element::ZERO); N];
+        let mut column = 0;
+        while column < whole {
+            let q = V::load(q.as_ptr().add(column));
+            for r in 0..N {
+                let x = V::load(rows.as_ptr().add(r * width + column));
+                sums[r] = feature(map, x, shift).mul_add(q, sums[r]);
+            }
+            column += V::LANES;
+        }
+        if whole < width {
+            for r in 0..N {
+                let mut tail = [V::Element::ZERO; WIDEST];
+                tail[..width - whole].copy_from_slice(&rows[r * width + whole..][..width - whole]);
+                feature(map, V::load(tail.as_ptr()), shift).store(tail.as_mut_ptr());
+                rest[r] = tail.iter().zip(&q[whole..width]).fold(V::Element::ZERO, |sum, (&x, &q)| sum + x * q);
+            }
+        }
+        sums
+    }
+}

@@ -1,0 +1,255 @@
+//! The matrix product of blocks, whole or within a band.
+
+use super::rows::Ahead;
+use super::{Operation, Real, Vector};
+
+/// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
+/// hide the latency of two fused products a cycle, and needs two loads for every four of them.
+pub(crate) const BLOCK_ROWS: usize = 4;
+
+/// `C = A·B` or `C += A·B` over blocks.
+pub(crate) struct Product<'a, T> {
+    /// Element `(i, p)` is `a[i·a_row + p·a_column]`: either stride may be 1, so a transposed block needs no copy.
+    pub a: &'a [T],
+    pub a_row: usize,
+    pub a_column: usize,
+    pub b: &'a [T],
+    pub b_row: usize,
+    pub c: &'a mut [T],
+    pub c_row: usize,
+    pub rows: usize,
+    /// Columns of B and C; rounded up to whole registers.
+    pub columns: usize,
+    /// Columns of A, rows of B.
+    pub depth: usize,
+    pub accumulate: bool,
+    /// Which elements of A can be other than 0.
+    pub a_band: Band,
+    /// Which elements of C are wanted. Others may be written or left.
+    pub c_band: Band,
+}
+
+/// The elements `(i, j)` with `i + from ≤ j < i + to`.
+#[derive(Clone, Copy)]
+pub(crate) struct Band {
+    pub from: isize,
+    pub to: isize,
+}
+
+impl Band {
+    /// Every element.
+    pub const ALL: Self = Self { from: isize::MIN / 2, to: isize::MAX / 2 };
+
+    /// The elements up to `diagonal` beyond the main one.
+    pub fn up_to(diagonal: isize) -> Self {
+        Self { to: diagonal + 1, ..Self::ALL }
+    }
+
+    /// The elements from `diagonal` beyond the main one.
+    pub fn starting_at(diagonal: isize) -> Self {
+        Self { from: diagonal, ..Self::ALL }
+    }
+
+    /// The columns below `end` that any of the rows `first..=last` has.
+    pub fn columns(self, first: usize, last: usize, end: usize) -> (usize, usize) {
+        let clamp = |x: isize| x.clamp(0, end as isize) as usize;
+        let from = clamp((first as isize).saturating_add(self.from));
+        (from, clamp((last as isize).saturating_add(self.to)).max(from))
+    }
+}
+
+/// Calls `$body::<V, N>(arguments, column)` for the columns from `$from` on up to `$to`, in registers of which the last may reach
+/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products.
+macro_rules! by_whole_registers {
+    ($from:expr, $to:expr, $most:expr, $body:ident($($argument:expr),*)) => {{
+        let (mut column, to) = ($from, $to);
+        while column < to {
+            let registers = (to - column).div_ceil(V::LANES).min($most);
+            match registers {
+                4 => $body::<V, 4>($($argument,)* column),
+                3 => $body::<V, 3>($($argument,)* column),
+                2 => $body::<V, 2>($($argument,)* column),
+                _ => $body::<V, 1>($($argument,)* column),
+            }
+            column += registers * V::LANES;
+        }
+    }};
+}
+
+pub(crate) use by_whole_registers;
+
+impl<T: Real> Operation for Product<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(mut self) {
+        // SAFETY: forwarded to the caller.
+        unsafe { multiply::<V>(&mut self, None, &[]) }
+    }
+}
+
+/// A matrix product with what else is done on the way.
+pub(crate) struct ProductWith<'a, T> {
+    pub product: Product<'a, T>,
+    /// A number for each row and a line of numbers for the columns, whose products are added.
+    pub outer: Option<(&'a [T], &'a [T])>,
+    /// Rows that are asked for meanwhile.
+    pub ahead: &'a [Ahead<T>],
+}
+
+impl<T: Real> Operation for ProductWith<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(mut self) {
+        // SAFETY: forwarded to the caller.
+        unsafe { multiply::<V>(&mut self.product, self.outer, self.ahead) }
+    }
+}
+
+#[inline(always)]
+unsafe fn multiply<V: Vector>(
+    p: &mut Product<'_, V::Element>,
+    outer: Option<(&[V::Element], &[V::Element])>,
+    ahead: &[Ahead<V::Element>],
+) {
+    let columns = p.columns.next_multiple_of(V::LANES);
+    if p.rows == 0 || columns == 0 {
+        return;
+    }
+    assert!(p.depth == 0 || (p.rows - 1) * p.a_row + (p.depth - 1) * p.a_column < p.a.len());
+    assert!(p.depth == 0 || (p.depth - 1) * p.b_row + columns <= p.b.len());
+    assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
+    assert!(outer.is_none_or(|(factors, line)| p.rows <= factors.len() && columns <= line.len()));
+    let mut row = 0;
+    while row < p.rows {
+        for ahead in ahead {
+            // SAFETY: forwarded to the caller.
+            unsafe { ahead.fetch::<V>(row / BLOCK_ROWS, p.rows.div_ceil(BLOCK_ROWS)) };
+        }
+        let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
+        let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
+        let (from, to) = p.c_band.columns(row, last, columns);
+        let from = from / V::LANES * V::LANES;
+        // SAFETY: rows, columns and depth lie in the slices by the assertions above.
+        unsafe { by_whole_registers!(from, to, V::BLOCK_COLUMNS, tile(p, outer, (row, last), (depth_from, depth_to))) };
+        row += BLOCK_ROWS;
+    }
+}
+
+/// `BLOCK_ROWS` rows and `N` registers of C. Rows beyond `last` repeat it, which writes the same numbers again.
+// Counted loops over registers unroll; iterators over two arrays at once are not sure to.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn tile<V: Vector, const N: usize>(
+    p: &mut Product<'_, V::Element>,
+    outer: Option<(&[V::Element], &[V::Element])>,
+    (row, last): (usize, usize),
+    (from, to): (usize, usize),
+    column: usize,
+) {
+    // SAFETY: the caller checked that rows `row..=last`, `N` registers from `column` and `from..to` lie in the slices.
+    unsafe {
+        let rows: [usize; BLOCK_ROWS] = std::array::from_fn(|r| (row + r).min(last));
+        let c = p.c.as_mut_ptr().add(column);
+        let mut sums = [[V::splat(V::Element::ZERO); N]; BLOCK_ROWS];
+        if p.accumulate {
+            for r in 0..BLOCK_ROWS {
+                for n in 0..N {
+                    sums[r][n] = V::load(c.add(rows[r] * p.c_row + n * V::LANES));
+                }
+            }
+        }
+        if let Some((factors, line)) = outer {
+            for n in 0..N {
+                let line = V::load(line.as_ptr().add(column + n * V::LANES));
+                for r in 0..BLOCK_ROWS {
+                    sums[r][n] = V::splat(*factors.as_ptr().add(rows[r])).mul_add(line, sums[r][n]);
+                }
+            }
+        }
+        let a: [*const V::Element; BLOCK_ROWS] = std::array::from_fn(|r| p.a.as_ptr().wrapping_add(rows[r] * p.a_row));
+        let b = p.b.as_ptr().wrapping_add(column);
+        for k in from..to {
+            let mut b_row = [V::splat(V::Element::ZERO); N];
+            for n in 0..N {
+                b_row[n] = V::load(b.add(k * p.b_row + n * V::LANES));
+            }
+            for r in 0..BLOCK_ROWS {
+                let factor = V::splat(*a[r].add(k * p.a_column));
+                for n in 0..N {
+                    sums[r][n] = factor.mul_add(b_row[n], sums[r][n]);
+                }
+            }
+        }
+        for r in 0..BLOCK_ROWS {
+            for n in 0..N {
+                sums[r][n].store(c.add(rows[r] * p.c_row + n * V::LANES));
+            }
+        }
+    }
+}
+
+/// Makes the elements of a block outside `band` 0 and adds each row's sum to `sums`.
+pub(crate) struct MaskAndSum<'a, T> {
+    pub block: &'a mut [T],
+    pub row_length: usize,
+    pub columns: usize,
+    pub band: Band,
+    pub sums: &'a mut [T],
+}
+
+impl<T: Real> Operation for MaskAndSum<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { block, row_length, columns, band, sums } = self;
+        let columns = columns.next_multiple_of(V::LANES);
+        for (row, total) in sums.iter_mut().enumerate() {
+            let line = &mut block[row * row_length..][..columns];
+            let (from, to) = band.columns(row, row, columns);
+            line[..from].fill(V::Element::ZERO);
+            line[to..].fill(V::Element::ZERO);
+            // SAFETY: a row of `columns` numbers is a whole number of registers.
+            unsafe {
+                let mut sum = V::splat(V::Element::ZERO);
+                let mut column = from / V::LANES * V::LANES;
+                while column < to {
+                    sum = sum.add(V::load(line.as_ptr().add(column)));
+                    column += V::LANES;
+                }
+                *total += sum.sum();
+            }
+        }
+    }
+}
+
+/// Makes the elements of a block outside `band` 0.
+pub(crate) struct ZeroOutside<'a, T> {
+    pub block: &'a mut [T],
+    pub row_length: usize,
+    pub rows: usize,
+    pub columns: usize,
+    pub band: Band,
+}
+
+impl<T: Real> Operation for ZeroOutside<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { block, row_length, rows, columns, band } = self;
+        let columns = columns.next_multiple_of(V::LANES);
+        for row in 0..rows {
+            let line = &mut block[row * row_length..][..columns];
+            let (from, to) = band.columns(row, row, columns);
+            line[..from].fill(V::Element::ZERO);
+            line[to..].fill(V::Element::ZERO);
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Rows of numbers, as a caller's tensors have them and as blocks of scratch do.
+//!
+//! A *block* is a slice of rows whose length (the distance from one row to the next) is a whole number of cache lines;
+//! what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns has a
+//! remainder, and only reading from and writing to a caller's tensors looks at odd widths.
+
+use super::{Real, Vector};
+
+/// Bytes from one cache line to the next; scratch rows start on cache lines.
+pub(crate) const LINE_BYTES: usize = 64;
+
+/// Numbers of a cache line.
+pub(crate) const fn line<T>() -> usize {
+    LINE_BYTES / size_of::<T>()
+}
+
+/// Whole cache lines for `len` numbers.
+pub(crate) fn padded<T>(len: usize) -> usize {
+    len.next_multiple_of(line::<T>())
+}
+
+/// Rows of a caller's tensor that are read or written soon. A product asks for them a few lines at a time, so that memory
+/// answers while the processor multiplies; taken in one go they would make it wait for as long as a chunk's product takes.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead<T> {
+    /// Nothing is read through it, and an address that is not there is passed over.
+    start: *const T,
+    stride: usize,
+    count: usize,
+    width: usize,
+}
+
+impl<T> Ahead<T> {
+    /// The rows `from..to` of `len`, as far as they are there.
+    pub fn new(rows: Rows<'_, T>, from: isize, to: isize, len: usize, width: usize) -> Self {
+        let there = |row: isize| row.clamp(0, len as isize) as usize;
+        let start = rows.data.as_ptr().wrapping_add(there(from) * rows.stride);
+        Self { start, stride: rows.stride, count: there(to) - there(from), width }
+    }
+
+    /// `count` rows that are written.
+    pub fn to_write(start: *const T, stride: usize, count: usize, width: usize) -> Self {
+        Self { start, stride, count, width }
+    }
+
+    /// Asks for the `part`-th of `parts` parts.
+    #[inline(always)]
+    pub unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
+        for row in part * self.count / parts..(part + 1) * self.count / parts {
+            let start = self.start.wrapping_add(row * self.stride);
+            for column in (0..self.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(start.wrapping_add(column)) };
+            }
+        }
+    }
+}
+
+/// Rows of which a few are asked for at a time: counts and no divisions, for loops of a hundred cycles.
+pub(crate) struct Fetching<'a, T> {
+    /// What is left of the list under way.
+    own: Ahead<T>,
+    rest: &'a [Ahead<T>],
+    quota: usize,
+}
+
+impl<'a, T: Copy> Fetching<'a, T> {
+    /// All rows of a list, in so many times.
+    pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
+        let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
+        let own = Ahead::to_write(std::ptr::null(), 0, 0, 0);
+        Self { own, rest, quota: rows.div_ceil(times.max(1)) }
+    }
+
+    /// Asks for the next rows.
+    #[inline(always)]
+    pub unsafe fn next<V: Vector<Element = T>>(&mut self) {
+        for _ in 0..self.quota {
+            while self.own.count == 0 {
+                let [first, rest @ ..] = self.rest else { return };
+                (self.own, self.rest) = (*first, rest);
+            }
+            for column in (0..self.own.width).step_by(line::<T>()) {
+                // SAFETY: the caller has the instructions.
+                unsafe { V::fetch(self.own.start.wrapping_add(column)) };
+            }
+            self.own.start = self.own.start.wrapping_add(self.own.stride);
+            self.own.count -= 1;
+        }
+    }
+}
+
+/// A register from a row of any width; missing numbers are 0.
+#[inline(always)]
+pub(crate) unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {
+    let row = &row[column..];
+    // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
+    unsafe {
+        if row.len() >= V::LANES {
+            return V::load(row.as_ptr());
+        }
+        let mut buffer = [V::Element::ZERO; 16];
+        buffer[..row.len()].copy_from_slice(row);
+        V::load(buffer.as_ptr())
+    }
+}
+
+/// Writes a register to a row of any width, as much as fits.
+#[inline(always)]
+pub(crate) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], column: usize) {
+    let row = &mut row[column..];
+    // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
+    unsafe {
+        if row.len() >= V::LANES {
+            return register.store(row.as_mut_ptr());
+        }
+        let mut buffer = [V::Element::ZERO; 16];
+        register.store(buffer.as_mut_ptr());
+        row.copy_from_slice(&buffer[..row.len()]);
+    }
+}
+
+/// Whether `count` rows of `width` are there.
+pub(crate) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
+    count == 0 || rows.data.len() >= (count - 1) * rows.stride + width
+}
+
+/// A register, or the first `left` numbers of one and zeros.
+#[inline(always)]
+pub(crate) unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
+    // SAFETY: the caller has so many numbers there.
+    unsafe {
+        if WHOLE {
+            return V::load(from);
+        }
+        let mut buffer = [V::Element::ZERO; 16];
+        std::ptr::copy_nonoverlapping(from, buffer.as_mut_ptr(), left);
+        V::load(buffer.as_ptr())
+    }
+}
+
+/// Writes a register, or its first `left` numbers.
+#[inline(always)]
+pub(crate) unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
+    // SAFETY: the caller has room for so many numbers there.
+    unsafe {
+        if WHOLE {
+            return register.store(to);
+        }
+        let mut buffer = [V::Element::ZERO; 16];
+        register.store(buffer.as_mut_ptr());
+        std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, left);
+    }
+}
+
+/// The rows of one batch entry and head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rows<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+}
+
+impl<'a, T> Rows<'a, T> {
+    /// The same rows without the first `n`.
+    pub fn skip(self, n: usize) -> Self {
+        Self { data: &self.data[n.saturating_mul(self.stride).min(self.data.len())..], stride: self.stride }
+    }
+
+    /// `width` numbers of row `i`.
+    pub fn row(&self, i: usize, width: usize) -> &'a [T] {
+        if width == 0 { &[] } else { &self.data[i * self.stride..][..width] }
+    }
+}
+
+/// Some columns of rows one after the other that nobody else has.
+pub(crate) struct Columns<'a, T> {
+    data: *mut T,
+    rows: usize,
+    width: usize,
+    stride: usize,
+    lifetime: std::marker::PhantomData<&'a mut [T]>,
+}
+
+impl<T> Columns<'_, T> {
+    /// `rows` rows of `width` numbers, `stride` apart.
+    ///
+    /// # Safety
+    /// They are valid to write and nobody else's as long as the columns live.
+    pub unsafe fn new(data: *mut T, rows: usize, width: usize, stride: usize) -> Self {
+        Self { data, rows, width, stride, lifetime: std::marker::PhantomData }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The numbers of one row.
+    pub fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows, "a row beyond the last");
+        // SAFETY: whoever made these columns promised that the row is there and nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride), self.width) }
+    }
+
+    /// A place in a row; it may be written as long as these columns live.
+    ///
+    /// # Safety
+    /// There is such a row, and such a column of it.
+    pub unsafe fn at(&self, row: usize, column: usize) -> *mut T {
+        // SAFETY: the caller's promise.
+        unsafe { self.data.add(row * self.stride + column) }
+    }
+}
