@@ -84,16 +84,16 @@ impl FromStr for Algorithm {
 /// What a call is made for. [`Algorithm::Auto`] looks at the time of all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
-    /// Its output: a forward call that is not asked for denominators.
-    Output,
-    /// Its output and then the gradients: a forward call that is asked for denominators, and the backward that is given
-    /// them. Both run one algorithm, as the denominators are its own.
-    Gradient,
+    /// The output alone.
+    Inference,
+    /// The output and then the gradients. Both run one algorithm, as the denominators that forward gives to backward are its
+    /// own.
+    Training,
 }
 
 impl Purpose {
     /// Both.
-    pub const ALL: [Self; 2] = [Self::Output, Self::Gradient];
+    pub const ALL: [Self; 2] = [Self::Inference, Self::Training];
 
     /// Its place in the list of both.
     pub(crate) fn index(self) -> usize {

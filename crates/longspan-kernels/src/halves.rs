@@ -15,9 +15,9 @@
 //! widen(&View::contiguous(&tokens, dims.q()), dims.q(), &mut wide)?;
 //!
 //! let x = View::contiguous(&wide, dims.q());
-//! let call = Call { dims, q: x, k: x, v: x, parameters: &[], mask: Mask::causal(), initial_state: None };
+//! let call = Call::new(dims, x, x, x).with_mask(Mask::causal());
 //! let mut out = vec![0.0; 3200];
-//! let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+//! let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
 //! KernelizedAttention::default().forward(&call, output, &mut Scratch::new())?;
 //!
 //! let mut rounded = vec![bf16::ZERO; 3200];

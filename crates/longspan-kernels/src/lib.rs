@@ -1,6 +1,6 @@
 //! Attention over long sequences at linear cost, with relative positions: kernels over slices, without a framework.
 //!
-//! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] is the way to call it;
+//! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] and its [`Kernel`]s are the way to call it;
 //! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
 //! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
 //! computed and why, by the [`Rates`] of the machine; [`halves`] brings two-byte numbers in and out;
@@ -16,7 +16,6 @@ pub mod kernelized;
 mod mask;
 mod mechanism;
 mod rates;
-
 mod scratch;
 mod shape;
 pub mod shaw;
@@ -33,7 +32,9 @@ pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
 pub use kernelized::{KernelizedAttention, Score};
 pub use mask::{Keys, Mask, Order};
-pub use mechanism::{Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token};
+pub use mechanism::{
+    AnyKernel, Call, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters, Reference, Token,
+};
 pub use rates::{Rate, Rates, Work};
 pub use scratch::Scratch;
 pub use shape::{Dims, View, ViewMut};

@@ -44,6 +44,7 @@ impl Parameter {
 
 /// What goes into a forward call, and into its backward.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Call<'a, T> {
     /// All sizes.
     pub dims: Dims,
@@ -61,24 +62,63 @@ pub struct Call<'a, T> {
     pub initial_state: Option<&'a State<T>>,
 }
 
-/// Where a forward call writes.
+impl<'a, T> Call<'a, T> {
+    /// Every query sees every key; no learned parameters, no initial state.
+    pub fn new(dims: Dims, q: View<'a, T>, k: View<'a, T>, v: View<'a, T>) -> Self {
+        Self { dims, q, k, v, parameters: &[], mask: Mask::bidirectional(), initial_state: None }
+    }
+
+    /// Under another mask.
+    pub fn with_mask(self, mask: Mask<'a>) -> Self {
+        Self { mask, ..self }
+    }
+
+    /// With the tensors that [`Mechanism::parameters`] lists, in that order.
+    pub fn with_parameters(self, parameters: &'a [&'a [T]]) -> Self {
+        Self { parameters, ..self }
+    }
+
+    /// After the tokens of a state, if any.
+    pub fn with_initial_state(self, initial_state: impl Into<Option<&'a State<T>>>) -> Self {
+        Self { initial_state: initial_state.into(), ..self }
+    }
+}
+
+/// Where a forward call writes. [`Output::new`] is for inference, [`Output::training`] for a call with a backward to come.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Output<'a, T> {
     /// `[batch, heads, queries, value_dim]`. A row that sees no key gets 0, and so does one whose
     /// denominator is below the least normal number.
     pub out: ViewMut<'a, T>,
-    /// The denominators `[batch, heads, queries]`, row-major: what the backward wants to be given. With
+    /// In training, the denominators `[batch, heads, queries]`, row-major: what the backward wants to be given. With
     /// [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the mechanism
-    /// does not normalise. Who asks for them has a backward to come, and [`Algorithm::Auto`] then looks at the time of both.
+    /// does not normalise.
     pub denominators: Option<&'a mut [T]>,
     /// The state after the last key (trailing padding is not part of a sequence); causal masks only.
     pub final_state: Option<&'a mut State<T>>,
 }
 
-impl<T> Output<'_, T> {
+impl<'a, T> Output<'a, T> {
+    /// Outputs alone: the algorithm is the one whose forward is the fastest.
+    pub fn new(out: ViewMut<'a, T>) -> Self {
+        Self { out, denominators: None, final_state: None }
+    }
+
+    /// Outputs and the denominators that the backward is given: the algorithm is the one whose forward and backward together
+    /// are the fastest.
+    pub fn training(out: ViewMut<'a, T>, denominators: &'a mut [T]) -> Self {
+        Self { out, denominators: Some(denominators), final_state: None }
+    }
+
+    /// And the state after the last key, if wanted.
+    pub fn with_final_state(self, final_state: impl Into<Option<&'a mut State<T>>>) -> Self {
+        Self { final_state: final_state.into(), ..self }
+    }
+
     /// What the call is made for.
     pub(crate) fn purpose(&self) -> Purpose {
-        if self.denominators.is_some() { Purpose::Gradient } else { Purpose::Output }
+        if self.denominators.is_some() { Purpose::Training } else { Purpose::Inference }
     }
 }
 
@@ -136,8 +176,8 @@ pub struct Reference {
     pub denominators: Vec<f64>,
 }
 
-/// An attention mechanism over one number type.
-pub trait Mechanism<T: Real>: Debug + Send + Sync {
+/// An attention mechanism: its options, and what does not depend on the number type.
+pub trait Mechanism: Debug + Send + Sync {
     /// Its name in errors, benchmarks and on the command line.
     fn name(&self) -> &'static str;
 
@@ -152,11 +192,17 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     /// The learned tensors it takes for calls of these sizes.
     fn parameters(&self, dims: &Dims) -> Parameters;
 
-    /// Whether a call makes sense; `forward` and `backward` check the same before they write anything.
-    fn check(&self, call: &Call<'_, T>) -> Result<(), Error>;
-
     /// Which algorithm a call will run, and why.
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan;
+
+    /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;
+}
+
+/// The calls of a mechanism over one number type.
+pub trait Kernel<T: Real>: Mechanism {
+    /// Whether a call makes sense; `forward` and `backward` check the same before they write anything.
+    fn check(&self, call: &Call<'_, T>) -> Result<(), Error>;
 
     /// Computes outputs, on the threads of the current rayon pool or of a [team](crate::threads); the bits do not depend on their number.
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error>;
@@ -174,11 +220,11 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error>;
 
     /// Takes one token into `state` and writes its output, `[batch, heads, value_dim]` row-major: the row that
-    /// [`Mechanism::forward`] gives under [`Mask::causal`].
+    /// [`forward`](Kernel::forward) gives under [`Mask::causal`].
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
 
     /// The state after two stretches of tokens, `earlier` before `later`, from the state of each computed apart: `later`
-    /// from [`empty_state`](Mechanism::empty_state) on. Associative, to rounding, with the empty state as its unit, so
+    /// from [`empty_state`](Kernel::empty_state) on. Associative, to rounding, with the empty state as its unit, so
     /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
     /// have no sum refuses.
     ///
@@ -192,13 +238,89 @@ pub trait Mechanism<T: Real>: Debug + Send + Sync {
             mend: "give the earlier state to the call of the later tokens",
         })
     }
-
-    /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;
 }
 
+/// A mechanism over both number types: what layers and bindings hold.
+pub trait AnyKernel: Kernel<f32> + Kernel<f64> {}
+
+impl<M: Kernel<f32> + Kernel<f64>> AnyKernel for M {}
+
+/// [`Kernel`] as the mechanisms of this crate write it, once for any number type. [`kernels!`] makes the two of it: not generic,
+/// they are compiled here and not once more in every crate that calls them.
+pub(crate) trait Compute: Mechanism {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error>;
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error>;
+    fn backward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error>;
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error>;
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
+}
+
+/// Implements [`Kernel`] of both number types for a mechanism that is [`Compute`].
+macro_rules! kernels {
+    ($mechanism:ty) => {
+        $crate::mechanism::kernels!($mechanism, f32);
+        $crate::mechanism::kernels!($mechanism, f64);
+    };
+    ($mechanism:ty, $t:ty) => {
+        impl $crate::Kernel<$t> for $mechanism {
+            fn check(&self, call: &Call<'_, $t>) -> Result<(), Error> {
+                Compute::check(self, call)
+            }
+
+            fn forward(
+                &self,
+                call: &Call<'_, $t>,
+                output: Output<'_, $t>,
+                scratch: &mut Scratch<$t>,
+            ) -> Result<(), Error> {
+                Compute::forward(self, call, output, scratch)
+            }
+
+            fn backward(
+                &self,
+                call: &Call<'_, $t>,
+                cotangent: &Cotangent<'_, $t>,
+                gradients: Gradients<'_, '_, $t>,
+                scratch: &mut Scratch<$t>,
+            ) -> Result<(), Error> {
+                Compute::backward(self, call, cotangent, gradients, scratch)
+            }
+
+            fn empty_state(&self, dims: &Dims) -> Result<State<$t>, Error> {
+                Compute::empty_state(self, dims)
+            }
+
+            fn step(&self, token: &Token<'_, $t>, state: &mut State<$t>, out: &mut [$t]) -> Result<(), Error> {
+                Compute::step(self, token, state, out)
+            }
+
+            fn combine(
+                &self,
+                earlier: &State<$t>,
+                later: &State<$t>,
+                parameters: &[&[$t]],
+            ) -> Result<State<$t>, Error> {
+                Compute::combine(self, earlier, later, parameters)
+            }
+        }
+    };
+}
+pub(crate) use kernels;
+
 /// Checks what every mechanism asks of a call: sizes, layouts, mask and parameters. States are the mechanism's own.
-pub(crate) fn check_call<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), call: &Call<'_, T>) -> Result<(), Error> {
+pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Result<(), Error> {
     let operation = mechanism.name();
     let dims = &call.dims;
     InstructionSet::selected().map_err(Error::clone)?;
@@ -229,7 +351,7 @@ pub(crate) fn check_call<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), call
 
 /// Checks the places that a forward call writes to, but for the final state.
 pub(crate) fn check_output<T: Real>(
-    mechanism: &(impl Mechanism<T> + ?Sized),
+    mechanism: &dyn Mechanism,
     dims: &Dims,
     output: &Output<'_, T>,
 ) -> Result<(), Error> {
@@ -239,7 +361,7 @@ pub(crate) fn check_output<T: Real>(
 
 /// Checks what a backward call starts from and where it writes to.
 pub(crate) fn check_gradients<T: Real>(
-    mechanism: &(impl Mechanism<T> + ?Sized),
+    mechanism: &dyn Mechanism,
     dims: &Dims,
     cotangent: &Cotangent<'_, T>,
     gradients: &Gradients<'_, '_, T>,
@@ -300,7 +422,7 @@ pub(crate) fn check_initial_gradient<T>(operation: &'static str, call: &Call<'_,
 /// The sizes of a step, which only the state and the token's own lengths tell; `wide` is the token's part whose rows are
 /// as wide as a query.
 pub(crate) fn token_dims<T: Real>(
-    mechanism: &(impl Mechanism<T> + ?Sized),
+    mechanism: &dyn Mechanism,
     token: &Token<'_, T>,
     wide: &[T],
     state: &State<T>,
@@ -323,7 +445,7 @@ pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Ite
 
 /// Checks what every mechanism asks of a step of these sizes, but for the state.
 pub(crate) fn check_token<T: Real>(
-    mechanism: &(impl Mechanism<T> + ?Sized),
+    mechanism: &dyn Mechanism,
     dims: &Dims,
     token: &Token<'_, T>,
     out: &[T],
@@ -355,11 +477,7 @@ pub(crate) fn check_token<T: Real>(
     )
 }
 
-fn check_denominators<T: Real>(
-    mechanism: &(impl Mechanism<T> + ?Sized),
-    dims: &Dims,
-    denominators: &[T],
-) -> Result<(), Error> {
+fn check_denominators<T: Real>(mechanism: &dyn Mechanism, dims: &Dims, denominators: &[T]) -> Result<(), Error> {
     let rows = dims.batch * dims.heads * dims.queries;
     expect(
         denominators.len() == rows,
@@ -370,7 +488,7 @@ fn check_denominators<T: Real>(
     )
 }
 
-fn key_shape<T: Real>(mechanism: &(impl Mechanism<T> + ?Sized), dims: &Dims) -> [usize; 4] {
+fn key_shape(mechanism: &dyn Mechanism, dims: &Dims) -> [usize; 4] {
     let [batch, heads, keys, _] = dims.k();
     [batch, heads, keys, mechanism.key_dim(dims)]
 }

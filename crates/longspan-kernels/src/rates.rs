@@ -367,11 +367,11 @@ mod tests {
         assert_eq!(work.counts(), [(Rate::NaiveCall, 1.0), (Rate::NaiveHead, 4.0), (Rate::NaiveFlop, 40.0)]);
         let rates = [(Rate::NaiveCall, 5.0), (Rate::NaiveHead, 2.0), (Rate::NaiveFlop, 0.5)];
         let rates = rates.into_iter().fold(Rates::default(), |all, (rate, s)| {
-            let all = all.with(rate, Purpose::Output, s).expect("a rate");
-            all.with(rate, Purpose::Gradient, 4.0 * s).expect("a rate")
+            let all = all.with(rate, Purpose::Inference, s).expect("a rate");
+            all.with(rate, Purpose::Training, 4.0 * s).expect("a rate")
         });
-        assert_eq!(work.seconds(&rates, Purpose::Output), 5.0 + 8.0 + 20.0);
-        assert_eq!(work.seconds(&rates, Purpose::Gradient), 4.0 * (5.0 + 8.0 + 20.0));
+        assert_eq!(work.seconds(&rates, Purpose::Inference), 5.0 + 8.0 + 20.0);
+        assert_eq!(work.seconds(&rates, Purpose::Training), 4.0 * (5.0 + 8.0 + 20.0));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The conformance suite over attention-free transformers, and the numerics that they are known to fail at.
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Call, Dims, Mask, Mechanism, Output, Scratch, Token, View, ViewMut};
+use longspan_kernels::{Aft, Call, Dims, Kernel, Mask, Mechanism, Output, Scratch, Token, View, ViewMut};
 use longspan_testing::execute::Backward;
 use longspan_testing::subject::{Assumptions, ParameterScale};
 use longspan_testing::suite::{Check, assert_all};
@@ -414,19 +414,14 @@ fn wrong_calls_are_refused() {
 fn row_means(variant: Variant, k: &[f32], v: &[f32], parameters: &[&[f32]], mask: Mask<'_>) -> Vec<f32> {
     let dims = Dims::square(1, 1, k.len(), 1);
     let q = vec![0.0; k.len()];
-    let call = Call {
-        dims,
-        q: View::contiguous(&q, dims.q()),
-        k: View::contiguous(k, dims.k()),
-        v: View::contiguous(v, dims.v()),
-        parameters,
-        mask,
-        initial_state: None,
-    };
+    let call =
+        Call::new(dims, View::contiguous(&q, dims.q()), View::contiguous(k, dims.k()), View::contiguous(v, dims.v()))
+            .with_parameters(parameters)
+            .with_mask(mask);
     let mut out = vec![f32::NAN; k.len()];
-    let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+    let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
     let aft = Aft { variant, gate: false };
-    Mechanism::<f32>::forward(&aft, &call, output, &mut Scratch::new()).expect("a call that makes sense");
+    aft.forward(&call, output, &mut Scratch::new()).expect("a call that makes sense");
     out
 }
 
@@ -521,26 +516,24 @@ fn plans_say_how_much_memory_a_call_takes() {
         for head_dim in [64, 24] {
             let (aft, dims) = (Aft::new(variant), Dims::square(1, 1, length, head_dim));
             let mask = if causal { Mask::causal() } else { Mask::bidirectional() };
-            let key_dim = Mechanism::<f32>::key_dim(&aft, &dims);
+            let key_dim = aft.key_dim(&dims);
             let numbers = vec![0.5f32; length * head_dim];
-            let parameters: Vec<Vec<f32>> =
-                Mechanism::<f32>::parameters(&aft, &dims).iter().map(|w| vec![0.0; w.len()]).collect();
+            let parameters: Vec<Vec<f32>> = aft.parameters(&dims).iter().map(|w| vec![0.0; w.len()]).collect();
             let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
-            let call = Call {
+            let call = Call::new(
                 dims,
-                q: View::contiguous(&numbers, dims.q()),
-                k: View::contiguous(&numbers[..length * key_dim], [1, 1, length, key_dim]),
-                v: View::contiguous(&numbers, dims.v()),
-                parameters: &parameters,
-                mask,
-                initial_state: None,
-            };
+                View::contiguous(&numbers, dims.q()),
+                View::contiguous(&numbers[..length * key_dim], [1, 1, length, key_dim]),
+                View::contiguous(&numbers, dims.v()),
+            )
+            .with_parameters(&parameters)
+            .with_mask(mask);
             let mut out = vec![0.0; numbers.len()];
             let mut scratch = Scratch::new();
             let out = ViewMut::contiguous(&mut out, dims.out());
-            let output = Output { out, denominators: None, final_state: None };
+            let output = Output::new(out);
             pool.install(|| aft.forward(&call, output, &mut scratch)).expect("a call that makes sense");
-            let said = Mechanism::<f32>::plan(&aft, &dims, &mask).estimates[0].scratch_bytes;
+            let said = aft.plan(&dims, &mask).estimates[0].scratch_bytes;
             let taken = scratch.bytes() as f64;
             assert!((said / taken - 1.0).abs() < 0.02, "{variant:?}, {head_dim} channels: {said} bytes, not {taken}");
         }
@@ -580,15 +573,15 @@ fn options_without_meaning_are_refused() {
         let drawn = if matches!(argument, "queries" | "keys" | "value_dim") { variant } else { Variant::Simple };
         let check = |aft: Aft| {
             let inputs = execute::random(&subject(Aft::new(drawn)), case).cast::<f32>();
-            inputs.call(case, None, |call| Mechanism::<f32>::check(&aft, call))
+            inputs.call(case, None, |call| aft.check(call))
         };
         let error = check(Aft::new(variant)).expect_err("an option without meaning was taken");
-        let name = Mechanism::<f32>::name(&Aft::new(variant));
+        let name = Aft::new(variant).name();
         if let Err(failure) = rejection::names_the_fault(&format!("{variant:?}"), name, argument, &error) {
             panic!("{failure}");
         }
     }
-    let error = Mechanism::<f32>::empty_state(&Aft::new(local(2, None)), &dims).expect_err("a state for one call");
+    let error = Kernel::<f32>::empty_state(&Aft::new(local(2, None)), &dims).expect_err("a state for one call");
     assert!(error.to_string().contains("length"), "{error}");
 }
 
@@ -606,12 +599,12 @@ fn images_are_whole_and_looked_at_both_ways() {
         Case { keys: packed, ..whole.clone() },
     ] {
         let inputs = execute::random(&subject(aft), &case).cast::<f32>();
-        let error = inputs.call(&case, None, |call| Mechanism::<f32>::check(&aft, call)).expect_err("not an image");
+        let error = inputs.call(&case, None, |call| aft.check(call)).expect_err("not an image");
         assert!(error.to_string().contains("an image under"), "{error}");
     }
     let inputs = execute::random(&subject(aft), &whole).cast::<f32>();
-    inputs.call(&whole, None, |call| Mechanism::<f32>::check(&aft, call)).expect("an image");
-    let error = Mechanism::<f32>::empty_state(&aft, &dims).expect_err("a state of an image");
+    inputs.call(&whole, None, |call| aft.check(call)).expect("an image");
+    let error = Kernel::<f32>::empty_state(&aft, &dims).expect_err("a state of an image");
     assert!(error.to_string().contains("image"), "{error}");
 }
 
@@ -619,7 +612,7 @@ fn images_are_whole_and_looked_at_both_ways() {
 #[test]
 fn steps_beyond_the_table_are_refused() {
     let aft = Aft::new(Variant::Local { window: 2, length: Some(3) });
-    let mut state = Mechanism::<f32>::empty_state(&aft, &Dims::square(1, 1, 0, 2)).expect("a table by position");
+    let mut state = aft.empty_state(&Dims::square(1, 1, 0, 2)).expect("a table by position");
     let token = Token { q: &[1.0, 2.0], k: &[1.0, 2.0], v: &[1.0, 2.0], parameters: &[&[0.5; 9]] };
     let mut out = [0.0; 2];
     for _ in 0..3 {

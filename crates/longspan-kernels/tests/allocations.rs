@@ -6,8 +6,8 @@ use std::cell::Cell;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, KernelizedAttention, Mask, Mechanism,
-    Output, Real, Score, Scratch, Shaw, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
+    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, Kernel, KernelizedAttention, Mask,
+    Mechanism, Output, Real, Score, Scratch, Shaw, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
 };
 
 /// Counts what this thread asks for.
@@ -43,7 +43,7 @@ fn allocations(work: impl FnOnce()) -> usize {
 }
 
 /// Takes tokens until rings have gone round, and counts.
-fn steps<T: Real>(mechanism: &dyn Mechanism<T>) -> usize {
+fn steps<T: Real>(mechanism: &dyn Kernel<T>) -> usize {
     let dims = Dims::square(1, 8, 1, 64);
     let numbers = |len: usize| -> Vec<T> { (0..len).map(|n| T::from_f64((n as f64).sin() / 4.0)).collect() };
     let parameters: Vec<Vec<T>> = mechanism.parameters(&dims).iter().map(|p| numbers(p.len())).collect();
@@ -62,7 +62,7 @@ fn steps<T: Real>(mechanism: &dyn Mechanism<T>) -> usize {
     allocations(|| (0..100).for_each(|_| step()))
 }
 
-fn check<M: Mechanism<f32> + Mechanism<f64>>(name: &str, mechanism: M) {
+fn check<M: Kernel<f32> + Kernel<f64>>(name: &str, mechanism: M) {
     assert_eq!(steps::<f32>(&mechanism), 0, "{name} in f32");
     assert_eq!(steps::<f64>(&mechanism), 0, "{name} in f64");
 }
@@ -105,12 +105,11 @@ fn bytes(toeplitz: &Toeplitz, length: usize) -> usize {
     let dims = Dims { value_dim: 8, ..Dims::square(1, 1, length, 8) };
     let shape = dims.q();
     let numbers = |len: usize| -> Vec<f32> { (0..len).map(|n| (n as f32).sin()).collect() };
-    let parameters: Vec<Vec<f32>> =
-        Mechanism::<f32>::parameters(toeplitz, &dims).iter().map(|p| numbers(p.len())).collect();
+    let parameters: Vec<Vec<f32>> = toeplitz.parameters(&dims).iter().map(|p| numbers(p.len())).collect();
     let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
     let inputs = [(); 4].map(|()| numbers(length * 8));
     let [q, k, v, d_out] = inputs.each_ref().map(|numbers| View::contiguous(numbers, shape));
-    let call = Call { dims, q, k, v, parameters: &parameters, mask: Mask::causal(), initial_state: None };
+    let call = Call::new(dims, q, k, v).with_parameters(&parameters).with_mask(Mask::causal());
     let (mut out, mut denominators) = (numbers(length * 8), numbers(length));
     let mut gradients = [(); 3].map(|()| numbers(length * 8));
     let mut learned: Vec<Vec<f32>> = parameters.iter().map(|p| p.to_vec()).collect();
@@ -120,11 +119,7 @@ fn bytes(toeplitz: &Toeplitz, length: usize) -> usize {
     pool.install(|| {
         let before = BYTES.get();
         let mut scratch = Scratch::new();
-        let output = Output {
-            out: ViewMut::contiguous(&mut out, shape),
-            denominators: Some(&mut denominators),
-            final_state: None,
-        };
+        let output = Output::training(ViewMut::contiguous(&mut out, shape), &mut denominators);
         toeplitz.forward(&call, output, &mut scratch).expect("a call of usual size");
         let out = View::contiguous(&out, shape);
         let cotangent = Cotangent { out, denominators: &denominators, d_out, final_state: None };

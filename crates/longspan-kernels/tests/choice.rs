@@ -18,7 +18,7 @@ fn held(make: &dyn Fn(Algorithm) -> Subject, case: &Case) -> Result<bool, Failur
         let mut out = vec![f32::NAN; case.dims.batch * case.dims.heads * case.dims.queries * case.dims.value_dim];
         inputs.call(case, None, |call| {
             let out = ViewMut::contiguous(&mut out, case.dims.out());
-            let output = Output { out, denominators: None, final_state: None };
+            let output = Output::new(out);
             f32::mechanism(subject).forward(call, output, &mut Scratch::new())
         })?;
         Ok::<_, Failure>(out)

@@ -308,22 +308,21 @@ fn options_without_meaning_are_refused() {
 /// A radius that no table can have must not overflow on the way to the error.
 #[test]
 fn a_radius_beyond_all_bounds_is_refused() {
-    use longspan_kernels::{Call, Mask, Mechanism, View};
+    use longspan_kernels::{Call, Kernel, Mask, View};
     let shape = [1, 1, 1, 1];
     for radius in [usize::MAX, usize::MAX / 2, isize::MAX as usize, 1 << 40] {
         for shared in [true, false] {
             let shaw = Shaw { shared, map: RelativeMap::Same, radius };
             let attention = KernelizedAttention { score: Score::Combined(shaw), ..Default::default() };
-            let call = Call {
-                dims: Dims::square(1, 1, 1, 1),
-                q: View::contiguous(&[1.0f32], shape),
-                k: View::contiguous(&[1.0], shape),
-                v: View::contiguous(&[1.0], shape),
-                parameters: &[&[1.0]],
-                mask: Mask::causal(),
-                initial_state: None,
-            };
-            let error = Mechanism::<f32>::check(&attention, &call).expect_err("a table of one row was taken");
+            let call = Call::new(
+                Dims::square(1, 1, 1, 1),
+                View::contiguous(&[1.0f32], shape),
+                View::contiguous(&[1.0], shape),
+                View::contiguous(&[1.0], shape),
+            )
+            .with_parameters(&[&[1.0]])
+            .with_mask(Mask::causal());
+            let error = attention.check(&call).expect_err("a table of one row was taken");
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
         }
     }
@@ -332,26 +331,21 @@ fn a_radius_beyond_all_bounds_is_refused() {
 /// Cumulated sums of 2¹⁷ keys would take 2.7 GB: an error that says so, not an abort. Nothing else refuses that length.
 #[test]
 fn a_length_without_room_for_its_cumulated_sums_is_refused() {
-    use longspan_kernels::{Call, Gradients, Mask, Mechanism, Output, Scratch, View, ViewMut};
+    use longspan_kernels::{Call, Gradients, Kernel, Mask, Output, Scratch, View, ViewMut};
     let dims = Dims { queries: 1, keys: 1 << 17, ..Dims::square(1, 1, 1, 64) };
     let row = [1.0f32; 64];
-    let call = |mask| Call {
-        dims,
-        q: View::strided(&row, [0; 3]),
-        k: View::strided(&row, [0; 3]),
-        v: View::strided(&row, [0; 3]),
-        parameters: &[],
-        mask,
-        initial_state: None,
+    let call = |mask| {
+        Call::new(dims, View::strided(&row, [0; 3]), View::strided(&row, [0; 3]), View::strided(&row, [0; 3]))
+            .with_mask(mask)
     };
     let cumsum = KernelizedAttention { algorithm: Algorithm::Cumsum, ..Default::default() };
     let mask = Mask::causal().with_offset(5);
-    let error = Mechanism::<f32>::check(&cumsum, &call(mask)).expect_err("2.7 GB were taken");
+    let error = cumsum.check(&call(mask)).expect_err("2.7 GB were taken");
     for part in ["algorithm", "cumsum", "chunked", "MiB"] {
         assert!(error.to_string().contains(part), "{error}");
     }
     let mut out = [7.0f32; 64];
-    let output = Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: None };
+    let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
     assert_eq!(cumsum.forward(&call(mask), output, &mut Scratch::new()), Err(error.clone()));
     assert_eq!(out, [7.0; 64], "written before the error");
     let (mut dq, mut dk, mut dv) = ([7.0f32; 64], vec![7.0f32; 64 << 17], vec![7.0f32; 64 << 17]);
@@ -371,7 +365,8 @@ fn a_length_without_room_for_its_cumulated_sums_is_refused() {
     assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
     assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
 
-    Mechanism::<f32>::check(&KernelizedAttention::default(), &call(mask)).expect("the default takes any length");
-    let short = Call { dims: Dims { keys: 1 << 12, ..dims }, ..call(mask) };
-    Mechanism::<f32>::check(&cumsum, &short).expect("a length that fits");
+    Kernel::<f32>::check(&KernelizedAttention::default(), &call(mask)).expect("the default takes any length");
+    let mut short = call(mask);
+    short.dims.keys = 1 << 12;
+    cumsum.check(&short).expect("a length that fits");
 }

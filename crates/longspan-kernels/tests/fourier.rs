@@ -1,7 +1,7 @@
 //! Fourier and rotary positions: the conformance suite, and what is peculiar to them.
 
 use longspan_kernels::{
-    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mask, Mechanism, Output,
+    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
     Positions, Score, Scratch, State, Token, View, ViewMut, Wave,
 };
 use longspan_testing::suite::{Check, assert_all};
@@ -164,7 +164,7 @@ fn given_positions_step() {
     let subject = Subject::kernelized(&attention);
     let inputs = execute::random(&subject, &case);
     let expected = execute::forward(&subject, &case, &inputs).expect("a call that makes sense").out;
-    let mut state = Mechanism::<f64>::empty_state(&attention, &dims).expect("sizes that make sense");
+    let mut state = attention.empty_state(&dims).expect("sizes that make sense");
     let row = |x: &[f64], width: usize, token: usize| -> Vec<f64> {
         x.chunks(70 * width).flat_map(|head| head[token * width..][..width].to_vec()).collect()
     };
@@ -196,7 +196,7 @@ fn angles_are_exact_at_position_ten_million() {
         let inputs = execute::random(&subject, &case);
         // Distances alone matter, so the first hundred tokens tell what the last hundred of ten million must give.
         let expected = execute::reference(&subject, &case, &inputs).expect("a call that makes sense").out;
-        let empty = Mechanism::<f32>::empty_state(&attention, &dims).expect("sizes that make sense");
+        let empty = attention.empty_state(&dims).expect("sizes that make sense");
         let mut numbers = empty.numbers().to_vec();
         // Two digits to base 2²⁰, behind the sums and two other marks.
         let low = empty.shape().parts[..2].iter().sum::<usize>() + 2;
@@ -234,11 +234,7 @@ fn rows_with_negative_denominators_are_told() {
         assert!(negative.len() > 100, "{} rows", negative.len());
         let (mut out, mut denominators) = (vec![f64::NAN; 400 * 16], vec![f64::NAN; 400]);
         let result = inputs.call(&case, None, |call| {
-            let output = Output {
-                out: ViewMut::contiguous(&mut out, dims.out()),
-                denominators: Some(&mut denominators),
-                final_state: None,
-            };
+            let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
             attention.forward(call, output, &mut Scratch::new())
         });
         let Err(Error::NegativeDenominators { operation, rows, batch, head, row }) = result else {
@@ -299,7 +295,7 @@ fn positions_that_are_not_finite_are_refused() {
         for wrong in [f64::NAN, f64::INFINITY] {
             let mut inputs = good.clone();
             inputs.parameters[tensor][place] = wrong;
-            let checked = inputs.call(&case, None, |call| Mechanism::<f64>::check(&attention, call));
+            let checked = inputs.call(&case, None, |call| attention.check(call));
             match name {
                 Some(name) => {
                     let error = checked.expect_err("a position that is not finite").to_string();
@@ -319,15 +315,15 @@ fn positions_that_are_not_finite_are_refused() {
 fn axes_beyond_all_bounds_are_refused() {
     let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: usize::MAX });
     let (shape, one) = ([1, 1, 1, 1], [1.0f32]);
-    let call = Call {
-        dims: Dims::square(1, 1, 1, 1),
-        q: View::contiguous(&one, shape),
-        k: View::contiguous(&one, shape),
-        v: View::contiguous(&one, shape),
-        parameters: &[&one, &one, &one, &one],
-        mask: Mask::causal(),
-        initial_state: None,
-    };
-    let error = Mechanism::<f32>::check(&attention, &call).expect_err("a rate for each axis").to_string();
+    let parameters = [&one[..]; 4];
+    let call = Call::new(
+        Dims::square(1, 1, 1, 1),
+        View::contiguous(&one, shape),
+        View::contiguous(&one, shape),
+        View::contiguous(&one, shape),
+    )
+    .with_parameters(&parameters)
+    .with_mask(Mask::causal());
+    let error = attention.check(&call).expect_err("a rate for each axis").to_string();
     assert!(error.contains("fourier: a:"), "{error}");
 }

@@ -3,8 +3,8 @@
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, KernelizedAttention, Keys, Mask, Mechanism,
-    Order, Output, Score, Scratch, Shaw, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
+    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, Kernel, KernelizedAttention, Keys, Mask, Order,
+    Output, Score, Scratch, Shaw, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
 };
 use longspan_testing::{Assumptions, Case, KeyMask, Subject, accuracy, execute, memory};
 use proptest::prelude::*;
@@ -144,7 +144,7 @@ proptest! {
 /// Mechanisms for calls that need not make sense.
 const WRONG: usize = 8;
 
-fn mechanism(which: usize) -> Box<dyn Mechanism<f32>> {
+fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
     let shaw = Score::Combined(Shaw::new(2));
     match which {
         0 => Box::new(KernelizedAttention::default()),
@@ -207,7 +207,7 @@ fn any_call() -> impl Strategy<Value = AnyCall> {
 }
 
 /// Runs everything that a mechanism has. What `check` refuses must be refused by `forward` too, with nothing written.
-fn run(mechanism: &dyn Mechanism<f32>, call: &AnyCall) -> Result<(), String> {
+fn run(mechanism: &dyn Kernel<f32>, call: &AnyCall) -> Result<(), String> {
     const MARK: f32 = 7.25;
     let AnyCall { dims, lens, strides, .. } = call;
     let numbers = lens.map(|len| vec![0.5f32; len]);
@@ -227,15 +227,15 @@ fn run(mechanism: &dyn Mechanism<f32>, call: &AnyCall) -> Result<(), String> {
         let all = numbers.iter().copied().cycle().take(if numbers.is_empty() { 0 } else { len }).collect();
         State::from_numbers(empty.shape(), all).ok()
     });
-    let made = Call {
-        dims: *dims,
-        q: View::strided(&numbers[0], strides[0]),
-        k: View::strided(&numbers[1], strides[1]),
-        v: View::strided(&numbers[2], strides[2]),
-        parameters: &parameters,
-        mask: Mask { order, offset: call.offset, keys },
-        initial_state: state.as_ref(),
-    };
+    let made = Call::new(
+        *dims,
+        View::strided(&numbers[0], strides[0]),
+        View::strided(&numbers[1], strides[1]),
+        View::strided(&numbers[2], strides[2]),
+    )
+    .with_parameters(&parameters)
+    .with_mask(Mask { order, offset: call.offset, keys })
+    .with_initial_state(state.as_ref());
     let checked = mechanism.check(&made);
     let (mut out, mut denominators) = (vec![MARK; lens[4]], vec![MARK; lens[5]]);
     let rows = dims.batch.saturating_mul(dims.heads).saturating_mul(dims.queries);
@@ -243,11 +243,7 @@ fn run(mechanism: &dyn Mechanism<f32>, call: &AnyCall) -> Result<(), String> {
     let width = dims.value_dim;
     let row = dims.queries.saturating_mul(width);
     let contiguous = [dims.heads.saturating_mul(row), row, width];
-    let output = Output {
-        out: ViewMut::strided(&mut out, contiguous),
-        denominators: Some(&mut denominators),
-        final_state: None,
-    };
+    let output = Output::training(ViewMut::strided(&mut out, contiguous), &mut denominators);
     let forward = mechanism.forward(&made, output, &mut Scratch::new());
     if let Err(error) = &checked
         && forward.is_ok()

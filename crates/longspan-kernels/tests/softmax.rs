@@ -1,6 +1,6 @@
 //! The conformance suite over softmax attention, and what is peculiar to it: scores of any size, and a cache that ends.
 
-use longspan_kernels::{Mechanism, SoftmaxAttention, Token};
+use longspan_kernels::{Kernel, SoftmaxAttention, Token};
 use longspan_testing::state_gradients;
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
@@ -151,7 +151,7 @@ fn large_scores_do_not_overflow() {
 fn a_full_cache_is_refused() {
     let attention = SoftmaxAttention { scale: None, capacity: 3 };
     let dims = longspan_kernels::Dims::square(1, 1, 1, 2);
-    let mut state = Mechanism::<f32>::empty_state(&attention, &dims).expect("a small state");
+    let mut state = attention.empty_state(&dims).expect("a small state");
     let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &[] };
     let mut out = [0.0; 2];
     for _ in 0..3 {

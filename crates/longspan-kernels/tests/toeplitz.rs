@@ -1,6 +1,6 @@
 //! The conformance suite over Toeplitz relative positions, and what is hard for them alone.
 
-use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Mask, Mechanism, Toeplitz, View};
+use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Kernel, Mask, Mechanism, Toeplitz, View};
 use longspan_testing::random::Random;
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
@@ -28,7 +28,7 @@ fn subject(toeplitz: &Toeplitz) -> Subject {
 
 /// The algorithms that can be asked for.
 fn algorithms() -> Vec<Algorithm> {
-    let forced = Mechanism::<f64>::algorithms(&Toeplitz::new(Bias::clipped(1)));
+    let forced = Toeplitz::new(Bias::clipped(1)).algorithms();
     [Algorithm::Auto].iter().chain(forced).copied().collect()
 }
 
@@ -235,20 +235,19 @@ fn tables_beyond_all_bounds_are_refused() {
         Bias::Grid { height: usize::MAX, width: 5 },
         Bias::Buckets { buckets: usize::MAX, max_distance: usize::MAX, bidirectional: false },
     ] {
-        let call = Call {
-            dims: Dims::square(1, 1, 1, 1),
-            q: View::contiguous(&[1.0f32], shape),
-            k: View::contiguous(&[1.0], shape),
-            v: View::contiguous(&[1.0], shape),
-            parameters: &[&[1.0]],
-            mask: Mask::causal(),
-            initial_state: None,
-        };
+        let call = Call::new(
+            Dims::square(1, 1, 1, 1),
+            View::contiguous(&[1.0f32], shape),
+            View::contiguous(&[1.0], shape),
+            View::contiguous(&[1.0], shape),
+        )
+        .with_parameters(&[&[1.0]])
+        .with_mask(Mask::causal());
         let toeplitz = Toeplitz::new(bias);
-        let error = Mechanism::<f32>::check(&toeplitz, &call).expect_err("a table of one entry was taken");
+        let error = toeplitz.check(&call).expect_err("a table of one entry was taken");
         assert!(error.to_string().contains("bias"), "{error}");
         if bias != Bias::clipped(1 << 40) {
-            Mechanism::<f32>::empty_state(&toeplitz, &call.dims).expect_err("a state without end");
+            Kernel::<f32>::empty_state(&toeplitz, &call.dims).expect_err("a state without end");
         }
     }
 }

@@ -149,15 +149,17 @@ impl<T: Number> Inputs<T> {
     /// Hands the call to `body`.
     pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();
-        body(&Call {
-            dims: case.dims,
-            q: View::contiguous(&self.q, case.dims.q()),
-            k: View::contiguous(&self.k, self.key_shape(&case.dims)),
-            v: View::contiguous(&self.v, case.dims.v()),
-            parameters: &parameters,
-            mask: case.mask(),
-            initial_state,
-        })
+        body(
+            &Call::new(
+                case.dims,
+                View::contiguous(&self.q, case.dims.q()),
+                View::contiguous(&self.k, self.key_shape(&case.dims)),
+                View::contiguous(&self.v, case.dims.v()),
+            )
+            .with_parameters(&parameters)
+            .with_mask(case.mask())
+            .with_initial_state(initial_state),
+        )
     }
 
     /// Shape of `k`: its last axis is narrower than [`Dims::head_dim`] where the mechanism's keys are.

@@ -71,11 +71,8 @@ pub fn forward_into<T: Number>(
     let mut denominators = vec![fill; case.dims.batch * case.dims.heads * case.dims.queries];
     let (initial_state, final_state) = states;
     inputs.call(case, initial_state, |call| {
-        let output = Output {
-            out: ViewMut::contiguous(&mut out, case.dims.out()),
-            denominators: Some(&mut denominators),
-            final_state,
-        };
+        let output = Output::training(ViewMut::contiguous(&mut out, case.dims.out()), &mut denominators)
+            .with_final_state(final_state);
         T::mechanism(subject).forward(call, output, scratch)
     })?;
     Ok(Forward { out, denominators })

@@ -22,9 +22,8 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
     let mut one_algorithm = true;
     inputs.call(case, None, |call| {
         let plan = T::mechanism(subject).plan(&call.dims, &call.mask);
-        one_algorithm = plan.algorithm(Purpose::Output) == plan.algorithm(Purpose::Gradient);
-        let output =
-            Output { out: ViewMut::contiguous(&mut out, case.dims.out()), denominators: None, final_state: None };
+        one_algorithm = plan.algorithm(Purpose::Inference) == plan.algorithm(Purpose::Training);
+        let output = Output::new(ViewMut::contiguous(&mut out, case.dims.out()));
         T::mechanism(subject).forward(call, output, &mut scratch)
     })?;
     // Where a backward turns the choice, the tests of the choice hold either to its own algorithm.
@@ -120,23 +119,18 @@ pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
         let expected = execute::forward(subject, case, &repeated)?;
         let once = |shape: [usize; 4]| [0, shape[2] * shape[3], shape[3]];
         let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
-        let call = Call {
-            dims: *dims,
-            q: View::strided(&inputs.q[..len3(dims.q())], once(dims.q())),
-            k: View::strided(&inputs.k[..len3(key_shape)], once(key_shape)),
-            v: View::strided(&inputs.v[..len3(dims.v())], once(dims.v())),
-            parameters: &parameters,
-            mask: case.mask(),
-            initial_state: None,
-        };
+        let call = Call::new(
+            *dims,
+            View::strided(&inputs.q[..len3(dims.q())], once(dims.q())),
+            View::strided(&inputs.k[..len3(key_shape)], once(key_shape)),
+            View::strided(&inputs.v[..len3(dims.v())], once(dims.v())),
+        )
+        .with_parameters(&parameters)
+        .with_mask(case.mask());
         let mut out = vec![execute::nan(); expected.out.len()];
         // With denominators, as the call beside it: without them another algorithm may be the cheapest.
         let mut denominators = vec![execute::nan(); expected.denominators.len()];
-        let output = Output {
-            out: ViewMut::contiguous(&mut out, dims.out()),
-            denominators: Some(&mut denominators),
-            final_state: None,
-        };
+        let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
         T::mechanism(subject).forward(&call, output, &mut Scratch::new())?;
         same_bits("out of a repeated batch entry", &out, &expected.out)?;
     }
@@ -162,17 +156,9 @@ fn strided<T: Number>(
     let mut out = Gapped::new(dims.out(), mark);
     let mut denominators = vec![execute::nan(); dims.batch * dims.heads * dims.queries];
     let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
-    let call = Call {
-        dims: *dims,
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        parameters: &parameters,
-        mask: case.mask(),
-        initial_state: None,
-    };
+    let call = Call::new(*dims, q.view(), k.view(), v.view()).with_parameters(&parameters).with_mask(case.mask());
     let mechanism = T::mechanism(subject);
-    let output = Output { out: out.view_mut(), denominators: Some(&mut denominators), final_state: None };
+    let output = Output::training(out.view_mut(), &mut denominators);
     mechanism.forward(&call, output, &mut Scratch::new())?;
     let [mut dq, mut dk, mut dv] =
         [Gapped::new(dims.q(), mark), Gapped::new(key_shape, mark), Gapped::new(dims.v(), mark)];

@@ -1,8 +1,6 @@
 //! Wrong calls: each gives an error that names operation, argument, expected and got, and writes nothing.
 
-use longspan_kernels::{
-    Call, Cotangent, Error, Gradients, Keys, Mask, Mechanism, Output, Scratch, Token, View, ViewMut,
-};
+use longspan_kernels::{Call, Cotangent, Error, Gradients, Kernel, Keys, Mask, Output, Scratch, Token, View, ViewMut};
 
 use crate::case::{Case, Inputs};
 use crate::compare::{Failure, ensure};
@@ -98,7 +96,7 @@ impl<T: Number> Marked<T> {
     /// A backward call into the marks, right in all but what `call` and the marks themselves have wrong.
     fn backward(
         &mut self,
-        mechanism: &dyn Mechanism<T>,
+        mechanism: &dyn Kernel<T>,
         call: &Call<'_, T>,
         case: &Case,
         inputs: &Inputs<T>,
@@ -141,7 +139,7 @@ fn refused(what: &str, operation: &str, argument: &str, result: Result<(), Error
 fn both_refuse<T: Number>(
     what: &str,
     argument: &str,
-    mechanism: &dyn Mechanism<T>,
+    mechanism: &dyn Kernel<T>,
     call: &Call<'_, T>,
     case: &Case,
     inputs: &Inputs<T>,
@@ -150,8 +148,7 @@ fn both_refuse<T: Number>(
     let mut marked = Marked::new(case, inputs);
     refused(&format!("check: {what}"), mechanism.name(), argument, mechanism.check(call))?;
     let [out, denominators] = &mut marked.forward;
-    let output =
-        Output { out: ViewMut::contiguous(out, dims.out()), denominators: Some(denominators), final_state: None };
+    let output = Output::training(ViewMut::contiguous(out, dims.out()), denominators);
     let result = mechanism.forward(call, output, &mut Scratch::new());
     refused(&format!("forward: {what}"), mechanism.name(), argument, result)?;
     marked.untouched(what)?;
@@ -213,8 +210,7 @@ fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Res
         marked.forward[0].truncate(len);
         marked.forward[1].resize(rows, T::from_f64(MARK));
         let [out, denominators] = &mut marked.forward;
-        let output =
-            Output { out: ViewMut::strided(out, strides), denominators: Some(denominators), final_state: None };
+        let output = Output::training(ViewMut::strided(out, strides), denominators);
         let result = inputs.call(case, None, |call| mechanism.forward(call, output, &mut Scratch::new()));
         refused(what, mechanism.name(), argument, result)?;
         marked.untouched(what)
@@ -293,13 +289,10 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         let mut target = if mask == case.mask() { wider.clone() } else { state.clone() };
         let before = target.clone();
         let [out, denominators] = &mut marked.forward;
-        let output = Output {
-            out: ViewMut::contiguous(out, dims.out()),
-            denominators: Some(denominators),
-            final_state: (!initial).then_some(&mut target),
-        };
+        let output = Output::training(ViewMut::contiguous(out, dims.out()), denominators)
+            .with_final_state((!initial).then_some(&mut target));
         let result = inputs.call(case, initial.then_some(&state), |call| {
-            mechanism.forward(&Call { mask, ..*call }, output, &mut Scratch::new())
+            mechanism.forward(&call.with_mask(mask), output, &mut Scratch::new())
         });
         refused(what, mechanism.name(), "state", result)?;
         marked.untouched(what)?;
@@ -331,7 +324,7 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
             initial_state: first.then_some(&mut target),
         };
         let result = inputs.call(case, initial, |call| {
-            mechanism.backward(&Call { mask, ..*call }, &cotangent, gradients, &mut Scratch::new())
+            mechanism.backward(&call.with_mask(mask), &cotangent, gradients, &mut Scratch::new())
         });
         refused(what, mechanism.name(), "state", result)?;
         marked.untouched(what)?;

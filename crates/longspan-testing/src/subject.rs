@@ -5,20 +5,20 @@ use std::sync::Arc;
 use crate::case::{Case, Inputs};
 use crate::execute::Backward;
 use longspan_kernels::{
-    Algorithm, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Parameter, Real, RelativeMap,
-    Score, Wave,
+    Algorithm, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mechanism, Parameter, Real,
+    RelativeMap, Score, Wave,
 };
 
 /// A number type that a [`Subject`] can be asked for.
 pub trait Number: Real {
     /// The subject's mechanism over this type.
-    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self>;
+    fn mechanism(subject: &Subject) -> &dyn Kernel<Self>;
     /// The bits, for comparisons that NaN must not escape.
     fn bits(self) -> u64;
 }
 
 impl Number for f32 {
-    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self> {
+    fn mechanism(subject: &Subject) -> &dyn Kernel<Self> {
         &*subject.single
     }
     fn bits(self) -> u64 {
@@ -27,7 +27,7 @@ impl Number for f32 {
 }
 
 impl Number for f64 {
-    fn mechanism(subject: &Subject) -> &dyn Mechanism<Self> {
+    fn mechanism(subject: &Subject) -> &dyn Kernel<Self> {
         &*subject.double
     }
     fn bits(self) -> u64 {
@@ -79,15 +79,15 @@ pub struct Subject {
     pub assumptions: Assumptions,
     /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
     pub prepare: Prepare,
-    single: Arc<dyn Mechanism<f32>>,
-    double: Arc<dyn Mechanism<f64>>,
+    single: Arc<dyn Kernel<f32>>,
+    double: Arc<dyn Kernel<f64>>,
 }
 
 impl Subject {
     /// Any mechanism.
     pub fn new<M>(mechanism: M, assumptions: Assumptions) -> Self
     where
-        M: Mechanism<f32> + Mechanism<f64> + Clone + 'static,
+        M: Kernel<f32> + Kernel<f64> + Clone + 'static,
     {
         Self {
             label: format!("{mechanism:?}"),
@@ -159,7 +159,7 @@ impl Subject {
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
         [Algorithm::Auto]
             .iter()
-            .chain(Mechanism::<f64>::algorithms(attention))
+            .chain(attention.algorithms())
             .map(|&algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
             .collect()
     }
@@ -167,6 +167,6 @@ impl Subject {
 
 /// The algorithms that kernelized attention can be asked for.
 pub(crate) fn kernelized_algorithms() -> Vec<Algorithm> {
-    let forced = Mechanism::<f64>::algorithms(&KernelizedAttention::default());
+    let forced = KernelizedAttention::default().algorithms();
     [Algorithm::Auto].iter().chain(forced).copied().collect()
 }

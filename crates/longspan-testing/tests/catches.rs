@@ -1,8 +1,8 @@
 //! A check that cannot fail is worthless: each must pass a sound mechanism and catch a mechanism with a fault.
 
 use longspan_kernels::{
-    Algorithm, Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Parameters, Plan,
-    Real, Reference, Score, Scratch, Shaw, State, Token, ViewMut,
+    Algorithm, Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Mechanism, Output,
+    Parameters, Plan, Real, Reference, Score, Scratch, Shaw, State, Token, ViewMut,
 };
 use longspan_testing::suite::{Check, failures};
 use longspan_testing::{
@@ -51,7 +51,10 @@ struct Broken {
 }
 
 impl Broken {
-    fn sound<T: Real>(&self) -> &dyn Mechanism<T> {
+    fn sound<T: Real>(&self) -> &dyn Kernel<T>
+    where
+        KernelizedAttention: Kernel<T>,
+    {
         &self.sound
     }
 
@@ -111,48 +114,53 @@ fn slightly<T: Real>() -> T {
     T::from_f64(1.0 + if size_of::<T>() == 4 { 1e-3 } else { 1e-9 })
 }
 
-impl<T: Real> Mechanism<T> for Broken {
+impl Mechanism for Broken {
     fn name(&self) -> &'static str {
-        self.sound::<T>().name()
+        self.sound.name()
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        self.sound::<T>().algorithms()
+        self.sound.algorithms()
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
-        self.sound::<T>().parameters(dims)
+        self.sound.parameters(dims)
     }
 
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+        self.sound.plan(dims, mask)
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        self.sound.reference(call)
+    }
+}
+
+impl<T: Real> Kernel<T> for Broken
+where
+    KernelizedAttention: Kernel<T>,
+{
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
         self.sound::<T>().check(call).or_else(|error| self.refuse(error))
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        self.sound::<T>().plan(dims, mask)
-    }
-
-    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let Output { mut out, denominators, final_state } = output;
+    fn forward(&self, call: &Call<'_, T>, mut output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let refused = self.check(call).is_err() || self.sound::<T>().check(call).is_err();
         if refused && self.is(WritesBeforeItRefuses) && call.dims.queries == 5 {
-            out.token(0, 0, 0, 1)[0] = T::ZERO;
+            output.out.token(0, 0, 0, 1)[0] = T::ZERO;
         }
         if refused || matches!(self.fault, None | TakesWrongCalls | WritesBeforeItRefuses | BlamesAnother) {
-            let output = Output { out, denominators, final_state };
             return self.sound::<T>().forward(call, output, scratch).or_else(|error| self.refuse(error));
         }
+        let Output { mut out, denominators, final_state, .. } = output;
         let dims = call.dims;
         let before = read(&mut out, dims.out());
         let mut own = vec![T::ZERO; before.len()];
         let mut own_denominators = vec![T::ZERO; dims.batch * dims.heads * dims.queries];
         let mut distorted = self.distort(call);
         let mut own_state = final_state.as_ref().map(|state| State::clone(state));
-        let output = Output {
-            out: ViewMut::contiguous(&mut own, dims.out()),
-            denominators: Some(&mut own_denominators),
-            final_state: own_state.as_mut(),
-        };
+        let output = Output::training(ViewMut::contiguous(&mut own, dims.out()), &mut own_denominators)
+            .with_final_state(own_state.as_mut());
         self.sound::<T>().forward(&distorted, output, scratch)?;
 
         let width = dims.value_dim;
@@ -187,11 +195,7 @@ impl<T: Real> Mechanism<T> for Broken {
         if let (Some(state), Some(mut own_state)) = (final_state, own_state) {
             if self.is(IgnoresLengthsInTheState) {
                 distorted.mask.keys = longspan_kernels::Keys::All;
-                let output = Output {
-                    out: ViewMut::contiguous(&mut own, dims.out()),
-                    denominators: Option::None,
-                    final_state: Some(&mut own_state),
-                };
+                let output = Output::new(ViewMut::contiguous(&mut own, dims.out())).with_final_state(&mut own_state);
                 self.sound::<T>().forward(&distorted, output, scratch)?;
             }
             if self.is(StateLosesItsRing) {
@@ -275,10 +279,6 @@ impl<T: Real> Mechanism<T> for Broken {
             out.iter_mut().for_each(|x| *x *= slightly());
         }
         Ok(())
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        Mechanism::<f64>::reference(&self.sound, call)
     }
 }
 

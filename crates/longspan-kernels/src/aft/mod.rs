@@ -37,8 +37,8 @@ use crate::algorithm::{Algorithm, Plan};
 use crate::error::Error;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
-    check_gradients, check_initial_gradient, check_output,
+    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_initial_gradient, check_output, kernels,
 };
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -113,7 +113,7 @@ impl Aft {
     }
 }
 
-impl<T: Real> Mechanism<T> for Aft {
+impl Mechanism for Aft {
     fn name(&self) -> &'static str {
         match self.variant {
             Variant::Full { .. } => "aft-full",
@@ -162,20 +162,33 @@ impl<T: Real> Mechanism<T> for Aft {
         }
     }
 
-    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        Problem::new(self, call).map(drop)
-    }
-
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         cost::plan(self, dims, mask)
     }
 
-    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(Aft);
+
+impl Compute for Aft {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         check_output(self, &problem.dims, &output)?;
         let Output { mut out, denominators, mut final_state } = output;
         if let Some(to) = &final_state {
-            check_final_mask(Mechanism::<T>::name(self), &call.mask)?;
+            check_final_mask(self.name(), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
         }
         if let Some(denominators) = denominators {
@@ -195,7 +208,7 @@ impl<T: Real> Mechanism<T> for Aft {
         Ok(())
     }
 
-    fn backward(
+    fn backward<T: Real>(
         &self,
         call: &Call<'_, T>,
         cotangent: &Cotangent<'_, T>,
@@ -204,7 +217,7 @@ impl<T: Real> Mechanism<T> for Aft {
     ) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        let operation = Mechanism::<T>::name(self);
+        let operation = self.name();
         if let Some(state) = cotangent.final_state {
             check_final_mask(operation, &call.mask)?;
             state::check_sizes(self, &problem.dims, state, "gradient of the final state")?;
@@ -237,20 +250,16 @@ impl<T: Real> Mechanism<T> for Aft {
         Ok(())
     }
 
-    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(Mechanism::<T>::name(self))?;
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
         state::empty(self, dims)
     }
 
-    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        reference::reference(self, call)
     }
 }

@@ -110,7 +110,7 @@ pub(super) fn reach(aft: &Aft, causal: bool) -> (usize, usize) {
 
 /// Checks the options that every call and state shares.
 pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error> {
-    let operation = Mechanism::<T>::name(aft);
+    let operation = aft.name();
     expect(
         dims.value_dim == dims.head_dim,
         operation,
@@ -156,7 +156,7 @@ pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(aft: &'a Aft, call: &'a Call<'a, T>) -> Result<Self, Error> {
-        let operation = Mechanism::<T>::name(aft);
+        let operation = aft.name();
         let dims = call.dims;
         // Before the parameters are asked for: their sizes come from the options.
         check_options::<T>(aft, &dims)?;
@@ -216,7 +216,7 @@ impl<'a, T: Real> Problem<'a, T> {
             aft,
             call,
             dims,
-            key_dim: Mechanism::<T>::key_dim(aft, &dims),
+            key_dim: aft.key_dim(&dims),
             causal,
             sequences,
             width: padded::<T>(dims.head_dim),

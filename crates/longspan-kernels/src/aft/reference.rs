@@ -3,14 +3,14 @@
 use super::{Aft, Variant};
 use crate::error::{Error, expect};
 use crate::mask::{Keys, Order};
-use crate::mechanism::{Call, Mechanism, Reference};
+use crate::mechanism::{Call, Compute, Mechanism, Reference};
 
 /// `Y_i = σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}` over the keys `j` that row `i` sees, channel by channel.
 pub(crate) fn reference(aft: &Aft, call: &Call<'_, f64>) -> Result<Reference, Error> {
-    Mechanism::<f64>::check(aft, call)?;
+    Compute::check(aft, call)?;
     expect(
         call.initial_state.is_none(),
-        Mechanism::<f64>::name(aft),
+        aft.name(),
         "initial_state of the reference",
         || "none: prepend the earlier tokens instead".into(),
         || "a state".into(),
@@ -32,7 +32,7 @@ fn row(aft: &Aft, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> 
     let dims = &call.dims;
     let (kv_head, width) = (head / dims.group(), dims.head_dim);
     let q = call.q.rows(batch, head).row(i, width);
-    let key_dim = Mechanism::<f64>::key_dim(aft, dims);
+    let key_dim = aft.key_dim(dims);
     let seen: Vec<(usize, f64)> = (0..dims.keys)
         .filter_map(|j| {
             let (i, j_own) = places(call, batch, i, j)?;

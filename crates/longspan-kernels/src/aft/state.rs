@@ -113,9 +113,9 @@ impl<T: Real> Head<&mut [T]> {
 /// The sizes of the state of `aft` for calls of these sizes.
 pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
     let ring = reach(aft, true).0;
-    let (width, key_dim) = (dims.head_dim, Mechanism::<T>::key_dim(aft, dims));
+    let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     StateShape {
-        mechanism: Mechanism::<T>::name(aft),
+        mechanism: aft.name(),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS],
@@ -126,7 +126,7 @@ pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
 /// The state before the first token.
 pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
     check_options::<T>(aft, dims)?;
-    let operation = Mechanism::<T>::name(aft);
+    let operation = aft.name();
     if let Variant::Local { length: None, .. } = aft.variant {
         return Err(Error::Unsupported {
             operation,
@@ -166,12 +166,12 @@ pub(super) fn check_sizes<T: Real>(
     argument: &'static str,
 ) -> Result<(), Error> {
     let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?;
-    state.check(Mechanism::<T>::name(aft), argument, shape)
+    state.check(aft.name(), argument, shape)
 }
 
 /// Checks sizes and marks of a state that a caller gives.
 pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-    let operation = Mechanism::<T>::name(aft);
+    let operation = aft.name();
     check_sizes(aft, dims, state, argument)?;
     let rows = reach(aft, true).0.max(1);
     for marks in state.each(MARKS_PART) {
@@ -216,7 +216,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: width, value_dim: width };
     check(aft, &dims, earlier, "earlier state")?;
     check(aft, &dims, later, "later state")?;
-    let key_dim = Mechanism::<T>::key_dim(aft, &dims);
+    let key_dim = aft.key_dim(&dims);
     let ring = reach(aft, true).0;
     let padded = padded::<T>(width);
     let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];

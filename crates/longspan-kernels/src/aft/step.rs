@@ -20,12 +20,12 @@ use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-    let operation = Mechanism::<T>::name(aft);
+    let operation = aft.name();
     let dims = token_dims(aft, token, token.v, state)?;
     let Dims { batch, heads, kv_heads, head_dim: width, .. } = dims;
     state::check(aft, &dims, state, "state")?;
     check_token(aft, &dims, token, out)?;
-    let key_dim = Mechanism::<T>::key_dim(aft, &dims);
+    let key_dim = aft.key_dim(&dims);
     if let Some(length) = table_length(aft) {
         for batch in 0..batch {
             let position = state::position(state, batch);

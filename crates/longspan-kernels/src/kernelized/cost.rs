@@ -18,7 +18,7 @@ pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>
     let dims = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
     let mut estimates =
         vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
-    estimates.retain(|estimate| Mechanism::<f32>::algorithms(attention).contains(&estimate.algorithm));
+    estimates.retain(|estimate| attention.algorithms().contains(&estimate.algorithm));
     Plan::new(attention.algorithm, estimates)
 }
 
@@ -180,12 +180,12 @@ mod tests {
     fn short_calls_are_naive_and_long_ones_chunked() {
         let attention = KernelizedAttention::default();
         let mask = Mask::bidirectional();
-        assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
+        assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm(Purpose::Inference), Algorithm::Naive);
         assert_eq!(
-            plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output),
+            plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Inference),
             Algorithm::Chunked
         );
         let forced = KernelizedAttention { algorithm: Algorithm::Naive, ..attention };
-        assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Output), Algorithm::Naive);
+        assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Inference), Algorithm::Naive);
     }
 }

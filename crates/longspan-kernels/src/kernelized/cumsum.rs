@@ -118,7 +118,7 @@ fn reserve<'s, T: Real>(
     scratch: &'s mut Scratch<T>,
 ) -> Result<Arena<'s, T>, Error> {
     let len = shared + workers(problem, per_worker) * per_worker;
-    let operation = Mechanism::<T>::name(problem.attention);
+    let operation = problem.attention.name();
     scratch.reserve(len).ok_or_else(|| too_large::<T>(operation, Sizes::new(problem)))?;
     Ok(Arena::new(scratch.take(len)))
 }

@@ -44,8 +44,8 @@ use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
-    check_gradients, check_initial_gradient, check_output,
+    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
+    check_gradients, check_initial_gradient, check_output, kernels,
 };
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -140,13 +140,13 @@ impl KernelizedAttention {
     /// # Errors
     /// No features or absurdly many.
     pub fn check_feature_map(&self, dims: &Dims) -> Result<(), Error> {
-        self.feature_map.check(Mechanism::<f32>::name(self), dims.head_dim)
+        self.feature_map.check(self.name(), dims.head_dim)
     }
 
     /// A checked call, and that the algorithm has room for it.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
-        let operation = Mechanism::<T>::name(self);
-        self.algorithm.check(operation, Mechanism::<T>::algorithms(self))?;
+        let operation = self.name();
+        self.algorithm.check(operation, self.algorithms())?;
         let problem = Problem::new(self, call)?;
         // Nobody gets it who does not force it.
         if self.algorithm == Algorithm::Cumsum && call.initial_state.is_none() {
@@ -179,7 +179,7 @@ impl KernelizedAttention {
     }
 }
 
-impl<T: Real> Mechanism<T> for KernelizedAttention {
+impl Mechanism for KernelizedAttention {
     fn name(&self) -> &'static str {
         match self.score {
             Score::Content => "kernelized",
@@ -208,17 +208,30 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         list
     }
 
-    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        self.problem(call).map(drop)
-    }
-
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         cost::plan(self, dims, mask)
     }
 
-    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(KernelizedAttention);
+
+impl Compute for KernelizedAttention {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        self.problem(call).map(drop)
+    }
+
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
         let mut problem = self.problem(call)?;
-        let operation = Mechanism::<T>::name(self);
+        let operation = self.name();
         let dims = &call.dims;
         check_output(self, dims, &output)?;
         let purpose = output.purpose();
@@ -253,7 +266,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         problem.negative.report(operation, dims)
     }
 
-    fn backward(
+    fn backward<T: Real>(
         &self,
         call: &Call<'_, T>,
         cotangent: &Cotangent<'_, T>,
@@ -261,7 +274,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let mut problem = self.problem(call)?;
-        let operation = Mechanism::<T>::name(self);
+        let operation = self.name();
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let shape = state::shape::<T>(self, &problem.dims);
@@ -275,7 +288,7 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         }
         problem.prepare(scratch);
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
-        match self.chosen(call, Purpose::Gradient) {
+        match self.chosen(call, Purpose::Training) {
             algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
                 if algorithm == Algorithm::Naive {
                     naive::backward(&problem, cotangent, sink, parameters, scratch);
@@ -291,21 +304,17 @@ impl<T: Real> Mechanism<T> for KernelizedAttention {
         Ok(())
     }
 
-    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(Mechanism::<T>::name(self))?;
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
         self.check_feature_map(dims)?;
         Ok(state::empty(self, dims))
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later, parameters)
     }
 
-    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        reference::reference(self, call)
     }
 }

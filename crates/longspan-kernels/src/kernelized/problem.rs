@@ -106,7 +106,7 @@ impl<'a, T: Real> Table<'a, T> {
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a KernelizedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
-        let operation = Mechanism::<T>::name(attention);
+        let operation = attention.name();
         let dims = call.dims;
         check_call(attention, call)?;
         let causal = call.mask.order == Order::Causal;

@@ -6,13 +6,13 @@ use crate::feature_map::reference::{Feature, Map};
 use crate::feature_map::rows::Side;
 use crate::fourier::{self, reference::Place};
 use crate::mask::{Keys, Mask, Order};
-use crate::mechanism::{Call, Mechanism, Reference};
+use crate::mechanism::{Call, Compute, Reference};
 use crate::shape::Dims;
 use crate::shaw::{self, RelativeMap};
 
 /// `out_i = Σ_j w_ij v_j / Σ_j w_ij` over the keys `j` that row `i` sees.
 pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
-    Mechanism::<f64>::check(attention, call)?;
+    Compute::check(attention, call)?;
     expect(
         call.initial_state.is_none(),
         "kernelized_attention reference",
@@ -187,15 +187,14 @@ mod tests {
         let dims = Dims { queries: q.len(), keys: k.len(), ..Dims::square(1, 1, 0, 1) };
         let v: Vec<f64> = k.iter().zip(1..).map(|(k, n)| if k.is_nan() { *k } else { 10.0 * f64::from(n) }).collect();
         let parameters: &[&[f64]] = if table.is_empty() { &[] } else { &[table] };
-        let call = Call {
+        let call = Call::new(
             dims,
-            q: View::contiguous(q, dims.q()),
-            k: View::contiguous(k, dims.k()),
-            v: View::contiguous(&v, dims.v()),
-            parameters,
-            mask,
-            initial_state: None,
-        };
+            View::contiguous(q, dims.q()),
+            View::contiguous(k, dims.k()),
+            View::contiguous(&v, dims.v()),
+        )
+        .with_parameters(parameters)
+        .with_mask(mask);
         reference(attention, &call).expect("a call that makes sense")
     }
 

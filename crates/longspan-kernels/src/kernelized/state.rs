@@ -97,7 +97,7 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     let (features, weighed) = if attention.score.content() { layout.counts() } else { (0, 0) };
     let width = dims.value_dim + 1;
     StateShape {
-        mechanism: Mechanism::<T>::name(attention),
+        mechanism: attention.name(),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [
@@ -143,7 +143,7 @@ fn check_shape<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    let operation = Mechanism::<T>::name(attention);
+    let operation = attention.name();
     state.check(operation, argument, shape)?;
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
     for marks in state.each(MARKS_PART) {
@@ -179,7 +179,7 @@ pub(super) fn combine<T: Real>(
     later: &State<T>,
     parameters: &[&[T]],
 ) -> Result<State<T>, Error> {
-    let operation = Mechanism::<T>::name(attention);
+    let operation = attention.name();
     let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
     let (mut weighed, mut mapped) = (features, features);
     if let Some(fourier) = attention.score.fourier() {

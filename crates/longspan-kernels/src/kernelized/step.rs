@@ -31,7 +31,7 @@ pub(super) fn step<'p, T: Real>(
     state: &mut State<T>,
     out: &mut [T],
 ) -> Result<(), Error> {
-    let operation = Mechanism::<T>::name(attention);
+    let operation = attention.name();
     let dims = token_dims(attention, token, token.k, state)?;
     let Dims { kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;

@@ -25,7 +25,8 @@ use crate::algorithm::{Algorithm, Estimate, Plan};
 use crate::error::Error;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients, check_output,
+    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients,
+    check_output, kernels,
 };
 use crate::rates::{Rate, Work};
 use crate::scratch::Scratch;
@@ -52,7 +53,7 @@ impl Default for SoftmaxAttention {
     }
 }
 
-impl<T: Real> Mechanism<T> for SoftmaxAttention {
+impl Mechanism for SoftmaxAttention {
     fn name(&self) -> &'static str {
         "softmax"
     }
@@ -63,10 +64,6 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
 
     fn parameters(&self, _: &Dims) -> Parameters {
         Parameters::new()
-    }
-
-    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        Problem::new(self, call).map(drop)
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -91,7 +88,24 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         Plan::new(Algorithm::Auto, vec![estimate])
     }
 
-    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(SoftmaxAttention);
+
+impl Compute for SoftmaxAttention {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         let dims = &problem.dims;
         check_output(self, dims, &output)?;
@@ -109,7 +123,7 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         Ok(())
     }
 
-    fn backward(
+    fn backward<T: Real>(
         &self,
         call: &Call<'_, T>,
         cotangent: &Cotangent<'_, T>,
@@ -130,19 +144,15 @@ impl<T: Real> Mechanism<T> for SoftmaxAttention {
         Ok(())
     }
 
-    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
         state::empty(self, dims)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
     }
 
-    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        reference::reference(self, call)
     }
 }

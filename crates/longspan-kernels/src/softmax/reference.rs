@@ -3,12 +3,12 @@
 use super::SoftmaxAttention;
 use crate::error::{Error, expect};
 use crate::mask::{Keys, Mask, Order};
-use crate::mechanism::{Call, Mechanism, Reference};
+use crate::mechanism::{Call, Compute, Reference};
 use crate::shape::Dims;
 
 /// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees.
 pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
-    Mechanism::<f64>::check(attention, call)?;
+    Compute::check(attention, call)?;
     expect(
         call.initial_state.is_none(),
         "softmax reference",
@@ -70,14 +70,14 @@ mod tests {
     #[test]
     fn weights_are_exponentials_of_scaled_products() {
         let dims = Dims { queries: 2, keys: 2, ..Dims::square(1, 1, 0, 1) };
-        let call = |mask| Call {
-            dims,
-            q: View::contiguous(&[1.0, 2.0], dims.q()),
-            k: View::contiguous(&[0.0, 3.0], dims.k()),
-            v: View::contiguous(&[10.0, 20.0], dims.v()),
-            parameters: &[],
-            mask,
-            initial_state: None,
+        let call = |mask| {
+            Call::new(
+                dims,
+                View::contiguous(&[1.0, 2.0], dims.q()),
+                View::contiguous(&[0.0, 3.0], dims.k()),
+                View::contiguous(&[10.0, 20.0], dims.v()),
+            )
+            .with_mask(mask)
         };
         let attention = SoftmaxAttention { scale: Some(0.5), ..Default::default() };
         let (a, b) = (1.5f64.exp(), 3.0f64.exp());

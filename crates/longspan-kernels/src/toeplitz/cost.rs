@@ -161,7 +161,7 @@ mod tests {
     fn clips_are_taken_in_linear_time_and_full_tables_by_tiles_until_transforms_win() {
         let chosen = |bias, length, algorithm| {
             let toeplitz = Toeplitz { algorithm, ..Toeplitz::new(bias) };
-            plan(&toeplitz, &Dims::square(1, 1, length, 64), &Mask::bidirectional()).algorithm(Purpose::Output)
+            plan(&toeplitz, &Dims::square(1, 1, length, 64), &Mask::bidirectional()).algorithm(Purpose::Inference)
         };
         assert_eq!(chosen(Bias::clipped(16), 8192, Algorithm::Auto), Algorithm::Piecewise);
         assert_eq!(chosen(Bias::symmetric(2048), 2048, Algorithm::Auto), Algorithm::Tiled);

@@ -42,8 +42,8 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::mask::Mask;
 use crate::mechanism::{
-    Call, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
-    check_initial_gradient, check_output,
+    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
+    check_initial_gradient, check_output, kernels,
 };
 use crate::scratch::Scratch;
 use crate::shape::{Dims, ViewMut};
@@ -101,7 +101,7 @@ impl Toeplitz {
     }
 }
 
-impl<T: Real> Mechanism<T> for Toeplitz {
+impl Mechanism for Toeplitz {
     fn name(&self) -> &'static str {
         OPERATION
     }
@@ -116,15 +116,28 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         parameters
     }
 
-    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
-        Problem::new(self, call).map(drop)
-    }
-
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         cost::plan(self, dims, mask)
     }
 
-    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(Toeplitz);
+
+impl Compute for Toeplitz {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
         let dims = problem.dims;
         check_output(self, &dims, &output)?;
@@ -148,7 +161,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         Ok(())
     }
 
-    fn backward(
+    fn backward<T: Real>(
         &self,
         call: &Call<'_, T>,
         cotangent: &Cotangent<'_, T>,
@@ -169,7 +182,7 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let mut first = initial_state.map(state::FirstGradient::new);
         let states = StateGradients { last: cotangent.final_state, first: first.as_mut().map(|first| first.shared()) };
-        match self.chosen(call, Purpose::Gradient, cotangent.final_state.is_some()) {
+        match self.chosen(call, Purpose::Training, cotangent.final_state.is_some()) {
             Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters, scratch),
             Algorithm::Piecewise => piecewise::backward(&problem, cotangent, sink, parameters, states, scratch),
             _ => tiled::backward(&problem, cotangent, sink, parameters, states, scratch),
@@ -177,21 +190,17 @@ impl<T: Real> Mechanism<T> for Toeplitz {
         Ok(())
     }
 
-    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(OPERATION)?;
         self.check_feature_map(dims)?;
         state::empty(self, dims)
     }
 
-    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
     }
 
-    fn combine(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later)
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        reference::reference(self, call)
     }
 }

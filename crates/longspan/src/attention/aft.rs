@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{AttentionConfig, Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
-use crate::backend::{Kernel, Layer};
+use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 
 /// AFT-full: a learned bias for each query and each key. Quadratic in time.
@@ -245,10 +245,10 @@ impl AftAttention {
 
 impl Layer for AftAttention {
     fn name(&self) -> &'static str {
-        Mechanism::<f32>::name(&*self.aft)
+        self.aft.name()
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.aft.clone()
     }
 

@@ -19,7 +19,7 @@ use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
 use crate::backend::tensor::{attend_turned, repeat_heads, widen};
-use crate::backend::{self, AttentionState, Kernel, Layer};
+use crate::backend::{self, AnyKernel, AttentionState, Layer};
 use crate::error::{Result, argument, config};
 
 /// What a row is divided by, and so which of `c` and `β` are learned.
@@ -324,10 +324,10 @@ impl FourierAttention {
 
 impl Layer for FourierAttention {
     fn name(&self) -> &'static str {
-        Mechanism::<f32>::name(&*self.options)
+        self.options.name()
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.options.clone()
     }
 
@@ -370,7 +370,7 @@ impl Layer for Placed<'_> {
         Layer::name(self.attention)
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.options.clone()
     }
 

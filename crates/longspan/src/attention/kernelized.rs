@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
-use crate::backend::{Kernel, Layer, Learned, Running, Sums, Total, tensor};
+use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
 use crate::error::{Result, config};
 
 /// Kernelized attention, blind to positions.
@@ -210,10 +210,10 @@ impl KernelizedAttention {
 
 impl Layer for KernelizedAttention {
     fn name(&self) -> &'static str {
-        Mechanism::<f32>::name(&*self.options)
+        self.options.name()
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.options.clone()
     }
 

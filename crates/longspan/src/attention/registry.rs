@@ -13,7 +13,7 @@ use super::{
     FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
     SoftmaxAttention, SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
-use crate::backend::{self, Kernel, Layer, Total};
+use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Error, Result, argument};
 
 /// What a mechanism's options give the registry.
@@ -207,7 +207,7 @@ impl Attention {
     }
 
     /// The kernel behind it, with the module's options.
-    pub fn kernel(&self) -> Arc<dyn Kernel> {
+    pub fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.layer().kernel()
     }
 

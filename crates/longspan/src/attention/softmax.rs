@@ -13,7 +13,7 @@ use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
-use crate::backend::{Kernel, Layer};
+use crate::backend::{AnyKernel, Layer};
 use crate::error::Result;
 
 /// Softmax attention has no options.
@@ -65,7 +65,7 @@ impl Layer for SoftmaxAttention {
         "softmax"
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         Arc::new(kernels::SoftmaxAttention::default())
     }
 

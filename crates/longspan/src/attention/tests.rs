@@ -2,7 +2,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{self, DType, Device, Distribution, FloatDType, Tensor};
-use longspan_kernels::{Call, Cotangent, Dims, Gradients, Mechanism, Order, Output, Scratch, View, ViewMut};
+use longspan_kernels::{Call, Cotangent, Dims, Gradients, Kernel, Order, Output, Scratch, View, ViewMut};
 
 use super::fourier::FourierOptions;
 use super::registry::Options;
@@ -139,7 +139,7 @@ fn tensor_operations_are_the_kernels() {
                 let device = Device::flex().autodiff();
                 let dims =
                     Dims { batch, heads: HEADS, kv_heads: KV_HEADS, queries, keys, head_dim: DIM, value_dim: DIM };
-                let key_dim = Mechanism::<f64>::key_dim(&*layer.kernel(), &dims);
+                let key_dim = layer.kernel().key_dim(&dims);
                 let random = |shape: [usize; 4]| {
                     Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::F64)
                 };
@@ -166,16 +166,15 @@ fn tensor_operations_are_the_kernels() {
                 let [q, k, v] = inputs.clone().map(numbers);
                 let parameters: Vec<Vec<f64>> = layer.parameters().into_iter().map(numbers).collect();
                 let parameters: Vec<&[f64]> = parameters.iter().map(Vec::as_slice).collect();
-                let call = Call {
+                let call = Call::new(
                     dims,
-                    q: View::contiguous(&q, dims.q()),
-                    k: View::contiguous(&k, [batch, KV_HEADS, keys, key_dim]),
-                    v: View::contiguous(&v, dims.v()),
-                    parameters: &parameters,
-                    mask: mask.as_kernel(),
-                    initial_state: None,
-                };
-                let defined = Mechanism::<f64>::reference(&*kernel, &call).unwrap().out;
+                    View::contiguous(&q, dims.q()),
+                    View::contiguous(&k, [batch, KV_HEADS, keys, key_dim]),
+                    View::contiguous(&v, dims.v()),
+                )
+                .with_parameters(&parameters)
+                .with_mask(mask.as_kernel());
+                let defined = kernel.reference(&call).unwrap().out;
                 assert_close(&format!("{what}, definition"), &fused[0].1, &defined);
             }
         }
@@ -206,7 +205,7 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
                     .swap_dims(1, 2)
             };
             let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 70, DIM) };
-            let key_dim = Mechanism::<f32>::key_dim(&*narrow.layer().kernel(), &dims);
+            let key_dim = narrow.layer().kernel().key_dim(&dims);
             let inputs = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
             let layer = narrow.layer();
             let [q, k, v] = inputs.clone();
@@ -225,24 +224,19 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
                 layer.parameters().into_iter().map(|x| x.try_into_vec_as().unwrap()).collect();
             let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
             let key_shape = [2, KV_HEADS, 70, key_dim];
-            let call = Call {
+            let call = Call::new(
                 dims,
-                q: View::contiguous(&q, dims.q()),
-                k: View::contiguous(&k, key_shape),
-                v: View::contiguous(&v, dims.v()),
-                parameters: &parameters,
-                mask: mask.as_kernel(),
-                initial_state: None,
-            };
+                View::contiguous(&q, dims.q()),
+                View::contiguous(&k, key_shape),
+                View::contiguous(&v, dims.v()),
+            )
+            .with_parameters(&parameters)
+            .with_mask(mask.as_kernel());
             let kernel = layer.kernel();
-            let kernel: &dyn Mechanism<f32> = &*kernel;
+            let kernel: &dyn Kernel<f32> = &*kernel;
             let mut scratch = Scratch::new();
             let (mut out, mut denominators) = (vec![0.0; 2 * HEADS * 70 * DIM], vec![0.0; 2 * HEADS * 70]);
-            let output = Output {
-                out: ViewMut::contiguous(&mut out, dims.out()),
-                denominators: Some(&mut denominators),
-                final_state: None,
-            };
+            let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
             kernel.forward(&call, output, &mut scratch).unwrap();
             let out = rounded(&out);
             let weights: Vec<f32> = (0..out.len()).map(|i| (i as f64 * 0.7).sin() as f32).collect();
@@ -286,7 +280,7 @@ fn tokens_of_half_width_step_through_states_of_full_width() {
         let attention = AttentionConfig::by_name(name).unwrap().init(HEADS, KV_HEADS, DIM, &device).unwrap();
         let narrow = attention.map(&mut Cast(FloatDType::BF16));
         let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 9, DIM) };
-        let key_dim = Mechanism::<f32>::key_dim(&*narrow.layer().kernel(), &dims);
+        let key_dim = narrow.layer().kernel().key_dim(&dims);
         let random = |heads, width| {
             Tensor::<4>::random([2, heads, 9, width], Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::BF16)
         };

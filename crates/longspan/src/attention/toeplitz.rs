@@ -16,7 +16,7 @@ use super::{AttentionMask, Heads, by_name};
 use crate::backend::feature_map::{Side, lift};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{divide, features, largest, narrow_float, repeat_heads, widen, with_ones};
-use crate::backend::{Kernel, Layer};
+use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 
 /// Which distances have a bias of their own.
@@ -149,10 +149,10 @@ impl ToeplitzAttention {
 
 impl Layer for ToeplitzAttention {
     fn name(&self) -> &'static str {
-        Mechanism::<f32>::name(&*self.toeplitz)
+        self.toeplitz.name()
     }
 
-    fn kernel(&self) -> Arc<dyn Kernel> {
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.toeplitz.clone()
     }
 

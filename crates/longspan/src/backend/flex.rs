@@ -13,16 +13,16 @@ use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::halves::{Half, bf16, f16, narrow, widen};
 use longspan_kernels::{
-    Cotangent, Dims, Gradients, Mechanism, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
+    Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
 };
 
-use super::Kernel;
+use super::AnyKernel;
 use crate::attention::AttentionMask;
 
 /// All of a call but its tensors.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
-    pub kernel: Arc<dyn Kernel>,
+    pub kernel: Arc<dyn AnyKernel>,
     pub mask: AttentionMask,
 }
 
@@ -70,7 +70,7 @@ stored!(bf16, DType::BF16);
 
 /// A number type of both Flex and the kernels.
 trait Number: Real + Stored {
-    fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self>;
+    fn mechanism(kernel: &dyn AnyKernel) -> &dyn Kernel<Self>;
     fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
 }
 
@@ -81,7 +81,7 @@ macro_rules! number {
         }
 
         impl Number for $t {
-            fn mechanism(kernel: &dyn Kernel) -> &dyn Mechanism<Self> {
+            fn mechanism(kernel: &dyn AnyKernel) -> &dyn Kernel<Self> {
                 kernel
             }
             fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
@@ -167,7 +167,7 @@ impl Operands {
     }
 
     /// The learned tensors as the mechanism lists them; numbers of another count all in one, for the kernel to refuse.
-    fn parameters<T: Number>(&self, mechanism: &dyn Mechanism<T>, dims: &Dims) -> Vec<&[T]> {
+    fn parameters<T: Number>(&self, mechanism: &dyn Kernel<T>, dims: &Dims) -> Vec<&[T]> {
         let Some(all) = &self.parameters else { return Vec::new() };
         let mut rest = contiguous::<T>(all);
         let listed = mechanism.parameters(dims);
@@ -190,15 +190,9 @@ impl Operands {
     ) -> R {
         let dims = self.dims();
         let parameters = self.parameters::<T>(T::mechanism(&*settings.kernel), &dims);
-        let call = kernels::Call {
-            dims,
-            q: view(&self.q),
-            k: view(&self.k),
-            v: view(&self.v),
-            parameters: &parameters,
-            mask: settings.mask.as_kernel(),
-            initial_state: None,
-        };
+        let call = kernels::Call::new(dims, view(&self.q), view(&self.k), view(&self.v))
+            .with_parameters(&parameters)
+            .with_mask(settings.mask.as_kernel());
         // Taken, not borrowed: while the kernels wait for their tasks this thread may run another task that comes here.
         let mut scratch = T::scratch().take().unwrap_or_default();
         let result = work(&call, &mut scratch);
@@ -243,7 +237,10 @@ impl Operands {
     ) -> Result<FlexTensor, kernels::Error> {
         self.with_call::<T, _>(settings, |call, scratch| {
             let mut out = TokenMajor::new(call.dims.out());
-            let output = Output { out: out.view_mut(), denominators, final_state: None };
+            let output = match denominators {
+                Some(denominators) => Output::training(out.view_mut(), denominators),
+                None => Output::new(out.view_mut()),
+            };
             T::mechanism(&*settings.kernel).forward(call, output, scratch)?;
             Ok(out.into_tensor())
         })
@@ -314,7 +311,7 @@ pub(super) enum PrefixState {
 
 impl PrefixState {
     /// Before the first token of calls like this one.
-    pub fn empty(kernel: &dyn Kernel, operands: &Operands) -> Result<Self, kernels::Error> {
+    pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
         let dims = operands.dims();
         Ok(match operands.q.dtype() {
             DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(&dims)?),
@@ -363,7 +360,7 @@ impl PrefixState {
     }
 
     /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
-    pub fn step(&mut self, kernel: &dyn Kernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
+    pub fn step(&mut self, kernel: &dyn AnyKernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
         match self {
             Self::F32(state) => {
                 let out = step_as(kernel, &operands.widened(), state)?;
@@ -375,7 +372,7 @@ impl PrefixState {
 }
 
 fn step_as<T: Number>(
-    kernel: &dyn Kernel,
+    kernel: &dyn AnyKernel,
     operands: &Operands,
     state: &mut State<T>,
 ) -> Result<FlexTensor, kernels::Error> {

@@ -3,7 +3,7 @@
 //! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
 //! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
 //! same mathematics runs in plain tensor operations, which Burn differentiates. Neither knows a mechanism: the first takes
-//! any [`Kernel`], the second what the mechanism's module brings along as a `Layer`.
+//! any [`AnyKernel`], the second what the mechanism's module brings along as a `Layer`.
 
 #[cfg(feature = "flex")]
 mod autodiff;
@@ -27,7 +27,8 @@ use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
 use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
-use longspan_kernels::{Call, Dims, Mechanism, Parameter, View};
+pub use longspan_kernels::AnyKernel;
+use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
 pub(crate) use feature_map::Learned;
 #[cfg(feature = "flex")]
@@ -39,18 +40,13 @@ pub(crate) use tensor::{Running, Total};
 use crate::attention::{AttentionMask, Heads, KeyMask};
 use crate::error::{Error, Result, argument};
 
-/// A mechanism of the kernels in both number types.
-pub trait Kernel: Mechanism<f32> + Mechanism<f64> {}
-
-impl<M: Mechanism<f32> + Mechanism<f64>> Kernel for M {}
-
 /// What attention needs to know of a mechanism's module.
 pub(crate) trait Layer: Debug {
     /// The mechanism's name.
     fn name(&self) -> &'static str;
 
     /// The kernel with the module's options.
-    fn kernel(&self) -> Arc<dyn Kernel>;
+    fn kernel(&self) -> Arc<dyn AnyKernel>;
 
     /// Whether a state is all keys and values so far, which may grow as long as a sequence does: the kernel's has room for a
     /// number of tokens fixed before, so steps run in tensor operations.
@@ -70,7 +66,7 @@ pub(crate) trait Layer: Debug {
     fn key_dim(&self) -> usize {
         let Heads { heads, kv_heads, head_dim } = self.heads();
         let dims = Dims { batch: 0, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
-        Mechanism::<f32>::key_dim(&*self.kernel(), &dims)
+        self.kernel().key_dim(&dims)
     }
 
     /// The learned tensors, flat, in the kernel's order.
@@ -367,20 +363,12 @@ pub(crate) fn check_by_kernel(
     let ([batch, heads, queries, head_dim], [_, kv_heads, keys, key_dim]) = (q.dims(), k.dims());
     let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: v.dims()[3] };
     let kernel = layer.kernel();
-    let kernel: &dyn Mechanism<f32> = &*kernel;
+    let kernel: &dyn Kernel<f32> = &*kernel;
     // One row of zeros stands for all rows.
     let zeros = vec![0.0_f32; head_dim.max(key_dim).max(dims.value_dim)];
     let rows = || View::strided(&zeros, [0; 3]);
     let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p: &Parameter| vec![0.0; p.len()]).collect();
     let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
     let mask = mask.as_kernel();
-    Ok(kernel.check(&Call {
-        dims,
-        q: rows(),
-        k: rows(),
-        v: rows(),
-        parameters: &parameters,
-        mask,
-        initial_state: None,
-    })?)
+    Ok(kernel.check(&Call::new(dims, rows(), rows(), rows()).with_parameters(&parameters).with_mask(mask))?)
 }

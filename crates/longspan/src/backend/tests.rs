@@ -46,7 +46,7 @@ pub(super) struct Case {
 impl Case {
     pub(super) fn new(options: KernelizedAttention, dims: Dims, mask: AttentionMask, seed: u64) -> Self {
         let mut numbers = Numbers::new(seed);
-        let table: usize = Mechanism::<f64>::parameters(&options, &dims).iter().map(|p| p.len()).sum();
+        let table: usize = options.parameters(&dims).iter().map(|p| p.len()).sum();
         let len = |shape: [usize; 4]| shape.iter().product();
         let inputs = [len(dims.q()), len(dims.k()), len(dims.v()), table].map(|n| numbers.signed(n));
         Self { options, dims, mask, inputs }
@@ -54,16 +54,15 @@ impl Case {
 
     pub(super) fn reference(&self, [q, k, v, table]: &[Vec<f64>; 4]) -> Vec<f64> {
         let parameters: Vec<&[f64]> = if table.is_empty() { vec![] } else { vec![table] };
-        let call = Call {
-            dims: self.dims,
-            q: View::contiguous(q, self.dims.q()),
-            k: View::contiguous(k, self.dims.k()),
-            v: View::contiguous(v, self.dims.v()),
-            parameters: &parameters,
-            mask: self.mask.as_kernel(),
-            initial_state: None,
-        };
-        Mechanism::<f64>::reference(&self.options, &call).unwrap().out
+        let call = Call::new(
+            self.dims,
+            View::contiguous(q, self.dims.q()),
+            View::contiguous(k, self.dims.k()),
+            View::contiguous(v, self.dims.v()),
+        )
+        .with_parameters(&parameters)
+        .with_mask(self.mask.as_kernel());
+        self.options.reference(&call).unwrap().out
     }
 
     /// The inputs as tensors on a training device.
@@ -314,9 +313,9 @@ mod fused {
 
     impl Layer for Given {
         fn name(&self) -> &'static str {
-            Mechanism::<f64>::name(&*self.options)
+            self.options.name()
         }
-        fn kernel(&self) -> Arc<dyn Kernel> {
+        fn kernel(&self) -> Arc<dyn AnyKernel> {
             self.options.clone()
         }
         fn heads(&self) -> Heads {
