@@ -5,12 +5,9 @@
 //! the project's own targets; [`memory`] counts bytes; [`statistics`] makes statements of numbers; [`report`] holds all of
 //! it as JSON, CSV and text; [`plot`] and [`page`] show it.
 //!
-//! [`calibration`] measures what the kernels' cost models choose algorithms by.
-//!
 //! Everything is measured on the current rayon pool; [`on_threads`] makes one.
 
 pub mod accuracy;
-pub mod calibration;
 pub mod conformance;
 mod error;
 pub mod goals;
