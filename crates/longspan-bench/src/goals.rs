@@ -9,9 +9,11 @@ use serde::{Deserialize, Serialize};
 use crate::conformance;
 use crate::error::Error;
 use crate::machine::{Limits, Rates};
+use crate::quantity::{bytes, flop_rate, time, times, tokens};
 use crate::registry::{Candidate, Entry};
 use crate::statistics::{Fit, Spread};
 use crate::sweep::{Progress, Watch};
+use crate::table::Table;
 use crate::timing::seconds;
 use crate::workload::{Buffers, Pass, Subject};
 
@@ -119,7 +121,94 @@ pub struct Goals {
     pub growths: Vec<Growth>,
 }
 
-/// A candidate that has passed its check, with its rate of work.
+impl Goals {
+    /// The sizes of the timed calls.
+    pub(crate) fn sizes(&self) -> String {
+        let GoalSettings { heads, head_dim, length, .. } = self.settings;
+        format!("B=1 H={heads} L={} d={head_dim}, f32, {} threads", tokens(length), self.threads)
+    }
+
+    /// What the machine's own products and copies take.
+    pub(crate) fn limits(&self) -> String {
+        let rates = &self.rates;
+        format!(
+            "Products: {} in streaming 64³ tiles{}.\nCopy of inputs and outputs: {}, {:.1} GB/s.",
+            flop_rate(rates.tiles),
+            rates.large.map_or_else(String::new, |large| format!(", {} in one of 1024³", flop_rate(large))),
+            time(rates.copy_seconds),
+            rates.copy / 1e9
+        )
+    }
+
+    /// Each figure against its target.
+    pub(crate) fn table(&self) -> Table {
+        let rows = self.goals.iter().map(|goal| {
+            vec![
+                goal.mechanism.clone(),
+                time(goal.seconds.median),
+                format!("{:.3}", goal.flops / 1e9),
+                format!("{:.2}, goal {:.1}", goal.ratio, goal.target),
+                format!("{:.2}", goal.ratio_to_tiles),
+                format!("{}, goal {}", bytes(goal.extra_bytes as f64), bytes(EXTRA_TARGET as f64)),
+                if goal.reached() { "reached" } else { "missed" }.to_owned(),
+            ]
+        });
+        let head = ["", "time", "GFLOP", "× roofline", "× roofline of tiles", "extra memory", ""];
+        Table::new(1, &head, rows)
+    }
+
+    /// How time and memory grow: as a power of the length and as a line.
+    pub(crate) fn fits(&self) -> Table {
+        let rows = self.growths.iter().flat_map(|growth| {
+            let range = growth.points.first().zip(growth.points.last());
+            let range = range.map_or_else(String::new, |(a, b)| format!("{} – {}", tokens(a.length), tokens(b.length)));
+            let fits = [("time", growth.time, time as fn(f64) -> String), ("memory", growth.memory, bytes)];
+            fits.into_iter().filter_map(move |(quantity, fit, show)| {
+                let fit = fit?;
+                let start = if fit.fixed < 0.0 { format!("−{}", show(-fit.fixed)) } else { show(fit.fixed) };
+                Some(vec![
+                    growth.mechanism.clone(),
+                    quantity.to_owned(),
+                    range.clone(),
+                    format!("L^{:.3}", fit.power),
+                    times(fit.power_worst),
+                    format!("{start} + {} · L", show(fit.per_token)),
+                    format!("{:.0} %", 100.0 * fit.line_worst),
+                    format!("{:.4}", fit.r_squared),
+                ])
+            })
+        });
+        Table::new(2, &["", "", "tokens", "power", "off by", "line", "off by", "R²"], rows)
+    }
+
+    /// For a terminal.
+    pub(crate) fn to_text(&self) -> String {
+        let names: Vec<&str> = self.growths.iter().map(|growth| growth.mechanism.as_str()).collect();
+        let points = self.growths.iter().flat_map(|growth| {
+            growth.points.iter().map(|point| {
+                vec![
+                    growth.mechanism.clone(),
+                    tokens(point.length),
+                    time(point.seconds),
+                    time(point.seconds / point.length as f64),
+                    bytes(point.extra_bytes as f64),
+                ]
+            })
+        });
+        format!(
+            "\ngoals: causal forward, {}, medians of alternating runs\n{}\n{}\
+             \ngrowth of {}, causal forward\n{}\n{}",
+            self.sizes(),
+            self.limits(),
+            self.table().to_text(),
+            names.join(" and "),
+            self.fits().to_text(),
+            Table::new(1, &["", "tokens", "time", "a token", "extra memory"], points).to_text()
+        )
+    }
+}
+
+/// A candidate that has passed its check, with its times.
 struct Runner<'c> {
     candidate: &'c Candidate,
     target: f64,

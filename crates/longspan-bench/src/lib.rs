@@ -1,16 +1,22 @@
 //! Longspan's kernels against their definition, the machine, and each other.
 //!
-//! Reading order: [`registry`] lists what can be measured; [`conformance`] checks it first, for a kernel that is wrong has
-//! no speed, and [`accuracy`] tells how many digits singles keep; [`machine`] knows what products and copies take here; [`sweep`] measures over lengths, [`goals`] against
-//! the project's own targets; [`memory`] counts bytes; [`statistics`] makes statements of numbers; [`report`] holds all of
-//! it as JSON, CSV and text; [`plot`] and [`page`] show it.
-//!
-//! [`calibration`] measures what the kernels' cost models choose algorithms by.
+//! Reading order: [`registry`] lists what can be measured; [`conformance`] checks it first, since the speed of a wrong kernel
+//! means nothing, and [`accuracy`] tells how many digits `f32` keeps; [`machine`] measures products and copies; [`sweep`]
+//! measures over lengths, [`goals`] against the project's own targets; [`memory`] counts bytes; [`statistics`] has medians,
+//! fits and crossings; [`report`] holds all of it as JSON, CSV and text; [`plot`] and [`page`] show it. [`turns`] is what the
+//! programs in `benches/` share.
 //!
 //! Everything is measured on the current rayon pool; [`on_threads`] makes one.
 
+// The examples of the README files are compiled and run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+#[cfg(doctest)]
+#[doc = include_str!("../../longspan-kernels/README.md")]
+struct KernelsReadme;
+
 pub mod accuracy;
-pub mod calibration;
 pub mod conformance;
 mod error;
 pub mod goals;
@@ -25,6 +31,7 @@ pub mod registry;
 pub mod report;
 pub mod statistics;
 pub mod sweep;
+mod table;
 pub mod timing;
 pub mod turns;
 mod workload;

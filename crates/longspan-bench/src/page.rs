@@ -1,13 +1,11 @@
 //! The plots of a report, and one page that holds everything and needs nothing else.
 
-use std::fmt::Write;
+use minijinja::{Environment, context};
 
 use crate::error::Error;
-use crate::goals::{EXTRA_TARGET, Goals};
 use crate::plot::{Line, Look, Mark, Plot, Unit};
-use crate::quantity::{bytes, flop_rate, time, times, tokens};
 use crate::registry::{BASELINE, registry};
-use crate::report::{Curve, QUADRATIC, Report, distinct, groups, mechanisms, points, signed};
+use crate::report::{Comparison, Curve, QUADRATIC, Report, distinct, groups, mechanisms, points};
 use crate::statistics::Crossover;
 use crate::sweep::{OrderName, Row};
 use crate::workload::Pass;
@@ -31,89 +29,137 @@ pub struct File {
 /// If a plot cannot be drawn.
 pub fn files(report: &Report) -> Result<Vec<File>, Error> {
     let mut files = Vec::new();
-    let mut add = |name: &str, contents: Vec<u8>| files.push(File { name: name.to_owned(), contents });
-    let plots = plots(report);
-    for plot in &plots {
-        add(&format!("{}.svg", plot.name), plot.svg()?.into_bytes());
-        add(&format!("{}.png", plot.name), plot.png()?);
+    let mut add = |name: String, contents: Vec<u8>| files.push(File { name, contents });
+    let mut figures = Vec::new();
+    for plot in plots(report) {
+        let svg = plot.svg()?;
+        add(format!("{}.png", plot.name), plot.png()?);
+        add(format!("{}.svg", plot.name), svg.clone().into_bytes());
+        figures.push((plot.name, svg));
     }
-    add("bench.csv", report.to_csv().into_bytes());
-    add("bench.json", report.to_json()?.into_bytes());
-    add("bench.html", page(report, &plots)?.into_bytes());
+    add("bench.csv".to_owned(), report.to_csv().into_bytes());
+    add("bench.json".to_owned(), report.to_json()?.into_bytes());
+    add("bench.html".to_owned(), page(report, figures)?.into_bytes());
     Ok(files)
+}
+
+/// One page: text, tables and plots, nothing fetched.
+fn page(report: &Report, figures: Vec<(String, String)>) -> Result<String, Error> {
+    // Inside a page an SVG needs no name space, and so the page holds no address at all.
+    let plot = |(name, svg): &(String, String)| {
+        context! { name => name.as_str(), svg => svg.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1) }
+    };
+    let (published, rest): (Vec<_>, Vec<_>) = figures.iter().partition(|(name, _)| name.starts_with(FIGURE));
+    let sections = [
+        ("Time and memory over length", "Each mechanism by the algorithm that the cost model chooses.", rest),
+        ("The published figures' axes", "Lengths, sizes and curves as published; times of this machine.", published),
+    ];
+    let sections = sections.into_iter().filter(|(_, _, plots)| !plots.is_empty()).map(|(heading, words, plots)| {
+        context! { heading, words, plots => plots.into_iter().map(plot).collect::<Vec<_>>() }
+    });
+    let goals = report.goals.as_ref().map(|goals| {
+        context! { sizes => goals.sizes(), limits => goals.limits(), table => goals.table(), fits => goals.fits() }
+    });
+    let context = context! {
+        machine => [
+            report.machine.processor.clone(),
+            format!("{} cores", report.machine.cores),
+            report.machine.instructions.clone(),
+            report.machine.system.clone(),
+            format!("longspan {}", report.version),
+        ]
+        .join(" · "),
+        command => report.command.as_str(),
+        goals,
+        sections => sections.collect::<Vec<_>>(),
+        crossovers => report.crossovers(),
+        choice => report.choice.as_ref().map(|choice| choice.sentence()),
+        points => report.points(),
+        ended => report.ended(),
+    };
+    Environment::new()
+        .render_named_str("bench.html", include_str!("page.html"), context)
+        .map_err(|error| Error::File { path: "bench.html".into(), reason: error.to_string() })
 }
 
 /// What plots call a mechanism.
 fn title(name: &str) -> String {
-    registry().iter().find(|entry| entry.name == name).map_or_else(|| name.to_owned(), |entry| entry.title.to_owned())
+    registry().iter().find(|entry| entry.name == name).map_or(name, |entry| entry.title).to_owned()
 }
 
 /// A mechanism has the same colour in all plots of a report.
-fn colour(report: &Report, name: &str) -> Option<usize> {
-    mechanisms(&report.rows).into_iter().filter(|other| *other != BASELINE).position(|other| other == name)
+fn look(report: &Report, name: &str) -> Look {
+    let mut others = mechanisms(&report.rows).into_iter().filter(|other| *other != BASELINE);
+    Look { colour: others.position(|other| other == name), dashed: false }
 }
 
-fn sizes(row: &Row) -> String {
-    format!("B={} H={} d={}, f32, {} threads", row.batch, row.heads, row.head_dim, row.threads)
+fn curve(mechanism: &str, algorithm: Option<&str>) -> Curve {
+    Curve { mechanism: mechanism.to_owned(), algorithm: algorithm.map(str::to_owned) }
+}
+
+/// Set, mask and pass.
+type Key<'r> = (&'r str, OrderName, Pass);
+
+/// A mark for each crossing of the group that `look` has a look for.
+fn marks(report: &Report, key: Key<'_>, look: impl Fn(&Comparison) -> Option<Look>) -> Vec<Mark> {
+    let own = report.comparisons.iter().filter(|found| (found.set.as_str(), found.order, found.pass) == key);
+    own.filter_map(|found| mark(found.crossover, look(found)?)).collect()
+}
+
+fn mark(crossover: Crossover, look: Look) -> Option<Mark> {
+    match crossover {
+        Crossover::At { length, height } => Some(Mark { at: (length, height), look }),
+        Crossover::Always | Crossover::Never => None,
+    }
 }
 
 /// Every plot of a report.
 pub fn plots(report: &Report) -> Vec<Plot> {
-    let mut plots = Vec::new();
     let (figures, sweeps): (Vec<_>, Vec<_>) =
         groups(&report.rows).into_iter().partition(|key| key.0.starts_with(FIGURE));
-    plots.extend(sweeps.iter().filter_map(|&key| overview(report, key)));
-    let sets = distinct(sweeps.iter().map(|key| key.0));
-    for set in &sets {
+    let mut plots: Vec<Plot> = sweeps.iter().filter_map(|&key| overview(report, key)).collect();
+    for set in distinct(sweeps.iter().map(|key| key.0)) {
         for pass in [Pass::Forward, Pass::ForwardBackward] {
             plots.extend(memory(report, (set, OrderName::Causal, pass)));
         }
-    }
-    for set in &sets {
-        let rows = || report.rows.iter().filter(|row| row.set == *set);
-        for name in mechanisms(rows()) {
-            if distinct(rows().filter(|row| row.mechanism == name).map(|row| row.algorithm.as_str())).len() > 1 {
-                plots.extend(algorithms(report, set, name, None));
-            }
+        for name in mechanisms(report.rows.iter().filter(|row| row.set == set)) {
+            plots.extend(algorithms(report, set, name).filter(|plot| plot.lines.len() > 2));
         }
     }
-    for set in distinct(figures.iter().map(|key| key.0)) {
-        plots.extend(published(report, set));
-    }
+    plots.extend(distinct(figures.iter().map(|key| key.0)).into_iter().filter_map(|set| published(report, set)));
     plots.extend(growth(report));
     plots
 }
 
 /// One curve for each mechanism, as the cost model runs it.
-fn overview(report: &Report, key: (&str, OrderName, Pass)) -> Option<Plot> {
+fn overview(report: &Report, key: Key<'_>) -> Option<Plot> {
     let (set, order, pass) = key;
-    let rows: Vec<&Row> = report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key).collect();
-    let first = rows.first()?;
-    let curve = |name: &str| Curve { mechanism: name.to_owned(), algorithm: None };
-    let look = |name: &str| Look { colour: colour(report, name), dashed: false, hollow: false };
-    let names = mechanisms(rows.iter().copied());
-    let line =
-        |name: &&str| Line { label: title(name), points: points(&report.rows, key, &curve(name)), look: look(name) };
-    let lines: Vec<Line> = names.iter().map(line).collect();
-    let marks = report.comparisons.iter().filter(|comparison| {
-        (comparison.set.as_str(), comparison.order, comparison.pass) == key && comparison.theirs == curve(BASELINE)
-    });
-    let marks = marks.filter_map(|comparison| mark(comparison.crossover, look(&comparison.ours.mechanism))).collect();
-    let what = match pass {
-        Pass::Forward => "forward",
-        Pass::ForwardBackward => "forward and backward",
-        Pass::Decode => "decoding one token",
+    let rows = || report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key);
+    let (name, title_) = match pass {
+        Pass::Forward => (format!("{set}-{}-{pass}", order.name()), format!("{}, forward", capital(order.name()))),
+        Pass::ForwardBackward => {
+            (format!("{set}-{}-{pass}", order.name()), format!("{}, forward and backward", capital(order.name())))
+        }
+        Pass::Decode => (format!("{set}-{pass}"), "Decoding: one token after a prefix".to_owned()),
     };
-    let title = match pass {
-        Pass::Decode => "Decoding: one token after a prefix".to_owned(),
-        _ => format!("{}, {what}", capital(order.name())),
-    };
-    let name = match pass {
-        Pass::Decode => format!("{set}-{pass}"),
-        _ => format!("{set}-{}-{pass}", order.name()),
-    };
-    let quantity = if pass == Pass::Decode { "time per token" } else { "time per call" };
-    Some(Plot { name, title, subtitle: sizes(first), quantity, unit: Unit::Time, lines, marks })
+    Some(Plot {
+        name,
+        title: title_,
+        subtitle: rows().next()?.sizes(),
+        quantity: if pass == Pass::Decode { "time per token" } else { "time per call" },
+        unit: Unit::Time,
+        lines: mechanisms(rows())
+            .into_iter()
+            .map(|name| Line {
+                label: title(name),
+                points: points(&report.rows, key, &curve(name, None)),
+                look: look(report, name),
+            })
+            .collect(),
+        marks: marks(report, key, |found| {
+            (found.theirs == curve(BASELINE, None)).then(|| look(report, &found.ours.mechanism))
+        }),
+    })
 }
 
 fn capital(text: &str) -> String {
@@ -121,114 +167,91 @@ fn capital(text: &str) -> String {
     letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-fn mark(crossover: Crossover, look: Look) -> Option<Mark> {
-    match crossover {
-        Crossover::At { length, height } => Some(Mark { length, height, look }),
-        Crossover::Always | Crossover::Never => None,
-    }
-}
-
 /// Bytes beyond inputs and outputs.
-fn memory(report: &Report, key: (&str, OrderName, Pass)) -> Option<Plot> {
-    let rows: Vec<&Row> =
-        report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key && row.chosen).collect();
-    let first = rows.first()?;
-    let line = |name: &str| Line {
-        label: title(name),
-        points: rows
-            .iter()
-            .filter(|row| row.mechanism == name && row.extra_bytes > 0)
-            .map(|row| (row.length as f64, row.extra_bytes as f64))
-            .collect(),
-        look: Look { colour: colour(report, name), dashed: false, hollow: false },
+fn memory(report: &Report, key: Key<'_>) -> Option<Plot> {
+    let rows = || report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key && row.chosen);
+    let points = |name: &str| {
+        let own = rows().filter(|row| row.mechanism == name && row.extra_bytes > 0);
+        own.map(|row| (row.length as f64, row.extra_bytes as f64)).collect()
     };
-    let lines: Vec<Line> = mechanisms(rows.iter().copied()).into_iter().map(line).collect();
     let what = if key.2 == Pass::Forward { "forward" } else { "forward and backward" };
     Some(Plot {
         name: format!("{}-memory-{}", key.0, key.2),
         title: format!("Memory beyond inputs and outputs, {} {what}", key.1.name()),
-        subtitle: sizes(first),
+        subtitle: rows().next()?.sizes(),
         quantity: "peak extra memory",
         unit: Unit::Memory,
-        lines,
+        lines: mechanisms(rows())
+            .into_iter()
+            .map(|name| Line { label: title(name), points: points(name), look: look(report, name) })
+            .collect(),
         marks: Vec::new(),
     })
 }
 
 /// One mechanism by every algorithm, masked and not.
-fn algorithms(report: &Report, set: &str, mechanism: &str, heading: Option<String>) -> Option<Plot> {
-    let of = |row: &&Row| row.set == set && row.mechanism == mechanism && row.pass == Pass::Forward;
-    let rows: Vec<&Row> = report.rows.iter().filter(of).collect();
-    let first = rows.first()?;
+fn algorithms(report: &Report, set: &str, mechanism: &str) -> Option<Plot> {
+    let rows: Vec<&Row> = (report.rows.iter())
+        .filter(|row| row.set == set && row.mechanism == mechanism && row.pass == Pass::Forward)
+        .collect();
     let names = distinct(rows.iter().map(|row| row.algorithm.as_str()));
-    let look = |algorithm: &str, order: OrderName| Look {
+    let look = |algorithm: &str, order| Look {
         colour: names.iter().position(|name| *name == algorithm),
         dashed: order == OrderName::Bidirectional,
-        hollow: order == OrderName::Bidirectional,
     };
-    let mut lines = Vec::new();
-    let mut marks = Vec::new();
-    for order in [OrderName::Causal, OrderName::Bidirectional] {
-        for name in &names {
-            let curve = Curve { mechanism: mechanism.to_owned(), algorithm: Some((*name).to_owned()) };
-            let label =
-                if order == OrderName::Causal { format!("{name}, masked") } else { format!("{name}, bidirectional") };
-            lines.push(Line {
-                label,
-                points: points(&report.rows, (set, order, Pass::Forward), &curve),
-                look: look(name, order),
-            });
-            let against_quadratic = report.comparisons.iter().find(|comparison| {
-                (comparison.set.as_str(), comparison.order, comparison.pass) == (set, order, Pass::Forward)
-                    && comparison.ours == curve
-                    && comparison.theirs.algorithm.as_deref() == Some(QUADRATIC)
-            });
-            marks.extend(against_quadratic.and_then(|found| mark(found.crossover, look(name, order))));
-        }
-    }
-    Some(Plot {
+    let mut plot = Plot {
         name: format!("{set}-{mechanism}-algorithms"),
-        title: heading.unwrap_or_else(|| format!("{}: algorithms, forward", title(mechanism))),
-        subtitle: sizes(first),
+        title: format!("{}: algorithms, forward", title(mechanism)),
+        subtitle: rows.first()?.sizes(),
         quantity: "time per call",
         unit: Unit::Time,
-        lines,
-        marks,
-    })
+        lines: Vec::new(),
+        marks: Vec::new(),
+    };
+    for order in [OrderName::Causal, OrderName::Bidirectional] {
+        let key = (set, order, Pass::Forward);
+        let mask = if order == OrderName::Causal { "masked" } else { "bidirectional" };
+        plot.lines.extend(names.iter().map(|name| Line {
+            label: format!("{name}, {mask}"),
+            points: points(&report.rows, key, &curve(mechanism, Some(name))),
+            look: look(name, order),
+        }));
+        plot.marks.extend(marks(report, key, |found| {
+            let inner = found.theirs == curve(mechanism, Some(QUADRATIC));
+            found.ours.algorithm.as_deref().filter(|_| inner).map(|algorithm| look(algorithm, order))
+        }));
+    }
+    Some(plot)
 }
 
 /// A published figure's axes: several mechanisms by their linear algorithm, or one by all.
 fn published(report: &Report, set: &str) -> Option<Plot> {
-    let rows: Vec<&Row> = report.rows.iter().filter(|row| row.set == set).collect();
-    let first = rows.first()?;
-    let names = mechanisms(rows.iter().copied());
+    let rows = || report.rows.iter().filter(|row| row.set == set);
+    let names = mechanisms(rows());
     if let [only] = names.as_slice() {
-        let plot = algorithms(report, set, only, Some(format!("{}: naive and linear, masked and not", title(only))))?;
-        return Some(Plot { name: set.to_owned(), ..plot });
-    }
-    let key = (set, first.order, Pass::Forward);
-    let mut lines: Vec<Line> = Vec::new();
-    for name in &names {
-        let own = rows.iter().filter(|row| row.mechanism == *name);
-        let found = distinct(own.map(|row| row.algorithm.as_str()));
-        let Some(algorithm) = found.iter().find(|name| **name != QUADRATIC).or(found.first()) else { continue };
-        let curve = Curve { mechanism: (*name).to_owned(), algorithm: Some((*algorithm).to_owned()) };
-        lines.push(Line {
-            label: title(name),
-            points: points(&report.rows, key, &curve),
-            look: Look { colour: colour(report, name), dashed: false, hollow: false },
+        let plot = algorithms(report, set, only)?;
+        return Some(Plot {
+            name: set.to_owned(),
+            title: format!("{}: naive and linear, masked and not", title(only)),
+            ..plot
         });
     }
-    let baseline = lines.iter().find(|line| line.look.colour.is_none()).map(|line| line.points.clone());
-    let marks = lines
-        .iter()
-        .filter(|line| line.look.colour.is_some())
-        .filter_map(|line| mark(Crossover::of(&line.points, baseline.as_ref()?)?, line.look));
-    let marks = marks.collect();
+    let first = rows().next()?;
+    let key = (set, first.order, Pass::Forward);
+    let line = |name: &&str| {
+        let found = distinct(rows().filter(|row| row.mechanism == *name).map(|row| row.algorithm.as_str()));
+        let algorithm = found.iter().find(|name| **name != QUADRATIC).or(found.first())?;
+        let points = points(&report.rows, key, &curve(name, Some(algorithm)));
+        Some(Line { label: title(name), points, look: look(report, name) })
+    };
+    let lines: Vec<Line> = names.iter().filter_map(line).collect();
+    let baseline = lines.iter().find(|line| line.look.colour.is_none());
+    let others = lines.iter().filter(|line| line.look.colour.is_some());
+    let marks = others.filter_map(|line| mark(Crossover::of(&line.points, &baseline?.points)?, line.look)).collect();
     Some(Plot {
         name: set.to_owned(),
         title: format!("Linear attention and softmax, {} forward", first.order.name()),
-        subtitle: sizes(first),
+        subtitle: first.sizes(),
         quantity: "time per call",
         unit: Unit::Time,
         lines,
@@ -236,13 +259,13 @@ fn published(report: &Report, set: &str) -> Option<Plot> {
     })
 }
 
-/// Time a token over length: flat is linear.
+/// Time over length; straight lines of slope one are linear.
 fn growth(report: &Report) -> Option<Plot> {
     let goals = report.goals.as_ref()?;
     let lines = goals.growths.iter().enumerate().map(|(n, growth)| Line {
         label: title(&growth.mechanism),
         points: growth.points.iter().map(|point| (point.length as f64, point.seconds)).collect(),
-        look: Look { colour: Some(colour(report, &growth.mechanism).unwrap_or(n)), dashed: false, hollow: false },
+        look: Look { colour: look(report, &growth.mechanism).colour.or(Some(n)), dashed: false },
     });
     Some(Plot {
         name: "growth".to_owned(),
@@ -256,246 +279,6 @@ fn growth(report: &Report) -> Option<Plot> {
         lines: lines.collect(),
         marks: Vec::new(),
     })
-}
-
-const STYLE: &str = "
-:root{color-scheme:light}
-body{margin:0;background:#f7f7f5;color:#222;font:16px/1.55 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}
-main{max-width:960px;margin:0 auto;padding:40px 24px 80px}
-h1{font-size:28px;line-height:1.2;margin:0 0 6px}
-h2{font-size:20px;margin:44px 0 10px}
-p{margin:8px 0;max-width:72ch}
-.facts{color:#555;font-size:14px}
-code{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace;background:#ececea;border-radius:4px;padding:1px 5px;overflow-wrap:anywhere}
-figure{margin:18px 0;background:#fff;border:1px solid #e2e2df;border-radius:8px;padding:14px}
-figure svg{display:block;width:100%;height:auto}
-figcaption{color:#555;font-size:13px;margin-top:6px}
-table{border-collapse:collapse;background:#fff;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
-.wide{overflow-x:auto;border:1px solid #e2e2df;border-radius:8px;margin:12px 0}
-th,td{padding:5px 12px;text-align:right;white-space:nowrap;border-bottom:1px solid #eee}
-th{color:#555;font-weight:600;background:#fbfbfa}
-td.name,th.name{text-align:left}
-tr:last-child td{border-bottom:0}
-.yes{color:#00714f;font-weight:600}.no{color:#a83f00;font-weight:600}
-details{margin:14px 0}summary{cursor:pointer;font-weight:600}
-";
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
-/// A table whose first `names` columns are words.
-fn table(names: usize, head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    let class = |column: usize| if column < names { " class=\"name\"" } else { "" };
-    let mut html = String::from("<div class=\"wide\"><table><thead><tr>");
-    for (n, cell) in head.iter().enumerate() {
-        let _ = write!(html, "<th{}>{cell}</th>", class(n));
-    }
-    html.push_str("</tr></thead><tbody>\n");
-    for row in rows {
-        html.push_str("<tr>");
-        for (n, cell) in row.iter().enumerate() {
-            let _ = write!(html, "<td{}>{cell}</td>", class(n));
-        }
-        html.push_str("</tr>\n");
-    }
-    html.push_str("</tbody></table></div>\n");
-    html
-}
-
-fn verdict(reached: bool) -> String {
-    if reached {
-        "<span class=\"yes\">reached</span>".to_owned()
-    } else {
-        "<span class=\"no\">missed</span>".to_owned()
-    }
-}
-
-/// One page: text, tables and plots inside, nothing fetched.
-fn page(report: &Report, plots: &[Plot]) -> Result<String, Error> {
-    let machine = &report.machine;
-    let mut html = format!(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <title>Longspan benchmark</title><style>{STYLE}</style></head><body><main>\n\
-         <h1>Longspan benchmark</h1>\n<p class=\"facts\">{} · {} cores · {} · {} · longspan {}<br><code>{}</code></p>\n",
-        escape(&machine.processor),
-        machine.cores,
-        escape(&machine.instructions),
-        escape(&machine.system),
-        escape(&report.version),
-        escape(&report.command),
-    );
-    html.push_str(
-        "<p>Medians of alternating runs. Before any time was taken, every mechanism and algorithm was checked against its \
-         definition in doubles: outputs, gradients, and token by token.</p>\n",
-    );
-    if let Some(goals) = &report.goals {
-        html.push_str(&goals_html(goals));
-    }
-    let (figures, rest): (Vec<&Plot>, Vec<&Plot>) = plots.iter().partition(|plot| plot.name.starts_with(FIGURE));
-    let sections = [
-        ("Time and memory over length", rest, "Each mechanism by the algorithm that the cost model chooses."),
-        ("The published figures' axes", figures, "Lengths, sizes and curves as published; times of this machine."),
-    ];
-    for (heading, plots, words) in sections {
-        if plots.is_empty() {
-            continue;
-        }
-        let _ = write!(
-            html,
-            "<h2>{heading}</h2>\n<p>{words} Both axes are logarithmic: twice as steep is quadratic.</p>\n"
-        );
-        for plot in plots {
-            // Inside a page an SVG needs no name space, and so the page holds no address at all.
-            let svg = plot.svg()?.replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1);
-            let _ = writeln!(
-                html,
-                "<figure>{svg}<figcaption>Also as {0}.svg and {0}.png.</figcaption></figure>",
-                escape(&plot.name)
-            );
-        }
-    }
-    html.push_str(&comparisons_html(report));
-    html.push_str(&rows_html(report));
-    html.push_str("</main></body></html>\n");
-    Ok(html)
-}
-
-fn goals_html(goals: &Goals) -> String {
-    let (settings, rates) = (&goals.settings, &goals.rates);
-    let mut html = format!(
-        "<h2>Against the machine's own limits</h2>\n<p>Causal forward, B=1 H={} L={} d={}, f32, {} threads. In the same turns \
-         this machine multiplies 64³ streaming tiles at {}{} and copies inputs and outputs in {} ({:.1} GB/s read and \
-         written). The wall is the product of the same flops at the better rate, plus that copy.</p>\n",
-        settings.heads,
-        tokens(settings.length),
-        settings.head_dim,
-        goals.threads,
-        flop_rate(rates.tiles),
-        rates.large.map_or_else(String::new, |large| format!(", 1024³ at {}", flop_rate(large))),
-        time(rates.copy_seconds),
-        rates.copy / 1e9,
-    );
-    let rows = goals.goals.iter().map(|goal| {
-        vec![
-            escape(&title(&goal.mechanism)),
-            time(goal.seconds.median),
-            format!("{:.3}", goal.flops / 1e9),
-            format!("{:.2}", goal.ratio),
-            format!("≤ {:.1}", goal.target),
-            format!("{:.2}", goal.ratio_to_tiles),
-            bytes(goal.extra_bytes as f64),
-            format!("≤ {}", bytes(EXTRA_TARGET as f64)),
-            verdict(goal.reached()),
-        ]
-    });
-    let head = ["", "time", "GFLOP", "× wall", "goal", "× wall of tiles", "extra memory", "goal", ""];
-    html.push_str(&table(1, &head, rows));
-    let fits = goals.growths.iter().flat_map(|growth| {
-        let what = [("time", &growth.time, time as fn(f64) -> String), ("memory", &growth.memory, bytes)];
-        let range = growth.points.first().zip(growth.points.last());
-        let range = range.map_or_else(String::new, |(a, b)| format!("{} – {}", tokens(a.length), tokens(b.length)));
-        what.into_iter().filter_map(move |(name, fit, show)| {
-            let fit = (*fit)?;
-            Some(vec![
-                escape(&title(&growth.mechanism)),
-                name.to_owned(),
-                range.clone(),
-                format!("L<sup>{:.3}</sup>", fit.power),
-                times(fit.power_worst),
-                format!("{} + {} · L", signed(fit.fixed, show), show(fit.per_token)),
-                format!("{:.0} %", 100.0 * fit.line_worst),
-                format!("{:.4}", fit.r_squared),
-            ])
-        })
-    });
-    html.push_str("<p>How time and memory (inputs, outputs and all beside them) grow: as a power and as a line.</p>\n");
-    html.push_str(&table(2, &["", "", "tokens", "power", "worst point", "line", "worst point", "R²"], fits));
-    html
-}
-
-fn comparisons_html(report: &Report) -> String {
-    let mut html = String::new();
-    if !report.comparisons.is_empty() {
-        html.push_str("<h2>Crossover lengths</h2>\n<p>From which length on the first is faster than the second.</p>\n");
-        let rows = report.comparisons.iter().map(|comparison| {
-            vec![
-                escape(&comparison.set),
-                format!("{} {}", comparison.order.name(), comparison.pass),
-                escape(&comparison.ours.label()),
-                escape(&comparison.theirs.label()),
-                match comparison.crossover {
-                    Crossover::Always => "always".to_owned(),
-                    Crossover::At { length, .. } => tokens(length.round() as usize),
-                    Crossover::Never => "never".to_owned(),
-                },
-                format!("{} at {}", times(comparison.speedup), tokens(comparison.longest)),
-            ]
-        });
-        html.push_str(&table(4, &["set", "call", "first", "second", "from (tokens)", "how much faster"], rows));
-    }
-    if let Some(choice) = &report.choice {
-        let _ = writeln!(html, "<p>{}{}</p>", escape(&choice.sentence()), escape(&report.rates_sentence()));
-    }
-    html
-}
-
-fn rows_html(report: &Report) -> String {
-    if report.rows.is_empty() {
-        return String::new();
-    }
-    let rows = report.rows.iter().map(|row| {
-        vec![
-            escape(&row.set),
-            escape(&row.mechanism),
-            format!("{}{}", escape(&row.algorithm), if row.chosen { " →" } else { "" }),
-            format!("{} {}", row.order.name(), row.pass),
-            tokens(row.length),
-            time(row.seconds.median),
-            format!("{} – {}", time(row.seconds.lower), time(row.seconds.upper)),
-            row.fresh_seconds.map_or_else(String::new, time),
-            row.wall_seconds.map_or_else(String::new, |wall| format!("{:.2}", row.seconds.median / wall)),
-            bytes(row.extra_bytes as f64),
-        ]
-    });
-    let head = [
-        "set",
-        "mechanism",
-        "algorithm",
-        "call",
-        "tokens",
-        "median",
-        "quartiles",
-        "fresh outputs",
-        "× wall",
-        "extra memory",
-    ];
-    let mut html = format!(
-        "<h2>All points</h2>\n<p>The arrow marks the cost model's choice; × wall is the time over that of the same flops as \
-         64³ streaming products plus a copy of inputs and outputs, measured in the same turns.</p>\n\
-         <details><summary>{} points</summary>\n{}</details>\n",
-        report.rows.len(),
-        table(4, &head, rows)
-    );
-    if !report.endings.is_empty() {
-        let endings = report.endings.iter().map(|ending| {
-            vec![
-                escape(&ending.set),
-                escape(&ending.mechanism),
-                escape(&ending.algorithm),
-                format!("{} {}", ending.order.name(), ending.pass),
-                escape(&ending.reason),
-                if ending.length == 0 { "–".to_owned() } else { tokens(ending.length) },
-            ]
-        });
-        let _ = write!(
-            html,
-            "<details><summary>Where series end early</summary>\n{}</details>\n",
-            table(5, &["set", "mechanism", "algorithm", "call", "why", "first missing length"], endings)
-        );
-    }
-    html
 }
 
 #[cfg(test)]
@@ -517,8 +300,8 @@ mod tests {
         }
         assert_eq!(html.matches("<svg").count(), plots(&report).len());
         assert_eq!(html.matches("<table").count(), html.matches("</table>").count());
-        for part in ["Kernelized", "Crossover lengths", "longspan bench --out", &report.machine.processor, "36 of 36"] {
-            assert!(html.contains(&escape(part)), "{part}");
+        for part in ["Kernelized", "Crossover lengths", "longspan bench --out", "36 of 36"] {
+            assert!(html.contains(part), "{part}");
         }
         for plot in plots(&report) {
             for extension in ["svg", "png"] {

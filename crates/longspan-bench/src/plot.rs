@@ -1,6 +1,4 @@
-//! Log-log plots: SVG for pages and papers, PNG for everything else.
-
-use std::fmt::Display;
+//! Log-log charts: SVG for pages and papers, PNG for everything else.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -8,20 +6,19 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{FontStyle, register_font};
 
 use crate::error::Error;
+use crate::quantity::{bytes, time, tokens};
 
-/// Drawn at twice the size it is shown at: the drawing library knows whole pixels only.
-const SCALE: i32 = 2;
-/// Shown size.
-const SIZE: (i32, i32) = (900, 520);
-/// Around the plotting area: left, top, right, bottom. The legend stands on the right.
-const MARGIN: (i32, i32, i32, i32) = (74, 52, 238, 58);
+/// Twice the size at which a chart is shown: the drawing library knows whole pixels only.
+const SIZE: (u32, u32) = (1800, 1040);
+/// Room on the right for the legend.
+const LEGEND: u32 = 476;
 
 const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const FAINT: RGBColor = RGBColor(0x6b, 0x6b, 0x6b);
 const GRID: RGBColor = RGBColor(0xe6, 0xe6, 0xe6);
 
-/// Okabe and Ito's colours, which people with any colour vision tell apart, without the yellow that white swallows;
-/// then three dark ones for when there are more curves. The baseline is black.
+/// The colours of Okabe and Ito, which people with any colour vision can tell apart, without the yellow that is too faint on
+/// white; then three dark ones for more curves. The baseline is black.
 const COLOURS: [RGBColor; 9] = [
     RGBColor(0x00, 0x72, 0xb2),
     RGBColor(0xd5, 0x5e, 0x00),
@@ -39,15 +36,28 @@ const COLOURS: [RGBColor; 9] = [
 pub struct Look {
     /// Which colour and marker; `None` is the baseline's black.
     pub colour: Option<usize>,
-    /// Dashes instead of a full line.
+    /// Dashes and hollow markers instead of a full line and full ones.
     pub dashed: bool,
-    /// Hollow markers.
-    pub hollow: bool,
 }
 
 impl Look {
     fn rgb(self) -> RGBColor {
-        self.colour.map_or(RGBColor(0, 0, 0), |n| COLOURS[n % COLOURS.len()])
+        self.colour.map_or(BLACK, |n| COLOURS[n % COLOURS.len()])
+    }
+
+    fn stroke(self) -> ShapeStyle {
+        self.rgb().stroke_width(if self.colour.is_none() { 5 } else { 4 })
+    }
+
+    /// The corners of squares, triangles and diamonds in turn around (0, 0), the first again at the end; none for a circle.
+    /// Colour is not all that tells curves apart.
+    fn corners(self) -> &'static [(i32, i32)] {
+        match self.colour.map(|n| n % 4) {
+            None | Some(0) => &[],
+            Some(1) => &[(-6, -6), (6, -6), (6, 6), (-6, 6), (-6, -6)],
+            Some(2) => &[(0, -10), (9, 6), (-9, 6), (0, -10)],
+            Some(_) => &[(0, -9), (9, 0), (0, 9), (-9, 0), (0, -9)],
+        }
     }
 }
 
@@ -62,14 +72,12 @@ pub struct Line {
     pub look: Look,
 }
 
-/// A place to mark on a plot, such as a crossing.
+/// A length from which on a curve is below another.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mark {
-    /// Tokens.
-    pub length: f64,
-    /// The quantity there.
-    pub height: f64,
-    /// The colour of the curve that it belongs to.
+    /// Tokens, and the quantity there.
+    pub at: (f64, f64),
+    /// Of the curve that it belongs to.
     pub look: Look,
 }
 
@@ -89,7 +97,7 @@ pub struct Plot {
     pub name: String,
     /// Above the plot.
     pub title: String,
-    /// Below the title: sizes and machine.
+    /// Below the title: sizes.
     pub subtitle: String,
     /// Of the vertical axis, without its unit.
     pub quantity: &'static str,
@@ -111,6 +119,13 @@ pub fn use_font(font: &'static [u8]) -> Result<(), Error> {
         .map_err(|_| Error::Plot { plot: "letters".to_owned(), reason: "the font cannot be read".to_owned() })
 }
 
+fn font(size: u32, colour: RGBColor) -> TextStyle<'static> {
+    ("sans-serif", size).into_font().color(&colour)
+}
+
+/// A failure of any backend or of the encoder.
+type Drawn<T> = Result<T, Box<dyn std::error::Error>>;
+
 impl Plot {
     /// As SVG, whose letters are text.
     ///
@@ -118,7 +133,7 @@ impl Plot {
     /// If no font was given or the drawing library fails.
     pub fn svg(&self) -> Result<String, Error> {
         let mut svg = String::new();
-        self.draw(&SVGBackend::with_string(&mut svg, scaled_size()).into_drawing_area())?;
+        self.named(self.draw(&SVGBackend::with_string(&mut svg, SIZE).into_drawing_area()))?;
         // Only seen where a reader's system lacks the first of them.
         Ok(svg.replace("font-family=\"sans-serif\"", "font-family=\"DejaVu Sans, Verdana, sans-serif\""))
     }
@@ -128,312 +143,171 @@ impl Plot {
     /// # Errors
     /// As [`svg`](Self::svg).
     pub fn png(&self) -> Result<Vec<u8>, Error> {
-        let (width, height) = scaled_size();
-        let mut pixels = vec![0; (width * height * 3) as usize];
-        self.draw(&BitMapBackend::with_buffer(&mut pixels, (width, height)).into_drawing_area())?;
-        let mut file = Vec::new();
-        let mut encoder = png::Encoder::new(&mut file, width, height);
-        encoder.set_color(png::ColorType::Rgb);
-        encoder
-            .write_header()
-            .and_then(|mut writer| writer.write_image_data(&pixels))
-            .map_err(|error| self.broken(&error))?;
-        Ok(file)
-    }
-
-    fn broken(&self, error: &dyn Display) -> Error {
-        Error::Plot { plot: self.name.clone(), reason: error.to_string() }
-    }
-
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<(), Error> {
-        area.fill(&WHITE).map_err(|e| self.broken(&e))?;
-        let canvas = Canvas { area, frame: Frame::around(&self.lines) };
-        canvas.paint(self).map_err(|e| self.broken(&e))?;
-        area.present().map_err(|e| self.broken(&e))
-    }
-}
-
-fn scaled_size() -> (u32, u32) {
-    ((SIZE.0 * SCALE) as u32, (SIZE.1 * SCALE) as u32)
-}
-
-/// The rectangle of the plotting area, and which logarithms lie at its sides.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Frame {
-    /// Base-2 logarithms of lengths.
-    x: (f64, f64),
-    /// Base-10 logarithms of quantities.
-    y: (f64, f64),
-}
-
-impl Frame {
-    /// From the first to the last length, and over all quantities with a little air; never empty.
-    fn around(lines: &[Line]) -> Self {
-        let points = || lines.iter().flat_map(|line| &line.points);
-        let range = |logs: &mut dyn Iterator<Item = f64>| {
-            logs.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)))
+        let mut pixels = vec![0; (SIZE.0 * SIZE.1 * 3) as usize];
+        self.named(self.draw(&BitMapBackend::with_buffer(&mut pixels, SIZE).into_drawing_area()))?;
+        let encode = || {
+            let mut file = Vec::new();
+            let mut encoder = png::Encoder::new(&mut file, SIZE.0, SIZE.1);
+            encoder.set_color(png::ColorType::Rgb);
+            encoder.write_header()?.write_image_data(&pixels)?;
+            Ok(file)
         };
-        let (left, right) = range(&mut points().map(|p| p.0.log2()));
-        let (low, high) = range(&mut points().map(|p| p.1.log10()));
-        if left > right {
-            return Self { x: (5.0, 13.0), y: (-6.0, 0.0) };
-        }
-        let air = 0.06 * (high - low).max(1.0);
-        Self { x: (left - 0.15, right.max(left + 1.0) + 0.15), y: (low - air, high.max(low + 0.5) + air) }
+        self.named(encode())
     }
 
-    fn left() -> i32 {
-        MARGIN.0
-    }
-    fn right() -> i32 {
-        SIZE.0 - MARGIN.2
-    }
-    fn top() -> i32 {
-        MARGIN.1
-    }
-    fn bottom() -> i32 {
-        SIZE.1 - MARGIN.3
+    fn named<T>(&self, drawn: Drawn<T>) -> Result<T, Error> {
+        drawn.map_err(|error| Error::Plot { plot: self.name.clone(), reason: error.to_string() })
     }
 
-    /// In drawn pixels.
-    fn at(&self, (length, quantity): (f64, f64)) -> (i32, i32) {
-        let place = |value: f64, (from, to): (f64, f64), start: i32, end: i32| {
-            let share = (value - from) / (to - from);
-            ((f64::from(start) + share * f64::from(end - start)) * f64::from(SCALE)).round() as i32
-        };
-        (
-            place(length.log2(), self.x, Self::left(), Self::right()),
-            place(quantity.log10(), self.y, Self::bottom(), Self::top()),
-        )
-    }
-}
-
-/// `2ⁿ` as `32`, `1k`, `128k`, `1M`.
-fn length_label(exponent: i32) -> String {
-    match exponent {
-        20.. => format!("{}M", 1u64 << (exponent - 20).min(40)),
-        10.. => format!("{}k", 1u64 << (exponent - 10)),
-        0.. => (1u64 << exponent).to_string(),
-        _ => String::new(),
-    }
-}
-
-/// `10ⁿ` of a unit.
-fn decade_label(exponent: i32, unit: Unit) -> String {
-    let (prefixes, names): (i32, [&str; 4]) = match unit {
-        Unit::Time => (-9, ["ns", "µs", "ms", "s"]),
-        Unit::Memory => (0, ["B", "kB", "MB", "GB"]),
-    };
-    let step = (exponent - prefixes).div_euclid(3).clamp(0, 3);
-    let power = exponent - prefixes - 3 * step;
-    let number =
-        if power >= 0 { format!("{}", 10u64.pow(power.min(18) as u32)) } else { format!("{}", 10f64.powi(power)) };
-    format!("{number} {}", names[step as usize])
-}
-
-/// Draws in shown pixels onto an area of drawn ones.
-struct Canvas<'a, B: DrawingBackend> {
-    area: &'a DrawingArea<B, Shift>,
-    frame: Frame,
-}
-
-type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
-
-impl<B: DrawingBackend> Canvas<'_, B> {
-    fn paint(&self, plot: &Plot) -> Drawn<B> {
-        self.grid(plot)?;
-        let left = Frame::left();
-        self.text(&plot.title, (left, 10), 17, TEXT, (HPos::Left, VPos::Top))?;
-        self.text(&plot.subtitle, (left, 31), 12, FAINT, (HPos::Left, VPos::Top))?;
-        for mark in &plot.marks {
-            let (x, y) = self.frame.at((mark.length, mark.height));
-            let bottom = Frame::bottom() * SCALE;
-            let colour = mark.look.rgb();
-            self.dashes(&[(x, y), (x, bottom)], colour, SCALE, (4 * SCALE, 4 * SCALE))?;
-        }
-        for line in &plot.lines {
-            self.curve(line)?;
-        }
-        self.crossings(plot)?;
-        self.legend(plot)
-    }
-
-    fn text(
-        &self,
-        text: &str,
-        (x, y): (i32, i32),
-        size: i32,
-        colour: RGBColor,
-        (horizontal, vertical): (HPos, VPos),
-    ) -> Drawn<B> {
-        let style = ("sans-serif", size * SCALE).into_font().color(&colour).pos(Pos::new(horizontal, vertical));
-        // The middle of a line's box is above the middle of its small letters.
-        let lower = if matches!(vertical, VPos::Center) { size / 6 } else { 0 };
-        self.area.draw_text(text, &style, (x * SCALE, (y + lower) * SCALE))
-    }
-
-    fn grid(&self, plot: &Plot) -> Drawn<B> {
-        let frame = &self.frame;
-        let (left, right, top, bottom) = (Frame::left(), Frame::right(), Frame::top(), Frame::bottom());
-        let straight = |from: (i32, i32), to: (i32, i32), colour: RGBColor| {
-            self.area.draw(&PathElement::new(vec![from, to], colour.stroke_width(SCALE as u32)))
-        };
-        let exponents = |(low, high): (f64, f64)| low.ceil() as i32..=high.floor() as i32;
-        for exponent in exponents(frame.x) {
-            let x = frame.at((2f64.powi(exponent), 1.0)).0;
-            straight((x, top * SCALE), (x, bottom * SCALE), GRID)?;
-            self.text(&length_label(exponent), (x / SCALE, bottom + 7), 12, TEXT, (HPos::Center, VPos::Top))?;
-        }
-        let decades = exponents(frame.y).count();
-        for exponent in exponents(frame.y) {
-            let y = frame.at((1.0, 10f64.powi(exponent))).1;
-            straight((left * SCALE, y), (right * SCALE, y), GRID)?;
-            let label = decade_label(exponent, plot.unit);
-            self.text(&label, (left - 8, y / SCALE), 12, TEXT, (HPos::Right, VPos::Center))?;
-        }
-        // Where few decades show, a reader needs steps between them.
-        if decades <= 3 {
-            for exponent in frame.y.0.floor() as i32..=frame.y.1.floor() as i32 {
-                for digit in [2, 5] {
-                    let value = f64::from(digit) * 10f64.powi(exponent);
-                    let y = frame.at((1.0, value)).1;
-                    if !(top * SCALE..=bottom * SCALE).contains(&y) {
-                        continue;
-                    }
-                    straight((left * SCALE, y), (right * SCALE, y), GRID)?;
-                    let show = match plot.unit {
-                        Unit::Time => crate::quantity::time(value),
-                        Unit::Memory => crate::quantity::bytes(value),
-                    };
-                    let label = show.replace(".00", "").replace(".0", "");
-                    self.text(&label, (left - 8, y / SCALE), 12, FAINT, (HPos::Right, VPos::Center))?;
-                }
-            }
-        }
-        straight((left * SCALE, bottom * SCALE), (right * SCALE, bottom * SCALE), FAINT)?;
-        straight((left * SCALE, top * SCALE), (left * SCALE, bottom * SCALE), FAINT)?;
-        let middle = (left + right) / 2;
-        self.text("sequence length (tokens)", (middle, SIZE.1 - 14), 13, TEXT, (HPos::Center, VPos::Bottom))?;
-        let style = ("sans-serif", 13 * SCALE)
-            .into_font()
-            .transform(FontTransform::Rotate270)
-            .color(&TEXT)
-            .pos(Pos::new(HPos::Center, VPos::Top));
-        self.area.draw_text(plot.quantity, &style, (8 * SCALE, (top + bottom) / 2 * SCALE))
-    }
-
-    fn curve(&self, line: &Line) -> Drawn<B> {
-        let points: Vec<(i32, i32)> = line.points.iter().map(|&point| self.frame.at(point)).collect();
-        self.stroke(&points, line.look)?;
-        points.iter().try_for_each(|&point| self.marker(point, line.look))
-    }
-
-    fn stroke(&self, points: &[(i32, i32)], look: Look) -> Drawn<B> {
-        let width = if look.colour.is_none() { 5 * SCALE / 2 } else { 2 * SCALE };
-        if look.dashed {
-            return self.dashes(points, look.rgb(), width, (6 * SCALE, 4 * SCALE));
-        }
-        self.area.draw(&PathElement::new(points.to_vec(), look.rgb().stroke_width(width as u32)))
-    }
-
-    /// A path of dashes and gaps that run on around its corners.
-    fn dashes(&self, points: &[(i32, i32)], colour: RGBColor, width: i32, (dash, gap): (i32, i32)) -> Drawn<B> {
-        let (dash, period) = (f64::from(dash), f64::from(dash + gap));
-        let mut walked = 0.0;
-        for pair in points.windows(2) {
-            let (from, to) = (pair[0], pair[1]);
-            let (dx, dy) = (f64::from(to.0 - from.0), f64::from(to.1 - from.1));
-            let length = dx.hypot(dy);
-            let at = |s: f64| {
-                let share = if length > 0.0 { s / length } else { 0.0 };
-                ((f64::from(from.0) + share * dx).round() as i32, (f64::from(from.1) + share * dy).round() as i32)
-            };
-            let mut place = 0.0;
-            while place < length {
-                let phase = (walked + place) % period;
-                let (drawn, end) =
-                    if phase < dash { (true, place + dash - phase) } else { (false, place + period - phase) };
-                // A rounding error must not stop the walk.
-                let end = end.max(place + 0.5).min(length);
-                if drawn {
-                    let style = colour.stroke_width(width as u32);
-                    self.area.draw(&PathElement::new(vec![at(place), at(end)], style))?;
-                }
-                place = end;
-            }
-            walked += length;
-        }
-        Ok(())
-    }
-
-    /// Circles, squares, triangles and diamonds in turn, so that colour is not all that tells curves apart.
-    fn marker(&self, (x, y): (i32, i32), look: Look) -> Drawn<B> {
-        let r = 7 * SCALE / 2;
-        let colour = look.rgb();
-        let shape = match look.colour {
-            None => return self.area.draw(&Circle::new((x, y), r - 1, fill(colour, look.hollow))),
-            Some(n) if n % 4 == 0 => {
-                self.area.draw(&Circle::new((x, y), r, WHITE.filled()))?;
-                return self.area.draw(&Circle::new((x, y), r, fill(colour, look.hollow)));
-            }
-            Some(n) if n % 4 == 1 => vec![(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)],
-            Some(n) if n % 4 == 2 => vec![(x, y - r - 2), (x + r + 1, y + r), (x - r - 1, y + r)],
-            Some(_) => vec![(x, y - r - 2), (x + r + 2, y), (x, y + r + 2), (x - r - 2, y)],
-        };
-        if !look.hollow {
-            return self.area.draw(&Polygon::new(shape, colour.filled()));
-        }
-        self.area.draw(&Polygon::new(shape.clone(), WHITE.filled()))?;
-        let mut outline = shape;
-        outline.extend_from_within(..1);
-        self.area.draw(&PathElement::new(outline, colour.stroke_width(3 * SCALE as u32 / 2)))
-    }
-
-    /// Rings around crossings and their lengths, kept apart where crossings are close.
-    fn crossings(&self, plot: &Plot) -> Drawn<B> {
-        let mut marks: Vec<&Mark> = plot.marks.iter().collect();
-        marks.sort_by(|a, b| a.length.total_cmp(&b.length));
-        let mut taken: Vec<(i32, i32)> = Vec::new();
-        for mark in marks {
-            let (x, y) = self.frame.at((mark.length, mark.height));
-            let style = TEXT.stroke_width(SCALE as u32);
-            self.area.draw(&Circle::new((x, y), 6 * SCALE, style))?;
-            let text = crate::quantity::tokens(mark.length.round() as usize);
-            let mut level = 0;
-            while taken.contains(&(level, x / (46 * SCALE))) || taken.contains(&(level, x / (46 * SCALE) - 1)) {
-                level += 1;
-            }
-            taken.push((level, x / (46 * SCALE)));
-            let place = (x / SCALE + 4, Frame::bottom() - 6 - 15 * level);
-            self.text(&text, place, 12, mark.look.rgb(), (HPos::Left, VPos::Bottom))?;
-        }
-        Ok(())
-    }
-
-    /// In the order of the curves' right ends, so that the eye finds them.
-    fn legend(&self, plot: &Plot) -> Drawn<B> {
-        let mut lines: Vec<&Line> = plot.lines.iter().filter(|line| !line.points.is_empty()).collect();
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Drawn<()> {
+        // In the order of the curves' right ends, which is the order of the legend.
+        let mut lines: Vec<&Line> = self.lines.iter().filter(|line| !line.points.is_empty()).collect();
         let end = |line: &Line| line.points.last().map_or(0.0, |point| point.1);
         lines.sort_by(|a, b| end(b).total_cmp(&end(a)));
-        let x = Frame::right() + 16;
-        for (n, line) in lines.iter().enumerate() {
-            let y = Frame::top() + 12 + 22 * n as i32;
-            let at = |x: i32| (x * SCALE, y * SCALE);
-            self.stroke(&[at(x), at(x + 28)], line.look)?;
-            self.marker(at(x + 14), line.look)?;
-            self.text(&line.label, (x + 36, y), 12, TEXT, (HPos::Left, VPos::Center))?;
+        let points = || lines.iter().flat_map(|line| &line.points);
+        let lengths = around(points().map(|point| point.0), 1.1, 2.0);
+        let quantities = around(points().map(|point| point.1), 1.25, 4.0);
+
+        area.fill(&WHITE)?;
+        area.draw_text(&self.title, &font(34, TEXT), (148, 20))?;
+        area.draw_text(&self.subtitle, &font(24, FAINT), (148, 62))?;
+        let doubled = (0..40).map(|n| f64::from(n).exp2()).filter(|x| lengths.contains(x)).collect();
+        // Between powers of ten a reader needs more steps where few of them show.
+        let decades = (quantities.end / quantities.start).log10();
+        let digits: &[f64] = if decades <= 3.5 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let steps = (-12..15).flat_map(|n| digits.iter().map(move |digit| digit * 10f64.powi(n)));
+        let steps = steps.filter(|y| quantities.contains(y)).collect();
+        let bottom = quantities.start;
+        let mut chart = ChartBuilder::on(area)
+            .margin_left(20)
+            .margin_top(104)
+            .margin_right(LEGEND)
+            .margin_bottom(20)
+            .x_label_area_size(96)
+            .y_label_area_size(128)
+            .build_cartesian_2d(
+                lengths.log_scale().with_key_points(doubled),
+                quantities.log_scale().with_key_points(steps),
+            )?;
+        chart
+            .configure_mesh()
+            .bold_line_style(GRID.stroke_width(2))
+            .axis_style(FAINT.stroke_width(2))
+            .x_desc("sequence length (tokens)")
+            .y_desc(self.quantity)
+            .x_label_formatter(&|length| length_label(*length))
+            .y_label_formatter(&|quantity| self.unit.label(*quantity))
+            .label_style(font(24, TEXT))
+            .y_label_offset(5)
+            .axis_desc_style(font(26, TEXT))
+            .draw()?;
+        let path = |points: &[(i32, i32)], style| area.draw(&PathElement::new(points.to_vec(), style));
+        for mark in &self.marks {
+            let down = [mark.at, (mark.at.0, bottom)].map(|at| chart.backend_coord(&at));
+            dashes(&down, 8.0, 8.0).iter().try_for_each(|dash| path(dash, mark.look.rgb().stroke_width(2)))?;
         }
-        if !plot.marks.is_empty() {
-            let y = Frame::top() + 12 + 22 * lines.len() as i32 + 8;
-            self.area.draw(&Circle::new(((x + 14) * SCALE, y * SCALE), 6 * SCALE, TEXT.stroke_width(SCALE as u32)))?;
-            self.text("faster from here on", (x + 36, y), 12, FAINT, (HPos::Left, VPos::Center))?;
+        let marker = |look: Look, (x, y): (i32, i32)| {
+            let fill = if look.dashed { WHITE } else { look.rgb() };
+            let corners: Vec<_> = look.corners().iter().map(|(dx, dy)| (x + dx, y + dy)).collect();
+            if corners.is_empty() {
+                area.draw(&Circle::new((x, y), 7, fill.filled()))?;
+                return area.draw(&Circle::new((x, y), 7, look.rgb().stroke_width(3)));
+            }
+            area.draw(&Polygon::new(corners.clone(), fill.filled()))?;
+            path(&corners, look.rgb().stroke_width(3))
+        };
+        let stroke = |look: Look, points: &[(i32, i32)]| match look.dashed {
+            true => dashes(points, 12.0, 8.0).iter().try_for_each(|dash| path(dash, look.stroke())),
+            false => path(points, look.stroke()),
+        };
+        // The library's own legend cannot stand beside the plotting area.
+        let legend = (SIZE.0 - LEGEND) as i32 + 32;
+        let entry = |n: usize| 128 + 44 * n as i32;
+        let name = |text: &str, n: usize, colour| {
+            let style = font(24, colour).pos(Pos::new(HPos::Left, VPos::Center));
+            area.draw_text(text, &style, (legend + 72, entry(n) + 4))
+        };
+        for (n, Line { label, points, look }) in lines.iter().enumerate() {
+            let pixels: Vec<_> = points.iter().map(|point| chart.backend_coord(point)).collect();
+            stroke(*look, &pixels)?;
+            pixels.iter().try_for_each(|&at| marker(*look, at))?;
+            stroke(*look, &[(legend, entry(n)), (legend + 56, entry(n))])?;
+            marker(*look, (legend + 28, entry(n)))?;
+            name(label, n, TEXT)?;
         }
+        let mut marks: Vec<&Mark> = self.marks.iter().collect();
+        marks.sort_by(|a, b| a.at.0.total_cmp(&b.at.0));
+        // Labels stand above the axis, each on the lowest line on which the one before it has ended.
+        let mut ends: Vec<i32> = Vec::new();
+        for mark in &marks {
+            let start = chart.backend_coord(&mark.at).0;
+            let text = tokens(mark.at.0.round() as usize);
+            let line = ends.iter().position(|&end| end < start).unwrap_or(ends.len());
+            ends.resize(ends.len().max(line + 1), 0);
+            ends[line] = start + 16 * (text.len() as i32 + 1);
+            let place = (8, -36 - 30 * line as i32);
+            let text = EmptyElement::at((mark.at.0, bottom)) + Text::new(text, place, font(24, mark.look.rgb()));
+            chart.draw_series([text])?;
+        }
+        let ring = |at| area.draw(&Circle::new(at, 12, TEXT.stroke_width(2)));
+        marks.iter().try_for_each(|mark| ring(chart.backend_coord(&mark.at)))?;
+        if !marks.is_empty() {
+            ring((legend + 28, entry(lines.len())))?;
+            name("faster from here on", lines.len(), FAINT)?;
+        }
+        area.present()?;
         Ok(())
     }
 }
 
-fn fill(colour: RGBColor, hollow: bool) -> ShapeStyle {
-    if hollow { colour.stroke_width(3 * SCALE as u32 / 2) } else { colour.filled() }
+/// The dashes of a path, which run on around its corners.
+fn dashes(points: &[(i32, i32)], dash: f64, gap: f64) -> Vec<[(i32, i32); 2]> {
+    let period = dash + gap;
+    let mut found = Vec::new();
+    let mut walked = 0.0;
+    for pair in points.windows(2) {
+        let (from, to) = (pair[0], pair[1]);
+        let (dx, dy) = (f64::from(to.0 - from.0), f64::from(to.1 - from.1));
+        let length = dx.hypot(dy);
+        let at = |s: f64| (from.0 + (s / length * dx).round() as i32, from.1 + (s / length * dy).round() as i32);
+        for n in (walked / period) as usize..=((walked + length) / period) as usize {
+            let start = n as f64 * period - walked;
+            let (start, end) = (start.max(0.0), (start + dash).min(length));
+            if start < end {
+                found.push([at(start), at(end)]);
+            }
+        }
+        walked += length;
+    }
+    found
+}
+
+/// A range with room around all values, by a factor on both sides, and over a factor of `least` at least.
+fn around(values: impl Iterator<Item = f64>, room: f64, least: f64) -> std::ops::Range<f64> {
+    let (low, high) = values.fold((f64::INFINITY, 0.0), |(low, high), x| (x.min(low), x.max(high)));
+    let low = if low.is_finite() { low } else { 1.0 };
+    low / room..high.max(low * least) * room
+}
+
+/// `32`, `1k`, `128k`, `1M`.
+fn length_label(length: f64) -> String {
+    let k = 1024.0;
+    match length {
+        x if x >= k * k => format!("{}M", x / k / k),
+        x if x >= k => format!("{}k", x / k),
+        x => x.to_string(),
+    }
+}
+
+impl Unit {
+    /// Of a step of the axis, such as `20 ms`.
+    fn label(self, x: f64) -> String {
+        let text = match self {
+            Self::Time => time(x),
+            Self::Memory => bytes(x),
+        };
+        text.replace(".00", "").replace(".0", "")
+    }
 }
 
 #[cfg(test)]
@@ -444,11 +318,7 @@ pub(crate) mod tests {
     pub(crate) const FONT: &[u8] = include_bytes!("../../longspan-cli/assets/DejaVuSans-latin.ttf");
 
     fn line(label: &str, colour: Option<usize>, points: &[(f64, f64)]) -> Line {
-        Line {
-            label: label.into(),
-            points: points.to_vec(),
-            look: Look { colour, dashed: colour == Some(1), hollow: colour == Some(2) },
-        }
+        Line { label: label.into(), points: points.to_vec(), look: Look { colour, dashed: colour == Some(1) } }
     }
 
     fn plot() -> Plot {
@@ -461,14 +331,10 @@ pub(crate) mod tests {
             lines: vec![
                 line("a quadratic one", None, &[(32.0, 1e-6), (1024.0, 1e-3)]),
                 line("a dashed one", Some(1), &[(32.0, 3e-6), (1024.0, 1e-4)]),
-                line("a hollow one", Some(2), &[(32.0, 4e-6), (1024.0, 2e-4)]),
+                line("a full one", Some(2), &[(32.0, 4e-6), (1024.0, 2e-4)]),
                 line("one without points", Some(3), &[]),
             ],
-            marks: vec![Mark {
-                length: 90.0,
-                height: 8e-6,
-                look: Look { colour: Some(1), dashed: false, hollow: false },
-            }],
+            marks: vec![Mark { at: (90.0, 8e-6), look: Look { colour: Some(1), dashed: false } }],
         }
     }
 
@@ -510,11 +376,11 @@ pub(crate) mod tests {
 
     #[test]
     fn ticks_read_well() {
-        assert_eq!([5, 10, 17, 20].map(length_label), ["32", "1k", "128k", "1M"]);
+        assert_eq!([32.0, 1024.0, 131_072.0, 1_048_576.0].map(length_label), ["32", "1k", "128k", "1M"]);
         assert_eq!(
-            [-9, -6, -4, -1, 0, 2].map(|n| decade_label(n, Unit::Time)),
-            ["1 ns", "1 µs", "100 µs", "100 ms", "1 s", "100 s"]
+            [1e-9, 2e-6, 1e-4, 0.1, 1.0, 100.0].map(|x| Unit::Time.label(x)),
+            ["1 ns", "2 µs", "100 µs", "100 ms", "1 s", "100 s"]
         );
-        assert_eq!([0, 4, 6, 10].map(|n| decade_label(n, Unit::Memory)), ["1 B", "10 kB", "1 MB", "10 GB"]);
+        assert_eq!([1.0, 1e4, 1e6, 1e10].map(|x| Unit::Memory.label(x)), ["1 B", "10 kB", "1 MB", "10 GB"]);
     }
 }

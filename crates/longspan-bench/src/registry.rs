@@ -40,28 +40,6 @@ pub fn registry() -> Vec<Entry> {
     ]
 }
 
-/// What the cost models are calibrated by: every mechanism, with options that differ in what its algorithms have to do.
-const CALIBRATED: [&str; 13] = [
-    "kernelized",
-    "shaw-10",
-    "shaw-64",
-    "relative-10",
-    "fourier",
-    "toeplitz",
-    "toeplitz-clip-16",
-    "toeplitz-clip-64",
-    "aft-simple",
-    "aft-local-64",
-    "aft-conv-33",
-    "aft-full",
-    BASELINE,
-];
-
-/// The entries whose times [`calibration`](crate::calibration) fits rates to.
-pub fn calibrated() -> Vec<Entry> {
-    registry().into_iter().filter(|entry| CALIBRATED.contains(&entry.name)).collect()
-}
-
 fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
     KernelizedAttention { score, algorithm, ..KernelizedAttention::default() }
 }
@@ -191,8 +169,6 @@ mod tests {
             assert!(entries[n + 1..].iter().all(|other| other.name != entry.name && other.title != entry.title));
             assert!(!entry.candidates().is_empty());
         }
-        let all = calibrated();
-        assert!(CALIBRATED.iter().all(|name| all.iter().any(|entry| entry.name == *name)), "{all:?}");
     }
 
     #[test]

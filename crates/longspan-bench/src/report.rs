@@ -5,12 +5,13 @@ use std::fmt::Write;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::goals::{EXTRA_TARGET, Goals};
+use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::quantity::{bytes, flop_rate, time, times, tokens};
+use crate::quantity::{bytes, time, times, tokens};
 use crate::registry::BASELINE;
 use crate::statistics::Crossover;
 use crate::sweep::{Ending, OrderName, Row, Settings, Sweep};
+use crate::table::{Table, WIDTH};
 use crate::workload::Pass;
 
 /// Everything that a benchmark found, with all that a reader needs to judge it.
@@ -22,9 +23,6 @@ pub struct Report {
     pub machine: Machine,
     /// How it was called.
     pub command: String,
-    /// Where the rates of the cost models came from.
-    #[serde(default)]
-    pub rates: String,
     /// Against the project's targets.
     pub goals: Option<Goals>,
     /// One for each set of rows.
@@ -111,14 +109,7 @@ pub fn points(rows: &[Row], key: (&str, OrderName, Pass), curve: &Curve) -> Vec<
 
 /// The sets, masks and passes of rows, in the order in which they come.
 pub fn groups(rows: &[Row]) -> Vec<(&str, OrderName, Pass)> {
-    let mut groups = Vec::new();
-    for row in rows {
-        let key = (row.set.as_str(), row.order, row.pass);
-        if !groups.contains(&key) {
-            groups.push(key);
-        }
-    }
-    groups
+    distinct(rows.iter().map(|row| (row.set.as_str(), row.order, row.pass)))
 }
 
 /// The mechanisms of rows, in the order in which they come.
@@ -126,11 +117,11 @@ pub fn mechanisms<'r>(rows: impl IntoIterator<Item = &'r Row>) -> Vec<&'r str> {
     distinct(rows.into_iter().map(|row| row.mechanism.as_str()))
 }
 
-pub(crate) fn distinct<'r>(names: impl IntoIterator<Item = &'r str>) -> Vec<&'r str> {
+pub(crate) fn distinct<T: PartialEq>(all: impl IntoIterator<Item = T>) -> Vec<T> {
     let mut seen = Vec::new();
-    for name in names {
-        if !seen.contains(&name) {
-            seen.push(name);
+    for one in all {
+        if !seen.contains(&one) {
+            seen.push(one);
         }
     }
     seen
@@ -143,7 +134,6 @@ impl Report {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             machine: Machine::here(),
             command,
-            rates: "built-in".to_owned(),
             goals,
             settings: Vec::new(),
             rows: Vec::new(),
@@ -185,7 +175,7 @@ impl Report {
     pub fn to_csv(&self) -> String {
         let mut text = String::from(
             "set,mechanism,algorithm,chosen,mask,pass,batch,heads,head_dim,threads,length,seconds,seconds_lower_quartile,\
-             seconds_upper_quartile,runs,fresh_seconds,flops,wall_seconds,call_bytes,extra_bytes\n",
+             seconds_upper_quartile,runs,fresh_seconds,flops,roofline_seconds,call_bytes,extra_bytes\n",
         );
         let optional = |x: Option<f64>| x.map_or(String::new(), |x| x.to_string());
         for row in &self.rows {
@@ -210,7 +200,7 @@ impl Report {
                 row.seconds.runs,
                 optional(row.fresh_seconds),
                 optional(row.flops),
-                optional(row.wall_seconds),
+                optional(row.roofline_seconds),
                 row.call_bytes,
                 row.extra_bytes,
             );
@@ -226,157 +216,108 @@ impl Report {
             machine.processor, machine.cores, machine.instructions, self.version
         );
         if let Some(goals) = &self.goals {
-            text.push_str(&goals_text(goals));
+            text.push_str(&goals.to_text());
         }
         for key in groups(&self.rows) {
             text.push_str(&self.group_text(key));
         }
         if !self.comparisons.is_empty() {
-            text.push_str("\nWho passes whom:\n");
-            for comparison in &self.comparisons {
-                let _ = writeln!(text, "  {}", comparison.sentence());
-            }
+            let _ = write!(text, "\nFrom which length on the first is faster:\n{}", self.crossovers().to_text());
         }
         if let Some(choice) = &self.choice {
-            let _ = writeln!(text, "\n{}{}", choice.sentence(), self.rates_sentence());
+            let _ = writeln!(text, "\n{}", choice.sentence());
         }
         text
     }
 
-    /// Where the rates came from by which algorithms were chosen; nothing in reports that do not know.
-    pub(crate) fn rates_sentence(&self) -> String {
-        if self.rates.is_empty() { String::new() } else { format!(" Rates of the cost models: {}.", self.rates) }
-    }
-
-    fn group_text(&self, (set, order, pass): (&str, OrderName, Pass)) -> String {
+    /// The mechanisms' times at each length, by the cost model's choice; several tables where one would be too wide.
+    fn group_text(&self, key: (&str, OrderName, Pass)) -> String {
         let rows: Vec<&Row> =
-            self.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == (set, order, pass)).collect();
+            self.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key && row.chosen).collect();
         let Some(first) = rows.first() else { return String::new() };
-        let names = mechanisms(rows.iter().copied());
-        let mut text = format!(
-            "\n{set}: {} {pass}, B={} H={} d={}, {} threads, median",
-            order.name(),
-            first.batch,
-            first.heads,
-            first.head_dim,
-            first.threads
-        );
+        let (set, order, pass) = key;
+        let mut text = format!("\n{set}: {} {pass}, {}, median", order.name(), first.sizes());
         text.push_str(match pass {
             Pass::Decode => " of one token after so many\n",
-            Pass::Forward => " and multiple of the wall (same flops in 64³ streaming products + copy)\n",
+            Pass::Forward => " and multiple of the roofline\n",
             Pass::ForwardBackward => "\n",
         });
-        let width = names.iter().map(|name| name.len()).max().unwrap_or(0).max(16) + 2;
-        let _ = write!(text, "{:>9}", "tokens");
-        names.iter().for_each(|name| {
-            let _ = write!(text, "{name:>width$}");
-        });
-        text.push('\n');
         let mut lengths: Vec<usize> = rows.iter().map(|row| row.length).collect();
         lengths.sort_unstable();
         lengths.dedup();
-        for length in lengths {
-            let _ = write!(text, "{:>9}", tokens(length));
-            for name in &names {
-                let row = rows.iter().find(|row| row.length == length && row.mechanism == *name && row.chosen);
-                let cell = row.map_or("·".to_owned(), |row| {
-                    let wall =
-                        row.wall_seconds.map(|wall| format!(" {:>7}", format!("{:.2} ×", row.seconds.median / wall)));
-                    format!("{}{}", time(row.seconds.median), wall.unwrap_or_default())
-                });
-                let _ = write!(text, "{cell:>width$}");
-            }
-            text.push('\n');
+        let cell = |length: usize, name: &str| {
+            let row = rows.iter().find(|row| row.length == length && row.mechanism == name);
+            row.map_or("·".to_owned(), |row| {
+                let multiple = row.rooflines().map(|multiple| format!(" {:>7}", format!("{multiple:.2} ×")));
+                format!("{}{}", time(row.seconds.median), multiple.unwrap_or_default())
+            })
+        };
+        // `tokens`, then columns of a time, a multiple and the space before them.
+        let columns = (WIDTH - 9) / mechanisms(rows.iter().copied()).iter().map(|name| name.len()).fold(18, usize::max);
+        for names in mechanisms(rows.iter().copied()).chunks(columns) {
+            let head: Vec<&str> = std::iter::once("tokens").chain(names.iter().copied()).collect();
+            let line = |&length: &usize| {
+                std::iter::once(tokens(length)).chain(names.iter().map(|name| cell(length, name))).collect()
+            };
+            text.push_str(&Table::new(0, &head, lengths.iter().map(line)).to_text());
         }
         text
     }
-}
 
-fn goals_text(goals: &Goals) -> String {
-    let (settings, rates) = (&goals.settings, &goals.rates);
-    let mut text = format!(
-        "\ngoals: causal forward, B=1 H={} L={} d={}, {} threads, f32, medians of alternating runs\n\
-         matrix product: 64³ streaming tiles {}{}; copy of inputs and outputs: {} ({:.1} GB/s read + written)\n",
-        settings.heads,
-        tokens(settings.length),
-        settings.head_dim,
-        goals.threads,
-        flop_rate(rates.tiles),
-        rates.large.map_or(String::new(), |large| format!(", 1024³ {}", flop_rate(large))),
-        time(rates.copy_seconds),
-        rates.copy / 1e9,
-    );
-    for goal in &goals.goals {
-        let _ = writeln!(
-            text,
-            "  {:12} {:>8} for {:.3} GFLOP: {:.2} × (product + copy), goal {:.1} {}; {:.2} × by streaming tiles; {} extra, goal {}",
-            goal.mechanism,
-            time(goal.seconds.median),
-            goal.flops / 1e9,
-            goal.ratio,
-            goal.target,
-            if goal.reached() { "reached" } else { "missed" },
-            goal.ratio_to_tiles,
-            bytes(goal.extra_bytes as f64),
-            bytes(EXTRA_TARGET as f64),
-        );
+    /// Which curve is below which from where on.
+    pub(crate) fn crossovers(&self) -> Table {
+        let rows = self.comparisons.iter().map(|comparison| {
+            let Comparison { set, order, pass, ours, theirs, crossover, longest, speedup } = comparison;
+            let pass = if *pass == Pass::ForwardBackward { "fwd+bwd" } else { pass.name() };
+            vec![
+                set.clone(),
+                format!("{} {pass}", order.name()),
+                ours.label(),
+                theirs.algorithm.as_ref().unwrap_or(&theirs.mechanism).clone(),
+                match crossover {
+                    Crossover::Always => "always".to_owned(),
+                    Crossover::At { length, .. } => tokens(length.round() as usize),
+                    Crossover::Never => "never".to_owned(),
+                },
+                format!("{} at {}", times(*speedup), tokens(*longest)),
+            ]
+        });
+        Table::new(4, &["set", "call", "first", "second", "from", "times faster"], rows)
     }
-    for growth in &goals.growths {
-        let _ = writeln!(text, "\ngrowth of {}, causal forward", growth.mechanism);
-        if let (Some(time_fit), Some(memory_fit)) = (&growth.time, &growth.memory) {
-            let _ = writeln!(
-                text,
-                "  time   ~ L^{:.3} (worst point {:.2} × off); line {} + {} a token, R² {:.4}\n  memory ~ L^{:.3} (worst point {:.2} × off); line {} + {} a token, R² {:.4}",
-                time_fit.power,
-                time_fit.power_worst,
-                signed(time_fit.fixed, time),
-                time(time_fit.per_token),
-                time_fit.r_squared,
-                memory_fit.power,
-                memory_fit.power_worst,
-                signed(memory_fit.fixed, bytes),
-                bytes(memory_fit.per_token),
-                memory_fit.r_squared,
-            );
-        }
-        let _ = writeln!(text, "  {:>9} {:>10} {:>12} {:>12}", "tokens", "time", "a token", "extra");
-        for point in &growth.points {
-            let _ = writeln!(
-                text,
-                "  {:>9} {:>10} {:>12} {:>12}",
-                tokens(point.length),
-                time(point.seconds),
-                time(point.seconds / point.length as f64),
-                bytes(point.extra_bytes as f64)
-            );
-        }
+
+    /// Every row.
+    pub(crate) fn points(&self) -> Table {
+        let rows = self.rows.iter().map(|row| {
+            vec![
+                row.set.clone(),
+                row.mechanism.clone(),
+                format!("{}{}", row.algorithm, if row.chosen { " →" } else { "" }),
+                format!("{} {}", row.order.name(), row.pass),
+                tokens(row.length),
+                time(row.seconds.median),
+                format!("{} – {}", time(row.seconds.lower), time(row.seconds.upper)),
+                row.fresh_seconds.map_or_else(String::new, time),
+                row.rooflines().map_or_else(String::new, |multiple| format!("{multiple:.2}")),
+                bytes(row.extra_bytes as f64),
+            ]
+        });
+        let head = ["set", "mechanism", "algorithm", "call", "tokens", "median", "quartiles", "fresh outputs"];
+        Table::new(4, &[&head[..], &["× roofline", "extra memory"]].concat(), rows)
     }
-    text
-}
 
-/// A quantity that may be negative.
-pub(crate) fn signed(x: f64, show: fn(f64) -> String) -> String {
-    if x < 0.0 { format!("−{}", show(-x)) } else { show(x) }
-}
-
-impl Comparison {
-    /// As a sentence.
-    pub fn sentence(&self) -> String {
-        let place = match self.crossover {
-            Crossover::Always => "at every length measured".to_owned(),
-            Crossover::At { length, .. } => format!("from about {} tokens on", tokens(length.round() as usize)),
-            Crossover::Never => "at no length measured".to_owned(),
-        };
-        format!(
-            "{}, {} {}: {} is faster than {} {place}; {} at {} tokens",
-            self.set,
-            self.order.name(),
-            self.pass,
-            self.ours.label(),
-            self.theirs.label(),
-            times(self.speedup),
-            tokens(self.longest)
-        )
+    /// Which series end before the longest length, and why.
+    pub(crate) fn ended(&self) -> Table {
+        let rows = self.endings.iter().map(|ending| {
+            vec![
+                ending.set.clone(),
+                ending.mechanism.clone(),
+                ending.algorithm.clone(),
+                format!("{} {}", ending.order.name(), ending.pass),
+                ending.reason.clone(),
+                if ending.length == 0 { "–".to_owned() } else { tokens(ending.length) },
+            ]
+        });
+        Table::new(5, &["set", "mechanism", "algorithm", "call", "why", "first missing length"], rows)
     }
 }
 
@@ -384,7 +325,7 @@ impl Choice {
     /// As a sentence.
     pub fn sentence(&self) -> String {
         format!(
-            "The cost model's choice is within 10 % of the best algorithm at {} of {} points; at worst {:.2} × ({}).",
+            "The cost model's choice is within 10 % of the best algorithm at {} of {} points;\nat worst {:.2} × ({}).",
             self.within_a_tenth, self.points, self.worst, self.worst_at
         )
     }
@@ -505,7 +446,7 @@ pub(crate) mod tests {
                             seconds: Spread { median, lower: 0.9 * median, upper: 1.2 * median, runs: 7 },
                             fresh_seconds: (pass != Pass::Decode).then_some(1.5 * median),
                             flops: Some(l * 1e4),
-                            wall_seconds: (pass == Pass::Forward).then_some(0.7 * median),
+                            roofline_seconds: (pass == Pass::Forward).then_some(0.7 * median),
                             call_bytes: length * 8192,
                             extra_bytes: 500_000,
                         });
@@ -575,13 +516,17 @@ pub(crate) mod tests {
         let Crossover::At { length, .. } = inner.crossover else { panic!("no crossing") };
         assert!((200.0..210.0).contains(&length), "{length}");
         assert_eq!(inner.longest, 8192);
-        assert!(inner.sentence().contains("kernelized by chunked is faster than kernelized by naive from about 20"));
         let choice = report.choice.as_ref().unwrap();
         // At 256 tokens chunked takes 52 µs, naive 66: the switch at 256 is right everywhere.
         assert_eq!((choice.points, choice.within_a_tenth), (36, 36), "{choice:?}");
         let text = report.to_text();
-        for part in ["causal forward, B=1 H=8 d=64, 2 threads", "shaw-16", "8,192", "Who passes whom", "36 of 36"] {
+        for part in
+            ["causal forward, B=1 H=8 d=64, f32, 2 threads", "shaw-16", "kernelized by chunked  naive", "36 of 36"]
+        {
             assert!(text.contains(part), "{part} is not in\n{text}");
+        }
+        for line in text.lines() {
+            assert!(line.chars().count() <= WIDTH, "{line}");
         }
     }
 }

@@ -173,12 +173,24 @@ pub struct Row {
     pub fresh_seconds: Option<f64>,
     /// Floating-point operations by the cost model, forward only.
     pub flops: Option<f64>,
-    /// Seconds for these as products of streaming tiles, and for a copy of inputs and outputs, measured in the same turns.
-    pub wall_seconds: Option<f64>,
+    /// Seconds for these as products of streaming tiles, plus a copy of inputs and outputs, measured in the same turns.
+    pub roofline_seconds: Option<f64>,
     /// Bytes of inputs and outputs, parameters included; for [`Pass::Decode`], of the state.
     pub call_bytes: usize,
     /// Bytes beyond those at the peak of a call.
     pub extra_bytes: usize,
+}
+
+impl Row {
+    /// The time as a multiple of the roofline.
+    pub fn rooflines(&self) -> Option<f64> {
+        self.roofline_seconds.map(|roofline| self.seconds.median / roofline)
+    }
+
+    /// The sizes of the call.
+    pub(crate) fn sizes(&self) -> String {
+        format!("B={} H={} d={}, f32, {} threads", self.batch, self.heads, self.head_dim, self.threads)
+    }
 }
 
 /// Where a series ended before the longest length.
@@ -455,7 +467,7 @@ fn measure(
             seconds,
             fresh_seconds: Spread::of(&timed.fresh_times).map(|spread| spread.median),
             flops,
-            wall_seconds: flops.zip(rates).map(|(flops, rates)| flops / rates.tiles + rates.copy_seconds),
+            roofline_seconds: flops.zip(rates).map(|(flops, rates)| flops / rates.tiles + rates.copy_seconds),
             call_bytes: timed.call_bytes,
             extra_bytes: timed.extra_bytes,
         });
@@ -574,7 +586,7 @@ mod tests {
         assert_eq!(result.endings, []);
         for (n, row) in result.rows.iter().enumerate() {
             assert!(row.seconds.median > 0.0 && row.seconds.runs >= 3, "{row:?}");
-            assert_eq!(row.wall_seconds.is_some(), row.pass == Pass::Forward, "{row:?}");
+            assert_eq!(row.roofline_seconds.is_some(), row.pass == Pass::Forward, "{row:?}");
             assert_eq!(row.fresh_seconds.is_some(), row.pass != Pass::Decode, "{row:?}");
             let same = |other: &&Row| {
                 (&other.algorithm, other.order, other.pass, other.length)

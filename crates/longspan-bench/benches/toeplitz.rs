@@ -1,36 +1,27 @@
 //! Toeplitz relative positions: tiles against the machine's own matrix product, transforms against themselves, and the
-//! length from which transforms are faster. All by turns in one process.
+//! length from which transforms are faster.
 //!
-//! `cargo bench -p longspan-kernels --bench toeplitz -- [--quick]`. Flops of a pair that is seen: `2·(d + dv)`; weighing is not
+//! `cargo bench -p longspan-bench --bench toeplitz -- [--quick]`. Flops of a pair that is seen: `2·(d + dv)`; weighing is not
 //! counted, so that the product has less to do than the kernel.
 
 use std::hint::black_box;
-use std::sync::Arc;
-use std::time::Instant;
 
 use longspan_bench::machine::Limits;
-use longspan_bench::on_threads;
 use longspan_bench::timing::seconds;
-use longspan_bench::turns::{Options, Turn};
+use longspan_bench::turns::{Clock, HEAD_DIM, Options, Turn, alternate};
+use longspan_bench::{Pass, on_threads};
 use longspan_kernels::{Algorithm, Bias, Dims, FeatureMap, Order, Toeplitz};
 use realfft::RealFftPlanner;
 
-const HEAD_DIM: usize = 64;
-
-/// One head with its memory.
-fn subject(toeplitz: Toeplitz, length: usize, causal: bool, backward: bool) -> Turn {
-    let order = if causal { Order::Causal } else { Order::Bidirectional };
-    Turn::new(Arc::new(toeplitz), Dims::square(1, 1, length, HEAD_DIM), order, backward)
-}
-
-fn clock(body: &mut dyn FnMut()) -> f64 {
-    seconds(body)
+/// One head.
+fn turn(toeplitz: Toeplitz, length: usize, order: Order, pass: Pass) -> Turn<Toeplitz> {
+    Turn::new("toeplitz".to_owned(), toeplitz, Dims::square(1, 1, length, HEAD_DIM), order, pass)
 }
 
 /// Of the pairs that are seen.
-fn flops(length: usize, causal: bool) -> f64 {
+fn flops(length: usize, order: Order) -> f64 {
     let length = length as f64;
-    let pairs = if causal { length * (length + 1.0) / 2.0 } else { length * length };
+    let pairs = if order == Order::Causal { length * (length + 1.0) / 2.0 } else { length * length };
     pairs * 4.0 * HEAD_DIM as f64
 }
 
@@ -41,44 +32,40 @@ fn transforms(length: usize) -> f64 {
     let (forward, inverse) = (planner.plan_fft_forward(size), planner.plan_fft_inverse(size));
     let (mut signal, mut spectrum) = (vec![0.5; size], forward.make_output_vec());
     let mut scratch = vec![Default::default(); forward.get_scratch_len().max(inverse.get_scratch_len())];
-    let start = Instant::now();
-    for _ in 0..HEAD_DIM * (HEAD_DIM + 1) {
-        forward.process_with_scratch(&mut signal, &mut spectrum, &mut scratch).expect("lengths of the plan");
-        inverse.process_with_scratch(&mut spectrum, &mut signal, &mut scratch).expect("lengths of the plan");
-        signal.fill(0.5);
-    }
+    let time = seconds(|| {
+        for _ in 0..HEAD_DIM * (HEAD_DIM + 1) {
+            forward.process_with_scratch(&mut signal, &mut spectrum, &mut scratch).expect("lengths of the plan");
+            inverse.process_with_scratch(&mut spectrum, &mut signal, &mut scratch).expect("lengths of the plan");
+            signal.fill(0.5);
+        }
+    });
     black_box(&signal);
-    start.elapsed().as_secs_f64()
+    time
 }
 
 fn main() -> Result<(), String> {
     let quick = Options::of_program()?.quick;
-    on_threads(1, || {
+    let clock: Clock<'_> = &|body| seconds(body);
+    let measured = on_threads(1, || {
         println!("one thread, f32, d = dv = {HEAD_DIM}; the fastest of runs by turns, the products' medians");
-        let mut limits = Limits::new(1 << 14);
-        for causal in [true, false] {
+        for order in [Order::Causal, Order::Bidirectional] {
             let toeplitz = Toeplitz { algorithm: Algorithm::Tiled, ..Toeplitz::new(Bias::symmetric(1024)) };
-            let mut turn = subject(toeplitz, 1024, causal, false);
-            for _ in 0..if quick { 20 } else { 60 } {
-                turn.run(&clock);
-                limits.measure();
-                limits.measure_large();
-            }
-            let rate = flops(1024, causal) / turn.least()[0];
-            let machine = limits.rates().expect("measured above");
-            let large = machine.large.expect("measured above");
+            let mut turns = [turn(toeplitz, 1024, order, Pass::Forward)];
+            let rates = alternate(&mut turns, Limits::new(1 << 14), if quick { 20 } else { 60 }, clock)?;
+            let rate = flops(1024, order) / turns[0].least()[0];
+            let large = rates.large.unwrap_or(rates.tiles);
             println!(
-                "tiled {}: {:.1} GFLOP/s; product 1024³ {:.1}, 64³ {:.1}: {:.0} % of the faster",
-                if causal { "causal       " } else { "bidirectional" },
+                "tiled {:13}: {:.1} GFLOP/s; product 1024³ {:.1}, 64³ {:.1}: {:.0} % of the faster",
+                if order == Order::Causal { "causal" } else { "bidirectional" },
                 rate / 1e9,
                 large / 1e9,
-                machine.tiles / 1e9,
-                100.0 * rate / large.max(machine.tiles)
+                rates.tiles / 1e9,
+                100.0 * rate / large.max(rates.tiles)
             );
         }
         println!("\nbidirectional, milliseconds; fft/own: over the transforms alone; clip: of radius 64, by sums");
         println!(
-            "{:>8} {:>10} {:>10} {:>10} {:>8} {:>10} {:>10} {:>14} {:>14}",
+            "{:>7} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9} {:>14} {:>9}",
             "tokens", "tiled", "backward", "fft", "fft/own", "clip", "backward", "clip by tiles", "exp clip"
         );
         for length in if quick { vec![512, 2048] } else { vec![1024, 4096, 16384, 32768] } {
@@ -92,17 +79,18 @@ fn main() -> Result<(), String> {
             ]
             .map(|(algorithm, bias, feature_map)| {
                 // The gradient by transforms takes six of them where the output takes two.
-                let backward = algorithm != Algorithm::Fft;
-                subject(Toeplitz { algorithm, feature_map, ..Toeplitz::new(bias) }, length, false, backward)
+                let pass = if algorithm == Algorithm::Fft { Pass::Forward } else { Pass::ForwardBackward };
+                let toeplitz = Toeplitz { algorithm, feature_map, ..Toeplitz::new(bias) };
+                turn(toeplitz, length, Order::Bidirectional, pass)
             });
             let mut own = f64::INFINITY;
             for _ in 0..if length > 8192 { 2 } else { 8 } {
-                turns.iter_mut().for_each(|turn| turn.run(&clock));
+                turns.iter_mut().try_for_each(|turn| turn.run(clock))?;
                 own = own.min(transforms(length));
             }
             let [tiled, fft, clip, slow, exp] = turns.each_ref().map(|turn| turn.least().map(|time| time * 1e3));
             println!(
-                "{length:>8} {:>10.2} {:>10.2} {:>10.2} {:>8.2} {:>10.2} {:>10.2} {:>14.2} {:>14.2}",
+                "{length:>7} {:>9.2} {:>9.2} {:>9.2} {:>8.2} {:>9.2} {:>9.2} {:>14.2} {:>9.2}",
                 tiled[0],
                 tiled[1],
                 fft[0],
@@ -113,6 +101,7 @@ fn main() -> Result<(), String> {
                 exp[0] + exp[1],
             );
         }
-    })
-    .map_err(|error| error.to_string())
+        Ok(())
+    });
+    measured.and_then(|result| result).map_err(|error: longspan_bench::Error| error.to_string())
 }

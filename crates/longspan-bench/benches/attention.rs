@@ -1,6 +1,6 @@
 //! Kernels against the machine's own matrix product and copy, measured by turns in one process; growth with length.
 //!
-//! `cargo bench -p longspan-kernels` prints tables, `-- --json` one JSON object, `-- --quick` stops at 16,384 tokens.
+//! `cargo bench -p longspan-bench --bench attention` prints tables, `-- --json` one JSON object, `-- --quick` stops at 16,384 tokens.
 //! `longspan bench` measures more and draws it. Nothing is reported for a kernel that fails its check first.
 
 use std::alloc::System;
@@ -23,7 +23,8 @@ fn run(json: bool, quick: bool) -> Result<String, Error> {
     let settings = if quick { settings.up_to(1 << 14) } else { GoalSettings { rounds: 61, ..settings } };
     let goals = on_threads(THREADS, || goals::measure(&registry(), &settings, &mut goals::go_on))??;
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
-    let report = Report::new(format!("cargo bench -p longspan-kernels -- {command}"), goals, Vec::new());
+    let report =
+        Report::new(format!("cargo bench -p longspan-bench --bench attention -- {command}"), goals, Vec::new());
     if json { report.to_json() } else { Ok(report.to_text()) }
 }
 
