@@ -53,7 +53,7 @@ pub struct Batches {
 }
 
 /// Batches that are sorted by length together. Enough that the lengths within a batch are nearly equal (padding below
-/// 3 % on the dictionary), and few enough that an epoch does not become a walk from short to long.
+/// 3 % on the dictionary), and few enough that short and long batches mix within an epoch.
 const POOL: usize = 50;
 
 impl Batches {

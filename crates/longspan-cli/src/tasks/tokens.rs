@@ -1,6 +1,6 @@
 //! Text to tokens and back: characters, words, bytes, or a `tokenizer.json` of the crate `tokenizers`.
 //!
-//! Ids 0 to 3 are the same for every kind: padding, start, end, unknown. What a tokenizer knows itself comes after.
+//! Ids 0 to 3 are the same for every kind: padding, start, end, unknown. A tokenizer's own ids follow, shifted by 4.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -15,7 +15,7 @@ pub const PAD: u32 = 0;
 pub const START: u32 = 1;
 /// Ends every source and target.
 pub const END: u32 = 2;
-/// Stands for what the tokenizer has never seen.
+/// Stands for every piece of text that the tokenizer does not know.
 pub const UNKNOWN: u32 = 3;
 /// Ids below this are the special ones.
 const SPECIALS: u32 = 4;

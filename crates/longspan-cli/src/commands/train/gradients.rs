@@ -32,7 +32,7 @@ pub struct Found {
 
 /// The loss of a batch and the gradient of its smoothed form with respect to every parameter.
 ///
-/// Dropout draws from one generator of the backend: with it, the parts go one after the other, so that the draws come in
+/// With dropout the parts are computed one after the other: the backend has one random generator, and its draws must come in
 /// one order.
 pub fn gradients<T: Task>(
     task: &T,

@@ -140,7 +140,7 @@ fn introduce<T: Task>(session: &Session<T>) {
     let Session { config, data, .. } = session;
     let kinds: Vec<&str> = session.task.vocabularies().iter().map(|vocabulary| vocabulary.kind).collect();
     note(format_args!(
-        "{}: {} training pairs, {} held-out sources; {}",
+        "{}: {} training examples, {} held out; {}",
         config.data_name(),
         data.train.len(),
         data.held_out.len(),
@@ -148,7 +148,7 @@ fn introduce<T: Task>(session: &Session<T>) {
     ));
     if data.too_long > 0 {
         note(format_args!(
-            "{} pairs have more than {} tokens and are left out; --set max_tokens=… takes them in",
+            "{} examples have more than {} tokens and are left out; --set max_tokens=… takes them in",
             data.too_long, config.max_tokens
         ));
     }
@@ -170,12 +170,12 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let held_out = spread(&session.data.held_out, limit);
     let mut text = String::new();
     if held_out.is_empty() {
-        text.push_str("no pairs were held out (about a twentieth is, by a hash of the source): no error rates\n");
+        text.push_str("nothing was held out (about a twentieth is, by a hash of the source): no error rates\n");
     } else {
-        note(format_args!("scoring {} held-out sources", held_out.len()));
+        note(format_args!("scoring {} held-out examples", held_out.len()));
         let scores = session.task.score(&model, &held_out, &how)?;
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
-        text.push_str("On held-out sources:\n");
+        text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
     let sources = T::samples(&session.config, &held_out);

@@ -1,7 +1,7 @@
 //! The learning rate of every step: up along a line, then down along half a cosine.
 
-/// Steps that are timed where a run is given in minutes. The rate may not begin to fall before, since until then nobody
-/// knows where it ends; the same holds for a run given in steps, so that both can be the same run.
+/// Steps that are timed where a run is given in minutes. Until then its end is not known, so the rate does not fall yet. The
+/// same holds for a run given in steps, so that both can be the same run.
 pub const TIMED_STEPS: usize = 20;
 
 /// The rate of step `step` (from 0), relative to the largest: `(step+1)/warmup` while warming up, 1 until

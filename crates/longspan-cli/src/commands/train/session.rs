@@ -97,14 +97,14 @@ impl<T: Task> Session<T> {
             }
             let step_started = Instant::now();
             let batch = batches.at(step);
-            let pairs = batch.len();
+            let examples = batch.len();
             let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
             let (loss, norm) = self.take(step, batch, rate)?;
             step += 1;
             let elapsed = started.elapsed().as_secs_f64();
             self.log.step(step, loss, rate, norm, before + elapsed)?;
-            recent.add(loss, pairs, step_started.elapsed().as_secs_f64());
+            recent.add(loss, examples, step_started.elapsed().as_secs_f64());
             if let (Some(minutes), true) = (self.config.minutes, step >= TIMED_STEPS) {
                 let seconds_each = elapsed / (step - first) as f64;
                 let left = (minutes * 60.0 - before - elapsed).max(0.0) / seconds_each;
@@ -122,8 +122,8 @@ impl<T: Task> Session<T> {
                 None => "timing the first steps".into(),
             };
             let of = steps.map_or("?".into(), |steps| steps.to_string());
-            let (loss, pairs_per_second) = (recent.loss(), recent.pairs_per_second());
-            let line = format_args!("step {step}/{of}  loss {loss:.3}  {pairs_per_second:.0} pairs/s  {left}");
+            let (loss, per_second) = (recent.loss(), recent.examples_per_second());
+            let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} examples/s  {left}");
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
@@ -207,17 +207,17 @@ impl<T: Task> Session<T> {
 struct Recent {
     weight: f64,
     loss: f64,
-    pairs: f64,
+    examples: f64,
     seconds: f64,
 }
 
 impl Recent {
     /// Takes in a step; one of 30 steps ago weighs a third of it.
-    fn add(&mut self, loss: f64, pairs: usize, seconds: f64) {
+    fn add(&mut self, loss: f64, examples: usize, seconds: f64) {
         const KEEP: f64 = 0.965;
         self.weight = KEEP * self.weight + 1.0;
         self.loss = KEEP * self.loss + loss;
-        self.pairs = KEEP * self.pairs + pairs as f64;
+        self.examples = KEEP * self.examples + examples as f64;
         self.seconds = KEEP * self.seconds + seconds;
     }
 
@@ -225,7 +225,7 @@ impl Recent {
         self.loss / self.weight
     }
 
-    fn pairs_per_second(&self) -> f64 {
-        self.pairs / self.seconds.max(1e-9)
+    fn examples_per_second(&self) -> f64 {
+        self.examples / self.seconds.max(1e-9)
     }
 }
