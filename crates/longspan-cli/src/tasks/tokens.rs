@@ -8,6 +8,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
+use tokenizers::ModelWrapper;
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;
@@ -60,7 +61,7 @@ pub enum Tokenizer {
     /// All 256 bytes.
     Bytes,
     /// A `tokenizer.json`, whole.
-    Json { tokenizer: Box<tokenizers::Tokenizer> },
+    Json { tokenizer: Box<Foreign> },
 }
 
 /// Entries in the order of their ids, without the special ones. Serialised as a list.
@@ -110,6 +111,66 @@ impl<'de> Deserialize<'de> for Vocabulary {
     }
 }
 
+/// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
+pub struct Foreign {
+    inner: tokenizers::Tokenizer,
+    /// The id that it gives to what it does not know.
+    unknown: Option<u32>,
+    /// The largest id.
+    last: u32,
+}
+
+/// Ids are 32-bit integers with a sign, and the special ones come before.
+const LARGEST_ID: u32 = i32::MAX as u32 - SPECIALS;
+
+impl TryFrom<tokenizers::Tokenizer> for Foreign {
+    type Error = anyhow::Error;
+
+    fn try_from(inner: tokenizers::Tokenizer) -> Result<Self> {
+        let unknown = match inner.get_model() {
+            ModelWrapper::BPE(model) => model.get_unk_token().as_ref().and_then(|token| inner.token_to_id(token)),
+            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
+            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
+            // Its field is private.
+            ModelWrapper::Unigram(model) => {
+                serde_json::to_value(model)?["unk_id"].as_u64().and_then(|id| u32::try_from(id).ok())
+            }
+        };
+        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
+        if last > LARGEST_ID {
+            bail!(
+                "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
+            );
+        }
+        Ok(Self { inner, unknown, last })
+    }
+}
+
+impl From<Foreign> for tokenizers::Tokenizer {
+    fn from(foreign: Foreign) -> Self {
+        foreign.inner
+    }
+}
+
+impl Foreign {
+    fn encode(&self, text: &str) -> Result<tokenizers::Encoding> {
+        self.inner.encode(text, false).map_err(|error| {
+            let start: String = text.chars().take(40).collect();
+            anyhow!(
+                "the tokenizer.json cannot encode {start:?}: {error}; if it has no unknown token, give it one (`unk_token` in \
+                 its vocabulary, or `unk_id`), or choose characters, words or bytes"
+            )
+        })
+    }
+
+    /// An id of this command. Unknown is the same for every kind of tokenizer.
+    fn id(&self, own: u32) -> u32 {
+        if Some(own) == self.unknown { UNKNOWN } else { own + SPECIALS }
+    }
+}
+
 impl Tokenizer {
     /// A tokenizer of this kind that knows all of `texts`.
     pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
@@ -132,6 +193,7 @@ impl Tokenizer {
                 // Batches are padded here, and a run has a limit of its own.
                 tokenizer.with_padding(None);
                 tokenizer.with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+                let tokenizer = Foreign::try_from(tokenizer).map_err(|error| anyhow!("{}: {error}", path.display()))?;
                 Self::Json { tokenizer: Box::new(tokenizer) }
             }
         })
@@ -166,7 +228,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
             Self::Bytes => 256,
             // Not the number of entries: ids may have gaps.
-            Self::Json { tokenizer } => tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1),
+            Self::Json { tokenizer } => tokenizer.last as usize + 1,
         };
         own + SPECIALS as usize
     }
@@ -178,12 +240,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
             Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
             Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
-            Self::Json { tokenizer } => {
-                let encoding = tokenizer
-                    .encode_fast(text, false)
-                    .map_err(|error| anyhow!("the tokenizer.json cannot encode {text:?}: {error}"))?;
-                encoding.get_ids().iter().map(|id| id + SPECIALS).collect()
-            }
+            Self::Json { tokenizer } => tokenizer.encode(text)?.get_ids().iter().map(|&id| tokenizer.id(id)).collect(),
         })
     }
 
@@ -199,7 +256,10 @@ impl Tokenizer {
             }
             Self::Json { tokenizer } => {
                 let ids: Vec<u32> = own.map(|id| id - SPECIALS).collect();
-                tokenizer.decode(&ids, true).map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}"))?
+                tokenizer
+                    .inner
+                    .decode(&ids, true)
+                    .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}"))?
             }
         })
     }
@@ -215,8 +275,19 @@ impl Tokenizer {
             Self::Words { vocabulary } => {
                 text.split_whitespace().filter(|word| vocabulary.id(word) == UNKNOWN).collect()
             }
-            // Bytes are all known; a tokenizer.json has rules of its own.
-            Self::Bytes | Self::Json { .. } => Vec::new(),
+            // Bytes are all known.
+            Self::Bytes => Vec::new(),
+            Self::Json { tokenizer } => match tokenizer.encode(text) {
+                Ok(encoding) => encoding
+                    .get_ids()
+                    .iter()
+                    .zip(encoding.get_offsets())
+                    .filter(|(id, _)| tokenizer.id(**id) == UNKNOWN)
+                    .filter_map(|(_, &(start, end))| text.get(start..end))
+                    .collect(),
+                // Answering the text reports the error.
+                Err(_) => Vec::new(),
+            },
         }
     }
 }
@@ -246,6 +317,35 @@ mod tests {
         assert_eq!(characters.unknown_pieces("BÜX"), ["X"]);
         assert_eq!(characters.unknown_pieces("bxé"), ["x", "é"]);
         assert_eq!(build(Kind::Words).unknown_pieces("bad dog"), ["dog"]);
+    }
+
+    #[test]
+    fn the_unknown_token_of_a_tokenizer_file_is_unknown() {
+        let json = |model: &str| {
+            let text = format!(
+                r#"{{"kind":"json","tokenizer":{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
+                "normalizer":null,"pre_tokenizer":{{"type":"Whitespace"}},"post_processor":null,"decoder":null,
+                "model":{model}}}}}"#
+            );
+            serde_json::from_str::<Tokenizer>(&text)
+        };
+        for model in [
+            r#"{"type":"WordLevel","vocab":{"cat":0,"dog":1,"[UNK]":2},"unk_token":"[UNK]"}"#,
+            r#"{"type":"WordPiece","vocab":{"cat":0,"dog":1,"[UNK]":2},"unk_token":"[UNK]",
+                "continuing_subword_prefix":"-","max_input_chars_per_word":100}"#,
+            r#"{"type":"Unigram","vocab":[["cat",-1.0],["dog",-1.0],["?",-9.0]],"unk_id":2,"byte_fallback":false}"#,
+            r#"{"type":"BPE","vocab":{"cat":0,"dog":1,"[UNK]":2},"merges":[],"unk_token":"[UNK]","fuse_unk":true,
+                "ignore_merges":true}"#,
+        ] {
+            let tokenizer = json(model).unwrap();
+            assert_eq!(tokenizer.encode("dog zebra cat").unwrap(), [5, UNKNOWN, 4], "{model}");
+            assert_eq!(tokenizer.unknown_pieces("dog zebra cat"), ["zebra"], "{model}");
+            assert_eq!(tokenizer.len(), 7);
+        }
+        let none = json(r#"{"type":"WordLevel","vocab":{"cat":0},"unk_token":"[UNK]"}"#).unwrap();
+        assert!(none.encode("dog").unwrap_err().to_string().contains("if it has no unknown token, give it one"));
+        let huge = json(r#"{"type":"WordLevel","vocab":{"cat":4000000000},"unk_token":"[UNK]"}"#).unwrap_err();
+        assert!(huge.to_string().contains("the id 4000000000"), "{huge}");
     }
 
     #[test]

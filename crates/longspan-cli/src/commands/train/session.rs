@@ -111,7 +111,7 @@ impl<T: Task> Session<T> {
                 let steps = step + left.round() as usize;
                 (self.config.steps, self.config.minutes) = (Some(steps), None);
                 self.folder.save_config(&self.config)?;
-                progress.note(&format!("{minutes} minutes make {steps} steps"));
+                progress.note(format_args!("{minutes} minutes make {steps} steps"));
             }
             let steps = self.config.known_steps();
             let left = match steps {
