@@ -230,11 +230,18 @@ impl Settings {
     }
 }
 
+/// The largest size: a product of two fits a 64-bit integer. What the memory has room for is checked with the model.
+const LARGEST: usize = i32::MAX as usize;
+
+/// The most threads that share a batch.
+const MOST_WORKERS: usize = 1024;
+
 impl RunConfig {
     /// Whether all values make sense, alone and together. The model checks the rest when it is made.
     pub fn check(&self) -> Result<()> {
-        let positive = [
+        let sizes = [
             ("max_tokens", self.max_tokens),
+            ("answer_tokens", self.answer_tokens.unwrap_or(1)),
             ("d_model", self.d_model),
             ("heads", self.heads),
             ("encoder_layers", self.encoder_layers),
@@ -242,9 +249,20 @@ impl RunConfig {
             ("d_ff", self.d_ff),
             ("batch_size", self.batch_size),
             ("checkpoint_steps", self.checkpoint_steps),
+            ("steps", self.steps.unwrap_or(1)),
         ];
-        if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
+        if let Some((key, _)) = sizes.iter().find(|(_, value)| *value == 0) {
             bail!("{key} = 0: expected at least 1; change it with --set {key}=…");
+        }
+        if let Some((key, value)) = sizes.iter().chain(&[("radius", self.radius)]).find(|(_, value)| *value > LARGEST) {
+            bail!("{key} = {value}: expected at most {LARGEST}; change it with --set {key}=…");
+        }
+        if let Some(workers) = self.workers
+            && !(1..=MOST_WORKERS).contains(&workers)
+        {
+            bail!(
+                "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
+            );
         }
         if !self.d_model.is_multiple_of(self.heads) {
             bail!("d_model = {} is not a multiple of heads = {}; change one with --set", self.d_model, self.heads);
@@ -291,6 +309,9 @@ impl RunConfig {
         let config: Self = serde_json::from_str(&text)
             .map_err(|error| anyhow!("{name}: {error}; the file is damaged: restore it or train again"))?;
         config.check().map_err(|error| anyhow!("{name}: {error:#}"))?;
+        if config.steps.is_none() && config.minutes.is_none() {
+            bail!("{name}: neither steps nor minutes are given; the file is damaged: restore it or train again");
+        }
         Ok(config)
     }
 }
@@ -358,6 +379,10 @@ mod tests {
             ("heads=3", "not a multiple of heads = 3"),
             ("dropout=1.0", "dropout = 1"),
             ("batch_size=0", "batch_size = 0"),
+            ("steps=0", "steps = 0"),
+            ("radius=100000000000", "radius = 100000000000: expected at most"),
+            ("workers=100000", "workers = 100000: expected 1 to 1024"),
+            ("workers=0", "workers = 0"),
             ("learning_rate=-1.0", "learning_rate = -1"),
             ("clip_norm=nan", "clip_norm"),
             ("minutes=0.0", "minutes = 0"),

@@ -1,11 +1,12 @@
 //! What a run can learn.
 //!
 //! [`Task`] says what a task is; [`pairs`] is the one there is. A task is built from [`tokens`], [`split`], [`batches`],
-//! [`lines`], [`attention`], [`workers`] and [`scores`], which know nothing of tasks. [`Trained`] is a run that has been read back.
+//! [`lines`], [`attention`], [`memory`], [`workers`] and [`scores`], which know nothing of tasks. [`Trained`] is a run that has been read back.
 
 pub mod attention;
 pub mod batches;
 pub mod lines;
+pub mod memory;
 pub mod pairs;
 pub mod scores;
 pub mod split;

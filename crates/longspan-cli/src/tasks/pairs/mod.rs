@@ -82,7 +82,7 @@ impl Task for Pairs {
     }
 
     fn model(&self, config: &RunConfig, device: &Device) -> Result<Seq2Seq> {
-        Ok(model::configure(config, self.source.len(), self.target.len())?.init(device)?)
+        model::model(config, &model::configure(config, self.source.len(), self.target.len())?, device)
     }
 
     fn size(pair: &Pair) -> (usize, usize) {

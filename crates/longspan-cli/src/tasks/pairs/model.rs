@@ -1,10 +1,13 @@
 //! The sequence-to-sequence model that settings describe.
 
 use anyhow::{Result, bail};
-use longspan::models::{Norm, Positions, Seq2SeqConfig};
+use burn::tensor::Device;
+use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
+use crate::tasks::memory::{self, NUMBER};
+use crate::tasks::workers::Workers;
 
 /// The model's configuration for these settings and vocabulary sizes.
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
@@ -27,6 +30,30 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         .with_attention(attention)
         .with_norm(norm)
         .with_positions(positions))
+}
+
+/// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
+pub fn model(config: &RunConfig, sizes: &Seq2SeqConfig, device: &Device) -> Result<Seq2Seq> {
+    // Blocks are alike, so one of each tells the size of all; a billion of them could not even be listed.
+    let one = sizes.clone().with_encoder_layers(1).with_decoder_layers(1).init(device)?;
+    let more = |layers: usize, block: f64| (layers as f64 - 1.0) * block;
+    let numbers = memory::numbers(&one)
+        + more(sizes.encoder_layers, memory::numbers(&one.encoder))
+        + more(sizes.decoder_layers, memory::numbers(&one.decoder));
+    let copies = if device.is_autodiff() {
+        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
+        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
+    } else {
+        // Weights and the file that they are read from.
+        2
+    };
+    memory::check(
+        numbers * copies as f64 * NUMBER,
+        || format!("a model of {numbers:.0} parameters"),
+        "lower d_model, d_ff, encoder_layers, decoder_layers, radius, max_tokens or workers with --set, or take tokenizers \
+         with smaller vocabularies",
+    )?;
+    Ok(sizes.init(device)?)
 }
 
 #[cfg(test)]
