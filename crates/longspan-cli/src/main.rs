@@ -1,34 +1,15 @@
 //! The command `longspan`: trains sequence-to-sequence transformers of linear cost on pairs of texts, runs and scores them,
 //! and explains what attention will cost.
 //!
-//! Reading order: this file dispatches; one file a subcommand ([`train`], [`predict`], [`eval`], [`explain`],
-//! [`mod@bench`], [`calibrate`], [`info`]); [`config`] gathers settings; [`attention`] turns a name into a mechanism,
-//! [`mechanisms`] compares all; [`data`] and [`tokens`] turn files into batches; [`model`] builds, saves and loads;
-//! [`answer`] decodes; [`run`] is the folder on disk; [`rates`] are what cost models go by; [`metrics`], [`plot`] and
-//! [`progress`] report.
+//! Reading order, each room knowing only those below it: this file reads arguments; [`commands`] has one file a verb;
+//! [`tasks`] says what can be learned; [`run`] is the folder on disk; [`terminal`] shows progress and plots.
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
-mod answer;
-mod attention;
-mod bench;
-mod calibrate;
-mod config;
-mod data;
-mod eval;
-mod explain;
-mod info;
-mod mechanisms;
-mod metrics;
-mod model;
-mod plot;
-mod predict;
-mod progress;
-mod rates;
+mod commands;
 mod run;
-mod signals;
-mod tokens;
-mod train;
+mod tasks;
+mod terminal;
 
 use std::io;
 use std::process::ExitCode;
@@ -36,7 +17,8 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
-use crate::progress::note;
+use crate::commands::{Outcome, bench, eval, explain, info, predict, train};
+use crate::terminal::notes::note;
 
 /// The version, and the notice that the embedded dictionary asks to be passed on with it.
 const LONG_VERSION: &str = concat!(
@@ -65,19 +47,8 @@ enum Command {
     Explain(explain::Arguments),
     /// Measure time and memory of attention over length, and draw them
     Bench(bench::Arguments),
-    /// Measure this machine, so that the fastest algorithm is chosen on it
-    Calibrate(calibrate::Arguments),
     /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
-}
-
-/// How a command ended, if not by an error.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// All was done.
-    Done,
-    /// A signal asked to stop; what there was is saved.
-    Interrupted,
 }
 
 fn main() -> ExitCode {
@@ -85,28 +56,19 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),
     };
-    let loaded = match (rates::load(), &arguments.command) {
-        // What is to be replaced need not be right.
-        (Err(error), Command::Calibrate(_)) => {
-            note(format!("warning: {error:#}").replace('\n', " "));
-            Ok(())
-        }
-        (loaded, _) => loaded,
-    };
-    let result = loaded.and_then(|()| match arguments.command {
+    let result = match arguments.command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Predict(arguments) => predict::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Explain(arguments) => explain::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
-        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
-    });
+    };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         // 128 + SIGINT, as shells report it.
         Ok(Outcome::Interrupted) => ExitCode::from(130),
-        // Whoever reads our output has had enough, as `head` does: that is no error.
+        // A closed pipe, as after `| head`, is not an error.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             note(format!("error: {error:#}").replace('\n', " "));
@@ -121,9 +83,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        note(
-            "error: no subcommand; give train, predict, eval, explain, bench, calibrate or info, or see longspan --help",
-        );
+        note("error: no subcommand; give train, predict, eval, explain, bench or info, or see longspan --help");
         return ExitCode::from(2);
     }
     let text = error.to_string();

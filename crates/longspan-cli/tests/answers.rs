@@ -150,6 +150,22 @@ fn words_bytes_and_a_tokenizer_file_serve_as_tokens() {
 }
 
 #[test]
+fn an_unknown_token_is_never_right() {
+    let place = Place::new();
+    place.write(
+        "tokenizer.json",
+        br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+        "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
+        "model":{"type":"WordLevel","vocab":{"cat":0,"dog":1,"[UNK]":2},"unk_token":"[UNK]"}}"#,
+    );
+    let pairs: String = (0..60).map(|i| format!("a{i}\tzebra{i}\n")).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    place.ok(&place.train("run", "40", &["--target-tokens", "tokenizer.json", "--learning-rate", "0.01"]));
+    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    assert_eq!(value["sequence_error_rate"]["rate"], 1.0, "{value}");
+}
+
+#[test]
 fn the_cost_model_is_explained() {
     let place = Place::new();
     let table = place.ok(&["explain", "--length", "8192", "--radius", "64", "--causal"]);

@@ -170,3 +170,29 @@ fn settings_and_weights_of_different_runs_do_not_mix() {
     fs::copy(place.path("wide/model.safetensors"), place.path("run/model.safetensors")).unwrap();
     place.fails(&["predict", "run", "pairs.tsv"], &["run/model.safetensors: ", "the model wants"]);
 }
+
+#[test]
+fn sizes_are_checked_before_memory_is_asked_for() {
+    let place = Place::new();
+    for (setting, parts) in [
+        ("d_model=1000000000", ["a model of ", "GB are free; lower d_model"]),
+        ("d_ff=2000000000", ["a model of ", "GB are free; lower d_model"]),
+        ("d_ff=1000000000000", ["d_ff = 1000000000000", "at most"]),
+        ("radius=2000000000", ["a model of ", "radius"]),
+        ("encoder_layers=1000000000", ["a model of ", "encoder_layers"]),
+        ("workers=100000", ["workers = 100000", "1 to 1024"]),
+    ] {
+        place.fails(&place.train("run", "3", &["--set", setting]), &parts);
+        assert!(!place.path("run").exists(), "{setting}");
+    }
+    place.fails(&place.train("run", "0", &[]), &["steps = 0: expected at least 1"]);
+    place.write(
+        "huge.json",
+        br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,"pre_tokenizer":null,
+        "post_processor":null,"decoder":null,
+        "model":{"type":"WordLevel","vocab":{"cat":0,"[UNK]":1900000000},"unk_token":"[UNK]"}}"#,
+    );
+    place.fails(&place.train("run", "3", &["--source-tokens", "huge.json"]), &["a model of ", "vocabularies"]);
+    place.trained("run");
+    place.fails(&["predict", "run", "pairs.tsv", "--beam", "1000000000"], &["--beam 1000000000 would take about"]);
+}

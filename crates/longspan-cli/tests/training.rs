@@ -13,7 +13,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
     let output = place.run(&place.train("run", "12", &["--seed", "3", "--set", "checkpoint_steps=5"]));
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{stderr}");
-    for part in ["held-out sources:", "token error rate", "sequence error rate", "95 % confidence", "predict run"] {
+    for part in ["held-out examples:", "token error rate", "sequence error rate", "95 % confidence", "predict run"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     assert!(stderr.contains("step 12/12"), "{stderr}");

@@ -47,8 +47,6 @@ impl Place {
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_longspan"));
         command.args(arguments).current_dir(self.0.path()).stdin(Stdio::null());
-        // Nobody's own settings have a part in tests.
-        command.env("XDG_CONFIG_HOME", self.0.path().join("settings")).env_remove("LONGSPAN_CALIBRATION");
         command
     }
 

@@ -1,0 +1,106 @@
+//! `longspan info`: what a run folder holds, verified.
+
+mod mechanisms;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use burn::module::Module;
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::Outcome;
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::tasks::{Task, Trained, for_task};
+use crate::terminal::progress::duration;
+
+/// What `longspan info` takes.
+#[derive(Args)]
+pub struct Arguments {
+    /// The folder of a run
+    #[arg(required_unless_present = "mechanisms")]
+    run: Option<PathBuf>,
+    /// Compare all mechanisms instead: what each can do and what it costs
+    #[arg(long, conflicts_with = "run")]
+    mechanisms: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Describes a run after reading and verifying all of it.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let Some(run) = &arguments.run else { return mechanisms::run(arguments.json) };
+    let folder = RunFolder::open(run)?;
+    let config = folder.load_config()?;
+    for_task!(&config, describe(arguments.json, folder, config))
+}
+
+fn describe<T: Task>(json: bool, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+    let trained = Trained::<T>::load(folder, config)?;
+    // Answering does not need the checkpoint; --resume does.
+    let saved = trained.load_saved()?;
+    let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
+    let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let last = |key: &str| metrics.iter().rev().map(|line| &line[key]).find(|value| !value.is_null()).cloned();
+    let (config, run) = (&trained.config, trained.folder.path());
+    let vocabularies = trained.task.vocabularies();
+    let mut out = std::io::stdout().lock();
+    if json {
+        let mut value = json!({
+            "run": run.display().to_string(),
+            "step": saved.step,
+            "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
+            "seconds": saved.seconds,
+            "parameters": trained.model.num_params(),
+            "loss": last("loss"),
+            "development_loss": last("development_loss"),
+            "held_out": last("held_out"),
+            "config": config,
+        });
+        for vocabulary in vocabularies {
+            value[format!("{}_vocabulary", vocabulary.side)] = json!(vocabulary.size);
+        }
+        writeln!(out, "{value}")?;
+        return Ok(Outcome::Done);
+    }
+    let steps = config.known_steps();
+    writeln!(out, "run         {}", run.display())?;
+    writeln!(out, "data        {}", config.data_name())?;
+    let tokens: Vec<String> = vocabularies.iter().map(|v| format!("{} ({} tokens)", v.kind, v.size)).collect();
+    writeln!(out, "tokens      {}", tokens.join(" → "))?;
+    writeln!(
+        out,
+        "model       {} attention, {}+{} blocks, width {}, {} heads: {} parameters",
+        config.attention,
+        config.encoder_layers,
+        config.decoder_layers,
+        config.d_model,
+        config.heads,
+        trained.model.num_params()
+    )?;
+    writeln!(
+        out,
+        "training    step {} of {}, {}",
+        saved.step,
+        steps.map_or("?".into(), |steps| steps.to_string()),
+        duration(saved.seconds)
+    )?;
+    if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
+        writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
+    }
+    if let Some(held_out) = last("held_out") {
+        for (key, name) in [("token_error_rate", "token"), ("sequence_error_rate", "sequence")] {
+            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
+            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
+                writeln!(out, "{name:<11} error rate {rate:.1} % ({low:.1} … {high:.1} %) on held-out sources")?;
+            }
+        }
+    }
+    if steps.is_none_or(|steps| saved.step < steps) {
+        writeln!(out, "unfinished  go on with: longspan train --resume {}", run.display())?;
+    }
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,10 @@
+//! How a command ends.
+
+/// How a command ended, if not by an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All was done.
+    Done,
+    /// A signal asked to stop; the work until then is saved.
+    Interrupted,
+}

@@ -1,0 +1,152 @@
+//! `longspan predict`: answers lines as they come.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::thread;
+
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use serde_json::json;
+
+use super::Outcome;
+use super::search::Search;
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::tasks::workers::Workers;
+use crate::tasks::{Task, Trained, for_task, lines};
+use crate::terminal::notes::note;
+
+/// Lines answered together, if so many are there already.
+const BATCH: usize = 256;
+
+/// What `longspan predict` takes.
+#[derive(Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    search: Search,
+    /// A file with one source a line; standard input if not given
+    file: Option<PathBuf>,
+    /// Print a JSON object for each line, with all answers of the beam and their log-probabilities
+    #[arg(long)]
+    json: bool,
+}
+
+/// Answers every line in order, each as soon as it can be.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let (folder, config) = arguments.search.open()?;
+    for_task!(&config, answer(arguments, folder, config))
+}
+
+fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+    let trained = Trained::<T>::load(folder, config)?;
+    let workers = Workers::new(Workers::usual_count())?;
+    let how = trained.answering(arguments.search.beam, &workers);
+    let (name, reader): (String, Box<dyn BufRead + Send>) = match &arguments.file {
+        Some(path) => {
+            let name = path.display().to_string();
+            let file = File::open(path)
+                .map_err(|error| anyhow!("cannot read {name}: {error}; check the name and the permissions"))?;
+            (name, Box::new(BufReader::new(file)))
+        }
+        None => ("standard input".into(), Box::new(BufReader::new(io::stdin()))),
+    };
+    let lines = read_ahead(reader);
+    let mut out = io::stdout().lock();
+    let mut reported = HashSet::new();
+    let mut number = 0;
+    while let Some((batch, failure)) = next_batch(&lines) {
+        let mut texts = Vec::with_capacity(batch.len());
+        let mut bad_line = None;
+        for line in batch {
+            number += 1;
+            match lines::utf8(&line, &format!("{name}, line {number}")) {
+                Ok(text) => texts.push(text.to_string()),
+                Err(error) => {
+                    bad_line = Some(error);
+                    break;
+                }
+            }
+        }
+        // What came before a bad line is still answered.
+        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+        warn_unknown(&trained.task, &texts, &mut reported);
+        for (text, answers) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?) {
+            let best = answers.first();
+            if arguments.json {
+                let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
+                writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
+            } else {
+                writeln!(out, "{}", best.map_or("", |answer| &answer.target))?;
+            }
+        }
+        out.flush()?;
+        if let Some(error) = bad_line {
+            return Err(error);
+        }
+        if let Some(error) = failure {
+            bail!("cannot read {name} after line {number}: {error}; check that it is a file of text");
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+/// Reads lines on a thread of its own: a line is answered as soon as it is there, and lines that wait are answered together.
+fn read_ahead(mut reader: Box<dyn BufRead + Send>) -> Receiver<io::Result<Vec<u8>>> {
+    let (sender, receiver) = mpsc::sync_channel(4 * BATCH);
+    thread::spawn(move || {
+        loop {
+            let mut line = Vec::new();
+            let message = match reader.read_until(b'\n', &mut line) {
+                Ok(0) => return,
+                Ok(_) => {
+                    if line.ends_with(b"\n") {
+                        line.pop();
+                    }
+                    if line.ends_with(b"\r") {
+                        line.pop();
+                    }
+                    Ok(line)
+                }
+                Err(error) => Err(error),
+            };
+            let failed = message.is_err();
+            if sender.send(message).is_err() || failed {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+/// Waits for a line and takes those that are there already, with the error that ended them. `None` at the end.
+fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Option<io::Error>)> {
+    let mut batch = Vec::new();
+    let mut message = lines.recv().ok()?;
+    loop {
+        match message {
+            Ok(line) => batch.push(line),
+            Err(error) => return Some((batch, Some(error))),
+        }
+        if batch.len() == BATCH {
+            return Some((batch, None));
+        }
+        message = match lines.try_recv() {
+            Ok(next) => next,
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Some((batch, None)),
+        };
+    }
+}
+
+/// Says once for each piece that it did not occur in training.
+fn warn_unknown(task: &impl Task, texts: &[&str], reported: &mut HashSet<String>) {
+    for text in texts {
+        for piece in task.unknown_pieces(text) {
+            if reported.insert(piece.to_string()) {
+                note(format_args!("note: {piece:?} did not occur in training; it is taken as unknown"));
+            }
+        }
+    }
+}

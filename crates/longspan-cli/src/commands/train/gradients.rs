@@ -1,0 +1,211 @@
+//! Weights of a new model, and the gradient of a batch, computed in parts at the same time.
+
+use anyhow::{Result, anyhow};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use crate::tasks::Task;
+use crate::tasks::workers::Workers;
+
+/// Draws the weights of a new model, from the seed alone.
+pub fn draw<M: Module>(model: M, seed: u64) -> M {
+    /// Weights are drawn when they are first looked at; this looks at them in the order of the model.
+    struct Draw;
+    impl ModuleVisitor for Draw {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            param.val();
+        }
+    }
+    Device::flex().seed(seed);
+    model.visit(&mut Draw);
+    model
+}
+
+/// The loss and gradient of a batch.
+pub struct Found {
+    /// The mean of `−log p` over the predicted tokens, in nats, without smoothing.
+    pub loss: f64,
+    /// The gradient of the smoothed loss.
+    pub gradients: GradientsParams,
+}
+
+/// The loss of a batch and the gradient of its smoothed form with respect to every parameter.
+///
+/// With dropout the parts are computed one after the other: the backend has one random generator, and its draws must come in
+/// one order.
+pub fn gradients<T: Task>(
+    task: &T,
+    model: &T::Model,
+    batch: &[&T::Example],
+    smoothing: f64,
+    dropout: bool,
+    workers: &Workers,
+) -> Result<Found> {
+    let tokens: usize = batch.iter().map(|example| T::size(example).0).sum();
+    let device = Device::flex().autodiff();
+    let parts = workers.run(batch, dropout, |part| {
+        // A graph of its own for each part: parts that shared leaves would wait for each other.
+        let model = model.clone().fork(&device);
+        let loss = task.loss(&model, part, smoothing, &device)?;
+        let scale = 1.0 / tokens as f64;
+        let plain = loss.plain.into_scalar::<f32>();
+        let gradients = loss.smoothed.mul_scalar(scale).backward();
+        Ok((f64::from(plain), GradientsParams::from_grads(gradients, &model)))
+    })?;
+    let mut parts = parts.into_iter();
+    let (mut loss, mut sum) = parts.next().ok_or_else(|| anyhow!("a batch without examples"))?;
+    for (other_loss, other) in parts {
+        loss += other_loss;
+        sum = added(model, sum, other);
+    }
+    Ok(Found { loss: loss / tokens as f64, gradients: sum })
+}
+
+/// The mean loss over `examples` in nats per token, batch by batch; no gradients.
+pub fn mean_loss<T: Task>(
+    task: &T,
+    model: &T::Model,
+    examples: &[T::Example],
+    batch_size: usize,
+    workers: &Workers,
+) -> Result<f64> {
+    let model = model.valid();
+    let device = Device::flex();
+    let mut ordered: Vec<&T::Example> = examples.iter().collect();
+    ordered.sort_by_key(|example| T::size(example));
+    let parts = workers.run(&ordered, false, |part| {
+        let mut sum = 0.0;
+        for batch in part.chunks(batch_size) {
+            sum += f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>());
+        }
+        Ok(sum)
+    })?;
+    let tokens: usize = examples.iter().map(|example| T::size(example).0).sum();
+    Ok(parts.iter().sum::<f64>() / tokens as f64)
+}
+
+/// The sum of two gradients.
+fn added(model: &impl Module, one: GradientsParams, other: GradientsParams) -> GradientsParams {
+    struct Adding {
+        one: GradientsParams,
+        other: GradientsParams,
+        sum: GradientsParams,
+    }
+    impl ModuleVisitor for Adding {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let sum = match (self.one.remove::<D>(param.id), self.other.remove::<D>(param.id)) {
+                (Some(one), Some(other)) => one + other,
+                (Some(only), None) | (None, Some(only)) => only,
+                (None, None) => return,
+            };
+            self.sum.register(param.id, sum);
+        }
+    }
+    let mut adding = Adding { one, other, sum: GradientsParams::new() };
+    model.visit(&mut adding);
+    adding.sum
+}
+
+/// Scales gradients down so that the norm over all parameters is at most `limit`; returns the norm before.
+pub fn clip(model: &impl Module, gradients: &mut GradientsParams, limit: f64) -> f64 {
+    struct Norm<'a> {
+        gradients: &'a GradientsParams,
+        squares: f64,
+    }
+    impl ModuleVisitor for Norm<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.gradients.get::<D>(param.id) {
+                self.squares += f64::from(gradient.clone().mul(gradient).sum().into_scalar::<f32>());
+            }
+        }
+    }
+    struct Scale<'a> {
+        gradients: &'a mut GradientsParams,
+        factor: f64,
+    }
+    impl ModuleVisitor for Scale<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.gradients.remove::<D>(param.id) {
+                self.gradients.register(param.id, gradient.mul_scalar(self.factor));
+            }
+        }
+    }
+    let mut norm = Norm { gradients, squares: 0.0 };
+    model.visit(&mut norm);
+    let norm = norm.squares.sqrt();
+    if norm.is_finite() && norm > limit {
+        model.visit(&mut Scale { gradients, factor: limit / norm });
+    }
+    norm
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::config::RunConfig;
+    use crate::tasks::pairs::Pairs;
+
+    /// A tiny model of pairs of unequal lengths, empty ones among them.
+    fn tiny() -> (Pairs, <Pairs as Task>::Model, Vec<<Pairs as Task>::Example>) {
+        let file = tempfile::Builder::new().suffix(".tsv").tempfile().unwrap();
+        std::fs::write(file.path(), "abc\tba\nb\tabca\n\tc\nacbba\t\nbb\tcc\nca\tac\n").unwrap();
+        let pairs = Some(file.path().to_path_buf());
+        let mut config = RunConfig { pairs, d_model: 8, heads: 2, d_ff: 8, radius: 2, ..RunConfig::default() };
+        let (task, data) = Pairs::begin(&mut config).unwrap();
+        assert!(data.train.len() >= 4, "{} pairs are left", data.train.len());
+        let model = draw(task.model(&config, &Device::flex().autodiff()).unwrap(), 3);
+        (task, model, data.train)
+    }
+
+    #[test]
+    fn parts_add_up_to_the_whole() {
+        let (task, model, pairs) = tiny();
+        let batch: Vec<_> = pairs.iter().collect();
+        let found = |workers| {
+            let mut found = gradients(&task, &model, &batch, 0.1, false, &Workers::new(workers).unwrap()).unwrap();
+            (found.loss, clip(&model, &mut found.gradients, f64::MAX))
+        };
+        let (loss, norm) = found(1);
+        for workers in [2, 3, 8] {
+            let parts = found(workers);
+            assert!((parts.0 - loss).abs() < 1e-5 * loss, "{} {loss}", parts.0);
+            assert!((parts.1 - norm).abs() < 1e-5 * norm, "{} {norm}", parts.1);
+        }
+        let mean = mean_loss(&task, &model, &pairs, 2, &Workers::new(2).unwrap()).unwrap();
+        assert!((mean - loss).abs() < 1e-5 * loss, "{mean} {loss}");
+    }
+
+    #[test]
+    fn every_parameter_has_a_gradient_and_clipping_bounds_their_norm() {
+        struct Count(usize);
+        impl ModuleVisitor for Count {
+            fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
+                self.0 += 1;
+            }
+        }
+        let (task, model, pairs) = tiny();
+        let batch: Vec<_> = pairs.iter().collect();
+        let mut found = gradients(&task, &model, &batch, 0.0, false, &Workers::new(2).unwrap()).unwrap();
+        let mut count = Count(0);
+        model.visit(&mut count);
+        assert_eq!(found.gradients.len(), count.0);
+        let before = clip(&model, &mut found.gradients, 0.25);
+        assert!(before > 0.25, "{before}");
+        assert!((clip(&model, &mut found.gradients, 0.25) - 0.25).abs() < 1e-5);
+    }
+
+    #[test]
+    fn weights_depend_on_the_seed() {
+        let (task, _, _) = tiny();
+        let bytes = |seed| {
+            let config = RunConfig { d_model: 8, heads: 2, d_ff: 8, radius: 2, ..RunConfig::default() };
+            let model = draw(task.model(&config, &Device::flex()).unwrap(), seed);
+            let file = tempfile::NamedTempFile::new().unwrap();
+            longspan::checkpoint::save_weights(file.path(), &model).unwrap();
+            std::fs::read(file.path()).unwrap()
+        };
+        assert_eq!(bytes(1), bytes(1));
+        assert_ne!(bytes(1), bytes(2));
+    }
+}

@@ -1,0 +1,281 @@
+//! `longspan train`: from data to a run folder.
+//!
+//! Reading order: this file gathers settings and reports; [`session`] takes the steps; [`gradients`] and [`schedule`] say
+//! what a step does.
+
+mod gradients;
+mod schedule;
+mod session;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow, bail};
+use burn::module::Module;
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::Outcome;
+use crate::run::config::{self, RunConfig, Settings};
+use crate::run::folder::{Lock, RunFolder};
+use crate::tasks::attention;
+use crate::tasks::task::Answering;
+use crate::tasks::{Task, for_task};
+use crate::terminal::notes::note;
+use crate::terminal::samples;
+use crate::terminal::signals::Stop;
+use session::Session;
+
+/// What `longspan train` takes. Flags win over --set, --set wins over --config.
+#[derive(Args)]
+#[command(after_long_help = keys_help())]
+pub struct Arguments {
+    /// Pairs to learn from: a .tsv (source, tab, target) or a .jsonl with "source" and "target"; without it, the CMU
+    /// pronouncing dictionary
+    #[arg(long, value_name = "FILE")]
+    pairs: Option<PathBuf>,
+    /// The folder to make for the run; by default one under runs/
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    out: Option<PathBuf>,
+    /// Go on with a run that was interrupted
+    #[arg(long, value_name = "DIR")]
+    resume: Option<PathBuf>,
+    /// Settings from a TOML file
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// One setting, such as --set d_model=96; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    #[arg(long, value_name = "NAME", help = format!("The mechanism: {}", attention::names()))]
+    attention: Option<String>,
+    /// characters, words, bytes, or a tokenizer.json
+    #[arg(long, value_name = "TOKENS")]
+    source_tokens: Option<String>,
+    /// characters, words, bytes, or a tokenizer.json
+    #[arg(long, value_name = "TOKENS")]
+    target_tokens: Option<String>,
+    /// Optimiser steps
+    #[arg(long, value_name = "N", conflicts_with = "minutes")]
+    steps: Option<usize>,
+    /// Train about this long: the first steps are timed, then the number of steps is fixed
+    #[arg(long, value_name = "M")]
+    minutes: Option<f64>,
+    /// Of initial weights and the order of examples
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Pairs in a batch
+    #[arg(long, value_name = "N")]
+    batch_size: Option<usize>,
+    /// The largest learning rate
+    #[arg(long, value_name = "RATE")]
+    learning_rate: Option<f64>,
+}
+
+/// Settings that --resume may change.
+const CHANGEABLE: [&str; 4] = ["steps", "checkpoint_steps", "evaluate", "answer_tokens"];
+
+/// Trains, and reports how well the run does on what it has not seen.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let stop = Stop::listen()?;
+    match &arguments.resume {
+        Some(path) => resume(arguments, path, &stop),
+        None => begin(arguments, &stop),
+    }
+}
+
+/// A new run.
+fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
+    let mut settings = Settings::new()?;
+    gather(&mut settings, arguments)?;
+    let config = settings.finish()?;
+    let path = arguments.out.clone().unwrap_or_else(|| unused_default(&config));
+    if path.join("config.json").exists() {
+        let name = path.display();
+        bail!("{name} holds a run already; go on with --resume {name}, or choose another folder with --out");
+    }
+    fn with<T: Task>(path: &Path, config: RunConfig, stop: &Stop) -> Result<Outcome> {
+        finish(Session::<T>::begin(path, config)?, stop)
+    }
+    for_task!(&config, with(&path, config, stop))
+}
+
+/// A run that goes on from its last checkpoint.
+fn resume(arguments: &Arguments, path: &Path, stop: &Stop) -> Result<Outcome> {
+    let folder = RunFolder::open(path)?;
+    let lock = folder.lock()?;
+    let stored = folder.load_config()?;
+    let mut settings = Settings::of(&stored)?;
+    gather(&mut settings, arguments)?;
+    let config = settings.finish()?;
+    if let Some(key) = settings.changed(&stored)?.into_iter().find(|key| !CHANGEABLE.contains(&key.as_str())) {
+        bail!(
+            "--resume {}: `{key}` is fixed by the run; only {} may change: train a new run with --out",
+            path.display(),
+            CHANGEABLE.join(", ")
+        );
+    }
+    fn with<T: Task>(folder: RunFolder, lock: Lock, config: RunConfig, stop: &Stop) -> Result<Outcome> {
+        finish(Session::<T>::resume(folder, lock, config)?, stop)
+    }
+    for_task!(&config, with(folder, lock, config, stop))
+}
+
+/// Takes the steps that are left, and reports.
+fn finish<T: Task>(mut session: Session<T>, stop: &Stop) -> Result<Outcome> {
+    introduce(&session);
+    if session.train(stop)? == Outcome::Interrupted {
+        let name = session.folder.path().display();
+        note(format_args!(
+            "stopped after step {} and saved; go on with: longspan train --resume {name}",
+            session.step()
+        ));
+        return Ok(Outcome::Interrupted);
+    }
+    stop.nothing_to_save();
+    report(&mut session)?;
+    Ok(Outcome::Done)
+}
+
+/// Says what is about to happen.
+fn introduce<T: Task>(session: &Session<T>) {
+    let Session { config, data, .. } = session;
+    let kinds: Vec<&str> = session.task.vocabularies().iter().map(|vocabulary| vocabulary.kind).collect();
+    note(format_args!(
+        "{}: {} training examples, {} held out; {}",
+        config.data_name(),
+        data.train.len(),
+        data.held_out.len(),
+        kinds.join(" → ")
+    ));
+    if data.too_long > 0 {
+        note(format_args!(
+            "{} examples have more than {} tokens and are left out; --set max_tokens=… takes them in",
+            data.too_long, config.max_tokens
+        ));
+    }
+    let [encoder, decoder] = [config.encoder_layers, config.decoder_layers];
+    note(format_args!(
+        "{} attention, {encoder}+{decoder} blocks, width {}: {} parameters; run folder {}",
+        config.attention,
+        config.d_model,
+        session.model.num_params(),
+        session.folder.path().display()
+    ));
+}
+
+/// Scores held-out examples and prints what to do next.
+fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
+    let model = session.model.valid();
+    let how = Answering { config: &session.config, beam: 1, workers: &session.workers };
+    let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
+    let held_out = spread(&session.data.held_out, limit);
+    let mut text = String::new();
+    if held_out.is_empty() {
+        text.push_str("nothing was held out (about a twentieth is, by a hash of the source): no error rates\n");
+    } else {
+        note(format_args!("scoring {} held-out examples", held_out.len()));
+        let scores = session.task.score(&model, &held_out, &how)?;
+        session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
+        text.push_str("On held-out examples:\n");
+        text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
+    }
+    let sources = T::samples(&session.config, &held_out);
+    if !sources.is_empty() {
+        let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
+        let answers = session.task.answer(&model, &sources, &how)?.into_iter().map(|beam| beam.into_iter().next());
+        let answers = answers.map(|best| best.map(|answer| answer.target).unwrap_or_default());
+        let samples: Vec<(String, String)> = sources.iter().map(|&source| source.into()).zip(answers).collect();
+        text.push_str(&format!("\nIt says:\n{}", samples::table(&samples)));
+    }
+    let name = session.folder.path().display();
+    let example = sources.iter().find(|sample| !sample.contains('\'')).map_or("hello", String::as_str);
+    text.push_str(&format!("\nThe run is in {name}; its loss curve is {name}/loss.svg. Next:\n"));
+    text.push_str(&format!("  echo '{example}' | {} predict {name}\n", program()));
+    use std::io::Write as _;
+    write!(std::io::stdout(), "{text}")?;
+    Ok(())
+}
+
+/// How this program was called, for commands that can be typed as they are.
+fn program() -> &'static str {
+    // `cargo run` sets this for the programs it starts.
+    if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "longspan" }
+}
+
+/// Gathers settings: flags win over --set, --set wins over the file.
+fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
+    if let Some(path) = &arguments.config {
+        settings.read_file(path)?;
+    }
+    for assignment in &arguments.set {
+        settings.set_text(assignment)?;
+    }
+    let flags: [(&str, &str, Option<Value>); 9] = [
+        ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
+        ("attention", "--attention", arguments.attention.as_ref().map(|name| json!(name))),
+        ("source_tokens", "--source-tokens", arguments.source_tokens.as_ref().map(|name| json!(name))),
+        ("target_tokens", "--target-tokens", arguments.target_tokens.as_ref().map(|name| json!(name))),
+        ("steps", "--steps", arguments.steps.map(|n| json!(n))),
+        ("minutes", "--minutes", arguments.minutes.map(|n| number("--minutes", n)).transpose()?),
+        ("seed", "--seed", arguments.seed.map(|n| json!(n))),
+        ("batch_size", "--batch-size", arguments.batch_size.map(|n| json!(n))),
+        (
+            "learning_rate",
+            "--learning-rate",
+            arguments.learning_rate.map(|n| number("--learning-rate", n)).transpose()?,
+        ),
+    ];
+    for (key, flag, value) in flags {
+        if let Some(value) = value {
+            settings.set(key, value, flag)?;
+        }
+    }
+    if arguments.steps.is_some() {
+        // `minutes` in a file would win over `steps`.
+        settings.set("minutes", Value::Null, "--steps")?;
+    }
+    Ok(())
+}
+
+/// A path as a setting, which is text.
+fn text(flag: &str, path: &Path) -> Result<Value> {
+    let text =
+        path.to_str().ok_or_else(|| anyhow!("{flag} {}: the name is not UTF-8; rename the file", path.display()))?;
+    Ok(json!(text))
+}
+
+/// A number as a setting: JSON has neither infinity nor NaN.
+fn number(flag: &str, value: f64) -> Result<Value> {
+    if value.is_finite() { Ok(json!(value)) } else { bail!("{flag} {value}: expected a finite number") }
+}
+
+/// A folder under `runs/` that does not exist yet.
+fn unused_default(config: &RunConfig) -> PathBuf {
+    let stem = match config.data() {
+        Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
+        None => "cmudict".into(),
+    };
+    let first = Path::new("runs").join(&stem);
+    let numbered = (2..).map(|n: u32| Path::new("runs").join(format!("{stem}-{n}")));
+    std::iter::once(first.clone()).chain(numbered).find(|path| !path.exists()).unwrap_or(first)
+}
+
+/// At most `limit` examples, evenly from all.
+fn spread<E: Clone>(examples: &[E], limit: usize) -> Vec<E> {
+    let count = examples.len().min(limit);
+    (0..count).map(|place| examples[place * examples.len() / count].clone()).collect()
+}
+
+/// The table of keys for `--help`.
+fn keys_help() -> String {
+    let mut text = String::from("Keys of --config and --set, with their defaults:\n");
+    let defaults = serde_json::to_value(RunConfig::default()).unwrap_or_default();
+    for (key, meaning) in config::KEYS {
+        let default = match &defaults[key] {
+            Value::Null => "-".into(),
+            Value::String(name) => name.clone(),
+            other => other.to_string(),
+        };
+        text.push_str(&format!("  {key:<17} {default:<7} {meaning}\n"));
+    }
+    text
+}

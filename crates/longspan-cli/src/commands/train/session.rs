@@ -1,0 +1,231 @@
+//! A run while it trains: steps, checkpoints, the log.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Result, anyhow, bail};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+
+use super::gradients::{clip, draw, gradients, mean_loss};
+use super::schedule::{TIMED_STEPS, relative_rate};
+use crate::commands::Outcome;
+use crate::run::checkpoint::{Saved, optimizer};
+use crate::run::config::RunConfig;
+use crate::run::folder::{Lock, RunFolder};
+use crate::run::log::MetricsLog;
+use crate::run::write::write_atomic;
+use crate::tasks::Task;
+use crate::tasks::batches::{Batches, SplitMix};
+use crate::tasks::task::Data;
+use crate::tasks::workers::Workers;
+use crate::terminal::notes::note;
+use crate::terminal::progress::{Progress, duration};
+use crate::terminal::signals::Stop;
+
+/// A run in training.
+pub struct Session<T: Task> {
+    pub folder: RunFolder,
+    _lock: Lock,
+    pub config: RunConfig,
+    pub task: T,
+    pub data: Data<T>,
+    pub workers: Workers,
+    pub model: T::Model,
+    optimizer: ModuleOptimizer,
+    pub saved: Saved,
+    pub log: MetricsLog,
+}
+
+impl<T: Task> Session<T> {
+    /// A new run.
+    pub fn begin(path: &Path, mut config: RunConfig) -> Result<Self> {
+        let (task, data) = T::begin(&mut config)?;
+        let per_epoch = data.train.len().div_ceil(config.batch_size);
+        config.steps.get_or_insert(8000.min((60 * per_epoch).max(1000)));
+        let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
+        let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
+        let optimizer = optimizer(&config);
+        let saved = Saved { step: 0, seconds: 0.0, data_sha256: data.sha256.clone() };
+        let (folder, lock) = RunFolder::create(path, |draft| {
+            draft.save_config(&config)?;
+            task.store(draft)?;
+            write_atomic(&draft.metrics(), b"")?;
+            draft.save(&model, &optimizer, &saved)
+        })?;
+        let log = MetricsLog::open(&folder, 0)?;
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
+    }
+
+    /// A run that goes on from its last checkpoint, with settings that may have changed.
+    pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
+        let task = T::load(&folder)?;
+        let model = task.model(&config, &Device::flex().autodiff())?;
+        let (model, optimizer, saved) = folder.load_checkpoint(model, optimizer(&config))?;
+        let data = task.data(&config)?;
+        if data.sha256 != saved.data_sha256 {
+            let name = config.data_name();
+            bail!("{name} is not what this run began with; restore the file, or train a new run with --out");
+        }
+        folder.repair(&model)?;
+        folder.save_config(&config)?;
+        let log = MetricsLog::open(&folder, saved.step)?;
+        let workers = Workers::new(config.workers.unwrap_or(1))?;
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
+    }
+
+    /// Steps taken up to the last checkpoint.
+    pub fn step(&self) -> usize {
+        self.saved.step
+    }
+
+    /// Takes steps until the run is complete or someone asks to stop.
+    pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
+        let lengths = self.data.train.iter().map(T::size).collect();
+        let mut batches = Batches::new(lengths, self.config.batch_size, self.config.seed);
+        let first = self.step();
+        let mut progress = Progress::new();
+        let (started, before) = (Instant::now(), self.saved.seconds);
+        let mut recent = Recent::default();
+        let mut step = first;
+        // Until the length of a run in minutes is known, as long as it takes.
+        while self.config.known_steps().is_none_or(|steps| step < steps) {
+            if stop.asked() {
+                drop(progress);
+                self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
+                return Ok(Outcome::Interrupted);
+            }
+            let step_started = Instant::now();
+            let batch = batches.at(step);
+            let examples = batch.len();
+            let steps = self.config.known_steps().unwrap_or(usize::MAX);
+            let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
+            let (loss, norm) = self.take(step, batch, rate)?;
+            step += 1;
+            let elapsed = started.elapsed().as_secs_f64();
+            self.log.step(step, loss, rate, norm, before + elapsed)?;
+            recent.add(loss, examples, step_started.elapsed().as_secs_f64());
+            if let (Some(minutes), true) = (self.config.minutes, step >= TIMED_STEPS) {
+                let seconds_each = elapsed / (step - first) as f64;
+                let left = (minutes * 60.0 - before - elapsed).max(0.0) / seconds_each;
+                let steps = step + left.round() as usize;
+                (self.config.steps, self.config.minutes) = (Some(steps), None);
+                self.folder.save_config(&self.config)?;
+                progress.note(format_args!("{minutes} minutes make {steps} steps"));
+            }
+            let steps = self.config.known_steps();
+            let left = match steps {
+                Some(steps) => {
+                    let seconds = elapsed / (step - first) as f64 * (steps - step) as f64;
+                    format!("{} left", duration(seconds))
+                }
+                None => "timing the first steps".into(),
+            };
+            let of = steps.map_or("?".into(), |steps| steps.to_string());
+            let (loss, per_second) = (recent.loss(), recent.examples_per_second());
+            let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} examples/s  {left}");
+            progress.update(step, steps, line);
+            if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
+                self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
+            }
+        }
+        drop(progress);
+        if step > self.step() {
+            let seconds = before + started.elapsed().as_secs_f64();
+            self.save_checkpoint(step, seconds)?;
+            note(format_args!("{step} steps in {}", duration(seconds)));
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// Takes one step; returns its loss and the norm of its gradient.
+    fn take(&mut self, step: usize, places: &[usize], rate: f64) -> Result<(f64, f64)> {
+        let batch: Vec<&T::Example> = places.iter().map(|&place| &self.data.train[place]).collect();
+        let dropout = self.config.dropout > 0.0;
+        if dropout {
+            let seed = SplitMix::new(self.config.seed, step as u64 + 1).next();
+            Device::flex().seed(seed);
+        }
+        let mut found =
+            gradients(&self.task, &self.model, &batch, self.config.label_smoothing, dropout, &self.workers)?;
+        let norm = clip(&self.model, &mut found.gradients, self.config.clip_norm);
+        for (name, value) in [("loss", found.loss), ("gradient", norm)] {
+            if !value.is_finite() {
+                return Err(self.diverged(step + 1, name, value));
+            }
+        }
+        self.model = self.optimizer.step(rate, self.model.clone(), found.gradients);
+        Ok((found.loss, norm))
+    }
+
+    fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
+        anyhow!(
+            "the {what} became {value} at step {step}; the checkpoint of step {} in {} is kept: train again with a lower \
+             --learning-rate than {}",
+            self.step(),
+            self.folder.path().display(),
+            self.config.learning_rate
+        )
+    }
+
+    /// Saves weights that are known to give finite losses, with the curve so far.
+    fn save_checkpoint(&mut self, step: usize, seconds: f64) -> Result<()> {
+        if step == self.step() {
+            return Ok(());
+        }
+        // Without development examples, training examples serve to check that the loss is finite.
+        let probe = if self.data.development.is_empty() {
+            &self.data.train[..self.data.train.len().min(self.config.batch_size)]
+        } else {
+            &self.data.development
+        };
+        let loss = mean_loss(&self.task, &self.model, probe, self.config.batch_size.max(64), &self.workers)?;
+        if !loss.is_finite() {
+            return Err(self.diverged(step, "held-out loss", loss));
+        }
+        if !self.data.development.is_empty() {
+            self.log.development(step, loss)?;
+        }
+        self.log.sync(&self.title())?;
+        let saved = Saved { step, seconds, ..self.saved.clone() };
+        self.folder.save(&self.model, &self.optimizer, &saved)?;
+        self.saved = saved;
+        Ok(())
+    }
+
+    fn title(&self) -> String {
+        let name = match self.config.data() {
+            Some(path) => path.file_name().unwrap_or_default().display().to_string(),
+            None => "CMU dictionary".into(),
+        };
+        format!("{name}, {} attention", self.config.attention)
+    }
+}
+
+/// Means over the last steps, for the display.
+#[derive(Default)]
+struct Recent {
+    weight: f64,
+    loss: f64,
+    examples: f64,
+    seconds: f64,
+}
+
+impl Recent {
+    /// Takes in a step; one of 30 steps ago weighs a third of it.
+    fn add(&mut self, loss: f64, examples: usize, seconds: f64) {
+        const KEEP: f64 = 0.965;
+        self.weight = KEEP * self.weight + 1.0;
+        self.loss = KEEP * self.loss + loss;
+        self.examples = KEEP * self.examples + examples as f64;
+        self.seconds = KEEP * self.seconds + seconds;
+    }
+
+    fn loss(&self) -> f64 {
+        self.loss / self.weight
+    }
+
+    fn examples_per_second(&self) -> f64 {
+        self.examples / self.seconds.max(1e-9)
+    }
+}

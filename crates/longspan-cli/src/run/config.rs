@@ -1,0 +1,396 @@
+//! All settings of a run. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// The settings of a training run: the keys of `--config`, `--set` and `config.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// Pairs to learn from; without them, the CMU dictionary.
+    pub pairs: Option<PathBuf>,
+    /// `characters`, `words`, `bytes`, or the path of a `tokenizer.json`.
+    pub source_tokens: Option<String>,
+    /// As `source_tokens`.
+    pub target_tokens: Option<String>,
+    /// Training pairs with more tokens than this on a side are left out.
+    pub max_tokens: usize,
+    /// Answers end after so many tokens; by default a quarter more than the longest training target has.
+    pub answer_tokens: Option<usize>,
+
+    /// The mechanism of self-attention, by its name.
+    pub attention: String,
+    /// Its options; see `longspan explain --attention NAME`.
+    #[serde(default)]
+    pub attention_options: Map<String, Value>,
+    /// The feature map `φ`, for mechanisms that have one.
+    pub feature_map: String,
+    /// How far Shaw's relative positions reach.
+    pub radius: usize,
+    /// Width of the model.
+    pub d_model: usize,
+    /// Attention heads, each `d_model / heads` wide.
+    pub heads: usize,
+    /// Blocks of the encoder.
+    pub encoder_layers: usize,
+    /// Blocks of the decoder.
+    pub decoder_layers: usize,
+    /// Width inside the feed-forward layers.
+    pub d_ff: usize,
+    /// Share of activations dropped while training.
+    pub dropout: f64,
+    /// Normalise before (`pre`) or after (`post`) each sublayer.
+    pub norm: String,
+
+    /// Seed of initial weights, the order of examples, and dropout.
+    pub seed: u64,
+    /// Optimiser steps; by default 8000, or 60 passes over the pairs (at least 1000 steps) where that is less.
+    pub steps: Option<usize>,
+    /// Train about this long instead: the first steps are timed, then `steps` is fixed.
+    pub minutes: Option<f64>,
+    /// Pairs in a batch.
+    pub batch_size: usize,
+    /// The largest rate of the schedule.
+    pub learning_rate: f64,
+    /// Steps in which the rate rises from 0; after them it falls along a cosine.
+    pub warmup_steps: usize,
+    /// AdamW's decay of weights.
+    pub weight_decay: f64,
+    /// Probability mass that the training targets spread over all tokens.
+    pub label_smoothing: f64,
+    /// Gradients with a larger norm are scaled down to it.
+    pub clip_norm: f64,
+    /// Threads that share each batch; by default one a core, at most 8. Part of what makes a run repeatable to the bit.
+    pub workers: Option<usize>,
+    /// A checkpoint is written every so many steps, and at the end.
+    pub checkpoint_steps: usize,
+    /// Held-out sources that are scored at the end; 0 for all.
+    pub evaluate: usize,
+}
+
+impl Default for RunConfig {
+    fn default() -> Self {
+        Self {
+            pairs: None,
+            source_tokens: None,
+            target_tokens: None,
+            max_tokens: 512,
+            answer_tokens: None,
+            attention: "shaw".into(),
+            attention_options: Map::new(),
+            feature_map: "elu+1".into(),
+            radius: 8,
+            d_model: 128,
+            heads: 4,
+            encoder_layers: 2,
+            decoder_layers: 2,
+            d_ff: 256,
+            dropout: 0.0,
+            norm: "pre".into(),
+            seed: 1,
+            steps: None,
+            minutes: None,
+            batch_size: 64,
+            learning_rate: 4e-3,
+            warmup_steps: 100,
+            weight_decay: 0.01,
+            label_smoothing: 0.05,
+            clip_norm: 1.0,
+            workers: None,
+            checkpoint_steps: 500,
+            evaluate: 0,
+        }
+    }
+}
+
+/// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
+pub const KEYS: [(&str, &str); 28] = [
+    ("pairs", "a .tsv or .jsonl of pairs; the CMU dictionary without it"),
+    ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
+    ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
+    ("max_tokens", "longer training pairs are left out"),
+    ("answer_tokens", "longest answer; a quarter more than the longest training target"),
+    ("attention", "the mechanism; `longspan info --mechanisms` lists them"),
+    ("attention_options", "its options, such as {relative = {shared = true}}"),
+    (
+        "feature_map",
+        "elu+1, relu, softplus, exp, prf, nprf, dpfp, taylor2 or hedgehog, where the mechanism has one; some with options, such as prf:128:seed=7",
+    ),
+    ("radius", "how far Shaw's relative positions reach"),
+    ("d_model", "width of the model"),
+    ("heads", "attention heads; they divide d_model"),
+    ("encoder_layers", "blocks of the encoder"),
+    ("decoder_layers", "blocks of the decoder"),
+    ("d_ff", "width inside the feed-forward layers"),
+    ("dropout", "share of activations dropped in training"),
+    ("norm", "pre or post: where layer norms stand"),
+    ("seed", "of initial weights, the order of pairs, and dropout"),
+    ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less"),
+    ("minutes", "train about this long instead"),
+    ("batch_size", "pairs in a batch"),
+    ("learning_rate", "the largest rate of the schedule"),
+    ("warmup_steps", "steps in which the rate rises"),
+    ("weight_decay", "AdamW's decay of weights"),
+    ("label_smoothing", "probability mass spread over all tokens"),
+    ("clip_norm", "gradients with a larger norm are scaled down"),
+    ("workers", "threads that share each batch; one a core, at most 8"),
+    ("checkpoint_steps", "steps between checkpoints"),
+    ("evaluate", "held-out sources scored at the end; 0 for all"),
+];
+
+/// Settings as they are gathered, one source over the other.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    values: Map<String, Value>,
+}
+
+impl Settings {
+    /// The defaults.
+    pub fn new() -> Result<Self> {
+        Self::of(&RunConfig::default())
+    }
+
+    /// The settings of a run.
+    pub fn of(config: &RunConfig) -> Result<Self> {
+        match serde_json::to_value(config)? {
+            Value::Object(values) => Ok(Self { values }),
+            other => bail!("settings are {other}, not a table; this is a bug: report it"),
+        }
+    }
+
+    /// The keys whose values differ from those of `config`.
+    pub fn changed(&self, config: &RunConfig) -> Result<Vec<String>> {
+        let other = serde_json::to_value(config)?;
+        // Not the raw values: `2` and `2.0` are the same number.
+        let own = serde_json::to_value(self.build()?)?;
+        Ok(self.values.keys().filter(|key| own[*key] != other[*key]).cloned().collect())
+    }
+
+    /// Sets one key; `origin` names where it comes from in errors.
+    pub fn set(&mut self, key: &str, value: Value, origin: &str) -> Result<()> {
+        if !self.values.contains_key(key) {
+            let known: Vec<&str> = self.values.keys().map(String::as_str).collect();
+            let nearest = nearest(key, &known).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
+            bail!("{origin}: unknown key `{key}`; {nearest}known are {}", known.join(", "));
+        }
+        let old = self.values.insert(key.to_string(), value.clone());
+        if let Err(error) = self.build() {
+            if let Some(old) = old {
+                self.values.insert(key.to_string(), old);
+            }
+            bail!("{origin}: `{key}` = {value}: {error}; see the table of keys in `longspan train --help`");
+        }
+        Ok(())
+    }
+
+    /// Takes all keys of a TOML file.
+    pub fn read_file(&mut self, path: &Path) -> Result<()> {
+        let name = path.display().to_string();
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| anyhow!("cannot read {name}: {error}; check the name, and that it is UTF-8 text"))?;
+        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
+            let at = error.span().map_or(0, |span| span.start.min(text.len()));
+            let line = text.as_bytes()[..at].iter().filter(|&&byte| byte == b'\n').count() + 1;
+            anyhow!("{name}, line {line}: {}; write lines such as `steps = 500`", error.message().replace('\n', " "))
+        })?;
+        for (key, value) in table {
+            self.set(&key, serde_json::to_value(value)?, &name)?;
+        }
+        Ok(())
+    }
+
+    /// Takes one `key=value`; the value is read as TOML, and as text where it is none.
+    pub fn set_text(&mut self, assignment: &str) -> Result<()> {
+        let Some((key, value)) = assignment.split_once('=') else {
+            bail!("--set {assignment}: no `=` in it; write --set key=value");
+        };
+        let (key, value) = (key.trim(), value.trim());
+        let value = match format!("value = {value}").parse::<toml::Table>() {
+            Ok(mut table) => match table.remove("value") {
+                Some(value) => serde_json::to_value(value)?,
+                None => Value::String(value.to_string()),
+            },
+            Err(_) => Value::String(value.to_string()),
+        };
+        self.set(key, value, "--set")
+    }
+
+    fn build(&self) -> Result<RunConfig, serde_json::Error> {
+        serde_json::from_value(Value::Object(self.values.clone()))
+    }
+
+    /// The settings, checked against each other.
+    pub fn finish(&self) -> Result<RunConfig> {
+        let config = self.build()?;
+        config.check()?;
+        Ok(config)
+    }
+}
+
+/// The largest size: a product of two fits a 64-bit integer. What the memory has room for is checked with the model.
+const LARGEST: usize = i32::MAX as usize;
+
+/// The most threads that share a batch.
+const MOST_WORKERS: usize = 1024;
+
+impl RunConfig {
+    /// Whether all values make sense, alone and together. The model checks the rest when it is made.
+    pub fn check(&self) -> Result<()> {
+        let sizes = [
+            ("max_tokens", self.max_tokens),
+            ("answer_tokens", self.answer_tokens.unwrap_or(1)),
+            ("d_model", self.d_model),
+            ("heads", self.heads),
+            ("encoder_layers", self.encoder_layers),
+            ("decoder_layers", self.decoder_layers),
+            ("d_ff", self.d_ff),
+            ("batch_size", self.batch_size),
+            ("checkpoint_steps", self.checkpoint_steps),
+            ("steps", self.steps.unwrap_or(1)),
+        ];
+        if let Some((key, _)) = sizes.iter().find(|(_, value)| *value == 0) {
+            bail!("{key} = 0: expected at least 1; change it with --set {key}=…");
+        }
+        if let Some((key, value)) = sizes.iter().chain(&[("radius", self.radius)]).find(|(_, value)| *value > LARGEST) {
+            bail!("{key} = {value}: expected at most {LARGEST}; change it with --set {key}=…");
+        }
+        if let Some(workers) = self.workers
+            && !(1..=MOST_WORKERS).contains(&workers)
+        {
+            bail!(
+                "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
+            );
+        }
+        if !self.d_model.is_multiple_of(self.heads) {
+            bail!("d_model = {} is not a multiple of heads = {}; change one with --set", self.d_model, self.heads);
+        }
+        let fractions = [("dropout", self.dropout), ("label_smoothing", self.label_smoothing)];
+        if let Some((key, value)) = fractions.iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
+            bail!("{key} = {value}: expected a number from 0 to below 1; change it with --set {key}=…");
+        }
+        let above = [("learning_rate", self.learning_rate), ("clip_norm", self.clip_norm)];
+        if let Some((key, value)) = above.iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
+            bail!("{key} = {value}: expected a number above 0; change it with --set {key}=…");
+        }
+        if !(self.weight_decay >= 0.0 && self.weight_decay.is_finite()) {
+            bail!("weight_decay = {}: expected 0 or more; change it with --set weight_decay=…", self.weight_decay);
+        }
+        if let Some(minutes) = self.minutes
+            && !(minutes > 0.0 && minutes.is_finite())
+        {
+            bail!("minutes = {minutes}: expected a number above 0; change it with --minutes");
+        }
+        Ok(())
+    }
+
+    /// How many steps the run takes; `None` while a run in minutes is being timed.
+    pub fn known_steps(&self) -> Option<usize> {
+        if self.minutes.is_some() { None } else { self.steps }
+    }
+
+    /// The file that the run learns from; without one, the CMU dictionary.
+    pub fn data(&self) -> Option<&Path> {
+        self.pairs.as_deref()
+    }
+
+    /// What the run learns from, for people.
+    pub fn data_name(&self) -> String {
+        self.data().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string())
+    }
+
+    /// Reads `config.json` of a run folder.
+    pub fn load(path: &Path) -> Result<Self> {
+        let name = path.display();
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| anyhow!("cannot read {name}: {error}; the run folder is incomplete"))?;
+        let config: Self = serde_json::from_str(&text)
+            .map_err(|error| anyhow!("{name}: {error}; the file is damaged: restore it or train again"))?;
+        config.check().map_err(|error| anyhow!("{name}: {error:#}"))?;
+        if config.steps.is_none() && config.minutes.is_none() {
+            bail!("{name}: neither steps nor minutes are given; the file is damaged: restore it or train again");
+        }
+        Ok(config)
+    }
+}
+
+/// The known name closest to `name`, if one is close enough to be meant.
+pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+    let plain = |text: &str| text.to_lowercase().replace('-', "_");
+    let wanted = plain(name);
+    known
+        .iter()
+        .map(|candidate| (strsim::levenshtein(&wanted, &plain(candidate)), *candidate))
+        .min()
+        .filter(|(distance, candidate)| *distance <= candidate.len().max(wanted.len()) / 2)
+        .map(|(_, candidate)| candidate)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_sources_win_and_types_are_checked() {
+        let mut settings = Settings::new().unwrap();
+        settings.set_text("steps=7").unwrap();
+        settings.set_text("attention = kernelized").unwrap();
+        settings.set_text("learning_rate=1e-4").unwrap();
+        settings.set_text("steps=8").unwrap();
+        let config = settings.finish().unwrap();
+        assert_eq!((config.steps, config.attention.as_str(), config.learning_rate), (Some(8), "kernelized", 1e-4));
+        let error = settings.set_text("steps=many").unwrap_err().to_string();
+        assert!(error.contains("`steps` = \"many\""), "{error}");
+        assert_eq!(settings.finish().unwrap().steps, Some(8), "a refused value leaves the old one");
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let mut settings = Settings::new().unwrap();
+        let error = settings.set_text("learning-rat=1").unwrap_err().to_string();
+        assert!(error.contains("did you mean `learning_rate`?") && error.contains("known are"), "{error}");
+        assert!(!settings.set_text("qqqqqqqq=1").unwrap_err().to_string().contains("did you mean"));
+        assert!(settings.set_text("steps").unwrap_err().to_string().contains("no `=`"));
+    }
+
+    #[test]
+    fn every_key_is_explained() {
+        let settings = Settings::new().unwrap();
+        let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
+        let mut explained: Vec<&str> = KEYS.iter().map(|(key, _)| *key).collect();
+        known.sort_unstable();
+        explained.sort_unstable();
+        assert_eq!(explained, known);
+    }
+
+    #[test]
+    fn a_whole_number_serves_where_a_fraction_is_wanted() {
+        let mut settings = Settings::new().unwrap();
+        settings.set_text("clip_norm=2").unwrap();
+        settings.set_text("minutes=3").unwrap();
+        assert_eq!(settings.finish().unwrap().minutes, Some(3.0));
+    }
+
+    #[test]
+    fn senseless_values_are_named() {
+        for (assignment, part) in [
+            ("heads=3", "not a multiple of heads = 3"),
+            ("dropout=1.0", "dropout = 1"),
+            ("batch_size=0", "batch_size = 0"),
+            ("steps=0", "steps = 0"),
+            ("radius=100000000000", "radius = 100000000000: expected at most"),
+            ("workers=100000", "workers = 100000: expected 1 to 1024"),
+            ("workers=0", "workers = 0"),
+            ("learning_rate=-1.0", "learning_rate = -1"),
+            ("clip_norm=nan", "clip_norm"),
+            ("minutes=0.0", "minutes = 0"),
+        ] {
+            let mut settings = Settings::new().unwrap();
+            let result = settings.set_text(assignment).and_then(|()| settings.finish().map(drop));
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains(part), "{assignment}: {error}");
+        }
+    }
+}

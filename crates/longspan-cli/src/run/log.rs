@@ -1,0 +1,73 @@
+//! `metrics.jsonl`: a line for every step and every measurement, and the curves that are drawn from it.
+
+use std::fs::{self, File};
+use std::io::Write;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::folder::RunFolder;
+use super::write::{cannot_write, write_atomic};
+use crate::terminal::plot::{LossCurve, Point};
+
+/// The metrics of a run, open for more.
+pub struct MetricsLog {
+    folder: RunFolder,
+    file: File,
+    /// Loss of every training batch.
+    pub training: Vec<Point>,
+    /// Loss on development examples.
+    pub development: Vec<Point>,
+}
+
+impl MetricsLog {
+    /// Opens the log at a checkpoint: lines beyond `step` and a line cut short are removed.
+    pub fn open(folder: &RunFolder, step: usize) -> Result<Self> {
+        let path = folder.metrics();
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let lines: Vec<(&str, Value)> = text
+            .lines()
+            .filter_map(|line| Some((line, serde_json::from_str::<Value>(line).ok()?)))
+            .filter(|(_, value)| value["step"].as_u64().is_some_and(|at| at <= step as u64))
+            .collect();
+        let kept: String = lines.iter().flat_map(|(line, _)| [line, "\n"]).collect();
+        if kept != text || !path.exists() {
+            write_atomic(&path, kept.as_bytes())?;
+        }
+        let curve = |key: &str| {
+            let point = |value: &Value| Some((value["step"].as_f64()?, value[key].as_f64()?));
+            lines.iter().filter_map(|(_, value)| point(value)).collect()
+        };
+        let file = File::options().append(true).open(&path).map_err(|error| cannot_write(&path, error))?;
+        Ok(Self { folder: folder.clone(), file, training: curve("loss"), development: curve("development_loss") })
+    }
+
+    /// Adds a line.
+    pub fn write(&mut self, value: &Value) -> Result<()> {
+        let line = format!("{value}\n");
+        self.file.write_all(line.as_bytes()).map_err(|error| cannot_write(&self.folder.metrics(), error))
+    }
+
+    /// Adds a step.
+    pub fn step(&mut self, step: usize, loss: f64, learning_rate: f64, gradient_norm: f64, seconds: f64) -> Result<()> {
+        self.training.push((step as f64, loss));
+        self.write(&json!({
+            "step": step, "loss": loss, "learning_rate": learning_rate, "gradient_norm": gradient_norm,
+            "seconds": (seconds * 1e3).round() / 1e3,
+        }))
+    }
+
+    /// Adds a measurement on development examples.
+    pub fn development(&mut self, step: usize, loss: f64) -> Result<()> {
+        self.development.push((step as f64, loss));
+        self.write(&json!({ "step": step, "development_loss": loss }))
+    }
+
+    /// Waits until all lines are on the disk, and draws the curve anew.
+    pub fn sync(&self, title: &str) -> Result<()> {
+        self.file.sync_data().map_err(|error| cannot_write(&self.folder.metrics(), error))?;
+        let curve = LossCurve { training: &self.training, development: &self.development, title };
+        write_atomic(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
+        write_atomic(&self.folder.loss_curve("png"), &curve.png()?)
+    }
+}

@@ -1,0 +1,55 @@
+//! Writing files in one piece, and what to say when that fails.
+
+use std::io;
+use std::path::Path;
+
+use anyhow::{Result, anyhow};
+use longspan::checkpoint;
+
+/// Replaces a file in one piece: readers see the old contents or the new ones.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
+    checkpoint::write_atomically(path, bytes).map_err(write_error)
+}
+
+/// A file that could not be written, and the mend.
+pub fn write_error(error: longspan::Error) -> anyhow::Error {
+    match &error {
+        longspan::Error::Io { source, .. } => anyhow!("{error}; {}", mend(source)),
+        _ => error.into(),
+    }
+}
+
+/// As [`write_error`], of a file that is not written through the library.
+pub fn cannot_write(path: &Path, source: io::Error) -> anyhow::Error {
+    write_error(longspan::Error::Io { path: path.to_path_buf(), action: "write", source })
+}
+
+/// What to do about a failed write.
+pub fn mend(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "make room (a run that has begun goes on with --resume), or choose another folder with --out"
+        }
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            "choose a folder that can be written with --out"
+        }
+        _ => "choose another folder with --out",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writing_replaces_in_one_piece_and_leaves_no_draft() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("file");
+        write_atomic(&path, b"one").unwrap();
+        write_atomic(&path, b"two").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 1);
+        let below_a_file = path.join("x");
+        assert!(write_atomic(&below_a_file, b"").unwrap_err().to_string().starts_with("cannot write"));
+    }
+}

@@ -1,0 +1,126 @@
+//! The mechanism that settings name, with its options.
+
+use anyhow::{Result, anyhow, bail};
+use longspan::attention::{AftFullOptions, AftLocalOptions, AttentionConfig};
+use longspan::kernels::FeatureMap;
+use serde_json::{Map, Value, json};
+
+use crate::run::config::{RunConfig, nearest};
+
+/// The names of all mechanisms, for help and errors.
+pub fn names() -> String {
+    AttentionConfig::NAMES.join(", ")
+}
+
+/// The mechanism of a run whose sequences have up to so many positions.
+pub fn of_run(config: &RunConfig, positions: usize) -> Result<AttentionConfig> {
+    let feature_map: FeatureMap = config.feature_map.parse()?;
+    let feature_map = json!(feature_map.to_string());
+    // Settings with keys of their own.
+    let everywhere = [
+        ("/kernel/feature_map", feature_map.clone()),
+        ("/feature_map", feature_map),
+        ("/relative/radius", json!(config.radius)),
+        // Tables by position have a row for every position of the longest sequence.
+        ("/length", json!(AftLocalOptions::default().length.max(positions))),
+    ];
+    let attention = named(&config.attention, &everywhere, &config.attention_options)?;
+    if let AttentionConfig::AftFull(AftFullOptions { length, .. })
+    | AttentionConfig::AftLocal(AftLocalOptions { length, .. }) = &attention
+        && *length < positions
+    {
+        bail!(
+            "attention_options: length = {length} has no room for the {positions} positions that max_tokens and \
+             answer_tokens allow; raise it, or lower those with --set"
+        );
+    }
+    Ok(attention)
+}
+
+/// The mechanism `name`. Its options are, from weakest to strongest: its defaults; those of `everywhere` (a path in the
+/// options and a value) that the mechanism has; `options`, all of which it must have.
+pub fn named(name: &str, everywhere: &[(&str, Value)], options: &Map<String, Value>) -> Result<AttentionConfig> {
+    let Some(default) = AttentionConfig::by_name(name) else {
+        let nearest = nearest(name, AttentionConfig::NAMES);
+        let nearest = nearest.map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
+        bail!("unknown attention {name:?}; {nearest}known are {}", names())
+    };
+    let mut value = serde_json::to_value(default)?;
+    for (path, given) in everywhere {
+        if let Some(option) = value.pointer_mut(path) {
+            *option = given.clone();
+        }
+    }
+    let known = value.clone();
+    merge(&mut value, options);
+    serde_json::from_value(value).map_err(|error| {
+        let mut known = known;
+        if let Some(table) = known.as_object_mut() {
+            table.remove("mechanism");
+        }
+        anyhow!("attention_options: {error}; the options of {name} are {known}")
+    })
+}
+
+/// Merges `over` into a table, entry by entry and deep. A table of another `kind` replaces the old one: it has other
+/// entries.
+fn merge(under: &mut Value, over: &Map<String, Value>) {
+    let Value::Object(under) = under else { return };
+    for (key, value) in over {
+        match (under.get_mut(key), value) {
+            (Some(table @ Value::Object(_)), Value::Object(inner))
+                if inner.get("kind").is_none_or(|kind| table.get("kind") == Some(kind)) =>
+            {
+                merge(table, inner);
+            }
+            _ => {
+                under.insert(key.clone(), value.clone());
+            }
+        }
+    }
+}
+
+/// A table of options as it is typed, `{radius = 4}` or `radius = 4`.
+pub fn options(text: &str) -> Result<Map<String, Value>> {
+    let braced = if text.trim_start().starts_with('{') { text.to_owned() } else { format!("{{{text}}}") };
+    let table: toml::Table = format!("options = {braced}")
+        .parse()
+        .map_err(|_| anyhow!("--options {text}: expected options such as radius=4 or {{radius = 4, shared = true}}"))?;
+    match serde_json::to_value(table)? {
+        Value::Object(mut table) => match table.remove("options") {
+            Some(Value::Object(options)) => Ok(options),
+            other => bail!("--options {text}: expected options such as radius=4, got {other:?}"),
+        },
+        other => bail!("--options {text}: expected a table, got {other}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn options_lie_over_each_other() {
+        let radius = [("/relative/radius", json!(3)), ("/nowhere", json!(1))];
+        let given = options("relative = {shared = true}").unwrap();
+        let config = serde_json::to_value(named("shaw", &radius, &given).unwrap()).unwrap();
+        assert_eq!(config["relative"], json!({"radius": 3, "content": true, "shared": true, "raw": false}));
+        let table = named("toeplitz", &[], &options("bias = {kind = 'table', reach = 3}").unwrap()).unwrap();
+        assert_eq!(serde_json::to_value(table).unwrap()["bias"], json!({"kind": "table", "reach": 3}));
+        let unknown = named("shaw", &[], &options("{width = 3}").unwrap()).unwrap_err().to_string();
+        assert!(unknown.contains("`width`") && unknown.contains("radius"), "{unknown}");
+        assert!(named("shaw", &[], &options("relative.radius = 'x'").unwrap()).is_err());
+        assert!(options("radius").unwrap_err().to_string().contains("radius=4"));
+    }
+
+    #[test]
+    fn unknown_names_are_answered_with_all() {
+        let error = named("shw", &[], &Map::new()).unwrap_err().to_string();
+        assert!(error.contains("did you mean `shaw`"), "{error}");
+        for name in AttentionConfig::NAMES {
+            assert!(error.contains(name), "{error}");
+            named(name, &[], &Map::new()).unwrap();
+        }
+    }
+}

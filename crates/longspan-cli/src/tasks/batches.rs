@@ -1,0 +1,135 @@
+//! Which examples make up the batch of a step, and token lists as one padded tensor.
+//!
+//! A batch depends on the seed and the step alone, so that a resumed run sees the batches of one that was not interrupted.
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use super::tokens::PAD;
+
+/// SplitMix64 (Steele, Lea and Flood 2014): small, and the same on every machine and in every version, which the random
+/// generators of libraries do not promise.
+#[derive(Debug, Clone)]
+pub struct SplitMix(u64);
+
+impl SplitMix {
+    /// The stream of `seed` and `stream`.
+    pub fn new(seed: u64, stream: u64) -> Self {
+        let mut mixed = Self(seed);
+        let base = mixed.next();
+        Self(base ^ stream.wrapping_mul(0xd134_2543_de82_ef95))
+    }
+
+    /// The next number.
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Shuffles in place (Fisher and Yates).
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            // The bias of the remainder is below len / 2⁶⁴.
+            let other = (self.next() % (last as u64 + 1)) as usize;
+            items.swap(last, other);
+        }
+    }
+}
+
+/// Batches whose examples are of similar length, in an order that is random anew in every epoch.
+#[derive(Debug)]
+pub struct Batches {
+    /// What examples are sorted by within a pool.
+    lengths: Vec<(usize, usize)>,
+    batch_size: usize,
+    seed: u64,
+    /// The epoch that `order` belongs to.
+    epoch: Option<usize>,
+    order: Vec<usize>,
+    /// Bounds of the batches in `order`, themselves in random order.
+    bounds: Vec<(usize, usize)>,
+}
+
+/// Batches that are sorted by length together. Enough that the lengths within a batch are nearly equal (padding below
+/// 3 % on the dictionary), and few enough that short and long batches mix within an epoch.
+const POOL: usize = 50;
+
+impl Batches {
+    /// Batches over examples of these sizes (tokens predicted, tokens read).
+    pub fn new(lengths: Vec<(usize, usize)>, batch_size: usize, seed: u64) -> Self {
+        Self { lengths, batch_size, seed, epoch: None, order: Vec::new(), bounds: Vec::new() }
+    }
+
+    /// Batches in one epoch.
+    pub fn per_epoch(&self) -> usize {
+        self.lengths.len().div_ceil(self.batch_size)
+    }
+
+    /// The examples of a step's batch.
+    pub fn at(&mut self, step: usize) -> &[usize] {
+        let (epoch, index) = (step / self.per_epoch(), step % self.per_epoch());
+        if self.epoch != Some(epoch) {
+            self.arrange(epoch);
+        }
+        let (start, end) = self.bounds[index];
+        &self.order[start..end]
+    }
+
+    fn arrange(&mut self, epoch: usize) {
+        let mut random = SplitMix::new(self.seed, epoch as u64);
+        self.order = (0..self.lengths.len()).collect();
+        random.shuffle(&mut self.order);
+        for pool in self.order.chunks_mut(self.batch_size * POOL) {
+            pool.sort_by_key(|&example| self.lengths[example]);
+        }
+        let n = self.order.len();
+        self.bounds = (0..n).step_by(self.batch_size).map(|start| (start, (start + self.batch_size).min(n))).collect();
+        random.shuffle(&mut self.bounds);
+        self.epoch = Some(epoch);
+    }
+}
+
+/// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.
+pub fn padded(rows: &[&[u32]], device: &Device) -> (Tensor<2, Int>, Vec<usize>) {
+    let longest = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+    let mut ids = Vec::with_capacity(rows.len() * longest);
+    for row in rows {
+        ids.extend(row.iter().map(|&id| id as i32));
+        ids.extend(std::iter::repeat_n(PAD as i32, longest - row.len()));
+    }
+    let tensor = Tensor::from_data(TensorData::new(ids, [rows.len(), longest]), device);
+    (tensor, rows.iter().map(|row| row.len()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lengths(n: usize) -> Vec<(usize, usize)> {
+        (0..n).map(|i| (i * 7 % 13, i * 5 % 11)).collect()
+    }
+
+    #[test]
+    fn an_epoch_holds_every_example_once() {
+        let mut batches = Batches::new(lengths(1003), 8, 5);
+        for epoch in 0..3 {
+            let steps = epoch * batches.per_epoch()..(epoch + 1) * batches.per_epoch();
+            let mut seen: Vec<usize> = steps.flat_map(|step| batches.at(step).to_vec()).collect();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..1003).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_batch_depends_on_seed_and_step_alone() {
+        let mut walked = Batches::new(lengths(500), 16, 9);
+        let all: Vec<Vec<usize>> = (0..100).map(|step| walked.at(step).to_vec()).collect();
+        let mut jumped = Batches::new(lengths(500), 16, 9);
+        assert_eq!(jumped.at(77), all[77]);
+        assert_eq!(jumped.at(3), all[3]);
+        assert_ne!(Batches::new(lengths(500), 16, 10).at(3), all[3]);
+        assert_ne!(all[0], all[walked.per_epoch()], "epochs differ");
+    }
+}

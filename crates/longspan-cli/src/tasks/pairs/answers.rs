@@ -1,0 +1,120 @@
+//! Answers of a model to texts, and their scores against targets.
+
+use anyhow::Result;
+use burn::tensor::Device;
+use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
+use longspan::models::Seq2Seq;
+
+use super::example::Example;
+use super::loss::source_ids;
+use crate::tasks::batches::padded;
+use crate::tasks::memory::{self, NUMBER};
+use crate::tasks::scores::{self, Score};
+use crate::tasks::task::{Answer, Answering};
+use crate::tasks::tokens::{END, START, Tokenizer, UNKNOWN};
+
+/// Sources decoded together. Decoding costs per step, not per source, until the matrix products fill the caches.
+const BATCH: usize = 128;
+
+/// Up to `beam` hypotheses for each text, the likeliest first. An empty text has one empty answer, which is certain.
+pub fn search(
+    model: &Seq2Seq,
+    tokenizer: &Tokenizer,
+    texts: &[&str],
+    how: &Answering<'_>,
+) -> Result<Vec<Vec<Hypothesis>>> {
+    let mut answers: Vec<Vec<Hypothesis>> = vec![Vec::new(); texts.len()];
+    let mut sources = Vec::new();
+    for (place, text) in texts.iter().enumerate() {
+        let ids = tokenizer.encode(text)?;
+        if ids.is_empty() {
+            answers[place] = vec![Hypothesis { tokens: Vec::new(), log_probability: 0.0, score: 0.0, finished: true }];
+        } else {
+            sources.push((place, source_ids(&ids)));
+        }
+    }
+    // Sources of similar lengths share a batch, so that little is padded.
+    sources.sort_by_key(|(_, ids)| ids.len());
+    let device = Device::flex();
+    let longest = how.config.answer_tokens.unwrap_or(how.config.max_tokens);
+    let options = GenerateOptions::new(START as usize, END as usize, longest);
+    let beam = widest(model.target_vocab(), longest).min(how.beam);
+    check_beam(how, beam)?;
+    let size = (BATCH / beam).min(sources.len().div_ceil(how.workers.count())).max(1);
+    let batches: Vec<_> = sources.chunks(size).collect();
+    let found = how.workers.run(&batches, false, |batches| {
+        let mut found = Vec::new();
+        for batch in batches {
+            let rows: Vec<&[u32]> = batch.iter().map(|(_, ids)| ids.as_slice()).collect();
+            let (source, lengths) = padded(&rows, &device);
+            let hypotheses = beam_search(model, source, &lengths, beam, &options)?;
+            found.extend(batch.iter().map(|(place, _)| *place).zip(hypotheses));
+        }
+        Ok(found)
+    })?;
+    for (place, hypotheses) in found.into_iter().flatten() {
+        answers[place] = hypotheses;
+    }
+    Ok(answers)
+}
+
+/// As many answers as there are: a wider beam finds nothing more.
+fn widest(vocabulary: usize, tokens: usize) -> usize {
+    // Every answer of up to so many tokens, the end among the vocabulary.
+    u32::try_from(tokens).ok().and_then(|tokens| vocabulary.checked_pow(tokens)).unwrap_or(usize::MAX)
+}
+
+/// Refuses a beam whose decoder states the memory has no room for.
+fn check_beam(how: &Answering<'_>, beam: usize) -> Result<()> {
+    let config = how.config;
+    // Of self- and cross-attention: a matrix and a vector for each head. Kept, selected, and computed from.
+    let state = 2 * config.decoder_layers * config.d_model * (config.d_model / config.heads + 1);
+    let bytes = 3.0 * NUMBER * beam as f64 * state as f64 * how.workers.count() as f64;
+    memory::check(bytes, || format!("--beam {beam}"), "keep fewer prefixes, such as --beam 8")
+}
+
+/// A hypothesis as text.
+pub fn to_text(tokenizer: &Tokenizer, hypothesis: &Hypothesis) -> Result<Answer> {
+    Ok(Answer {
+        target: tokenizer.decode(&ids(hypothesis))?,
+        log_probability: hypothesis.log_probability,
+        score: hypothesis.score,
+        finished: hypothesis.finished,
+    })
+}
+
+/// Scores the likeliest hypothesis for each example against its targets.
+pub fn score(tokenizer: &Tokenizer, examples: &[Example], found: &[Vec<Hypothesis>]) -> Result<Vec<Score>> {
+    let mut scores = Vec::with_capacity(examples.len());
+    for (example, hypotheses) in examples.iter().zip(found) {
+        let answer = hypotheses.first().map(ids).unwrap_or_default();
+        let targets: Vec<Vec<u32>> = example
+            .targets
+            .iter()
+            .map(|target| Ok(tokenizer.encode(target)?.into_iter().map(distinct).collect()))
+            .collect::<Result<_>>()?;
+        scores.extend(scores::score(&answer, &targets));
+    }
+    Ok(scores)
+}
+
+fn ids(hypothesis: &Hypothesis) -> Vec<u32> {
+    hypothesis.tokens.iter().map(|&token| token as u32).collect()
+}
+
+/// Unknown equals nothing: a target with an unknown token is not matched by the answer "unknown".
+fn distinct(id: u32) -> u32 {
+    if id == UNKNOWN { u32::MAX } else { id }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_beam_is_no_wider_than_there_are_answers() {
+        assert_eq!(widest(3, 2), 9);
+        assert_eq!(widest(40, 0), 1);
+        assert_eq!(widest(40, 1_000_000), usize::MAX);
+    }
+}

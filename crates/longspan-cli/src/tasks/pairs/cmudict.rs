@@ -1,0 +1,54 @@
+//! The CMU pronouncing dictionary, as the crate `cmudict-fast` ships it: the build embeds its file.
+
+use super::example::{Example, group};
+
+/// `word P1 P2 … # comment`, one pronunciation a line; further ones of a word are marked `word(2)`.
+const DICTIONARY: &str = include_str!(env!("LONGSPAN_CMUDICT"));
+
+/// Every word with all its pronunciations, phonemes separated by spaces, without stress marks.
+pub fn examples() -> Vec<Example> {
+    group(DICTIONARY.lines().filter_map(entry))
+}
+
+/// Splits one line into word and phonemes.
+fn entry(line: &str) -> Option<(String, String)> {
+    let line = line.split('#').next().unwrap_or_default();
+    if line.starts_with(";;") {
+        return None;
+    }
+    let mut parts = line.split_whitespace();
+    let label = parts.next()?;
+    let word = match label.find('(') {
+        // A leading bracket is part of the word.
+        Some(at) if at > 0 => &label[..at],
+        _ => label,
+    };
+    let phonemes: Vec<&str> = parts.map(|symbol| symbol.trim_end_matches(|c: char| c.is_ascii_digit())).collect();
+    Some((word.to_string(), phonemes.join(" ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stress_comments_and_variant_marks_are_removed() {
+        assert_eq!(entry("hiv EY1 CH AY1 V IY1 # abbrev"), Some(("hiv".into(), "EY CH AY V IY".into())));
+        assert_eq!(entry("spieth(2) S P AY1 AH0 TH # old"), Some(("spieth".into(), "S P AY AH TH".into())));
+        assert_eq!(entry(";; a comment"), None);
+        assert_eq!(entry(""), None);
+    }
+
+    #[test]
+    fn the_whole_dictionary_has_39_phonemes_and_its_variants() {
+        let examples = examples();
+        assert!(examples.len() > 120_000, "{} words", examples.len());
+        let mut phonemes: Vec<&str> =
+            examples.iter().flat_map(|e| &e.targets).flat_map(|target| target.split(' ')).collect();
+        phonemes.sort_unstable();
+        phonemes.dedup();
+        assert_eq!(phonemes.len(), 39, "{phonemes:?}");
+        let read = examples.iter().find(|e| e.source == "read").expect("the word is listed");
+        assert_eq!(read.targets, ["R EH D", "R IY D"]);
+    }
+}

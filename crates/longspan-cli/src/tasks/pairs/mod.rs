@@ -1,0 +1,186 @@
+//! Pairs of texts, learned by a sequence-to-sequence transformer: a person's own, or words and their pronunciations.
+
+mod answers;
+mod cmudict;
+mod example;
+pub mod file;
+mod loss;
+mod model;
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+use longspan::models::Seq2Seq;
+use sha2::{Digest, Sha256};
+
+use super::scores::ErrorRates;
+use super::split::{Split, split};
+use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
+use super::tokens::{Kind, Tokenizer};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::run::write::write_atomic;
+use example::{Example, Pair};
+
+/// Development examples behind the second loss curve: enough for two digits, few enough to cost little.
+const DEVELOPMENT: usize = 512;
+
+/// The tokenizers of a run on pairs.
+pub struct Pairs {
+    source: Tokenizer,
+    target: Tokenizer,
+}
+
+/// The names that tokenizers have in a run folder.
+const SIDES: [&str; 2] = ["source", "target"];
+
+impl Task for Pairs {
+    type Example = Pair;
+    type Text = Example;
+    type Model = Seq2Seq;
+    type Scores = ErrorRates;
+
+    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+        let split = read_split(config)?;
+        if let Some(pairs) = &mut config.pairs {
+            // The run may be resumed from another folder.
+            *pairs = std::path::absolute(&*pairs)?;
+        }
+        let task = Self::build(config, &split)?;
+        let data = task.encode(split, config)?;
+        config.source_tokens.get_or_insert(task.source.kind().into());
+        config.target_tokens.get_or_insert(task.target.kind().into());
+        let longest = data.train.iter().map(|pair| pair.target.len()).max().unwrap_or(0);
+        config.answer_tokens.get_or_insert((longest * 5).div_ceil(4).max(1));
+        Ok((task, data))
+    }
+
+    fn load(folder: &RunFolder) -> Result<Self> {
+        let [source, target] = SIDES.map(|side| Tokenizer::load(&folder.tokenizer(side)));
+        Ok(Self { source: source?, target: target? })
+    }
+
+    fn store(&self, folder: &RunFolder) -> Result<()> {
+        for (side, tokenizer) in SIDES.into_iter().zip([&self.source, &self.target]) {
+            write_atomic(&folder.tokenizer(side), tokenizer.to_json()?.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+        self.encode(read_split(config)?, config)
+    }
+
+    fn read(path: &Path) -> Result<Vec<Example>> {
+        file::read(path)
+    }
+
+    fn vocabularies(&self) -> Vec<Vocabulary> {
+        let sides = SIDES.into_iter().zip([&self.source, &self.target]);
+        sides.map(|(side, t)| Vocabulary { side, kind: t.kind(), size: t.len() }).collect()
+    }
+
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<Seq2Seq> {
+        model::model(config, &model::configure(config, self.source.len(), self.target.len())?, device)
+    }
+
+    fn size(pair: &Pair) -> (usize, usize) {
+        (pair.predicted(), pair.source.len())
+    }
+
+    fn loss(&self, model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -> Result<Loss> {
+        loss::loss(model, batch, smoothing, device)
+    }
+
+    fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let hypotheses = answers::search(model, &self.source, texts, how)?;
+        let answer = |hypothesis| answers::to_text(&self.target, hypothesis);
+        hypotheses.iter().map(|beam| beam.iter().map(answer).collect()).collect()
+    }
+
+    fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
+        let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
+        let hypotheses = answers::search(model, &self.source, &texts, how)?;
+        let scores = answers::score(&self.target, examples, &hypotheses)?;
+        let units = if how.config.data().is_none() { ["word", "phoneme"] } else { ["sequence", "token"] };
+        Ok(ErrorRates::of(&scores, units))
+    }
+
+    fn samples(config: &RunConfig, held_out: &[Example]) -> Vec<String> {
+        if config.data().is_none() {
+            return ["longspan", "transformer", "linear", "attention", "kernel", "rust"].map(String::from).to_vec();
+        }
+        held_out.iter().take(6).map(|example| example.source.clone()).collect()
+    }
+
+    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        self.source.unknown_pieces(text)
+    }
+}
+
+/// Reads the examples that the settings name, by use.
+fn read_split(config: &RunConfig) -> Result<Split<Example>> {
+    let examples = match &config.pairs {
+        Some(path) => file::read(path)?,
+        None => cmudict::examples(),
+    };
+    let split = split(examples, |example| &example.source);
+    if split.train.is_empty() {
+        bail!("{}: no pairs are left to train on after a tenth is held out; give more pairs", config.data_name());
+    }
+    Ok(split)
+}
+
+impl Pairs {
+    /// Tokenizers for the training examples, of the kinds that the settings name.
+    fn build(config: &RunConfig, split: &Split<Example>) -> Result<Self> {
+        let kind = |name: &Option<String>, default: Kind| name.as_ref().map_or(Ok(default), |name| name.parse());
+        let target_default = if config.pairs.is_none() { Kind::Words } else { Kind::Characters };
+        let source_kind = kind(&config.source_tokens, Kind::Characters)?;
+        let target_kind = kind(&config.target_tokens, target_default)?;
+        let sources = split.train.iter().map(|example| example.source.as_str());
+        let targets = split.train.iter().flat_map(|example| &example.targets).map(String::as_str);
+        Ok(Self { source: Tokenizer::build(&source_kind, sources)?, target: Tokenizer::build(&target_kind, targets)? })
+    }
+
+    /// Examples as ids.
+    fn encode(&self, split: Split<Example>, config: &RunConfig) -> Result<Data<Self>> {
+        let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.max_tokens;
+        let mut train = self.ids(&split.train)?;
+        let count = train.len();
+        train.retain(fits);
+        if train.is_empty() {
+            bail!("every training pair has more than {} tokens; raise it with --set max_tokens=…", config.max_tokens);
+        }
+        let mut development = self.ids(&split.development)?;
+        development.retain(fits);
+        development.truncate(DEVELOPMENT);
+        let (too_long, sha256) = (count - train.len(), fingerprint(&train));
+        Ok(Data { train, development, held_out: split.held_out, too_long, sha256 })
+    }
+
+    fn ids(&self, examples: &[Example]) -> Result<Vec<Pair>> {
+        let mut pairs = Vec::new();
+        for example in examples {
+            let source = self.source.encode(&example.source)?;
+            for text in &example.targets {
+                pairs.push(Pair { source: source.clone(), target: self.target.encode(text)? });
+            }
+        }
+        Ok(pairs)
+    }
+}
+
+fn fingerprint(pairs: &[Pair]) -> String {
+    let mut hash = Sha256::new();
+    for pair in pairs {
+        for ids in [&pair.source, &pair.target] {
+            hash.update((ids.len() as u64).to_le_bytes());
+            for id in ids {
+                hash.update(id.to_le_bytes());
+            }
+        }
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,93 @@
+//! The sequence-to-sequence model that settings describe.
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+
+use crate::run::config::RunConfig;
+use crate::tasks::attention;
+use crate::tasks::memory::{self, NUMBER};
+use crate::tasks::workers::Workers;
+
+/// The model's configuration for these settings and vocabulary sizes.
+pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
+    // A sequence is one longer with its start or end.
+    let attention = attention::of_run(config, config.max_tokens.max(config.answer_tokens.unwrap_or(0)) + 1)?;
+    let norm = match config.norm.as_str() {
+        "pre" => Norm::Pre,
+        "post" => Norm::Post,
+        other => bail!("unknown norm {other:?}; known are pre, post"),
+    };
+    let positions = if attention.sees_order() { Positions::None } else { Positions::Sinusoidal };
+    Ok(Seq2SeqConfig::new(source_vocab, target_vocab)
+        .with_d_model(config.d_model)
+        .with_heads(config.heads)
+        .with_encoder_layers(config.encoder_layers)
+        .with_decoder_layers(config.decoder_layers)
+        .with_d_ff(config.d_ff)
+        .with_dropout(config.dropout)
+        .with_cross_attention(attention.cross_attention())
+        .with_attention(attention)
+        .with_norm(norm)
+        .with_positions(positions))
+}
+
+/// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
+pub fn model(config: &RunConfig, sizes: &Seq2SeqConfig, device: &Device) -> Result<Seq2Seq> {
+    // Blocks are alike, so one of each tells the size of all; a billion of them could not even be listed.
+    let one = sizes.clone().with_encoder_layers(1).with_decoder_layers(1).init(device)?;
+    let more = |layers: usize, block: f64| (layers as f64 - 1.0) * block;
+    let numbers = memory::numbers(&one)
+        + more(sizes.encoder_layers, memory::numbers(&one.encoder))
+        + more(sizes.decoder_layers, memory::numbers(&one.decoder));
+    let copies = if device.is_autodiff() {
+        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
+        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
+    } else {
+        // Weights and the file that they are read from.
+        2
+    };
+    memory::check(
+        numbers * copies as f64 * NUMBER,
+        || format!("a model of {numbers:.0} parameters"),
+        "lower d_model, d_ff, encoder_layers, decoder_layers, radius, max_tokens or workers with --set, or take tokenizers \
+         with smaller vocabularies",
+    )?;
+    Ok(sizes.init(device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_have_room_for_the_longest_sequence() {
+        for name in ["aft-full", "aft-local"] {
+            let with = |max_tokens, options: &str| {
+                let attention_options = attention::options(options).unwrap();
+                configure(
+                    &RunConfig { attention: name.into(), max_tokens, attention_options, ..RunConfig::default() },
+                    7,
+                    9,
+                )
+            };
+            let length = |config: Seq2SeqConfig| serde_json::to_value(config.attention).unwrap()["length"].clone();
+            assert_eq!(length(with(3000, "{}").unwrap()), 3001);
+            assert_eq!(length(with(100, "length=101").unwrap()), 101);
+            let error = with(512, "length=300").unwrap_err().to_string();
+            assert!(error.contains("length = 300") && error.contains("513"), "{error}");
+        }
+    }
+
+    #[test]
+    fn unknown_names_are_listed() {
+        let with = |change: &dyn Fn(&mut RunConfig)| {
+            let mut config = RunConfig::default();
+            change(&mut config);
+            configure(&config, 7, 9).unwrap_err().to_string()
+        };
+        assert!(with(&|c| c.attention = "shw".into()).contains("did you mean `shaw`"));
+        assert!(with(&|c| c.feature_map = "gelu".into()).contains("known are elu+1"));
+        assert!(with(&|c| c.norm = "both".into()).contains("known are pre, post"));
+    }
+}

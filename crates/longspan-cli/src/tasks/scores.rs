@@ -1,0 +1,174 @@
+//! Error rates and how certain they are.
+//!
+//! *Token error rate*: edits (insertions, deletions, substitutions; Levenshtein 1966) from the answer to the closest
+//! listed target, summed over all sequences, divided by the tokens of those targets. For phonemes this is the phoneme
+//! error rate. *Sequence error rate*: the share of sequences that equal none of their targets; for pronunciations, the
+//! word error rate.
+
+use std::fmt::{self, Display};
+
+use serde::Serialize;
+use strsim::generic_levenshtein;
+
+/// The 97.5 % quantile of the normal distribution: two-sided 95 %.
+const Z: f64 = 1.959_963_984_540_054;
+
+/// One answer against its targets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Score {
+    /// Edits to the closest target.
+    pub edits: usize,
+    /// Tokens of that target.
+    pub tokens: usize,
+}
+
+/// Scores an answer against the target with the fewest edits; of several such, the longest. `None` without targets.
+pub fn score<T: PartialEq>(answer: &Vec<T>, targets: &[Vec<T>]) -> Option<Score> {
+    targets
+        .iter()
+        .map(|target| Score { edits: generic_levenshtein(answer, target), tokens: target.len() })
+        .min_by_key(|score| (score.edits, std::cmp::Reverse(score.tokens)))
+}
+
+/// A rate with a 95 % confidence interval, as fractions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Rate {
+    pub rate: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Rate {
+    /// `successes` of `trials` with the interval of Wilson (1927), which stays sensible near 0 and 1 and for few
+    /// trials. Without trials, a rate of 0 that may be anything.
+    pub fn wilson(successes: usize, trials: usize) -> Self {
+        if trials == 0 {
+            return Self { rate: 0.0, low: 0.0, high: 1.0 };
+        }
+        let n = trials as f64;
+        let rate = successes as f64 / n;
+        let spread = 1.0 + Z * Z / n;
+        let centre = (rate + Z * Z / (2.0 * n)) / spread;
+        let half = Z / spread * (rate * (1.0 - rate) / n + Z * Z / (4.0 * n * n)).sqrt();
+        Self { rate, low: (centre - half).max(0.0), high: (centre + half).min(1.0) }
+    }
+
+    /// Edits per token over whole sequences: a ratio of two sums, with the normal interval of the ratio estimator
+    /// (Cochran 1977, §6.4; the sequence, not the token, is what was sampled, since errors come in clusters):
+    /// `R ± z·√(n/(n−1)·Σ(e_i − R·l_i)²)/Σ l_i`. May exceed 1, since insertions count.
+    pub fn ratio(scores: &[Score]) -> Self {
+        let n = scores.len() as f64;
+        let edits: usize = scores.iter().map(|score| score.edits).sum();
+        let tokens: usize = scores.iter().map(|score| score.tokens).sum();
+        if tokens == 0 || scores.len() < 2 {
+            let rate = if tokens == 0 { 0.0 } else { edits as f64 / tokens as f64 };
+            return Self { rate, low: 0.0, high: rate.max(1.0) };
+        }
+        let rate = edits as f64 / tokens as f64;
+        let squares: f64 = scores.iter().map(|score| (score.edits as f64 - rate * score.tokens as f64).powi(2)).sum();
+        let half = Z * (n / (n - 1.0) * squares).sqrt() / tokens as f64;
+        Self { rate, low: (rate - half).max(0.0), high: rate + half }
+    }
+}
+
+impl Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [rate, low, high] = [self.rate, self.low, self.high].map(|x| 100.0 * x);
+        write!(f, "{rate:.1} %  (95 % confidence {low:.1} … {high:.1} %)")
+    }
+}
+
+/// The error rates of a set of answers, with what its sequences and tokens are called: `["word", "phoneme"]`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ErrorRates {
+    #[serde(skip)]
+    units: [&'static str; 2],
+    pub sequences: usize,
+    pub tokens: usize,
+    pub token_error_rate: Rate,
+    pub sequence_error_rate: Rate,
+}
+
+impl ErrorRates {
+    /// Sums up the scores of single answers.
+    pub fn of(scores: &[Score], units: [&'static str; 2]) -> Self {
+        // An answer is right exactly when no edit is needed to reach a target.
+        let wrong = scores.iter().filter(|score| score.edits > 0).count();
+        Self {
+            units,
+            sequences: scores.len(),
+            tokens: scores.iter().map(|score| score.tokens).sum(),
+            token_error_rate: Rate::ratio(scores),
+            sequence_error_rate: Rate::wilson(wrong, scores.len()),
+        }
+    }
+}
+
+impl Display for ErrorRates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [sequence, token] = self.units;
+        writeln!(f, "{} {sequence}s, {} {token}s in their targets", self.sequences, self.tokens)?;
+        for (unit, rate) in [(token, self.token_error_rate), (sequence, self.sequence_error_rate)] {
+            writeln!(f, "{:<20} {rate}", format!("{unit} error rate"))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNITS: [&str; 2] = ["source", "token"];
+
+    #[test]
+    fn the_closest_target_counts() {
+        let targets = [vec![1, 2, 3], vec![1, 2], vec![9, 9, 9, 9]];
+        assert_eq!(score(&vec![1, 2], &targets), Some(Score { edits: 0, tokens: 2 }));
+        assert_eq!(score(&vec![1, 2, 4], &targets), Some(Score { edits: 1, tokens: 3 }));
+        assert_eq!(score::<u32>(&vec![], &[]), None);
+        assert_eq!(score::<u32>(&vec![], &[vec![]]), Some(Score { edits: 0, tokens: 0 }));
+    }
+
+    #[test]
+    fn wilson_matches_published_values() {
+        // Newcombe 1998, table I, method 3: 81/263, 15/148, 0/20, 1/29.
+        for (k, n, low, high) in
+            [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)]
+        {
+            let rate = Rate::wilson(k, n);
+            assert!((rate.low - low).abs() < 5e-5 && (rate.high - high).abs() < 5e-5, "{k}/{n}: {rate:?}");
+        }
+        assert_eq!(Rate::wilson(0, 0).high, 1.0);
+    }
+
+    #[test]
+    fn the_ratio_interval_covers_at_its_level() {
+        // Sequences with random lengths and clustered errors; the true rate is known by construction: a sequence of l
+        // tokens is, with probability 1/4, wrong in half of them.
+        let mut random = crate::tasks::batches::SplitMix::new(3, 1);
+        let (mut covered, repetitions) = (0, 1000);
+        for _ in 0..repetitions {
+            let scores: Vec<Score> = (0..300)
+                .map(|_| {
+                    let tokens = 2 * (1 + random.next() % 6) as usize;
+                    let edits = if random.next().is_multiple_of(4) { tokens / 2 } else { 0 };
+                    Score { edits, tokens }
+                })
+                .collect();
+            let rate = Rate::ratio(&scores);
+            covered += usize::from(rate.low <= 0.125 && 0.125 <= rate.high);
+        }
+        // 95 % of 1000 with a standard deviation of 7; a binomial interval over tokens would cover about 64 %.
+        assert!((925..=975).contains(&covered), "covered {covered} of {repetitions}");
+    }
+
+    #[test]
+    fn rates_of_nothing_and_of_one() {
+        let none = ErrorRates::of(&[], UNITS);
+        assert_eq!((none.sequences, none.token_error_rate.rate), (0, 0.0));
+        let one = ErrorRates::of(&[Score { edits: 3, tokens: 2 }], UNITS);
+        assert_eq!(one.token_error_rate.rate, 1.5);
+        assert_eq!(one.sequence_error_rate.rate, 1.0);
+    }
+}

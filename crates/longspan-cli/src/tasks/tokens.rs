@@ -1,0 +1,370 @@
+//! Text to tokens and back: characters, words, bytes, or a `tokenizer.json` of the crate `tokenizers`.
+//!
+//! Ids 0 to 3 are the same for every kind: padding, start, end, unknown. A tokenizer's own ids follow, shifted by 4.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+use tokenizers::ModelWrapper;
+
+/// Fills the ends of short sequences in a batch.
+pub const PAD: u32 = 0;
+/// Begins every target.
+pub const START: u32 = 1;
+/// Ends every source and target.
+pub const END: u32 = 2;
+/// Stands for every piece of text that the tokenizer does not know.
+pub const UNKNOWN: u32 = 3;
+/// Ids below this are the special ones.
+const SPECIALS: u32 = 4;
+
+/// How text is cut, by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// Unicode scalar values.
+    Characters,
+    /// Pieces between white space; joined by single spaces.
+    Words,
+    /// UTF-8 bytes.
+    Bytes,
+    /// A `tokenizer.json`.
+    File(std::path::PathBuf),
+}
+
+impl FromStr for Kind {
+    type Err = anyhow::Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "characters" => Ok(Self::Characters),
+            "words" => Ok(Self::Words),
+            "bytes" => Ok(Self::Bytes),
+            path if path.ends_with(".json") => Ok(Self::File(path.into())),
+            other => {
+                bail!("unknown tokens {other:?}; known are characters, words, bytes, or the path of a tokenizer.json")
+            }
+        }
+    }
+}
+
+/// A tokenizer of a run, as stored in `source_tokenizer.json` and `target_tokenizer.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Tokenizer {
+    /// A vocabulary of single characters.
+    Characters { vocabulary: Vocabulary },
+    /// A vocabulary of words.
+    Words { vocabulary: Vocabulary },
+    /// All 256 bytes.
+    Bytes,
+    /// A `tokenizer.json`, whole.
+    Json { tokenizer: Box<Foreign> },
+}
+
+/// Entries in the order of their ids, without the special ones. Serialised as a list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vocabulary {
+    entries: Vec<String>,
+    ids: HashMap<String, u32>,
+}
+
+impl Vocabulary {
+    fn new(entries: Vec<String>) -> Self {
+        let ids = entries.iter().zip(SPECIALS..).map(|(entry, id)| (entry.clone(), id)).collect();
+        Self { entries, ids }
+    }
+
+    fn id(&self, entry: &str) -> u32 {
+        self.ids.get(entry).copied().unwrap_or(UNKNOWN)
+    }
+
+    /// As [`Vocabulary::id`]; a capital that is not known counts as its small letter.
+    fn character(&self, c: char) -> u32 {
+        match self.id(c.encode_utf8(&mut [0; 4])) {
+            UNKNOWN => self.id(&c.to_lowercase().to_string()),
+            id => id,
+        }
+    }
+
+    fn entry(&self, id: u32) -> Option<&str> {
+        self.entries.get(id.checked_sub(SPECIALS)? as usize).map(String::as_str)
+    }
+}
+
+impl Serialize for Vocabulary {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.entries.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Vocabulary {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let vocabulary = Self::new(Vec::deserialize(deserializer)?);
+        if vocabulary.ids.len() == vocabulary.entries.len() {
+            Ok(vocabulary)
+        } else {
+            Err(serde::de::Error::custom("the vocabulary lists an entry twice"))
+        }
+    }
+}
+
+/// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
+pub struct Foreign {
+    inner: tokenizers::Tokenizer,
+    /// The id that it gives to what it does not know.
+    unknown: Option<u32>,
+    /// The largest id.
+    last: u32,
+}
+
+/// Ids are 32-bit integers with a sign, and the special ones come before.
+const LARGEST_ID: u32 = i32::MAX as u32 - SPECIALS;
+
+impl TryFrom<tokenizers::Tokenizer> for Foreign {
+    type Error = anyhow::Error;
+
+    fn try_from(inner: tokenizers::Tokenizer) -> Result<Self> {
+        let unknown = match inner.get_model() {
+            ModelWrapper::BPE(model) => model.get_unk_token().as_ref().and_then(|token| inner.token_to_id(token)),
+            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
+            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
+            // Its field is private.
+            ModelWrapper::Unigram(model) => {
+                serde_json::to_value(model)?["unk_id"].as_u64().and_then(|id| u32::try_from(id).ok())
+            }
+        };
+        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
+        if last > LARGEST_ID {
+            bail!(
+                "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
+            );
+        }
+        Ok(Self { inner, unknown, last })
+    }
+}
+
+impl From<Foreign> for tokenizers::Tokenizer {
+    fn from(foreign: Foreign) -> Self {
+        foreign.inner
+    }
+}
+
+impl Foreign {
+    fn encode(&self, text: &str) -> Result<tokenizers::Encoding> {
+        self.inner.encode(text, false).map_err(|error| {
+            let start: String = text.chars().take(40).collect();
+            anyhow!(
+                "the tokenizer.json cannot encode {start:?}: {error}; if it has no unknown token, give it one (`unk_token` in \
+                 its vocabulary, or `unk_id`), or choose characters, words or bytes"
+            )
+        })
+    }
+
+    /// An id of this command. Unknown is the same for every kind of tokenizer.
+    fn id(&self, own: u32) -> u32 {
+        if Some(own) == self.unknown { UNKNOWN } else { own + SPECIALS }
+    }
+}
+
+impl Tokenizer {
+    /// A tokenizer of this kind that knows all of `texts`.
+    pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
+        Ok(match kind {
+            Kind::Characters => {
+                let set: BTreeSet<char> = texts.flat_map(str::chars).collect();
+                Self::Characters { vocabulary: Vocabulary::new(set.into_iter().map(String::from).collect()) }
+            }
+            Kind::Words => {
+                let set: BTreeSet<&str> = texts.flat_map(str::split_whitespace).collect();
+                Self::Words { vocabulary: Vocabulary::new(set.into_iter().map(String::from).collect()) }
+            }
+            Kind::Bytes => Self::Bytes,
+            Kind::File(path) => {
+                let text = std::fs::read_to_string(path)
+                    .with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
+                let mut tokenizer = tokenizers::Tokenizer::from_str(&text).map_err(|error| {
+                    anyhow!("{}: not a tokenizer.json: {}; save it with `tokenizers` again", path.display(), error)
+                })?;
+                // Batches are padded here, and a run has a limit of its own.
+                tokenizer.with_padding(None);
+                tokenizer.with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+                let tokenizer = Foreign::try_from(tokenizer).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+                Self::Json { tokenizer: Box::new(tokenizer) }
+            }
+        })
+    }
+
+    /// Reads a stored tokenizer.
+    pub fn load(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
+        serde_json::from_str(&text)
+            .map_err(|error| anyhow!("{}: {error}; the file is damaged: restore it or train again", path.display()))
+    }
+
+    /// What goes into the run folder.
+    pub fn to_json(&self) -> Result<String> {
+        Ok(serde_json::to_string_pretty(self)?)
+    }
+
+    /// The name of its kind.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Characters { .. } => "characters",
+            Self::Words { .. } => "words",
+            Self::Bytes => "bytes",
+            Self::Json { .. } => "tokenizer.json",
+        }
+    }
+
+    /// Number of ids, the special ones included.
+    pub fn len(&self) -> usize {
+        let own = match self {
+            Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
+            Self::Bytes => 256,
+            // Not the number of entries: ids may have gaps.
+            Self::Json { tokenizer } => tokenizer.last as usize + 1,
+        };
+        own + SPECIALS as usize
+    }
+
+    /// Text to ids, without start and end. What is not known becomes [`UNKNOWN`]; among characters, a capital that is not
+    /// known counts as its small letter.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(match self {
+            Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
+            Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
+            Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
+            Self::Json { tokenizer } => tokenizer.encode(text)?.get_ids().iter().map(|&id| tokenizer.id(id)).collect(),
+        })
+    }
+
+    /// Ids to text; special ids are left out.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        let own = ids.iter().copied().filter(|&id| id >= SPECIALS);
+        Ok(match self {
+            Self::Characters { vocabulary } => own.filter_map(|id| vocabulary.entry(id)).collect(),
+            Self::Words { vocabulary } => own.filter_map(|id| vocabulary.entry(id)).collect::<Vec<_>>().join(" "),
+            Self::Bytes => {
+                let bytes: Vec<u8> = own.filter_map(|id| u8::try_from(id - SPECIALS).ok()).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Self::Json { tokenizer } => {
+                let ids: Vec<u32> = own.map(|id| id - SPECIALS).collect();
+                tokenizer
+                    .inner
+                    .decode(&ids, true)
+                    .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}"))?
+            }
+        })
+    }
+
+    /// The pieces of `text` that are not known, in order.
+    pub fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        match self {
+            Self::Characters { vocabulary } => text
+                .char_indices()
+                .filter(|(_, c)| vocabulary.character(*c) == UNKNOWN)
+                .map(|(at, c)| &text[at..at + c.len_utf8()])
+                .collect(),
+            Self::Words { vocabulary } => {
+                text.split_whitespace().filter(|word| vocabulary.id(word) == UNKNOWN).collect()
+            }
+            // Bytes are all known.
+            Self::Bytes => Vec::new(),
+            Self::Json { tokenizer } => match tokenizer.encode(text) {
+                Ok(encoding) => encoding
+                    .get_ids()
+                    .iter()
+                    .zip(encoding.get_offsets())
+                    .filter(|(id, _)| tokenizer.id(**id) == UNKNOWN)
+                    .filter_map(|(_, &(start, end))| text.get(start..end))
+                    .collect(),
+                // Answering the text reports the error.
+                Err(_) => Vec::new(),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn build(kind: Kind) -> Tokenizer {
+        Tokenizer::build(&kind, ["bad cab", "ünd"].into_iter()).unwrap()
+    }
+
+    #[test]
+    fn known_text_comes_back_and_unknown_is_reported() {
+        for kind in [Kind::Characters, Kind::Words, Kind::Bytes] {
+            let tokenizer = build(kind);
+            let ids = tokenizer.encode("bad ünd").unwrap();
+            assert!(ids.iter().all(|&id| id >= SPECIALS && (id as usize) < tokenizer.len()));
+            assert_eq!(tokenizer.decode(&ids).unwrap(), "bad ünd");
+            let again: Tokenizer = serde_json::from_str(&tokenizer.to_json().unwrap()).unwrap();
+            assert_eq!(again.encode("bad ünd").unwrap(), ids);
+            assert_eq!(again.encode("").unwrap(), [0u32; 0]);
+        }
+        let characters = build(Kind::Characters);
+        assert_eq!(characters.encode("bxé").unwrap()[1..], [UNKNOWN, UNKNOWN]);
+        assert_eq!(characters.encode("BÜ").unwrap(), characters.encode("bü").unwrap());
+        assert_eq!(characters.unknown_pieces("BÜX"), ["X"]);
+        assert_eq!(characters.unknown_pieces("bxé"), ["x", "é"]);
+        assert_eq!(build(Kind::Words).unknown_pieces("bad dog"), ["dog"]);
+    }
+
+    #[test]
+    fn the_unknown_token_of_a_tokenizer_file_is_unknown() {
+        let json = |model: &str| {
+            let text = format!(
+                r#"{{"kind":"json","tokenizer":{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
+                "normalizer":null,"pre_tokenizer":{{"type":"Whitespace"}},"post_processor":null,"decoder":null,
+                "model":{model}}}}}"#
+            );
+            serde_json::from_str::<Tokenizer>(&text)
+        };
+        for model in [
+            r#"{"type":"WordLevel","vocab":{"cat":0,"dog":1,"[UNK]":2},"unk_token":"[UNK]"}"#,
+            r#"{"type":"WordPiece","vocab":{"cat":0,"dog":1,"[UNK]":2},"unk_token":"[UNK]",
+                "continuing_subword_prefix":"-","max_input_chars_per_word":100}"#,
+            r#"{"type":"Unigram","vocab":[["cat",-1.0],["dog",-1.0],["?",-9.0]],"unk_id":2,"byte_fallback":false}"#,
+            r#"{"type":"BPE","vocab":{"cat":0,"dog":1,"[UNK]":2},"merges":[],"unk_token":"[UNK]","fuse_unk":true,
+                "ignore_merges":true}"#,
+        ] {
+            let tokenizer = json(model).unwrap();
+            assert_eq!(tokenizer.encode("dog zebra cat").unwrap(), [5, UNKNOWN, 4], "{model}");
+            assert_eq!(tokenizer.unknown_pieces("dog zebra cat"), ["zebra"], "{model}");
+            assert_eq!(tokenizer.len(), 7);
+        }
+        let none = json(r#"{"type":"WordLevel","vocab":{"cat":0},"unk_token":"[UNK]"}"#).unwrap();
+        assert!(none.encode("dog").unwrap_err().to_string().contains("if it has no unknown token, give it one"));
+        let huge = json(r#"{"type":"WordLevel","vocab":{"cat":4000000000},"unk_token":"[UNK]"}"#).unwrap_err();
+        assert!(huge.to_string().contains("the id 4000000000"), "{huge}");
+    }
+
+    #[test]
+    fn ids_do_not_depend_on_the_order_of_the_texts() {
+        let one = Tokenizer::build(&Kind::Characters, ["ab", "c"].into_iter()).unwrap();
+        let other = Tokenizer::build(&Kind::Characters, ["c", "ba"].into_iter()).unwrap();
+        assert_eq!(one.to_json().unwrap(), other.to_json().unwrap());
+    }
+
+    #[test]
+    fn kinds_have_names() {
+        assert_eq!("words".parse::<Kind>().unwrap(), Kind::Words);
+        assert_eq!("a/tokenizer.json".parse::<Kind>().unwrap(), Kind::File("a/tokenizer.json".into()));
+        assert!("syllables".parse::<Kind>().unwrap_err().to_string().contains("known are characters"));
+    }
+
+    #[test]
+    fn a_stored_vocabulary_with_a_double_entry_is_refused() {
+        let text = r#"{"kind":"words","vocabulary":["a","a"]}"#;
+        assert!(serde_json::from_str::<Tokenizer>(text).is_err());
+    }
+}

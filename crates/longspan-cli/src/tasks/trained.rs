@@ -1,0 +1,38 @@
+//! A run that has been read back, ready to answer.
+
+use anyhow::Result;
+use burn::tensor::Device;
+
+use super::task::{Answering, Task};
+use super::workers::Workers;
+use crate::run::checkpoint::{Saved, optimizer};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+
+/// A trained run.
+pub struct Trained<T: Task> {
+    pub config: RunConfig,
+    pub task: T,
+    pub model: T::Model,
+    pub folder: RunFolder,
+}
+
+impl<T: Task> Trained<T> {
+    /// Reads and verifies a run.
+    pub fn load(folder: RunFolder, config: RunConfig) -> Result<Self> {
+        let task = T::load(&folder)?;
+        let model = folder.load_weights(task.model(&config, &Device::flex())?)?;
+        Ok(Self { config, task, model, folder })
+    }
+
+    /// How the run answers.
+    pub fn answering<'a>(&'a self, beam: usize, workers: &'a Workers) -> Answering<'a> {
+        Answering { config: &self.config, beam, workers }
+    }
+
+    /// How far the training has come; reads and verifies the checkpoint.
+    pub fn load_saved(&self) -> Result<Saved> {
+        let model = self.task.model(&self.config, &Device::flex())?;
+        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.2)
+    }
+}

@@ -1,0 +1,7 @@
+//! What a person sees: notes, a progress bar, samples, plots; and what a person asks: signals.
+
+pub mod notes;
+pub mod plot;
+pub mod progress;
+pub mod samples;
+pub mod signals;

@@ -1,0 +1,174 @@
+//! The loss curve as a picture: SVG for browsers and papers, PNG for everything else.
+
+use std::fmt::Display;
+use std::sync::OnceLock;
+
+use anyhow::{Result, anyhow};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::{FontStyle, register_font};
+
+/// A point of a curve: step and loss.
+pub type Point = (f64, f64);
+
+const SIZE: (u32, u32) = (960, 560);
+const TRAINING: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
+const DEVELOPMENT: RGBColor = RGBColor(0xd9, 0x5f, 0x02);
+const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
+const TEXT: RGBColor = RGBColor(0x33, 0x33, 0x33);
+
+/// DejaVu Sans, reduced to Latin. A bitmap needs a font, and not every machine has one.
+pub const FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-latin.ttf");
+
+/// Curves and their title.
+#[derive(Debug, Clone, Copy)]
+pub struct LossCurve<'a> {
+    /// The loss of every training batch; drawn faint, with a running mean.
+    pub training: &'a [Point],
+    /// The loss on development examples.
+    pub development: &'a [Point],
+    pub title: &'a str,
+}
+
+impl LossCurve<'_> {
+    /// As SVG, whose letters are text.
+    pub fn svg(&self) -> Result<String> {
+        let mut svg = String::new();
+        self.draw(&SVGBackend::with_string(&mut svg, SIZE).into_drawing_area())?;
+        Ok(svg)
+    }
+
+    /// As PNG.
+    pub fn png(&self) -> Result<Vec<u8>> {
+        let (width, height) = SIZE;
+        let mut pixels = vec![0; (width * height * 3) as usize];
+        self.draw(&BitMapBackend::with_buffer(&mut pixels, SIZE).into_drawing_area())?;
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder
+            .write_header()
+            .and_then(|mut writer| writer.write_image_data(&pixels))
+            .map_err(|error| anyhow!("cannot encode the loss curve: {error}"))?;
+        Ok(file)
+    }
+
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+        static REGISTERED: OnceLock<bool> = OnceLock::new();
+        let registered = *REGISTERED.get_or_init(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok());
+        if !registered {
+            return Err(broken(&"the font cannot be read"));
+        }
+        let finite = |points: &[Point]| points.iter().copied().filter(|p| p.1.is_finite()).collect::<Vec<Point>>();
+        let (training, development) = (finite(self.training), finite(self.development));
+        let last = training.iter().chain(&development).map(|p| p.0).fold(1.0, f64::max);
+        let top = training.iter().chain(&development).map(|p| p.1).fold(0.0, f64::max);
+        let top = if top > 0.0 { top * 1.05 } else { 1.0 };
+
+        area.fill(&WHITE).map_err(|e| broken(&e))?;
+        let font = |size: i32| ("sans-serif", size).into_font().color(&TEXT);
+        let mut chart = ChartBuilder::on(area)
+            .caption(self.title, font(22))
+            .margin(18)
+            .x_label_area_size(52)
+            .y_label_area_size(68)
+            .build_cartesian_2d(0.0..last, 0.0..top)
+            .map_err(|e| broken(&e))?;
+        chart
+            .configure_mesh()
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .axis_style(TEXT.mix(0.6))
+            .x_desc("step")
+            .y_desc("loss (nats per token)")
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&|y| format!("{y:.1}"))
+            .axis_desc_style(font(17))
+            .label_style(font(15))
+            .draw()
+            .map_err(|e| broken(&e))?;
+        chart.draw_series(LineSeries::new(training.iter().copied(), TRAINING.mix(0.25))).map_err(|e| broken(&e))?;
+        let legend =
+            |colour: RGBColor| move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3));
+        chart
+            .draw_series(LineSeries::new(running_mean(&training), TRAINING.stroke_width(2)))
+            .map_err(|e| broken(&e))?
+            .label("training batches, running mean")
+            .legend(legend(TRAINING));
+        if !development.is_empty() {
+            chart
+                .draw_series(LineSeries::new(development, DEVELOPMENT.stroke_width(2)).point_size(3))
+                .map_err(|e| broken(&e))?
+                .label("development examples")
+                .legend(legend(DEVELOPMENT));
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperRight)
+            .background_style(WHITE.mix(0.9))
+            .border_style(GRID)
+            .label_font(font(15))
+            .legend_area_size(34)
+            .margin(14)
+            .draw()
+            .map_err(|e| broken(&e))?;
+        area.present().map_err(|e| broken(&e))
+    }
+}
+
+fn broken(error: &dyn Display) -> anyhow::Error {
+    anyhow!("cannot draw the loss curve: {error}")
+}
+
+/// An exponential mean over about a fiftieth of the curve, at least 10 points, corrected for its start at 0.
+fn running_mean(points: &[Point]) -> Vec<Point> {
+    let keep = 1.0 - 1.0 / (points.len() as f64 / 50.0).max(10.0);
+    let (mut sum, mut weight) = (0.0, 0.0);
+    points
+        .iter()
+        .map(|&(step, loss)| {
+            sum = keep * sum + loss;
+            weight = keep * weight + 1.0;
+            (step, sum / weight)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_has_axes_and_a_legend() {
+        let training: Vec<Point> = (0..300).map(|i| (i as f64, 3.0 / (1.0 + i as f64 / 30.0))).collect();
+        let development = [(100.0, 1.0), (200.0, 0.6), (299.0, f64::NAN)];
+        let curve = LossCurve { training: &training, development: &development, title: "a title" };
+        let svg = curve.svg().unwrap();
+        for part in ["a title", "step", "loss (nats per token)", "development examples", "running mean"] {
+            assert!(svg.contains(part), "{part}");
+        }
+        assert!(!svg.contains("NaN"));
+        let png = curve.png().unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(&png)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let frame = reader.next_frame(&mut pixels).unwrap();
+        assert_eq!((frame.width, frame.height), SIZE);
+        let has = |colour: RGBColor| pixels.chunks(3).any(|p| p == [colour.0, colour.1, colour.2]);
+        assert!(has(TRAINING) && has(DEVELOPMENT) && has(TEXT), "curves and letters are there");
+    }
+
+    #[test]
+    fn no_points_and_one_point_are_drawn_too() {
+        for training in [&[][..], &[(0.0, 2.0)]] {
+            let curve = LossCurve { training, development: &[], title: "t" };
+            assert!(curve.svg().unwrap().contains("</svg>"));
+            curve.png().unwrap();
+        }
+    }
+
+    #[test]
+    fn the_mean_of_a_constant_is_that_constant() {
+        let points: Vec<Point> = (0..500).map(|i| (i as f64, 2.0)).collect();
+        assert!(running_mean(&points).iter().all(|p| (p.1 - 2.0).abs() < 1e-12));
+    }
+}
