@@ -34,14 +34,14 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """The way back."""
+    """An array as a tensor on the same memory."""
     if array.dtype == _calls.BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-    # NumPy and torch differ in the strides of nothing.
+    # NumPy and torch give empty arrays different strides.
     return as_tensor(array) if array.size else torch.empty(array.shape, dtype=dtype)
 
 
@@ -107,8 +107,8 @@ def _backward(
     d_final_state: State | None = None,
     as_the_tensors: bool = True,
 ) -> tuple[list[Tensor], State | None]:
-    """Gradients, laid out as their tensors, because autograd copies those that are not; or all with tokens before heads,
-    for a compiler, which wants to know beforehand."""
+    """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
+    before the call, all with tokens before heads."""
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
@@ -228,8 +228,8 @@ attention.register_autocast("cpu", torch.float32)
 
 
 class Eager(torch.autograd.Function):
-    """The same without the operator's bookkeeping, a tenth of a millisecond a call: for tensors that no compiler and no
-    transform looks at."""
+    """The same without the operator's overhead, a tenth of a millisecond a call: where no compiler and no transform
+    intercepts calls."""
 
     @staticmethod
     def forward(
@@ -265,8 +265,8 @@ class Eager(torch.autograd.Function):
 class EagerWithStates(torch.autograd.Function):
     """The same from a state and to one, with gradients through both.
 
-    ``initial`` is the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Gives the output and the
-    final state's numbers; what the latter's shape is goes into ``found``.
+    ``initial`` holds the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Returns the output and the
+    final state's numbers, and appends the final state's mechanism and parts to ``found``.
     """
 
     @staticmethod

@@ -1,16 +1,15 @@
 """Options of a call: checked, and made into the JSON text that names a compiled mechanism.
 
-Text, because that is what a torch operator can take, and what a cache can be searched for.
+Text, because a torch operator can take it and a cache can look it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 
 def as_json(value: Any) -> str:
-    """JSON of an option. Not the module json, which torch.compile cannot look into."""
+    """JSON of an option. Not by the module json, which torch.compile cannot trace."""
     if value is None:
         return "null"
     if value is True:
@@ -227,7 +226,7 @@ def aft_conv(
 
 
 def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
-    """What a feature map learns, as parameters after those of positions."""
+    """Parameters of a feature map that learns; they come after those of positions."""
     learned = isinstance(feature_map, str) and feature_map.startswith("hedgehog")
     if given is None and not learned:
         return ()

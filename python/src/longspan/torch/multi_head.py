@@ -170,7 +170,7 @@ def _ignored(key_padding_mask: Tensor | None) -> Tensor | None:
         raise TypeError(f"MultiheadAttention: key_padding_mask: expected bool, True where a key is ignored, or numbers "
                         f"0 and -inf, got {key_padding_mask.dtype}")  # fmt: skip
     ignored = key_padding_mask == -torch.inf
-    # A look at the numbers would break a compiled graph.
+    # Reading values would break a compiled graph.
     if not torch.compiler.is_compiling() and not bool((ignored | (key_padding_mask == 0)).all()):
         raise ValueError("MultiheadAttention: key_padding_mask: expected only 0 and -inf among its numbers, got others")
     return ignored

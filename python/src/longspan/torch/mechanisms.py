@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import _calls, _options
 from .._native import State
-from . import _dispatch
+from . import _dispatch, _operators
 from ._states import TensorState
 
 
@@ -91,14 +91,14 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, State]:
         """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in."""
         name = type(self).__name__
-        out: tuple[Tensor, State] = _calls.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
+        out: tuple[Tensor, State] = _dispatch.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
         return out
 
     def combine(self, earlier: State, later: State) -> State:
         """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
         learned = self._learned()
         native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
-        return native.combine(earlier, later, _calls.plain_arrays(learned))
+        return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"

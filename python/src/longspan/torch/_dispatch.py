@@ -1,4 +1,4 @@
-"""Which way a call on torch tensors takes: straight to the kernels, through an operator, or through torch itself."""
+"""The path of a call on torch tensors: straight to the kernels, through an operator, or through torch's own operations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _calls
 from . import _operators
 from ._chunked import chunked_attention
+from ._operators import as_array
 from ._states import TensorState
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -57,7 +58,7 @@ def attend(
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if simple:
-        arrays = [_operators.as_array(tensor) for tensor in tensors]
+        arrays = [as_array(tensor) for tensor in tensors]
     else:
         arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
@@ -68,6 +69,21 @@ def attend(
     )  # fmt: skip
     out = _operators.as_tensor(array)
     return (out, state) if output_final_state else out
+
+
+def step(
+    operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
+) -> Any:
+    """One token of `mechanism` on tensors: ``(output, state)``."""
+    state = _calls.plain_state(operation, "state", state)
+    names = _calls.names(mechanism, parameters)
+    q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
+    parameters = tuple(rest)
+    with_token = q.ndim == 4
+    if with_token:
+        q, k, v = _calls.without_token_axis(operation, q, k, v)
+    out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
+    return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
@@ -118,7 +134,7 @@ def _attend_watched(
     cu_seqlens: Any,
     with_state: bool,
 ) -> Any:
-    """What is to be differentiated, compiled, or computed elsewhere."""
+    """A call that is to be differentiated, compiled, or computed on another device."""
     q, k, v, *parameters = tensors
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if q.device.type == "cpu":
@@ -139,30 +155,30 @@ def _attend_watched(
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-# What torch itself asks before it takes a short cut; a torch without them always takes the operator.
+# What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
 _interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
 
 
 def _traced(tensors: Sequence[Tensor]) -> bool:
-    """Whether a compiler, a transform, autocast or another kind of tensor wants to see an operator."""
-    return _looking() or any(type(t) not in _PLAIN_TYPES for t in tensors)
+    """Whether a compiler, a transform, autocast or a tensor subclass has to see an operator."""
+    return _intercepted() or any(type(t) not in _PLAIN_TYPES for t in tensors)
 
 
-def _looking() -> bool:
+def _intercepted() -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
         return True
     return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
-    """Whether anybody watches what is computed."""
+    """Whether autograd, a compiler or a transform has to see the call."""
     return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or _traced(tensors)
 
 
 def _simple(tensors: Sequence[Any]) -> bool:
-    """Whether these are plain tensors on the CPU, of one type, that nobody watches: the quick way for most calls."""
-    if _looking():
+    """Whether these are plain CPU tensors of one type that no autograd and no transform has to see: the fast path."""
+    if _intercepted():
         return False
     grad = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
@@ -181,7 +197,7 @@ def _autocast(device: torch.device) -> bool:
 
 
 def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padding_mask: Any) -> None:
-    """Kinds, types and devices; shapes are looked at where the numbers are."""
+    """Checks kinds, dtypes and devices; the kernels check shapes."""
     q = tensors[0]
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
@@ -217,4 +233,4 @@ def as_arrays(operation: str, tensors: Sequence[Any], names: Sequence[str]) -> l
     if mixed and _autocast(q.device):
         # As the operator does.
         tensors = [tensor.float() for tensor in tensors]
-    return [_operators.as_array(tensor) for tensor in tensors]
+    return [as_array(tensor) for tensor in tensors]
