@@ -11,6 +11,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from .. import _calls
 from .._native import State
@@ -22,14 +23,28 @@ Packed = Optional[tuple[list[int], list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
+class _Exported:
+    """A tensor for `numpy.from_dlpack`. `Tensor.numpy` would make its storage one that can never be resized, and FSDP frees and
+    restores those of parameters by that."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return to_dlpack(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor on the CPU as an array on the same memory."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    """A tensor on the CPU as an array on the same memory, to be read."""
     if tensor.dtype is torch.bfloat16:
-        raw: np.ndarray[Any, Any] = tensor.view(torch.int16).numpy()
+        raw: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor.detach().view(torch.int16)))
         return raw.view(_calls.BFLOAT16)
-    array: np.ndarray[Any, Any] = tensor.numpy()
+    array: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor))
     return array
 
 
