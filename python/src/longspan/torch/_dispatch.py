@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import _calls
 from . import _operators
@@ -40,6 +41,15 @@ def attend(
     """
     tensors = (q, k, v, *parameters)
     with_state = initial_state is not None or output_final_state
+    if _transformed(tensors):
+        if with_state:
+            raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
+                               "got one inside; run the whole sequence in one call")  # fmt: skip
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+        return chunked_attention(
+            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+            key_padding_mask=key_padding_mask, cu_seqlens=_calls.boundaries(operation, cu_seqlens),
+        )  # fmt: skip
     simple = _simple(tensors)
     if not simple:
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
@@ -75,6 +85,9 @@ def step(
     operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
 ) -> Any:
     """One token of `mechanism` on tensors: ``(output, state)``."""
+    if _transformed((q, k, v, *parameters)):
+        raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
+                           "got one inside; run the whole sequence in one call")  # fmt: skip
     state = _calls.plain_state(operation, "state", state)
     names = _calls.names(mechanism, parameters)
     q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
@@ -158,6 +171,17 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
 _interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
+
+
+def _transformed(tensors: Sequence[Any]) -> bool:
+    """Whether torch.func or forward-mode differentiation has to see the operations, of which the kernels have none."""
+    if torch.compiler.is_compiling():
+        return False
+    if _interpreter is not None and _interpreter() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _traced(tensors: Sequence[Tensor]) -> bool:
