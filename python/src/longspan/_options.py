@@ -5,6 +5,7 @@ Text, because a torch operator can take it and a cache can look it up.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -32,10 +33,22 @@ def expect_type(operation: str, name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{operation}: {name}: expected {kind.__name__}, got {type(value).__name__}")
 
 
+def _differentiated(value: Any) -> bool:
+    """Whether a gradient with respect to this is wanted."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    dual: bool = torch.autograd.forward_ad.unpack_dual(value).tangent is not None
+    return dual or (value.requires_grad and torch.is_grad_enabled())
+
+
 def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     if decay is None:
         return None
-    if isinstance(decay, (int, float)):
+    if _differentiated(decay) or (isinstance(decay, (list, tuple)) and any(map(_differentiated, decay))):
+        raise ValueError(f"{operation}: decay: expected constants, got a tensor that requires a gradient, which there is none "
+                         "of; give decay.detach()")  # fmt: skip
+    if isinstance(decay, (int, float)) or getattr(decay, "ndim", None) == 0:
         numbers = [float(decay)] * (k.shape[1] if getattr(k, "ndim", 0) > 1 else 1)
     else:
         try:

@@ -84,17 +84,23 @@ def attend(
 def step(
     operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
 ) -> Any:
-    """One token of `mechanism` on tensors: ``(output, state)``."""
+    """One token of `mechanism` on tensors: ``(output, state)``, with gradients where one of them requires some."""
     if _transformed((q, k, v, *parameters)):
         raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
                            "got one inside; run the whole sequence in one call")  # fmt: skip
+    with_token = q.ndim == 4
+    if with_token:
+        q, k, v = _calls.without_token_axis(operation, q, k, v)
+    if _learning((q, k, v, *parameters), state) and q.ndim == k.ndim == v.ndim == 3:
+        out, state = attend(
+            operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
+            initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        return out if with_token else out[:, :, 0], state
     state = _calls.plain_state(operation, "state", state)
     names = _calls.names(mechanism, parameters)
     q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
     parameters = tuple(rest)
-    with_token = q.ndim == 4
-    if with_token:
-        q, k, v = _calls.without_token_axis(operation, q, k, v)
     out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
@@ -104,7 +110,7 @@ def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
     state = isinstance(initial_state, TensorState) and initial_state.numbers.requires_grad
-    return state or any(tensor.requires_grad for tensor in tensors)
+    return state or any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def _attend_with_states(

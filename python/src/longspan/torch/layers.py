@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
+from ._states import TensorState
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -98,10 +99,11 @@ class TransformerEncoderLayer(_Layer):
 
         return self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
 
-    @torch.no_grad()
-    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; in evaluation mode."""
-        kept: list[State] = []
+    def step(
+        self, token: Tensor, state: State | TensorState | None = None
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; see `MultiheadAttention.step`."""
+        kept: list[State | TensorState] = []
 
         def attend(x: Tensor) -> Tensor:
             out, new = self.self_attn.step(x, state)
@@ -172,17 +174,16 @@ class TransformerDecoderLayer(_Layer):
         x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
         return self._residual(x, 3, self._feed_forward)
 
-    @torch.no_grad()
     def step(
         self,
         token: Tensor,
         memory: Tensor,
-        state: State | None = None,
+        state: State | TensorState | None = None,
         memory_key_padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, State | TensorState]:
         """One token, ``[batch, d_model]``, of the layer under ``tgt_is_causal=True``, with all of ``memory`` as in
-        `forward`; in evaluation mode. What came before costs nothing, the memory is read anew for each token."""
-        kept: list[State] = []
+        `forward`; see `MultiheadAttention.step`. Every token reads the whole memory."""
+        kept: list[State | TensorState] = []
 
         def attend(x: Tensor) -> Tensor:
             out, new = self.self_attn.step(x, state)

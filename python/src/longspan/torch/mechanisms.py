@@ -85,13 +85,15 @@ class Attention(nn.Module):
             key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
         )  # fmt: skip
 
-    @torch.no_grad()
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None
-    ) -> tuple[Tensor, State]:
-        """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in."""
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in.
+
+        A `State` is changed in place. Where gradients are recorded a new `TensorState` comes back, which holds on to all
+        tokens before; generate under ``torch.no_grad()``."""
         name = type(self).__name__
-        out: tuple[Tensor, State] = _dispatch.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
+        out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
         return out
 
     def combine(self, earlier: State, later: State) -> State:

@@ -133,10 +133,13 @@ class MultiheadAttention(nn.Module):
         out = self.out_proj(out)
         return (out if batched else out.squeeze(axis)), None
 
-    @torch.no_grad()
-    def step(self, token: Tensor, state: State | TensorState | None = None) -> tuple[Tensor, State]:
-        """One token of causal self-attention, ``[batch, embed_dim]``: its output and the state with it taken in, in time
-        and memory that do not depend on how many came before."""
+    def step(
+        self, token: Tensor, state: State | TensorState | None = None
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token of causal self-attention, ``[batch, embed_dim]``: its output and the state with it taken in.
+
+        Under ``torch.no_grad()`` the state is changed in place, and time and memory do not depend on how many tokens came
+        before. Where gradients are recorded they flow through the states back to earlier tokens."""
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self._project(token, token, token))
         dtype = self.out_proj.weight.dtype
         step: Any = self.attention.step
