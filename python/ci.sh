@@ -3,7 +3,6 @@
 # LONGSPAN_PYTHON names the interpreter; LONGSPAN_WITHOUT_TORCH=1 leaves PyTorch and its tests out.
 set -euo pipefail
 cd "$(dirname "$0")"
-export LONGSPAN_REPOSITORY="$PWD/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -12,13 +11,14 @@ python="$work/environment/bin/python"
 "$python" -m pip install --quiet --upgrade pip
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
 "$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest mypy
-cp -r tests pyproject.toml "$work"
-cd "$work"
 
 # NumPy alone is enough.
 "$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
-    "$python" -m pip install --quiet "$(echo wheels/longspan-*.whl)[torch]"
+    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[torch]"
 fi
 "$python" -m pytest -q --durations=5 tests
+if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
+    "$python" -m pytest -q ../benchmarks
+fi
 LONGSPAN_FUZZ_SEED=$RANDOM "$python" -m pytest -q tests/test_bad_input.py -k fuzz

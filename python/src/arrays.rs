@@ -1,4 +1,4 @@
-//! NumPy arrays as the kernels walk them: where they lie if rows are adjacent numbers, otherwise as a copy.
+//! NumPy arrays as the kernels read them: in place if rows are contiguous, otherwise as a copy.
 
 use longspan_kernels::halves::{self, Half, bf16, f16};
 use longspan_kernels::{Real, View, ViewMut};
@@ -8,8 +8,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
+use crate::buffer_pool::Buffer;
 use crate::error;
-use crate::memory::Memory;
 use crate::threads;
 
 /// The two number types of the kernels.
@@ -25,7 +25,7 @@ pub enum Dtype {
     F32,
     F64,
     F16,
-    /// NumPy has no such type: two bytes without a meaning, `V2`, as the Python half of this package sees them.
+    /// NumPy has no such type; the Python package passes it as two raw bytes, `V2`.
     Bf16,
 }
 
@@ -59,15 +59,6 @@ impl Dtype {
         }
     }
 
-    /// Bytes of a number.
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F64 => 8,
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-
     pub fn descriptor(self, py: Python<'_>) -> PyResult<Bound<'_, PyArrayDescr>> {
         match self {
             Self::F32 => Ok(dtype::<f32>(py)),
@@ -92,17 +83,17 @@ impl Precision {
     }
 }
 
-/// Single precision beside half-width numbers.
+/// Numbers in single precision that are stored in half precision.
 #[derive(Debug)]
 pub struct Wide {
-    memory: Memory,
+    buffer: Buffer,
     len: usize,
 }
 
 impl Wide {
-    /// Room for `len` numbers, of any value.
+    /// `len` numbers of any value.
     pub fn new(len: usize) -> PyResult<Self> {
-        Ok(Self { memory: Memory::new(len.saturating_mul(size_of::<f32>()))?, len })
+        Ok(Self { buffer: Buffer::new(len.saturating_mul(size_of::<f32>()))?, len })
     }
 
     fn of(tensor: &Tensor<'_>) -> PyResult<Self> {
@@ -147,15 +138,15 @@ impl Wide {
 
     fn numbers(&self) -> &[f32] {
         // SAFETY: as below.
-        unsafe { std::slice::from_raw_parts(self.memory.start().cast(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.buffer.start().cast(), self.len) }
     }
 
     pub fn numbers_mut(&mut self) -> &mut [f32] {
         // SAFETY: there is room for so many from a cache line on, any bits are a number, and nobody else refers to them.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.start().cast(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.buffer.start().cast(), self.len) }
     }
 
-    /// About what one thread takes to convert them.
+    /// Estimated time of a conversion on one thread.
     fn seconds(&self) -> f64 {
         self.len as f64 * 0.5e-9
     }
@@ -196,7 +187,7 @@ pub struct Tensor<'py> {
     array: Bound<'py, PyUntypedArray>,
     dtype: Dtype,
     copied: bool,
-    /// All numbers of a half-width array, row-major.
+    /// All numbers of a half-precision array, row-major.
     wide: Option<Wide>,
 }
 
@@ -208,7 +199,7 @@ fn any_array<'py>(operation: &str, argument: &str, value: &Bound<'py, PyAny>) ->
 }
 
 impl<'py> Tensor<'py> {
-    /// Takes `value` as `argument` of `operation`: where it lies, or widened.
+    /// Takes `value` as `argument` of `operation`: in place, copied or widened.
     pub fn new(operation: &str, argument: &str, value: &Bound<'py, PyAny>) -> PyResult<Self> {
         let array = any_array(operation, argument, value)?;
         let descriptor = array.dtype();
@@ -271,7 +262,9 @@ impl<'py> Tensor<'py> {
     /// The numbers that the kernels see, from the first to the last.
     pub fn numbers<T: Number>(&self) -> &[T] {
         match &self.wide {
-            Some(wide) => T::from_singles(wide.numbers()).expect("half-width numbers are computed in single precision"),
+            Some(wide) => {
+                T::from_singles(wide.numbers()).expect("half-precision numbers are computed in single precision")
+            }
             None => {
                 assert!(T::PRECISION == self.dtype.precision(), "the precision of a call is that of all its arrays");
                 self.elements()

@@ -16,9 +16,9 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
+use crate::buffer_pool;
 use crate::error;
 use crate::mechanisms::{self, Kernel};
-use crate::memory;
 use crate::state::{Numbers, State};
 use crate::threads;
 
@@ -30,7 +30,7 @@ pub struct Mechanism {
     operation: String,
 }
 
-/// A number type with all that the binding asks of it.
+/// A number type with its states and its scratch memory.
 trait Precise: Number {
     fn kernel(kernel: &dyn Kernel) -> &dyn kernels::Mechanism<Self>;
     fn wrap(state: kernels::State<Self>) -> State;
@@ -70,7 +70,7 @@ precise!(f64, F64, SCRATCH_F64);
 /// Boundaries of packed sequences on the query and the key axis.
 type Boundaries = (Vec<usize>, Vec<usize>);
 
-/// What a query sees, with the memory for it.
+/// A mask that owns its lists.
 struct OwnedMask {
     order: Order,
     offset: isize,
@@ -145,15 +145,16 @@ fn backward_seconds(plan: &Plan) -> Option<f64> {
 
 /// A new array of any contents. Failure is a `MemoryError`.
 fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
-    if let Some(array) = memory::array(py, shape, dtype) {
+    let descriptor = dtype.descriptor(py)?;
+    if let Some(array) = buffer_pool::array(py, shape, &descriptor) {
         return array;
     }
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let empty = EMPTY.import(py, "numpy", "empty")?;
-    Ok(empty.call1((PyTuple::new(py, shape)?, dtype.descriptor(py)?))?.cast_into::<PyUntypedArray>()?)
+    Ok(empty.call1((PyTuple::new(py, shape)?, descriptor))?.cast_into::<PyUntypedArray>()?)
 }
 
-/// A new array for a result, with a wide one that is rounded into it if it is half as wide.
+/// A new array for a result. In half precision a single-precision copy comes with it, which is rounded into it at the end.
 struct Fresh<'py> {
     array: Bound<'py, PyUntypedArray>,
     wide: Option<Wide>,
@@ -170,7 +171,7 @@ impl<'py> Fresh<'py> {
     fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
         if let Some(wide) = &mut self.wide {
             return T::from_singles_mut(wide.numbers_mut())
-                .expect("half-width numbers are computed in single precision");
+                .expect("half-precision numbers are computed in single precision");
         }
         if self.array.is_empty() {
             return &mut [];
@@ -637,7 +638,7 @@ impl Mechanism {
     }
 
     /// Seconds that the kernel itself takes for a forward call on these arrays, ``repeats`` times: what
-    /// ``longspan.bench_peers --overhead`` holds a whole call against.
+    /// ``benchmarks/compare.py --overhead`` holds a whole call against.
     #[pyo3(signature = (q, k, v, parameters, is_causal, repeats))]
     #[allow(clippy::too_many_arguments)]
     fn kernel_seconds<'py>(

@@ -3,7 +3,7 @@
 use pyo3::PyErr;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 
-/// Names that Python users know under another name than the kernels do.
+/// Arguments that have another name in Python than in the kernels.
 const NAMES: [(&str, &str); 4] = [
     ("key padding", "key_padding_mask"),
     ("packed query boundaries", "cu_seqlens"),

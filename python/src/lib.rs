@@ -1,14 +1,15 @@
 //! The native half of the Python package `longspan`: the kernels of `longspan-kernels` on the memory of NumPy arrays.
 //!
 //! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which
-//! arrays are walked where they lie; [`memory`] is what results are written to; [`state`] is what streaming carries; [`threads`] says on which threads all of this
-//! runs, before and after a fork. Names, defaults and PyTorch live in the Python half beside this folder.
+//! arrays are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`] is what streaming
+//! carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork. Names, defaults and
+//! PyTorch are in the Python package, `longspan/` beside this file.
 
 mod arrays;
+mod buffer_pool;
 mod call;
 mod error;
 mod mechanisms;
-mod memory;
 mod openmp;
 mod state;
 mod threads;

@@ -27,7 +27,7 @@ pub struct Entry {
     pub name: &'static str,
     /// One line on it.
     pub summary: &'static str,
-    /// Names under which its kernels know their states.
+    /// Names of its kernels' states.
     states: &'static [&'static str],
     /// Options with which it can be asked what algorithms it has.
     example: &'static str,
@@ -116,7 +116,7 @@ pub fn build(name: &str, options: &str) -> PyResult<Arc<dyn Kernel>> {
         return Err(PyValueError::new_err(format!("unknown mechanism {name:?}; known are {}", known.join(", "))));
     };
     (entry.build)(options).map_err(|e| {
-        // The user never saw the text that serde counts lines and columns in.
+        // Without serde's line and column, which refer to a text that the user never saw.
         let message = e.to_string();
         let message = message.split(" at line ").next().unwrap_or_default();
         PyValueError::new_err(format!("{name}: options: {message}"))
@@ -128,7 +128,7 @@ pub fn feature_map(name: &str) -> PyResult<FeatureMap> {
     name.parse().map_err(|error: longspan_kernels::Error| PyValueError::new_err(error.to_string()))
 }
 
-/// The kernels' own copy of the name of a state's mechanism.
+/// `name` as a static string, if a mechanism's states have it.
 pub fn state_name(name: &str) -> Option<&'static str> {
     TABLE.iter().flat_map(|entry| entry.states).copied().find(|known| *known == name)
 }

@@ -1,4 +1,4 @@
-//! The OpenMP threads of a library that is loaded anyway, PyTorch's.
+//! PyTorch's OpenMP threads, found by the symbols of its loaded library.
 //!
 //! They wait for work by spinning, so that kernels on threads of their own beside them get half of each core; and they are
 //! awake where a sleeping pool has to be woken.
@@ -26,12 +26,12 @@ struct OpenMp {
 
 static FOUND: OnceLock<OpenMp> = OnceLock::new();
 
-/// How many threads the library's operations run on in this thread, if one brought some.
+/// How many threads PyTorch's operations use when called from this thread, if its runtime was found.
 pub fn threads() -> Option<usize> {
     FOUND.get().map(Team::size)
 }
 
-/// The threads, if a library brought some and this is not a fork of the process that loaded it.
+/// The threads, if the runtime was found and this is not a fork of the process that found it.
 pub fn team() -> Option<&'static dyn Team> {
     FOUND.get().filter(|found| found.process == process::id()).map(|found| found as &dyn Team)
 }

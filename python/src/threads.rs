@@ -2,7 +2,7 @@
 //!
 //! A call that is over before another thread would be awake runs on the caller's thread alone; a longer one on the threads
 //! that PyTorch has, or on a pool. Results do not depend on it. Threads do not survive a fork: a child process finds out by
-//! its process id and starts pools of its own, without ever touching what its parent's threads may have held.
+//! its process id and starts pools of its own; it takes no lock that a thread of its parent may have held.
 
 use std::process;
 use std::ptr;
@@ -15,16 +15,16 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::{error, openmp};
 
-/// Seconds that it takes to hand a call to a sleeping pool and to wait for its answer; measured on two cores.
+/// Seconds to wake a sleeping pool for a call and to wait for its answer; measured on two cores.
 const HANDING_OVER: f64 = 13e-6;
 
-/// More threads than any machine has; a mistake rather than a wish.
+/// Largest number of threads that [`set`] accepts.
 const MOST: usize = 4096;
 
 /// Pools that were started, newest first. They are kept for good: another thread may still be running on one.
 static POOLS: AtomicPtr<Pool> = AtomicPtr::new(ptr::null_mut());
 
-/// What [`set`] was told; 0 stands for what the environment says, or PyTorch, or else for as many as the machine has.
+/// The number given to [`set`]; 0 is the default: the environment's, else PyTorch's, else the machine's.
 static WANTED: AtomicUsize = AtomicUsize::new(0);
 
 struct Pool {
@@ -64,7 +64,7 @@ pub fn set(threads: i64) -> PyResult<()> {
     Ok(())
 }
 
-/// Runs `work`, of which one thread would have about `seconds` to do.
+/// Runs `work`, which takes about `seconds` on one thread.
 pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
     let threads = count();
     // A pool wins where `seconds · (1 − 1/threads)` is more than handing over takes; twice that, because on a machine with
@@ -73,7 +73,7 @@ pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
     if saved < 2.0 * HANDING_OVER {
         return alone(work);
     }
-    // Asked for another number of threads, the runtime would end some or start some, and so again for its next user.
+    // Only with its own number of threads: for another one the runtime would stop or start some, and again for PyTorch's next call.
     if let Some(team) = openmp::team().filter(|team| team.size() == threads) {
         return on_team(team, work);
     }

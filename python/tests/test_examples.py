@@ -1,6 +1,5 @@
 """Every Python example of the documentation runs as written."""
 
-import os
 import re
 from importlib.metadata import metadata
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-REPOSITORY = Path(os.environ.get("LONGSPAN_REPOSITORY", Path(__file__).parents[2]))
+REPOSITORY = Path(__file__).parents[2]
 
 
 def blocks(text):

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
 
-REPOSITORY = Path(os.environ.get("LONGSPAN_REPOSITORY", Path(__file__).parents[2]))
+REPOSITORY = Path(__file__).parents[2]
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/longspan"))
 WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
 

@@ -308,12 +308,3 @@ WRONG = [
 def test_wrong_calls(kind, message, call):
     with pytest.raises(kind, match=message):
         call(*inputs())
-
-
-def test_gradient_of_a_gradient_is_refused():
-    q, k, v = inputs(requires_grad=True)
-    (gradient,) = torch.autograd.grad(ops.kernelized_attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.sum().backward()
-
-

@@ -197,3 +197,93 @@ def test_wrong_calls(kind, message, options):
     _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
     with pytest.raises(kind, match=message):
         ops.kernelized_attention(q, k, v, **{"is_causal": True, **options(q, k, v, state)})
+
+
+STEPS = {
+    "kernelized": (lambda *t, **o: ops.kernelized_attention_step(*t, **o), "kernelized"),
+    "kernelized, decay": (lambda *t, **o: ops.kernelized_attention_step(*t, decay=[0.5, 0.9], **o), "kernelized, decay"),
+    "shaw": (lambda *t, **o: ops.shaw_attention_step(*t, **o), "shaw"),
+    "fourier": (lambda *t, **o: ops.fourier_attention_step(*t, **o), "fourier"),
+    "toeplitz": (lambda *t, **o: ops.toeplitz_attention_step(*t, kind="clipped", **o), "toeplitz"),
+    "toeplitz, table": (lambda *t, **o: ops.toeplitz_attention_step(*t, **o), "toeplitz, table"),
+    "aft-full": (lambda *t, **o: ops.aft_full_step(*t, **o), "aft-full"),
+    "aft-local": (lambda *t, **o: ops.aft_local_step(*t, **o), "aft-local"),
+    "aft-simple": (lambda *t, **o: ops.aft_simple_step(*t, **o), "aft-simple"),
+    "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv_step(q, k[..., 0], v, w, **o), "aft-conv"),
+    "softmax": (lambda *t, **o: ops.softmax_attention_step(*t, capacity=64, **o), "softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("with_axis", [False, True], ids=["", "with an axis of one token"])
+def test_steps_have_the_gradients_of_the_whole(name, with_axis):
+    step, whole = STEPS[name]
+    function, parameters = CASES[whole]
+    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    expected, _ = function(*tensors, is_causal=True, output_final_state=True)
+    q, k, v, *rest = tensors
+    state, pieces = None, []
+    for token in range(LENGTH):
+        at = slice(token, token + 1) if with_axis else token
+        before = state
+        out, state = step(q[:, :, at], k[:, :, at], v[:, :, at], *rest, state=before)
+        assert isinstance(state, TensorState) and state is not before
+        pieces.append(out if with_axis else out[:, :, None])
+    pieces = torch.cat(pieces, 2)
+    torch.testing.assert_close(pieces, expected, rtol=1e-9, atol=1e-9)
+    weights = draw(*expected.shape, seed=9)
+    weights[:, :, : LENGTH // 2] = 0
+    for a, b in zip(torch.autograd.grad((pieces * weights).sum(), tensors),
+                    torch.autograd.grad((expected * weights).sum(), tensors)):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_steps_without_gradients_change_their_state():
+    q, k, v = (t[:, :, 0].clone().requires_grad_() for t in inputs())
+    with torch.no_grad():
+        _, state = ops.kernelized_attention_step(q, k, v)
+        before = state.clone()
+        out, after = ops.kernelized_attention_step(q, k, v, state)
+    assert after is state and state != before and not out.requires_grad
+    # A plain state is a constant of a step that learns, which leaves it alone.
+    before = state.clone()
+    _, learned = ops.kernelized_attention_step(q, k, v, state)
+    assert isinstance(learned, TensorState) and state == before
+
+
+def test_layers_step_with_gradients():
+    from longspan.torch import TransformerDecoderLayer, TransformerEncoderLayer
+
+    torch.manual_seed(0)
+    x, memory = torch.randn(2, 5, 8), torch.randn(2, 4, 8)
+    for make, more in ((TransformerEncoderLayer, ()), (TransformerDecoderLayer, (memory,))):
+        layer = make(8, 2, 16, batch_first=True, attention="shaw", radius=2).eval()
+        whole = layer(x, *more, **{"tgt_is_causal" if more else "is_causal": True})
+        whole[:, -1].square().sum().backward()
+        expected = {name: p.grad.clone() for name, p in layer.named_parameters()}
+        layer.zero_grad()
+        state = None
+        for t in range(5):
+            out, state = layer.step(x[:, t], *more, state)
+        out.square().sum().backward()
+        for name, p in layer.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_decay_that_would_learn_is_refused():
+    q, k, v = inputs()
+    for decay in (torch.tensor(0.9, requires_grad=True), torch.tensor([0.5, 0.9], requires_grad=True),
+                  [torch.tensor(0.5, requires_grad=True), 0.9]):  # fmt: skip
+        for call in (
+            lambda: ops.kernelized_attention(q, k, v, decay=decay, is_causal=True),
+            lambda: ops.kernelized_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], decay=decay),
+            lambda: KernelizedAttention(2, 4, decay=decay),
+        ):
+            with pytest.raises(ValueError, match="decay: expected constants, got a tensor that requires a gradient"):
+                call()
+        with torch.no_grad():
+            ops.kernelized_attention(q, k, v, decay=decay, is_causal=True)
+    attend = lambda decay: ops.kernelized_attention(q, k, v, decay=decay, is_causal=True).sum()  # noqa: E731
+    for differentiate in (torch.func.grad(attend), lambda d: torch.func.jvp(attend, (d,), (d,))):
+        with pytest.raises(ValueError, match="decay: expected constants"):
+            differentiate(torch.tensor([0.5, 0.9], dtype=torch.float64))

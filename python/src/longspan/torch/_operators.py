@@ -11,9 +11,11 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from .. import _calls
 from .._native import State
+from ._chunked import chunked_attention
 from ._states import TensorState
 
 #: Boundaries of packed sequences on the query and the key axis.
@@ -22,26 +24,40 @@ Packed = Optional[tuple[list[int], list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
+class _Exported:
+    """A tensor for `numpy.from_dlpack`. `Tensor.numpy` would make its storage one that can never be resized, and FSDP frees and
+    restores those of parameters by that."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return to_dlpack(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor on the CPU as an array on the same memory."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    """A tensor on the CPU as an array on the same memory, to be read."""
     if tensor.dtype is torch.bfloat16:
-        raw: np.ndarray[Any, Any] = tensor.view(torch.int16).numpy()
+        raw: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor.detach().view(torch.int16)))
         return raw.view(_calls.BFLOAT16)
-    array: np.ndarray[Any, Any] = tensor.numpy()
+    array: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor))
     return array
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """The way back."""
+    """An array as a tensor on the same memory."""
     if array.dtype == _calls.BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-    # NumPy and torch differ in the strides of nothing.
+    # NumPy and torch give empty arrays different strides.
     return as_tensor(array) if array.size else torch.empty(array.shape, dtype=dtype)
 
 
@@ -107,8 +123,8 @@ def _backward(
     d_final_state: State | None = None,
     as_the_tensors: bool = True,
 ) -> tuple[list[Tensor], State | None]:
-    """Gradients, laid out as their tensors, because autograd copies those that are not; or all with tokens before heads,
-    for a compiler, which wants to know beforehand."""
+    """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
+    before the call, all with tokens before heads."""
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
         mechanism, options, operation, parameters, q, offset
@@ -126,6 +142,56 @@ def _backward(
     for like, gradient in zip(parameters, d_parameters):
         gradients.append(_tensor(gradient, like.dtype))
     return gradients, d_initial
+
+
+def _differentiable_gradients(
+    d_out: Tensor,
+    tensors: Sequence[Tensor],
+    key_padding_mask: Tensor | None,
+    packed: Packed,
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> list[Tensor | None]:
+    """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
+    with torch.enable_grad():
+        # Views, so that tensors that are given twice have a gradient each.
+        q, k, v, *parameters = seen = [
+            tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors
+        ]
+        out = chunked_attention(
+            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+            key_padding_mask=key_padding_mask, cu_seqlens=packed,
+        )  # fmt: skip
+        return list(torch.autograd.grad(out, seen, d_out, create_graph=torch.is_grad_enabled(), allow_unused=True))
+
+
+#: Whether a tensor is of ``is_grads_batched=True``; a torch that lacks it has no such tensors.
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+
+
+def _differentiated_again(d_out: Tensor) -> bool:
+    """Whether gradients of this gradient may be taken, or it is that of a batch."""
+    return torch.is_grad_enabled() or _is_batched(d_out)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Hands on the first ``count`` of ``tensors``, whose gradients with respect to the others are not known.
+
+    Not `torch.autograd.function.once_differentiable`: that is silent, and the gradients 0, where the gradient that came in
+    is a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple([tensor.view_as(tensor) for tensor in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(ctx.message)
 
 
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
@@ -215,6 +281,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
     q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
     cu_queries, cu_keys, mechanism, options, operation, is_causal, offset = ctx.rest
+    if _differentiated_again(d_out):
+        packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+        dq, dk, dv, *d_learned = _differentiable_gradients(
+            d_out, (q, k, v, *parameters), key_padding_mask, packed, mechanism, options, operation, is_causal, offset
+        )
+        return dq, dk, dv, d_learned, None, None, None, None, None, None, None, None
     dq, dk, dv, *d_parameters = attention_backward(
         d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
         mechanism, options, operation, is_causal, offset,
@@ -228,8 +300,8 @@ attention.register_autocast("cpu", torch.float32)
 
 
 class Eager(torch.autograd.Function):
-    """The same without the operator's bookkeeping, a tenth of a millisecond a call: for tensors that no compiler and no
-    transform looks at."""
+    """The same without the operator's overhead, a tenth of a millisecond a call: where no compiler and no transform
+    intercepts calls."""
 
     @staticmethod
     def forward(
@@ -253,9 +325,11 @@ class Eager(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
+        if _differentiated_again(d_out):
+            again = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, ctx.packed, *ctx.rest)
+            return (None,) * 7 + tuple(again)
         gradients, _ = _backward(
             d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, *ctx.rest
         )  # fmt: skip
@@ -265,8 +339,8 @@ class Eager(torch.autograd.Function):
 class EagerWithStates(torch.autograd.Function):
     """The same from a state and to one, with gradients through both.
 
-    ``initial`` is the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Gives the output and the
-    final state's numbers; what the latter's shape is goes into ``found``.
+    ``initial`` holds the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Returns the output and the
+    final state's numbers, and appends the final state's mechanism and parts to ``found``.
     """
 
     @staticmethod
@@ -294,13 +368,20 @@ class EagerWithStates(torch.autograd.Function):
         return out, final.numbers
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         name, parts = ctx.shape
         states = [None if x is None else TensorState(name, parts, x).detach() for x in (initial, d_final)]
         gradients, d_initial = _backward(
-            d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
+            d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
         )  # fmt: skip
-        return None, None, None, None, None if d_initial is None else TensorState.of(d_initial).numbers, *gradients
+        if d_initial is not None:
+            gradients.append(TensorState.of(d_initial).numbers)
+        if torch.is_grad_enabled():
+            depends = [x for x in (d_out, d_final, initial, q, k, v, *parameters) if x is not None]
+            message = (f"{ctx.rest[2]}: second derivatives: expected a call without states, got one with; "
+                       "run the whole sequence in one call")  # fmt: skip
+            gradients = list(_OnceDifferentiable.apply(message, len(gradients), *gradients, *depends))
+        d_state = None if d_initial is None else gradients.pop()
+        return None, None, None, None, d_state, *gradients

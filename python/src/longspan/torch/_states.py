@@ -17,7 +17,7 @@ class TensorState:
     to earlier ones, or to a state that is itself learned.
 
     Functions of `longspan.ops` and modules return one in the place of a `State` where one of their tensors requires a
-    gradient, and take either. What no gradient has a meaning for, such as a count of tokens, has a gradient of 0.
+    gradient, and take either. Numbers that are not differentiable, such as a count of tokens, get a gradient of 0.
     """
 
     #: Name of the mechanism whose state it is.

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from . import _calls, _native, _options, ops
+from . import _calls, _native, _options, _route, ops
 from ._native import State
 
 __all__ = ["Estimate", "MechanismInfo", "Plan", "combine", "explain", "mechanisms"]
@@ -148,7 +148,7 @@ def combine(
             raise TypeError(f"combine: {name}: expected a longspan.State, got {type(state).__name__}")
     _options.expect_type("combine", "mechanism", mechanism, str)
     native = _named("combine", mechanism, earlier.kv_heads, options)
-    return native.combine(earlier, later, _calls.plain_arrays(parameters))
+    return native.combine(earlier, later, _route.plain_arrays(parameters))
 
 
 def _named(operation: str, mechanism: str, kv_heads: int, options: dict[str, Any]) -> _native.Mechanism:

@@ -1,16 +1,16 @@
 """Options of a call: checked, and made into the JSON text that names a compiled mechanism.
 
-Text, because that is what a torch operator can take, and what a cache can be searched for.
+Text, because a torch operator can take it and a cache can look it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 
 def as_json(value: Any) -> str:
-    """JSON of an option. Not the module json, which torch.compile cannot look into."""
+    """JSON of an option. Not by the module json, which torch.compile cannot trace."""
     if value is None:
         return "null"
     if value is True:
@@ -33,10 +33,22 @@ def expect_type(operation: str, name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{operation}: {name}: expected {kind.__name__}, got {type(value).__name__}")
 
 
+def _differentiated(value: Any) -> bool:
+    """Whether a gradient with respect to this is wanted."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    dual: bool = torch.autograd.forward_ad.unpack_dual(value).tangent is not None
+    return dual or (value.requires_grad and torch.is_grad_enabled())
+
+
 def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     if decay is None:
         return None
-    if isinstance(decay, (int, float)):
+    if _differentiated(decay) or (isinstance(decay, (list, tuple)) and any(map(_differentiated, decay))):
+        raise ValueError(f"{operation}: decay: expected constants, got a tensor that requires a gradient, which there is none "
+                         "of; give decay.detach()")  # fmt: skip
+    if isinstance(decay, (int, float)) or getattr(decay, "ndim", None) == 0:
         numbers = [float(decay)] * (k.shape[1] if getattr(k, "ndim", 0) > 1 else 1)
     else:
         try:
@@ -227,7 +239,7 @@ def aft_conv(
 
 
 def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
-    """What a feature map learns, as parameters after those of positions."""
+    """Parameters of a feature map that learns; they come after those of positions."""
     learned = isinstance(feature_map, str) and feature_map.startswith("hedgehog")
     if given is None and not learned:
         return ()

@@ -1,8 +1,7 @@
-"""Longspan beside what a PyTorch or JAX user would pick or write instead.
+"""Longspan beside what a PyTorch, JAX or ONNX Runtime user would write or pick instead.
 
-``python -m longspan.bench_peers --peers FOLDER`` prints the whole comparison as Markdown. ``FOLDER`` holds
-``torch_peers.py``, a module with ``make(name, batch, heads, length, head_dim) -> f(q, k, v)``, and perhaps
-``jax_peers.py`` with ``make_jax``, which is used where JAX is installed.
+``python benchmarks/compare.py`` prints the whole comparison as Markdown. Opponents whose library is not installed are left
+out.
 
 Each row measures ours and every opponent in alternation, in one process, in a new order each round, and gives ratios of
 medians, the opponent's time over ours, with bootstrapped 95 % intervals. An opponent that takes far longer than the others
@@ -14,6 +13,7 @@ row is timed its functions must give the same numbers. Progress goes to standard
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -45,33 +45,44 @@ class Row:
     kind: str
     is_causal: bool
     #: Opponents in PyTorch that compute the same.
-    same: tuple[str, ...]
+    same: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (4096,)
     #: Opponents that compute softmax attention instead, with a table row of their own.
     softmax: tuple[str, ...] = ()
-    #: Opponents in JAX that compute the same.
-    jax: tuple[str, ...] = ()
+    #: Opponents outside PyTorch that compute the same, by the module that knows them.
+    elsewhere: tuple[tuple[str, str], ...] = ()
     #: Whether to put torch.compile in front of the opponents as well.
     compiled: bool = True
+    #: Whether the opponents have a backward.
+    backward: bool = True
     #: Lengths at which only the forward call is measured.
     forward_only: tuple[int, ...] = ()
 
 
+_UNDIVIDED = (1024, 4096, 16384)
 ROWS: dict[str, Row] = {
     "kernelized, masked": Row(
-        "kernelized", True, ("torch_chunk64_causal", "torch_chunk128_causal"), (1024, 4096, 16384),
-        jax=("jax_scan64_causal", "jax_chunk64_causal"),
+        "kernelized", True, ("chunk64_causal", "chunk128_causal"), (1024, 4096, 16384),
+        elsewhere=(("jax_peers", "jax_scan64_causal"), ("jax_peers", "jax_chunk64_causal")),
     ),
-    "kernelized": Row("kernelized", False, ("torch_linear",), (4096, 16384), jax=("jax_linear",)),
+    "kernelized": Row("kernelized", False, ("linear",), (4096, 16384), elsewhere=(("jax_peers", "jax_linear"),)),
+    "no feature map, undivided, masked": Row(
+        "undivided", True, lengths=_UNDIVIDED, backward=False,
+        elsewhere=(("onnx_peers", "onnxruntime_linear"),),
+    ),
+    "no feature map, undivided, decay, masked": Row(
+        "decay", True, lengths=_UNDIVIDED, backward=False,
+        elsewhere=(("onnx_peers", "onnxruntime_gated"),),
+    ),
     "softmax attention, masked": Row(
         "kernelized", True, (), (256, 1024, 4096, 16384), softmax=("sdpa_causal",),
         forward_only=(16384,),
     ),
-    "Shaw, radius 16, masked": Row("shaw", True, ("torch_rpe_band16_causal",)),
-    "Shaw, radius 64, masked": Row("shaw", True, ("torch_rpe_band64_causal",)),
-    "Fourier, masked": Row("fourier", True, ("torch_fourier_causal",)),
-    "Toeplitz": Row("toeplitz", False, ("toeplitz_dense",), compiled=False),
-    "Toeplitz, masked": Row("toeplitz", True, ("toeplitz_dense_causal",), compiled=False),
+    "Shaw, radius 16, masked": Row("shaw", True, ("shaw16_causal",)),
+    "Shaw, radius 64, masked": Row("shaw", True, ("shaw64_causal",)),
+    "Fourier, masked": Row("fourier", True, ("fourier_causal",)),
+    "Toeplitz": Row("toeplitz", False, ("toeplitz",), compiled=False),
+    "Toeplitz, masked": Row("toeplitz", True, ("toeplitz_causal",), compiled=False),
     "AFT-simple, masked": Row("aft-simple", True, ("aft_simple_causal",)),
     "AFT-conv, 33 taps, masked": Row("aft-conv", True, ("aft_conv_causal",)),
     "AFT-local, window 64, masked": Row("aft-local", True, ("aft_local64_causal",)),
@@ -100,11 +111,17 @@ def ours(
     """Our function with the parameters of a peer's, and those parameters."""
     import torch
 
-    from . import ops
+    from longspan import ops
 
     own = [parameter.detach().clone().requires_grad_() for parameter in parameters]
     if kind == "kernelized":
         return lambda q, k, v: ops.kernelized_attention(q, k, v, is_causal=is_causal), []
+    if kind in ("undivided", "decay"):
+        from onnx_peers import DECAY
+
+        options = {"feature_map": "identity", "normalize": False, "is_causal": is_causal}
+        decay = DECAY if kind == "decay" else None
+        return lambda q, k, v: ops.kernelized_attention(q, k, v, decay=decay, **options), []
     if kind == "shaw":
         (rel,) = own
         return lambda q, k, v: ops.shaw_attention(q, k, v, rel, is_causal=is_causal), own
@@ -130,34 +147,10 @@ def ours(
     return lambda q, k, v: ops.aft_conv(q, k[..., 0], v, w, is_causal=is_causal), own
 
 
-class _Jax:
-    """A JAX function on its own copies of the tensors, forward or forward and backward."""
-
-    def __init__(self, name: str, q: Any, k: Any, v: Any) -> None:
-        import jax.numpy as jnp
-        import jax_peers
-
-        self.forward, self.both = jax_peers.make_jax(name, *q.shape)
-        self.tensors = [jnp.asarray(tensor.numpy()) for tensor in (q, k, v)]
-        self.ones = jnp.ones(v.shape, jnp.float32)
-
-    def forward_tensor(self) -> Any:
-        import numpy as np
-        import torch
-
-        return torch.from_numpy(np.array(self.run(False)))
-
-    def run(self, backward: bool) -> Any:
-        import jax
-
-        return jax.block_until_ready(self.both(*self.tensors, self.ones) if backward else self.forward(*self.tensors))
-
-
-def _has_jax(folder: Path) -> bool:
-    if not (folder / "jax_peers.py").exists():
-        return False
+def _installed(module: str) -> bool:
+    """Whether the library of these opponents is there."""
     try:
-        import jax  # noqa: F401
+        importlib.import_module(module)
     except ImportError:
         return False
     return True
@@ -176,16 +169,23 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
         k = k[..., :1].expand(k.shape).contiguous()
     compiled = [f"compiled:{peer}" for peer in row.same] if row.compiled and not options.eager else []
     names = [*row.same, *compiled, *row.softmax]
-    peers = {peer: torch_peers.make(peer, 1, heads, length, head_dim) for peer in names}
+    peers = {peer: torch_peers.make(peer, heads, length, head_dim) for peer in names}
+    elsewhere = {
+        peer: importlib.import_module(module).Peer(peer, q, k, v, options.threads)
+        for module, peer in row.elsewhere
+        if _installed(module)
+    }
+    if not peers and not elsewhere:
+        print(f"{name}: left out, because {row.elsewhere[0][0]} finds no library", file=sys.stderr)
+        return []
     parameters = learned(peers[row.same[0]]) if row.same else []
     own, own_parameters = ours(row.kind, parameters, heads, length, row.is_causal)
     in_torch = {"longspan": own, **peers}
-    in_jax = {peer: _Jax(peer, q, k, v) for peer in (row.jax if _has_jax(options.peers) else ())}
 
     with torch.no_grad():
         expected = own(q, k, v)
-        for peer in (*row.same, *in_jax):
-            got = in_jax[peer].forward_tensor() if peer in in_jax else peers[peer](q, k, v)
+        for peer in (*row.same, *elsewhere):
+            got = torch.from_numpy(elsewhere[peer].output()) if peer in elsewhere else peers[peer](q, k, v)
             if got.dim() == 3:
                 got = got.unflatten(-1, (heads, head_dim)).transpose(1, 2)
             difference = (got - expected).abs().max() / expected.abs().max()
@@ -193,14 +193,14 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
                 raise SystemExit(f"{name}, L={length}: {peer} and Longspan differ by {difference:.1e}; nothing is measured")
         del expected
 
-    wrt = {peer: learned(peers.get(peer.removeprefix("compiled:"), peers[peer])) for peer in peers}
+    wrt = {peer: learned(function) for peer, function in peers.items()}
     wrt["longspan"] = own_parameters
     inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     ones: dict[Any, Any] = {}
 
     def run(candidate: str, backward: bool) -> None:
-        if candidate in in_jax:
-            in_jax[candidate].run(backward)
+        if candidate in elsewhere:
+            elsewhere[candidate].run(backward)
         elif not backward:
             with torch.no_grad():
                 in_torch[candidate](q, k, v)
@@ -213,9 +213,9 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
                 tensor.grad = None
 
     found: list[Times] = []
-    for direction in ("forward",) if length in row.forward_only else ("forward", "forward + backward"):
+    for direction in ("forward",) if length in row.forward_only or not row.backward else ("forward", "forward + backward"):
         backward = direction != "forward"
-        times = _alternate(lambda candidate: run(candidate, backward), [*in_torch, *in_jax], options.seconds)
+        times = _alternate(lambda candidate: run(candidate, backward), [*in_torch, *elsewhere], options.seconds)
         for candidate, seconds in times.items():
             found.append({"row": name, "length": length, "direction": direction, "name": candidate, "seconds": seconds})
     return found
@@ -224,7 +224,7 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
 #: Rounds that every function runs in, however slow.
 _LEAST = 4
 
-#: Seconds between two functions.
+#: Seconds of rest between two functions.
 _SETTLING = 2e-3
 
 
@@ -253,7 +253,7 @@ def _alternate(run: Callable[[str], None], candidates: list[str], seconds: float
             if rounds >= _LEAST and candidate in slow and candidate != "longspan":
                 times[candidate].append(None)
                 continue
-            # The threads of the one before spin for a while where others should run.
+            # The previous function's threads still spin for a while.
             time.sleep(_SETTLING)
             start = time.perf_counter()
             run(candidate)
@@ -352,7 +352,7 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
     import numpy as np
     import torch
 
-    from . import _calls, _options, ops
+    from longspan import _calls, _options, ops
 
     draw = np.random.default_rng(0).standard_normal
     arrays = [draw((1, heads, length, head_dim), dtype=np.float32) for _ in range(3)]
@@ -394,9 +394,7 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("longspan.bench_peers", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--peers", type=Path, required=True, help="the folder of torch_peers.py")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=" | ".join(ROWS))
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of each row's own")
     parser.add_argument("--heads", type=int, default=8)
@@ -429,7 +427,7 @@ def _measure_all(options: argparse.Namespace) -> list[Times]:
 def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[Times]:
     """Measures in a process of its own, whose allocator the environment sets."""
     times = Path(folder, f"{allocator}.json")
-    command = [sys.executable, "-m", "longspan.bench_peers", "--child", "--peers", options.peers, "--allocator", allocator,
+    command = [sys.executable, __file__, "--child", "--allocator", allocator,
                "--heads", options.heads, "--head-dim", options.head_dim, "--threads", options.threads,
                "--seconds", options.seconds, "--json", times, "--rows", *options.rows]  # fmt: skip
     command += ["--eager"] if options.eager else []
@@ -444,18 +442,13 @@ def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    options.peers = options.peers.resolve()
-    if not (options.peers / "torch_peers.py").exists():
-        print(f"longspan.bench_peers: --peers: no torch_peers.py in {options.peers}", file=sys.stderr)
-        return 2
     import torch
 
-    from . import set_num_threads
+    from longspan import set_num_threads
 
     torch.set_num_threads(options.threads)
     set_num_threads(options.threads)
     if options.child:
-        sys.path.insert(0, str(options.peers))
         options.json.write_text(json.dumps(_measure_all(options)))
         return 0
     if options.overhead:

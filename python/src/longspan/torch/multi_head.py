@@ -23,9 +23,11 @@ class MultiheadAttention(nn.Module):
     attention="shaw", radius=16)``. The projection of ``"aft-conv"`` gives one number a head for keys; its
     ``in_proj_weight`` is narrower by that.
 
+    ``num_kv_heads`` shares each key/value head among ``num_heads / num_kv_heads`` query heads (grouped queries).
+
     What differs, because the weights of pairs are never formed: ``forward`` returns ``None`` for them; ``dropout`` drops
-    numbers of the heads' outputs; ``attn_mask`` may say no more than ``is_causal`` does. ``add_bias_kv`` and
-    ``add_zero_attn`` are refused.
+    numbers of the heads' outputs; ``attn_mask`` may only be a causal mask or one that ignores whole keys. ``add_bias_kv``
+    and ``add_zero_attn`` are refused.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         attention: str | Callable[..., nn.Module] = "kernelized",
+        num_kv_heads: int | None = None,
         **attention_options: Any,
     ) -> None:
         super().__init__()
@@ -62,9 +65,14 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         place = {"device": device, "dtype": dtype}
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads is not None:
+            attention_options["num_kv_heads"] = num_kv_heads
         self.attention = build(attention, num_heads, self.head_dim, **attention_options, **place)
-        # Widths of projected queries, keys and values.
-        self._widths = (embed_dim, num_heads * getattr(self.attention, "key_dim", self.head_dim), embed_dim)
+        # Heads and widths of projected queries, keys and values.
+        self._head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
+        key_dim = getattr(self.attention, "key_dim", self.head_dim)
+        self._widths = (embed_dim, self.num_kv_heads * key_dim, self.num_kv_heads * self.head_dim)
         if self._qkv_same_embed_dim:
             self.in_proj_weight = nn.Parameter(torch.empty((sum(self._widths), embed_dim), **place))
             for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
@@ -72,7 +80,7 @@ class MultiheadAttention(nn.Module):
         else:
             self.q_proj_weight = nn.Parameter(torch.empty((embed_dim, embed_dim), **place))
             self.k_proj_weight = nn.Parameter(torch.empty((self._widths[1], self.kdim), **place))
-            self.v_proj_weight = nn.Parameter(torch.empty((embed_dim, self.vdim), **place))
+            self.v_proj_weight = nn.Parameter(torch.empty((self._widths[2], self.vdim), **place))
             self.register_parameter("in_proj_weight", None)
         if bias:
             self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), **place))
@@ -101,17 +109,22 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         offset: int = 0,
-    ) -> tuple[Tensor, None]:
-        """``(output, None)``. Shapes as in `torch.nn.MultiheadAttention`: ``[batch, token, embed_dim]`` with
-        ``batch_first``, else ``[token, batch, embed_dim]``, or ``[token, embed_dim]``.
+        cu_seqlens: Any = None,
+        initial_state: State | TensorState | None = None,
+        output_final_state: bool = False,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> Any:
+        """``(output, None)``, or ``(output, None, state)`` with ``output_final_state``. Shapes as in
+        `torch.nn.MultiheadAttention`: ``[batch, token, embed_dim]`` with ``batch_first``, else
+        ``[token, batch, embed_dim]``, or ``[token, embed_dim]``.
 
-        ``key_padding_mask`` ``[batch, keys]``: True, or -inf, is ignored. ``is_causal`` needs no ``attn_mask``.
+        ``key_padding_mask`` ``[batch, keys]``: True, or -inf, is ignored. ``is_causal`` needs no ``attn_mask``, and one beside
+        it is not looked at. ``cu_seqlens`` and states are those of `longspan.ops`; ``q_positions`` ``[batch, queries, n]`` and
+        ``k_positions`` those of ``attention="fourier"`` with ``axes=n``.
         """
         if need_weights:
             raise ValueError("MultiheadAttention: need_weights: expected False, because the weights are never formed")
-        if attn_mask is not None and not is_causal:
-            raise ValueError("MultiheadAttention: attn_mask: expected None, or a causal mask with is_causal=True: other "
-                             "masks of pairs cannot be had in linear time")  # fmt: skip
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
                 raise ValueError(f"MultiheadAttention: {name}: expected three axes, or two for all of query, key and "
@@ -124,24 +137,42 @@ class MultiheadAttention(nn.Module):
             key = query if one[0] else key.unsqueeze(axis)
             value = key if one[1] else value.unsqueeze(axis)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        q, k, v = (self._heads(x, axis) for x in self._project(query, key, value))
-        out = self.attention(q, k, v, is_causal=is_causal, offset=offset, key_padding_mask=_ignored(key_padding_mask))
+        ignored = _ignored(key_padding_mask)
+        if attn_mask is not None and not is_causal:
+            tokens = 1 - axis
+            is_causal, ignored = _understood(attn_mask, ignored, key.shape[axis], query.shape[tokens], key.shape[tokens])
+        q, k, v = (self._heads(x, heads, axis) for x, heads in zip(self._project(query, key, value), self._head_counts))
+        more: dict[str, Any] = {"cu_seqlens": cu_seqlens, "initial_state": initial_state, "q_positions": q_positions,
+                                "k_positions": k_positions}  # fmt: skip
+        # A module of the user's own need not know of what is not asked for.
+        more = {name: value for name, value in more.items() if value is not None}
+        if output_final_state:
+            more["output_final_state"] = True
+        out = self.attention(q, k, v, is_causal=is_causal, offset=offset, key_padding_mask=ignored, **more)
+        if output_final_state:
+            out, state = out
         out = out.transpose(1, 2).flatten(2)
         out = F.dropout(out, self.dropout, self.training)
         if axis == 1:
             out = out.transpose(0, 1)
         out = self.out_proj(out)
-        return (out if batched else out.squeeze(axis)), None
+        out = out if batched else out.squeeze(axis)
+        return (out, None, state) if output_final_state else (out, None)
 
-    @torch.no_grad()
-    def step(self, token: Tensor, state: State | TensorState | None = None) -> tuple[Tensor, State]:
-        """One token of causal self-attention, ``[batch, embed_dim]``: its output and the state with it taken in, in time
-        and memory that do not depend on how many came before."""
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self._project(token, token, token))
-        dtype = self.out_proj.weight.dtype
+    def step(
+        self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token of causal self-attention, ``[batch, embed_dim]``, at ``positions`` ``[batch, 1, n]`` where the attention
+        has some: its output and the state with it taken in.
+
+        Under ``torch.no_grad()`` the state is changed in place, and time and memory do not depend on how many tokens came
+        before. Where gradients are recorded they flow through the states back to earlier tokens."""
+        projected = self._project(token, token, token)
+        q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(projected, self._head_counts))
         step: Any = self.attention.step
-        out, after = step(q, k, v, state)
-        return self.out_proj(out.flatten(1).to(dtype)), after
+        more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
+        out, after = step(q, k, v, state, **more)
+        return self.out_proj(out.flatten(1)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)
@@ -156,21 +187,45 @@ class MultiheadAttention(nn.Module):
             biases = self.in_proj_bias.split(self._widths)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
 
-    def _heads(self, x: Tensor, batch_axis: int) -> Tensor:
+    @staticmethod
+    def _heads(x: Tensor, heads: int, batch_axis: int) -> Tensor:
         """``[batch, head, token, feature]``: the projection's own memory."""
-        x = x.unflatten(-1, (self.num_heads, -1))
+        x = x.unflatten(-1, (heads, -1))
         return x.transpose(1, 2) if batch_axis == 0 else x.permute(1, 2, 0, 3)
 
 
-def _ignored(key_padding_mask: Tensor | None) -> Tensor | None:
+def _ignored(mask: Tensor | None, name: str = "key_padding_mask") -> Tensor | None:
     """As booleans: `torch.nn.TransformerEncoder` turns masks into numbers to add, 0 and -inf."""
-    if key_padding_mask is None or key_padding_mask.dtype == torch.bool:
-        return key_padding_mask
-    if not key_padding_mask.is_floating_point():
-        raise TypeError(f"MultiheadAttention: key_padding_mask: expected bool, True where a key is ignored, or numbers "
-                        f"0 and -inf, got {key_padding_mask.dtype}")  # fmt: skip
-    ignored = key_padding_mask == -torch.inf
-    # A look at the numbers would break a compiled graph.
-    if not torch.compiler.is_compiling() and not bool((ignored | (key_padding_mask == 0)).all()):
-        raise ValueError("MultiheadAttention: key_padding_mask: expected only 0 and -inf among its numbers, got others")
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"MultiheadAttention: {name}: expected bool, True where a key is ignored, or numbers 0 and -inf, "
+                        f"got {mask.dtype}")  # fmt: skip
+    ignored = mask == -torch.inf
+    # Reading values would break a compiled graph.
+    if not torch.compiler.is_compiling() and not bool((ignored | (mask == 0)).all()):
+        raise ValueError(f"MultiheadAttention: {name}: expected only 0 and -inf among its numbers, got others")
     return ignored
+
+
+def _understood(
+    attn_mask: Tensor, ignored: Tensor | None, batch: int, queries: int, keys: int
+) -> tuple[bool, Tensor | None]:
+    """Whether a mask of pairs is the causal one, and which keys are ignored if it is the same for all queries."""
+    expected = "expected a causal mask, or one that ignores the same keys for all queries (others take quadratic time)"
+    if torch.compiler.is_compiling():
+        raise ValueError("MultiheadAttention: attn_mask: expected None in a compiled function, which cannot look at it; say "
+                         "is_causal=True or key_padding_mask instead")  # fmt: skip
+    if tuple(attn_mask.shape) != (queries, keys):
+        raise ValueError(f"MultiheadAttention: attn_mask: {expected}, of shape {(queries, keys)}, got shape "
+                         f"{tuple(attn_mask.shape)}")  # fmt: skip
+    masked = _ignored(attn_mask, "attn_mask")
+    assert masked is not None
+    if torch.equal(masked, torch.ones_like(masked).triu(1)):
+        return True, ignored
+    if queries and not bool((masked == masked[:1]).all()):
+        raise ValueError(f"MultiheadAttention: attn_mask: {expected}, got another one")
+    if not bool(masked.any()):
+        return False, ignored
+    everywhere = masked[:1].expand(batch, keys)
+    return False, everywhere if ignored is None else ignored | everywhere

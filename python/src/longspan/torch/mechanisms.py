@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import _calls, _options
 from .._native import State
-from . import _dispatch
+from . import _dispatch, _operators
 from ._states import TensorState
 
 
@@ -24,12 +24,16 @@ class Attention(nn.Module):
     #: Name in `longspan.mechanisms`.
     mechanism: ClassVar[str]
 
-    def __init__(self, num_heads: int, head_dim: int, options: str) -> None:
+    def __init__(self, num_heads: int, head_dim: int, options: str, num_kv_heads: int | None = None) -> None:
         super().__init__()
-        for name, size in (("num_heads", num_heads), ("head_dim", head_dim)):
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", kv_heads)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
+        if num_heads % kv_heads:
+            raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, got {kv_heads}")
         self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
         self.head_dim = head_dim
         self._options = options
         self._maps: tuple[str, ...] = ()
@@ -43,12 +47,19 @@ class Attention(nn.Module):
         """The mechanism's parameters in the kernels' order."""
         return ()
 
+    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
+        """The parameters of a call at these positions."""
+        for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
+            if positions is not None:
+                raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, got a tensor")
+        return self._learned()
+
     def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:
         """Makes the parameters of a feature map that learns: the identity where they are square."""
         self._maps = ("map_queries", "map_keys") if feature_map.startswith("hedgehog") else ()
         width = _calls.features(feature_map, self.head_dim) // 2
-        for name in self._maps:
-            self.register_parameter(name, nn.Parameter(torch.empty((self.num_heads, width, self.head_dim), **place)))
+        for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
+            self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
 
     def _reset_maps(self) -> None:
         for name in self._maps:
@@ -78,27 +89,41 @@ class Attention(nn.Module):
         cu_seqlens: Any = None,
         initial_state: State | TensorState | None = None,
         output_final_state: bool = False,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
     ) -> Any:
-        """``[batch, head, query, feature]``, laid out token by token; with the state if it is wanted."""
+        """``[batch, head, query, feature]``, laid out token by token; with the state if it is wanted. Positions are those of
+        a `FourierAttention` with axes."""
         return _dispatch.attend(
-            type(self).__name__, self.mechanism, self._options, q, k, v, self._learned(), is_causal, offset,
+            type(self).__name__, self.mechanism, self._options, q, k, v, self._parameters_at(q_positions, k_positions),
+            is_causal, offset,
             key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
         )  # fmt: skip
 
-    @torch.no_grad()
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None
-    ) -> tuple[Tensor, State]:
-        """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State | TensorState | None = None,
+        *,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in.
+
+        A `State` is changed in place. Where gradients are recorded a new `TensorState` comes back, which holds on to all
+        tokens before; generate under ``torch.no_grad()``."""
         name = type(self).__name__
-        out: tuple[Tensor, State] = _calls.step(name, self.mechanism, self._options, q, k, v, self._learned(), state)
+        learned = self._parameters_at(q_positions, k_positions)
+        out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
 
     def combine(self, earlier: State, later: State) -> State:
         """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
         learned = self._learned()
         native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
-        return native.combine(earlier, later, _calls.plain_arrays(learned))
+        return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
@@ -108,7 +133,7 @@ class KernelizedAttention(Attention):
     """`longspan.ops.kernelized_attention` as a module; it learns nothing, but for the ``"hedgehog"`` feature map, whose
     ``map_queries`` and ``map_keys``, ``[num_heads, width, head_dim]``, start as the identity.
 
-    ``decay`` may be ``None``, one number, or one for each head.
+    ``decay`` may be ``None``, one number, or one for each key/value head.
     """
 
     mechanism = "kernelized"
@@ -122,12 +147,13 @@ class KernelizedAttention(Attention):
         decay: float | Sequence[float] | None = None,
         normalize: bool = True,
         algorithm: str = "auto",
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
+        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
         options = _options.kernel(type(self).__name__, None, feature_map, decay, normalize, algorithm)
-        super().__init__(num_heads, head_dim, options)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn_maps(feature_map, {"device": device, "dtype": dtype})
         self.reset_parameters()
         self._check()
@@ -162,20 +188,21 @@ class ShawAttention(Attention):
         decay: float | Sequence[float] | None = None,
         normalize: bool = True,
         algorithm: str = "auto",
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         name = type(self).__name__
         if not isinstance(radius, int) or radius < 0:
             raise ValueError(f"{name}: radius: expected an integer from 0 on, got {radius!r}")
-        decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
+        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
         shape = (2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width)
         rel = torch.empty(shape, device=device, dtype=dtype)
         options = _options.shaw(
             name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
         )  # fmt: skip
-        super().__init__(num_heads, head_dim, options)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.rel = nn.Parameter(rel)
         self._learn_maps(feature_map, {"device": device, "dtype": dtype})
         self.reset_parameters()
@@ -190,10 +217,12 @@ class ShawAttention(Attention):
 
 
 class FourierAttention(Attention):
-    """`longspan.ops.fourier_attention` with counted positions as a module.
+    """`longspan.ops.fourier_attention` as a module, with counted positions, or with ``axes=n`` at the ``q_positions``
+    ``[batch, queries, n]`` and ``k_positions`` ``[batch, keys, n]`` of each call.
 
-    It learns ``a``, ``[num_heads, head_dim, 1]``, which starts as geometric wavelengths from 2 pi to ``longest``, ``b``,
-    which starts at 0, and where the ``normalizer`` leaves them free ``c`` and ``beta``. ``wave="pairs"`` is rotary positions.
+    It learns ``a``, ``[num_kv_heads, head_dim, n]``, which starts as geometric wavelengths from 2 pi to ``longest``, those of
+    several axes by turns, ``b``, which starts at 0, and where the ``normalizer`` leaves them free ``c`` and ``beta``.
+    ``wave="pairs"`` is rotary positions.
     """
 
     mechanism = "fourier"
@@ -206,9 +235,11 @@ class FourierAttention(Attention):
         normalizer: str = "one_plus",
         wave: str = "each",
         longest: float = 1e4,
+        axes: int | None = None,
         feature_map: str = "elu+1",
         decay: float | Sequence[float] | None = None,
         algorithm: str = "auto",
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -217,14 +248,20 @@ class FourierAttention(Attention):
         features = _calls.features(feature_map, head_dim)
         angles = features // 2 if wave == "pairs" else features
         each = {name: torch.empty((num_heads, features), **place) for name in names}
-        decay = [decay] * num_heads if isinstance(decay, (int, float)) else decay
+        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
+        if axes is not None:
+            _expect_size(type(self).__name__, "axes", axes)
+        a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
+        # Any positions: what they are does not matter to the options.
+        at = None if axes is None else a
         options, _ = _options.fourier(
-            type(self).__name__, None, torch.empty((num_heads, angles, 1)), each.get("b"), each.get("c"),
-            each.get("beta"), None, None, normalizer, wave, feature_map, decay, algorithm,
+            type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
+            feature_map, decay, algorithm,
         )  # fmt: skip
-        super().__init__(num_heads, head_dim, options)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.longest = longest
-        self.a = nn.Parameter(torch.empty((num_heads, angles, 1), **place))
+        self.axes = axes
+        self.a = nn.Parameter(a)
         for name, value in each.items():
             self.register_parameter(name, nn.Parameter(value))
         self._each = tuple(names)
@@ -234,14 +271,28 @@ class FourierAttention(Attention):
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            steps = torch.arange(self.a.shape[1], device=self.a.device) / max(self.a.shape[1], 1)
-            self.a.copy_((self.longest**-steps)[None, :, None].to(self.a.dtype))
+            _, angles, axes = self.a.shape
+            angle = torch.arange(angles, device=self.a.device)
+            # Every axis has its own share of the angles, and the others turn nothing along it.
+            own = angle[:, None] % axes == torch.arange(axes, device=self.a.device)
+            waves = self.longest ** -(angle // axes * axes / max(angles, 1))
+            self.a.copy_((own * waves[:, None]).to(self.a.dtype))
             for name in self._each:
                 getattr(self, name).fill_(1.0 if name == "c" else 0.0)
         self._reset_maps()
 
     def _learned(self) -> tuple[Tensor, ...]:
         return (self.a, *(getattr(self, name) for name in self._each), *self._learned_maps())
+
+    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
+        given = (q_positions is not None, k_positions is not None)
+        if given != (self.axes is not None,) * 2:
+            wanted = "None" if self.axes is None else f"positions of {self.axes} axes"
+            name, value = ("k_positions", k_positions) if given[0] == (self.axes is not None) else ("q_positions", q_positions)
+            got = "None" if value is None else "a tensor"
+            raise ValueError(f"FourierAttention: {name}: expected {wanted} with axes={self.axes}, got {got}")
+        positions = () if q_positions is None or k_positions is None else (q_positions, k_positions)
+        return (self.a, *(getattr(self, name) for name in self._each), *positions, *self._learned_maps())
 
 
 class ToeplitzAttention(Attention):
@@ -271,6 +322,7 @@ class ToeplitzAttention(Attention):
         feature_map: str = "elu+1",
         normalize: bool = True,
         algorithm: str = "auto",
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -284,7 +336,7 @@ class ToeplitzAttention(Attention):
         options = _options.toeplitz(
             name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True
         )  # fmt: skip
-        super().__init__(num_heads, head_dim, options)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.bias = nn.Parameter(bias)
         self._learn_maps(feature_map, {"device": device, "dtype": dtype})
         self.reset_parameters()
@@ -319,10 +371,11 @@ class AftFull(Attention):
         *,
         length: int = 1024,
         rank: int | None = 64,
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_heads, head_dim, "{}")
+        super().__init__(num_heads, head_dim, "{}", num_kv_heads)
         _expect_size("AftFull", "length", length)
         _expect_size("AftFull", "rank", 1 if rank is None else rank)
         for name in ("w",) if rank is None else ("u", "z"):
@@ -352,13 +405,14 @@ class AftLocal(Attention):
         *,
         window: int = 8,
         length: int = 1024,
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         _expect_size("AftLocal", "window", window)
         _expect_size("AftLocal", "length", length)
         w = torch.empty((length, 2 * window - 1), device=device, dtype=dtype)
-        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True))
+        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
         self.w = nn.Parameter(w)
         self.reset_parameters()
         self._check()
@@ -375,8 +429,16 @@ class AftSimple(Attention):
 
     mechanism = "aft-simple"
 
-    def __init__(self, num_heads: int, head_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(num_heads, head_dim, "{}")
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, "{}", num_kv_heads)
         self._check()
 
 
@@ -399,6 +461,7 @@ class AftConv(Attention):
         normalized: bool = True,
         image: tuple[int, int] | None = None,
         tap_rows: int | None = None,
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -409,7 +472,7 @@ class AftConv(Attention):
         w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
         scale = torch.empty(num_heads) if normalized else None
         _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
-        super().__init__(num_heads, head_dim, options)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.w = nn.Parameter(w)
         self._scale = ("gamma", "beta") if normalized else ()
         for name in self._scale:
@@ -442,10 +505,11 @@ class SoftmaxAttention(Attention):
         *,
         scale: float | None = None,
         capacity: int = 4096,
+        num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_heads, head_dim, _options.softmax("SoftmaxAttention", scale, capacity))
+        super().__init__(num_heads, head_dim, _options.softmax("SoftmaxAttention", scale, capacity), num_kv_heads)
         self._check()
 
 

@@ -1,4 +1,4 @@
-"""Which way a call on torch tensors takes: straight to the kernels, through an operator, or through torch itself."""
+"""The path of a call on torch tensors: straight to the kernels, through an operator, or through torch's own operations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import _calls
 from . import _operators
 from ._chunked import chunked_attention
+from ._operators import as_array
 from ._states import TensorState
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -39,6 +41,15 @@ def attend(
     """
     tensors = (q, k, v, *parameters)
     with_state = initial_state is not None or output_final_state
+    if _transformed(tensors):
+        if with_state:
+            raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
+                               "got one inside; run the whole sequence in one call")  # fmt: skip
+        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+        return chunked_attention(
+            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
+            key_padding_mask=key_padding_mask, cu_seqlens=_calls.boundaries(operation, cu_seqlens),
+        )  # fmt: skip
     simple = _simple(tensors)
     if not simple:
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
@@ -57,7 +68,7 @@ def attend(
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if simple:
-        arrays = [_operators.as_array(tensor) for tensor in tensors]
+        arrays = [as_array(tensor) for tensor in tensors]
     else:
         arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
@@ -70,12 +81,36 @@ def attend(
     return (out, state) if output_final_state else out
 
 
+def step(
+    operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
+) -> Any:
+    """One token of `mechanism` on tensors: ``(output, state)``, with gradients where one of them requires some."""
+    if _transformed((q, k, v, *parameters)):
+        raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
+                           "got one inside; run the whole sequence in one call")  # fmt: skip
+    with_token = q.ndim == 4
+    if with_token:
+        q, k, v = _calls.without_token_axis(operation, q, k, v)
+    if _learning((q, k, v, *parameters), state) and q.ndim == k.ndim == v.ndim == 3:
+        out, state = attend(
+            operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
+            initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        return out if with_token else out[:, :, 0], state
+    state = _calls.plain_state(operation, "state", state)
+    names = _calls.names(mechanism, parameters)
+    q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
+    parameters = tuple(rest)
+    out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
+    return _operators.as_tensor(out[:, :, None] if with_token else out), state
+
+
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
     """Whether a gradient is to flow through this call."""
     if not torch.is_grad_enabled():
         return False
     state = isinstance(initial_state, TensorState) and initial_state.numbers.requires_grad
-    return state or any(tensor.requires_grad for tensor in tensors)
+    return state or any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def _attend_with_states(
@@ -118,7 +153,7 @@ def _attend_watched(
     cu_seqlens: Any,
     with_state: bool,
 ) -> Any:
-    """What is to be differentiated, compiled, or computed elsewhere."""
+    """A call that is to be differentiated, compiled, or computed on another device."""
     q, k, v, *parameters = tensors
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if q.device.type == "cpu":
@@ -139,30 +174,41 @@ def _attend_watched(
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-# What torch itself asks before it takes a short cut; a torch without them always takes the operator.
+# What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
 _interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
 
 
+def _transformed(tensors: Sequence[Any]) -> bool:
+    """Whether torch.func or forward-mode differentiation has to see the operations, of which the kernels have none."""
+    if torch.compiler.is_compiling():
+        return False
+    if _interpreter is not None and _interpreter() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def _traced(tensors: Sequence[Tensor]) -> bool:
-    """Whether a compiler, a transform, autocast or another kind of tensor wants to see an operator."""
-    return _looking() or any(type(t) not in _PLAIN_TYPES for t in tensors)
+    """Whether a compiler, a transform, autocast or a tensor subclass has to see an operator."""
+    return _intercepted() or any(type(t) not in _PLAIN_TYPES for t in tensors)
 
 
-def _looking() -> bool:
+def _intercepted() -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
         return True
     return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
-    """Whether anybody watches what is computed."""
+    """Whether autograd, a compiler or a transform has to see the call."""
     return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or _traced(tensors)
 
 
 def _simple(tensors: Sequence[Any]) -> bool:
-    """Whether these are plain tensors on the CPU, of one type, that nobody watches: the quick way for most calls."""
-    if _looking():
+    """Whether these are plain CPU tensors of one type that no autograd and no transform has to see: the fast path."""
+    if _intercepted():
         return False
     grad = torch.is_grad_enabled()
     dtype = getattr(tensors[0], "dtype", None)
@@ -181,7 +227,7 @@ def _autocast(device: torch.device) -> bool:
 
 
 def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padding_mask: Any) -> None:
-    """Kinds, types and devices; shapes are looked at where the numbers are."""
+    """Checks kinds, dtypes and devices; the kernels check shapes."""
     q = tensors[0]
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
@@ -217,4 +263,4 @@ def as_arrays(operation: str, tensors: Sequence[Any], names: Sequence[str]) -> l
     if mixed and _autocast(q.device):
         # As the operator does.
         tensors = [tensor.float() for tensor in tensors]
-    return [_operators.as_array(tensor) for tensor in tensors]
+    return [as_array(tensor) for tensor in tensors]

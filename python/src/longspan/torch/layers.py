@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
+from ._states import TensorState
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -87,24 +88,37 @@ class TransformerEncoderLayer(_Layer):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
-        """As torch's. ``src_mask`` may say no more than ``is_causal`` does."""
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Any = None,
+        initial_state: State | TensorState | None = None,
+        output_final_state: bool = False,
+    ) -> Any:
+        """As torch's; with ``output_final_state`` ``(output, state)``. ``positions``, ``cu_seqlens`` and states are those of
+        `MultiheadAttention.forward`: take a prompt in by one call, then go on with `step`."""
+        kept: list[Any] = []
 
         def attend(x: Tensor) -> Tensor:
-            out: Tensor = self.self_attn(
-                x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal
-            )[0]
+            out: Tensor
+            out, _, *state = self.self_attn(
+                x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal,
+                cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+                q_positions=positions, k_positions=positions,
+            )  # fmt: skip
+            kept.extend(state)
             return out
 
-        return self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
+        out = self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
+        return (out, kept[0]) if output_final_state else out
 
-    @torch.no_grad()
-    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; in evaluation mode."""
-        kept: list[State] = []
+    def step(
+        self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; see `MultiheadAttention.step`."""
+        kept: list[State | TensorState] = []
 
         def attend(x: Tensor) -> Tensor:
-            out, new = self.self_attn.step(x, state)
+            out, new = self.self_attn.step(x, state, positions=positions)
             kept.append(new)
             return out
 
@@ -153,13 +167,20 @@ class TransformerDecoderLayer(_Layer):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
-    ) -> Tensor:
-        """As torch's. The masks of pairs may say no more than ``tgt_is_causal`` and ``memory_is_causal`` do."""
+        *,
+        initial_state: State | TensorState | None = None,
+        output_final_state: bool = False,
+    ) -> Any:
+        """As torch's; with ``output_final_state`` ``(output, state)``. States are those of the self-attention."""
+        kept: list[Any] = []
 
         def attend(x: Tensor) -> Tensor:
-            out: Tensor = self.self_attn(
-                x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal
-            )[0]
+            out: Tensor
+            out, _, *state = self.self_attn(
+                x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal,
+                initial_state=initial_state, output_final_state=output_final_state,
+            )  # fmt: skip
+            kept.extend(state)
             return out
 
         def attend_to_memory(x: Tensor) -> Tensor:
@@ -170,19 +191,19 @@ class TransformerDecoderLayer(_Layer):
             return out
 
         x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
-        return self._residual(x, 3, self._feed_forward)
+        x = self._residual(x, 3, self._feed_forward)
+        return (x, kept[0]) if output_final_state else x
 
-    @torch.no_grad()
     def step(
         self,
         token: Tensor,
         memory: Tensor,
-        state: State | None = None,
+        state: State | TensorState | None = None,
         memory_key_padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, State | TensorState]:
         """One token, ``[batch, d_model]``, of the layer under ``tgt_is_causal=True``, with all of ``memory`` as in
-        `forward`; in evaluation mode. What came before costs nothing, the memory is read anew for each token."""
-        kept: list[State] = []
+        `forward`; see `MultiheadAttention.step`. Every token reads the whole memory."""
+        kept: list[State | TensorState] = []
 
         def attend(x: Tensor) -> Tensor:
             out, new = self.self_attn.step(x, state)

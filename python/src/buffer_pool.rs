@@ -1,29 +1,27 @@
-//! Memory of results, which serves later ones when their arrays are gone: pages that a system gives anew can take as long as
-//! the kernel that writes to them.
+//! A pool of buffers for results. A buffer returns to it when its array is gone, because pages fresh from the system can take
+//! as long as the kernel that writes to them.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use numpy::npyffi::{NPY_ARRAY_CARRAY, NpyTypes, PY_ARRAY_API, PyArrayObject, get_type_object, npy_intp};
-use numpy::{PyArrayDescrMethods, PyUntypedArray};
+use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray};
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
-use crate::arrays::Dtype;
+/// Most bytes in the pool.
+const CAPACITY: usize = 256 << 20;
 
-/// Bytes kept for later results, at the most.
-const KEPT: usize = 256 << 20;
-
-/// Bytes of a result from which on it is worth the effort; smaller ones an allocator has at hand.
+/// Smallest result that is pooled; smaller ones an allocator has at hand.
 const LEAST: usize = 64 << 10;
 
-/// Blocks start on a cache line, those of several huge pages on one of these.
+/// Blocks start on a cache line, those of several huge pages on a huge page.
 const LINE: usize = 64;
 const HUGE_PAGE: usize = 2 << 20;
 
-/// The one freed last comes last.
-static SPARE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
+/// Free blocks, the one freed last at the end.
+static POOL: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 #[derive(Debug)]
 struct Block {
@@ -60,12 +58,12 @@ impl Drop for Block {
 
 /// So many bytes, of any value, that start on a cache line.
 #[derive(Debug)]
-pub struct Memory(Option<Block>);
+pub struct Buffer(Option<Block>);
 
-impl Memory {
+impl Buffer {
     pub fn new(bytes: usize) -> PyResult<Self> {
         let bytes = bytes.max(1);
-        let block = spare(bytes).or_else(|| Block::new(bytes));
+        let block = pooled(bytes).or_else(|| Block::new(bytes));
         let failed = || PyMemoryError::new_err(format!("{bytes} bytes for a result could not be allocated"));
         block.map(|block| Self(Some(block))).ok_or_else(failed)
     }
@@ -75,22 +73,22 @@ impl Memory {
     }
 }
 
-/// A block that was kept, if one is large enough and not much larger.
-fn spare(bytes: usize) -> Option<Block> {
-    // A process may have been forked while another thread held the lock; then there are none.
-    let mut spare = SPARE.try_lock().ok()?;
+/// A block of the pool, if one is large enough and not much larger.
+fn pooled(bytes: usize) -> Option<Block> {
+    // A process that was forked while another thread held the lock never gets it, and has no pool.
+    let mut pool = POOL.try_lock().ok()?;
     let fits = |block: &Block| (bytes..=bytes.saturating_add(bytes / 4)).contains(&block.layout.size());
-    let at = spare.iter().rposition(fits)?;
-    Some(spare.remove(at))
+    let at = pool.iter().rposition(fits)?;
+    Some(pool.remove(at))
 }
 
-impl Drop for Memory {
+impl Drop for Buffer {
     fn drop(&mut self) {
-        let Ok(mut spare) = SPARE.try_lock() else { return };
-        spare.extend(self.0.take());
-        let mut kept: usize = spare.iter().map(|block| block.layout.size()).sum();
-        while kept > KEPT {
-            kept -= spare.remove(0).layout.size();
+        let Ok(mut pool) = POOL.try_lock() else { return };
+        pool.extend(self.0.take());
+        let mut bytes: usize = pool.iter().map(|block| block.layout.size()).sum();
+        while bytes > CAPACITY {
+            bytes -= pool.remove(0).layout.size();
         }
     }
 }
@@ -98,20 +96,23 @@ impl Drop for Memory {
 /// What an array keeps alive.
 #[pyclass(frozen)]
 struct Owner {
-    _memory: Memory,
+    _buffer: Buffer,
 }
 
-/// An array of any contents, row-major, on memory that is used again; none where the array is too small for that, or its size no
-/// number.
-pub fn array<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> Option<PyResult<Bound<'py, PyUntypedArray>>> {
-    let bytes = shape.iter().try_fold(dtype.bytes(), |bytes, &n| bytes.checked_mul(n))?;
+/// A row-major array of any contents on a buffer of the pool; none where the array is too small for that, or its size overflows.
+pub fn array<'py>(
+    py: Python<'py>,
+    shape: &[usize],
+    descriptor: &Bound<'py, PyArrayDescr>,
+) -> Option<PyResult<Bound<'py, PyUntypedArray>>> {
+    let bytes = shape.iter().try_fold(descriptor.itemsize(), |bytes, &n| bytes.checked_mul(n))?;
     (bytes >= LEAST && bytes <= isize::MAX as usize).then(|| {
-        let memory = Memory::new(bytes)?;
-        let start = memory.start();
-        let owner = Bound::new(py, Owner { _memory: memory })?;
+        let buffer = Buffer::new(bytes)?;
+        let start = buffer.start();
+        let owner = Bound::new(py, Owner { _buffer: buffer })?;
         // All below the number of bytes, which an `isize` holds.
         let mut axes: Vec<npy_intp> = shape.iter().map(|&n| n as npy_intp).collect();
-        let descriptor = dtype.descriptor(py)?.into_dtype_ptr();
+        let descriptor = descriptor.clone().into_dtype_ptr();
         // SAFETY: the memory has room for these axes and starts on a cache line, and lives as long as its owner, which becomes
         // the array's base; references that the functions take over are given away by `into_…ptr`.
         unsafe {

@@ -1,4 +1,4 @@
-"""Results stand on memory that is used again when their arrays are gone, and never before."""
+"""Buffers of results return to the pool when their arrays are gone, and never before."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ def address(array):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_memory_comes_back(dtype):
+def test_a_buffer_returns_to_the_pool(dtype):
     q, k, v = inputs(dtype)
     # What else is garbage must not come back in between.
     gc.collect()
@@ -34,7 +34,7 @@ def test_memory_comes_back(dtype):
     np.testing.assert_array_equal(again, expected)
 
 
-def test_what_lives_is_left_alone():
+def test_buffers_in_use_are_left_alone():
     calls = [inputs() for _ in range(6)]
     kept = [ops.kernelized_attention(*call, is_causal=True) for call in calls]
     copies = [out.copy() for out in kept]
@@ -53,7 +53,7 @@ def test_what_lives_is_left_alone():
         assert not any(np.shares_memory(out, other) for other in results[n + 1 :])
 
 
-def test_threads_get_memory_of_their_own():
+def test_threads_get_buffers_of_their_own():
     calls = [inputs() for _ in range(4)]
     expected = [ops.kernelized_attention(*call, is_causal=True).copy() for call in calls]
     wrong = []
@@ -72,7 +72,7 @@ def test_threads_get_memory_of_their_own():
     assert not wrong
 
 
-def test_a_tensor_keeps_its_memory():
+def test_a_tensor_keeps_its_buffer():
     torch = pytest.importorskip("torch")
     pytest.importorskip("longspan.torch")
     q, k, v = (torch.from_numpy(x).requires_grad_() for x in inputs())

@@ -141,7 +141,7 @@ class _Block(nn.Module):
         self.attention = _MultiHead(width, heads, _attention(config))
         self.attention_norm = nn.LayerNorm(width)
         if decoder:
-            # AFT's queries only gate a mean that is the same for all of them, and cannot look anything up.
+            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory.
             other = {"attention": "shaw"} if config["attention"].startswith("aft-") else {}
             sizes = {"heads": heads, "d_model": width}
             self.cross_attention = _MultiHead(width, heads, _attention({**sizes, **other} if other else config))
@@ -189,7 +189,7 @@ def _shaw(config: dict[str, Any]) -> dict[str, Any]:
 def _fourier(config: dict[str, Any]) -> dict[str, Any]:
     options = config.get("attention_options", {})
     kernel = _kernel(config)
-    # What there is to divide by is the normaliser's to say.
+    # Fourier's normaliser says whether and by what a row is divided.
     if not kernel.pop("normalize", True):
         raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
     normalizer = options.get("normalizer", "one-plus").replace("-", "_")
@@ -405,5 +405,8 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     text += b" " * (-len(text) % 8)
     path = Path(path)
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(b"".join([struct.pack("<Q", len(text)), text, *pieces]))
+    with draft.open("wb") as file:
+        file.write(b"".join([struct.pack("<Q", len(text)), text, *pieces]))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path)

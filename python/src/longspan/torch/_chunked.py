@@ -58,7 +58,7 @@ def chunked_attention(
         parameters = [parameter.to(wide) for parameter in parameters]
         _check_parameters(mechanism, q, k, parameters, settings, is_causal, offset)
         if mechanism == "toeplitz":
-            # Counted from the whole call, of which packed sequences are pieces.
+            # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
             return formulation(q, k, v, parameters, settings, is_causal, offset, key_padding_mask).to(dtype)
@@ -82,7 +82,7 @@ def chunked_attention(
 
 
 def _elementwise(name: str) -> str:
-    """What is left to do with each number of what `_lift` gives."""
+    """The elementwise map to apply after `_lift`."""
     kind, *options = name.split(":")
     if kind in _FEATURE_MAPS:
         return kind
@@ -111,7 +111,7 @@ def _lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
             exponents: Tensor = x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)
             return exponents
         square = x.square().sum(-1, keepdim=True)
-        # A row of zeros has no direction and stays one, with gradient 0.
+        # A row of zeros has no direction: it stays zero, with gradient 0.
         none = square == 0
         direction = (x / torch.where(none, 1, square).sqrt()).masked_fill(none, 0)
         bounded: Tensor = (direction @ rows.T - 0.5).exp() * features**-0.5
@@ -173,7 +173,7 @@ def _check_parameters(
     is_causal: bool,
     offset: int,
 ) -> None:
-    """Shapes that broadcasting would let pass."""
+    """Checks shapes that broadcasting would accept silently."""
     _, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     wanted: list[tuple[int, ...]]
@@ -261,7 +261,7 @@ def _kernelized(
     rho = phi if same else _FEATURE_MAPS["identity"]
 
     if key_padding_mask is not None:
-        # Selected, not multiplied: whatever stands in the padding, 0 times it may be NaN.
+        # Selected, not multiplied: 0 times a NaN in the padding would be NaN.
         ignored = key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(ignored, 0), v.masked_fill(ignored, 0)
     q, k = _lift(whole, q, of_queries), _lift(whole, k, of_keys)
@@ -298,7 +298,7 @@ def _kernelized(
     walk = _Causal if is_causal else _Bidirectional
     sums = walk(features if content else None, values, rows, radius, gamma)
     pieces = []
-    # No queries are one empty chunk, so that the result still depends on all tensors.
+    # Without queries one empty chunk runs, so that autograd still reaches all tensors.
     for start in range(0, max(queries, 1), CHUNK):
         stop = min(start + CHUNK, queries)
         pieces.append(sums.chunk(q[:, :, start:stop], start + offset, stop + offset))
@@ -329,7 +329,7 @@ class _Bidirectional:
         if rows is not None:
             nothing = values.new_zeros((*values.shape[:2], 1, values.shape[-1]))
             self.before = torch.cat([nothing, values.cumsum(2)], dim=2)
-            # Its own sum, not "total - before", which cancels.
+            # Summed from the end, because "total - before" would cancel digits.
             self.after = torch.cat([values.flip(2).cumsum(2).flip(2), nothing], dim=2)
 
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
@@ -651,7 +651,7 @@ def _aft(biases: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
 
 
 def _positions(table: Tensor, rows: slice, offset: int) -> Tensor:
-    """Rows of a table by position for the queries ``rows``; beyond its end none is seen, or the caller is told."""
+    """Rows of a table by position for the queries ``rows``; an error where the table has none."""
     position = torch.arange(rows.start, rows.stop, device=table.device) + offset
     outside = (position < 0) | (position >= table.shape[0])
     if table.device.type != "meta" and bool(outside.any()):

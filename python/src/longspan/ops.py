@@ -28,7 +28,8 @@ operators of `longspan.torch`; tensors on another device through its chunked for
 ``normalize``
     Divide by the sum of the weights.
 ``initial_state``, ``output_final_state``
-    The `State` of the tokens before, and whether to return ``(output, state)``. Causal, without gradients, on the CPU.
+    The `State` of the tokens before, and whether to return ``(output, state)``. Causal, on the CPU. Where a tensor requires a
+    gradient the state is a `longspan.torch.TensorState`, through which gradients flow.
 ``algorithm``
     ``"auto"`` or one of `mechanisms`' names for the mechanism. All are exact; see `explain`.
 """
@@ -40,10 +41,10 @@ from typing import Any
 import numpy as np
 
 from . import _options
-from ._calls import attend as _attend
-from ._calls import is_tensor as _is_tensor
-from ._calls import step as _step
 from ._native import State
+from ._route import attend as _attend
+from ._route import is_tensor as _is_tensor
+from ._route import step as _step
 
 __all__ = [
     "State",
@@ -376,7 +377,7 @@ def _by_position(
         raise ValueError(f"{operation}: {wanted}, got {given}")
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise TypeError(f"{operation}: offset: expected an integer that fits 64 bits, got {offset!r}")
-    # Biases do not look at the offset: without a mask it has no meaning, and beyond the last key no more than there.
+    # Biases ignore the offset: without a mask it changes nothing, and beyond the last key no more than at it.
     offset = min(offset, keys) if is_causal else 0
     missing = None
     rows = biases[0]

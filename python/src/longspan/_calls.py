@@ -1,0 +1,106 @@
+"""What a call on arrays and a call on tensors have in common: the compiled mechanism, names, states, boundaries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _native, _options
+from ._native import State
+
+
+def first_distance(q: Any, offset: Any) -> int | None:
+    """Distance of a Toeplitz table's first entry; what is no call is refused later, by name."""
+    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 and isinstance(offset, int) else None
+
+
+#: Options that follow from the shapes of a mechanism's parameters. An operator's options, a text, cannot hold them: under
+#: torch.compile a size may be a symbol.
+_SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
+    "shaw": lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
+    "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
+    "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
+    "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
+    "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
+}
+
+
+def mechanism(
+    name: str, options: str, operation: str, parameters: Sequence[Any], q: Any = None, offset: int = 0
+) -> _native.Mechanism:
+    """The compiled mechanism for a call with these parameters."""
+    if name in _SHAPED:
+        shaped = _SHAPED[name](q, offset, *parameters)
+        return cached(name, options, operation, tuple(shaped.items()))
+    return cached(name, options, operation)
+
+
+@functools.lru_cache(maxsize=1024)
+def cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any], ...] = ()) -> _native.Mechanism:
+    if shaped:
+        both = (options.strip()[1:-1], _options.as_object(**dict(shaped))[1:-1])
+        options = "{" + ", ".join([part for part in both if part.strip()]) + "}"
+    return _native.Mechanism(name, options, operation)
+
+
+@functools.lru_cache(maxsize=256)
+def features(feature_map: str, head_dim: int) -> int:
+    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
+    native = cached("fourier", _options.as_object(feature_map=feature_map), "feature_map")
+    ((_, shape), *_) = native.parameter_shapes(1, 1, 1, 1, 1, head_dim, head_dim)
+    return shape[1]
+
+
+def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
+    """Boundaries of packed sequences on the query and the key axis."""
+    if cu_seqlens is None:
+        return None
+    pair = isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and all(hasattr(c, "__len__") for c in cu_seqlens)
+    lists: list[list[int]] = []
+    for bounds in cu_seqlens if pair else (cu_seqlens,):
+        try:
+            numbers = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+        except TypeError:
+            numbers = [None]
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got {cu_seqlens!r}")
+        if any(number < 0 for number in numbers):
+            raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 on, got {numbers}")
+        lists.append(numbers)
+    return lists[0], lists[-1]
+
+
+#: bfloat16 as the compiled half takes it, because NumPy has no such type: two raw bytes.
+BFLOAT16 = np.dtype("V2")
+
+
+_PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta")}
+
+
+def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
+    """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
+    if mechanism == "fourier":
+        return ["q", "k", "v", "a", "b", *(["c, beta, positions or maps"] * len(parameters))]
+    if mechanism == "aft-full":
+        return ["q", "k", "v", *(["w"] if len(parameters) == 1 else ["u", "z"])]
+    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), "maps", "maps"]
+
+
+def plain_state(operation: str, name: str, state: Any) -> State | None:
+    """A state as the kernels take it, without the gradient that a `longspan.torch.TensorState` carries."""
+    plain = state.detach() if hasattr(state, "detach") else state
+    if plain is not None and not isinstance(plain, State):
+        raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
+    return plain
+
+
+def without_token_axis(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """One token ``[batch, heads, 1, features]`` as ``[batch, heads, features]``."""
+    for argument, array in (("q", q), ("k", k), ("v", v)):
+        if array.ndim != 4 or array.shape[2] != 1:
+            raise ValueError(f"{operation}: {argument}: expected one token, shape (batch, heads, 1, features), "
+                             f"got shape {tuple(array.shape)}")  # fmt: skip
+    return q[:, :, 0], k[:, :, 0], v[:, :, 0]

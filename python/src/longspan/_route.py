@@ -1,0 +1,108 @@
+"""Whether a call goes to the kernels on NumPy arrays, from here, or on tensors, by `longspan.torch`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _calls
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _in_torch() -> Any:
+    """`longspan.torch`'s side of a call, imported when the first tensor comes."""
+    from .torch import _dispatch
+
+    return _dispatch
+
+
+_NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
+
+
+def _numpy_arrays(
+    operation: str, name: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
+) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
+    """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
+    if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
+        return q, k, v, parameters, None
+    (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, parameters))
+    return q, k, v, tuple(rest), other
+
+
+def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any]:
+    """NumPy arrays in a type that the kernels take, and the bfloat16 of another package that they came in, if any."""
+    first = arrays[0]
+    for name, array in zip(names, arrays):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{operation}: {name}: expected a numpy.ndarray or a torch.Tensor, all of one kind, "
+                            f"got {type(array).__module__}.{type(array).__qualname__}")  # fmt: skip
+        if array.dtype == _calls.BFLOAT16:
+            raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {array.dtype}")
+    if first.dtype.name != "bfloat16":
+        return list(arrays), None
+    for name, array in zip(names, arrays):
+        if array.dtype != first.dtype:
+            raise TypeError(f"{operation}: {name}: expected {first.dtype} like q, got {array.dtype}")
+    return [array.view(_calls.BFLOAT16) for array in arrays], first.dtype
+
+
+def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays, or tensors on the CPU, as arrays."""
+    return tuple([_in_torch().as_array(array) if is_tensor(array) else array for array in arrays])
+
+
+def attend(
+    operation: str,
+    name: str,
+    options: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    parameters: tuple[Any, ...],
+    is_causal: Any,
+    offset: Any,
+    key_padding_mask: Any,
+    cu_seqlens: Any,
+    initial_state: Any,
+    output_final_state: Any,
+) -> Any:
+    """A whole call of `longspan.ops`: the output, or ``(output, state)``."""
+    if is_tensor(q):
+        return _in_torch().attend(
+            operation, name, options, q, k, v, parameters,
+            is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+        )  # fmt: skip
+    q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
+    if initial_state is not None:
+        initial_state = _calls.plain_state(operation, "initial_state", initial_state)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
+    out, _, state = _calls.mechanism(name, options, operation, parameters, q, offset).forward(
+        q, k, v, parameters, is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
+    )
+    if other is not None:
+        out = out.view(other)
+    return (out, state) if output_final_state else out
+
+
+def step(
+    operation: str, name: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
+) -> Any:
+    """One token: ``(output, state)``."""
+    if is_tensor(q):
+        return _in_torch().step(operation, name, options, q, k, v, parameters, state)
+    state = _calls.plain_state(operation, "state", state)
+    q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
+    with_token = q.ndim == 4
+    if with_token:
+        q, k, v = _calls.without_token_axis(operation, q, k, v)
+    out, state = _calls.mechanism(name, options, operation, parameters).step(q, k, v, parameters, state)
+    if with_token:
+        out = out[:, :, None]
+    return (out if other is None else out.view(other)), state
