@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use longspan_kernels::{
-    self as kernels, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Plan, Purpose, Scratch, Token,
-    ViewMut,
+    self as kernels, AnyKernel, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Plan, Purpose, Scratch,
+    Token, ViewMut,
 };
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyRuntimeError;
@@ -18,21 +18,21 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
 use crate::buffer_pool;
 use crate::error;
-use crate::mechanisms::{self, Kernel};
+use crate::mechanisms;
 use crate::state::{Numbers, State};
 use crate::threads;
 
 /// A mechanism with its options. Arrays are ``[batch, head, token, feature]``.
 #[pyclass(frozen, module = "longspan._native")]
 pub struct Mechanism {
-    kernel: Arc<dyn Kernel>,
+    kernel: Arc<dyn AnyKernel>,
     /// The function that a user called, for errors.
     operation: String,
 }
 
 /// A number type with its states and its scratch memory.
 trait Precise: Number {
-    fn kernel(kernel: &dyn Kernel) -> &dyn kernels::Mechanism<Self>;
+    fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self>;
     fn wrap(state: kernels::State<Self>) -> State;
     fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
     fn unwrap_mut(state: &mut State) -> Option<&mut kernels::State<Self>>;
@@ -46,7 +46,7 @@ macro_rules! precise {
         }
 
         impl Precise for $t {
-            fn kernel(kernel: &dyn Kernel) -> &dyn kernels::Mechanism<Self> {
+            fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self> {
                 kernel
             }
             fn wrap(state: kernels::State<Self>) -> State {
@@ -108,18 +108,13 @@ impl Inputs<'_> {
         mechanism: &Mechanism,
         initial_state: Option<&kernels::State<T>>,
         seconds: impl FnOnce(&Plan) -> Option<f64> + Send,
-        work: impl FnOnce(&dyn kernels::Mechanism<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
+        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
     ) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
-        let call = Call {
-            dims: self.dims,
-            q: self.q.view(),
-            k: self.k.view(),
-            v: self.v.view(),
-            parameters: &parameters,
-            mask: self.mask.as_kernel(),
-            initial_state,
-        };
+        let call = Call::new(self.dims, self.q.view(), self.k.view(), self.v.view())
+            .with_parameters(&parameters)
+            .with_mask(self.mask.as_kernel())
+            .with_initial_state(initial_state);
         let kernel = &*mechanism.kernel;
         py.detach(|| {
             let kernel = T::kernel(kernel);
@@ -134,13 +129,13 @@ impl Inputs<'_> {
 
 /// Seconds of a forward call, whatever comes after it.
 fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
-    Some(plan.chosen(purpose)?.seconds(Purpose::Output))
+    Some(plan.chosen(purpose)?.seconds(Purpose::Inference))
 }
 
 /// Seconds of a backward call.
 fn backward_seconds(plan: &Plan) -> Option<f64> {
-    let estimate = plan.chosen(Purpose::Gradient)?;
-    Some(estimate.seconds(Purpose::Gradient) - estimate.seconds(Purpose::Output))
+    let estimate = plan.chosen(Purpose::Training)?;
+    Some(estimate.seconds(Purpose::Training) - estimate.seconds(Purpose::Inference))
 }
 
 /// A new array of any contents. Failure is a `MemoryError`.
@@ -329,12 +324,12 @@ impl Mechanism {
         let mut denominators = want.denominators.then(|| Fresh::new(py, &rows, T::PRECISION.dtype())).transpose()?;
         let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
         let mut final_state = want.final_state.then(empty_state).transpose()?;
-        let output = Output {
-            out: out.view_mut(),
-            denominators: denominators.as_mut().map(Fresh::numbers_mut),
-            final_state: final_state.as_mut(),
+        let output = match &mut denominators {
+            Some(denominators) => Output::training(out.view_mut(), denominators.numbers_mut()),
+            None => Output::new(out.view_mut()),
         };
-        let purpose = if want.denominators { Purpose::Gradient } else { Purpose::Output };
+        let output = output.with_final_state(final_state.as_mut());
+        let purpose = if want.denominators { Purpose::Training } else { Purpose::Inference };
         let seconds = |plan: &Plan| forward_seconds(plan, purpose);
         inputs
             .run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))
@@ -413,8 +408,8 @@ impl Mechanism {
         let mut out = FreshTensor::new(py, inputs.dims.out(), inputs.q.dtype(), false)?;
         let mut seconds = Vec::new();
         for _ in 0..repeats {
-            let output = Output { out: out.view_mut::<T>(), denominators: None, final_state: None };
-            let predicted = |plan: &Plan| forward_seconds(plan, Purpose::Output);
+            let output = Output::new(out.view_mut::<T>());
+            let predicted = |plan: &Plan| forward_seconds(plan, Purpose::Inference);
             let timed = inputs.run(py, self, None, predicted, |kernel, call, scratch| {
                 let start = Instant::now();
                 kernel.forward(call, output, scratch).map(|()| start.elapsed().as_secs_f64())
@@ -696,7 +691,7 @@ impl Mechanism {
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
         let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
         let plan = f32::kernel(&*self.kernel).plan(&dims, &mask);
-        let purpose = if with_backward { Purpose::Gradient } else { Purpose::Output };
+        let purpose = if with_backward { Purpose::Training } else { Purpose::Inference };
         let (algorithm, reason) = (plan.algorithm(purpose), plan.reason(purpose));
         let estimates = PyList::empty(py);
         for estimate in plan.estimates {

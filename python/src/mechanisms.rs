@@ -8,18 +8,13 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism, Positions,
-    RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
+    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism,
+    Positions, RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
-
-/// A mechanism in both number types.
-pub trait Kernel: Mechanism<f32> + Mechanism<f64> {}
-
-impl<M: Mechanism<f32> + Mechanism<f64>> Kernel for M {}
 
 /// One mechanism.
 pub struct Entry {
@@ -31,7 +26,7 @@ pub struct Entry {
     states: &'static [&'static str],
     /// Options with which it can be asked what algorithms it has.
     example: &'static str,
-    build: fn(&str) -> Result<Arc<dyn Kernel>, serde_json::Error>,
+    build: fn(&str) -> Result<Arc<dyn AnyKernel>, serde_json::Error>,
 }
 
 /// All of them.
@@ -105,12 +100,12 @@ impl Entry {
     /// Names of the algorithms that can be forced.
     pub fn algorithms(&self) -> Vec<&'static str> {
         let kernel = (self.build)(self.example).ok();
-        kernel.map_or(Vec::new(), |k| Mechanism::<f32>::algorithms(&*k).iter().map(|a| a.name()).collect())
+        kernel.map_or(Vec::new(), |k| k.algorithms().iter().map(|a| a.name()).collect())
     }
 }
 
 /// The mechanism `name` with `options`, a JSON object.
-pub fn build(name: &str, options: &str) -> PyResult<Arc<dyn Kernel>> {
+pub fn build(name: &str, options: &str) -> PyResult<Arc<dyn AnyKernel>> {
     let Some(entry) = TABLE.iter().find(|entry| entry.name == name) else {
         let known: Vec<&str> = TABLE.iter().map(|entry| entry.name).collect();
         return Err(PyValueError::new_err(format!("unknown mechanism {name:?}; known are {}", known.join(", "))));
@@ -160,7 +155,7 @@ struct KernelizedOptions {
     algorithm: Algorithm,
 }
 
-fn kernelized(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn kernelized(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let KernelizedOptions { feature_map, decay, normalize, algorithm } = read(options)?;
     Ok(Arc::new(KernelizedAttention { feature_map, score: Score::Content, decay, normalize, algorithm }))
 }
@@ -193,7 +188,7 @@ enum RelativeName {
     Identity,
 }
 
-fn shaw(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn shaw(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let options: ShawOptions = read(options)?;
     // `2R + 1` rows must be a number; no table of an eighth of the address space exists.
     if options.radius > usize::MAX / 8 {
@@ -253,7 +248,7 @@ enum NormalizerName {
     None,
 }
 
-fn fourier(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn fourier(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let options: FourierOptions = read(options)?;
     let fourier = Fourier {
         wave: match options.wave {
@@ -320,7 +315,7 @@ fn far() -> usize {
     128
 }
 
-fn toeplitz(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn toeplitz(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let options: ToeplitzOptions = read(options)?;
     let odd = |n: usize| n % 2 == 1;
     let bias = match (options.kind, &*options.shape) {
@@ -355,7 +350,7 @@ struct AftFullOptions {
     rank: Option<usize>,
 }
 
-fn aft_full(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn aft_full(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let AftFullOptions { length, rank } = read(options)?;
     Ok(Arc::new(Aft::new(Variant::Full { length, rank })))
 }
@@ -371,7 +366,7 @@ struct AftLocalOptions {
     by_position: bool,
 }
 
-fn aft_local(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn aft_local(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let AftLocalOptions { window, length, by_position } = read(options)?;
     Ok(Arc::new(Aft::new(Variant::Local { window, length: length.filter(|_| by_position) })))
 }
@@ -380,7 +375,7 @@ fn aft_local(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
 #[serde(deny_unknown_fields)]
 struct NoOptions {}
 
-fn aft_simple(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn aft_simple(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let NoOptions {} = read(options)?;
     Ok(Arc::new(Aft::new(Variant::Simple)))
 }
@@ -399,7 +394,7 @@ struct AftConvOptions {
     normalized: bool,
 }
 
-fn aft_conv(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn aft_conv(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let AftConvOptions { taps, tap_rows, image, normalized } = read(options)?;
     let variant = match (image, tap_rows) {
         (Some(image), Some(rows)) => Variant::Conv2d { image, taps: [rows, taps], normalized },
@@ -422,7 +417,7 @@ struct SoftmaxOptions {
     capacity: Option<usize>,
 }
 
-fn softmax(options: &str) -> Result<Arc<dyn Kernel>, serde_json::Error> {
+fn softmax(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let SoftmaxOptions { scale, capacity } = read(options)?;
     let default = SoftmaxAttention::default();
     Ok(Arc::new(SoftmaxAttention { scale, capacity: capacity.unwrap_or(default.capacity) }))

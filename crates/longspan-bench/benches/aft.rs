@@ -10,7 +10,7 @@
 use longspan_bench::machine::{Limits, Rates};
 use longspan_bench::turns::{Clock, HEAD_DIM, HEADS, Options, Turn, alternate};
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Dims, Error as KernelError, Mechanism, Order, Token};
+use longspan_kernels::{Aft, Dims, Error as KernelError, Kernel, Mechanism, Order, Token};
 
 /// Seconds of the roofline, forward and backward.
 fn rooflines(turn: &Turn<Aft>, dims: &Dims, rates: &Rates) -> [f64; 2] {
@@ -23,7 +23,7 @@ fn rooflines(turn: &Turn<Aft>, dims: &Dims, rates: &Rates) -> [f64; 2] {
         return [forward, 3.0 * forward];
     }
     let tokens = (HEADS * dims.queries) as f64;
-    let (q, k) = (tokens * HEAD_DIM as f64, tokens * Mechanism::<f32>::key_dim(aft, dims) as f64);
+    let (q, k) = (tokens * HEAD_DIM as f64, tokens * aft.key_dim(dims) as f64);
     let seconds = |numbers: f64, exponentials: f64| numbers * 4.0 / rates.copy + exponentials / rates.exponentials;
     // The backward reads q, k, v, out and its gradient, and writes three.
     [seconds(3.0 * q + k, q + k), seconds(6.0 * q + 2.0 * k, q + 2.0 * k)]
@@ -34,13 +34,13 @@ fn decode(aft: &Aft, dims: &Dims, rounds: usize, clock: Clock<'_>) -> Result<f64
     // Tokens in a stretch; the numbers of a token repeat after so many channels.
     const TOKENS: usize = 512;
     let numbers = |len: usize, seed: f64| -> Vec<f32> { (0..len).map(|n| (n as f64 * seed).sin() as f32).collect() };
-    let key_dim = Mechanism::<f32>::key_dim(aft, dims);
+    let key_dim = aft.key_dim(dims);
     let width = HEADS * HEAD_DIM;
     let stream = numbers(width + TOKENS, 0.7);
     let parameters: Vec<Vec<f32>> =
-        Mechanism::<f32>::parameters(aft, dims).iter().map(|parameter| numbers(parameter.len(), 0.3)).collect();
+        aft.parameters(dims).iter().map(|parameter| numbers(parameter.len(), 0.3)).collect();
     let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
-    let mut state = Mechanism::<f32>::empty_state(aft, dims)?;
+    let mut state = aft.empty_state(dims)?;
     let mut out = vec![0.0; width];
     let mut least = f64::INFINITY;
     for _ in 0..rounds {

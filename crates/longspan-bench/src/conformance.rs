@@ -4,7 +4,7 @@
 //! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
 //! check is the conformance suite of the workspace; this one travels with the program and runs wherever it measures.
 
-use longspan_kernels::{Dims, Error as KernelError, Mask, Mechanism, Order, Real};
+use longspan_kernels::{Dims, Error as KernelError, Kernel, Mask, Mechanism, Order, Real};
 
 use crate::error::Error;
 use crate::inputs::Inputs;
@@ -151,7 +151,7 @@ fn norms(what: &str, got: &[f32], expected: &[f64], scale: &[f64], terms: f64) -
 /// A gradient times a random direction is the definition's difference quotient along it.
 fn along_a_direction(
     what: &str,
-    mechanism: &dyn Mechanism<f64>,
+    mechanism: &dyn Kernel<f64>,
     inputs: &Inputs<f64>,
     which: usize,
     gradient: &[f64],

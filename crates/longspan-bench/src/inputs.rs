@@ -1,8 +1,8 @@
 //! The numbers of a call that is checked, and what mechanisms make of them.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Output, Real, Scratch, Token, View,
-    ViewMut,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Mechanism, Output, Real, Scratch, Token,
+    View, ViewMut,
 };
 
 use crate::random::Random;
@@ -26,7 +26,7 @@ fn len(shape: [usize; 4]) -> usize {
 
 impl Inputs<f64> {
     /// Numbers that singles hold exactly; the seed is the number of queries.
-    pub fn random(mechanism: &dyn Mechanism<f64>, dims: Dims, mask: Mask<'static>) -> Self {
+    pub fn random(mechanism: &dyn Kernel<f64>, dims: Dims, mask: Mask<'static>) -> Self {
         let mut random = Random::new(dims.queries as u64);
         let key_dim = mechanism.key_dim(&dims);
         let mut draw = |len: usize, scale: f64| (0..len).map(|_| scale * random.normal()).collect::<Vec<f64>>();
@@ -77,39 +77,32 @@ impl<T: Real> Inputs<T> {
     pub fn call<R>(&self, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
         let [batch, heads, keys, _] = self.dims.k();
-        body(&Call {
-            dims: self.dims,
-            q: View::contiguous(&self.tensors[0], self.dims.q()),
-            k: View::contiguous(&self.tensors[1], [batch, heads, keys, self.key_dim]),
-            v: View::contiguous(&self.tensors[2], self.dims.v()),
-            parameters: &parameters,
-            mask: self.mask,
-            initial_state: None,
-        })
+        body(
+            &Call::new(
+                self.dims,
+                View::contiguous(&self.tensors[0], self.dims.q()),
+                View::contiguous(&self.tensors[1], [batch, heads, keys, self.key_dim]),
+                View::contiguous(&self.tensors[2], self.dims.v()),
+            )
+            .with_parameters(&parameters)
+            .with_mask(self.mask),
+        )
     }
 
     /// Output and gradients, from memory that starts as NaN.
-    pub fn run(&self, mechanism: &dyn Mechanism<T>) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
+    pub fn run(&self, mechanism: &dyn Kernel<T>) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
         self.run_with(mechanism, |out| out)
     }
 
     /// The same with the backward told of another output.
-    pub fn run_with(
-        &self,
-        mechanism: &dyn Mechanism<T>,
-        told: fn(T) -> T,
-    ) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
+    pub fn run_with(&self, mechanism: &dyn Kernel<T>, told: fn(T) -> T) -> Result<(Vec<T>, Vec<Vec<T>>), KernelError> {
         let nan = T::from_f64(f64::NAN);
         let dims = &self.dims;
         let mut out = vec![nan; len(dims.out())];
         let mut denominators = vec![nan; dims.batch * dims.heads * dims.queries];
         let mut scratch = Scratch::new();
         self.call(|call| {
-            let output = Output {
-                out: ViewMut::contiguous(&mut out, dims.out()),
-                denominators: Some(&mut denominators),
-                final_state: None,
-            };
+            let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
             mechanism.forward(call, output, &mut scratch)
         })?;
         out.iter_mut().for_each(|x| *x = told(*x));
@@ -137,7 +130,7 @@ impl<T: Real> Inputs<T> {
     }
 
     /// The output token by token.
-    pub fn steps(&self, mechanism: &dyn Mechanism<T>) -> Result<Vec<T>, KernelError> {
+    pub fn steps(&self, mechanism: &dyn Kernel<T>) -> Result<Vec<T>, KernelError> {
         let dims = &self.dims;
         let parameters: Vec<&[T]> = self.tensors[3..].iter().map(Vec::as_slice).collect();
         let mut state = mechanism.empty_state(dims)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Fourier, KernelizedAttention, Mechanism, Score, Shaw, SoftmaxAttention, Toeplitz,
+    Aft, Algorithm, Bias, Fourier, Kernel, KernelizedAttention, Mechanism, Score, Shaw, SoftmaxAttention, Toeplitz,
 };
 
 use crate::error::Error;
@@ -48,7 +48,7 @@ fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
 pub const BASELINE: &str = "softmax";
 
 /// A mechanism in both number types.
-type Pair = (Arc<dyn Mechanism<f32>>, Arc<dyn Mechanism<f64>>);
+type Pair = (Arc<dyn Kernel<f32>>, Arc<dyn Kernel<f64>>);
 
 /// Builds a mechanism for an algorithm that is to be forced, and for calls of at most so many tokens: learned tables may
 /// have an entry for each.
@@ -80,7 +80,7 @@ impl Entry {
         make: impl Fn(Algorithm, usize) -> M + Send + Sync + 'static,
     ) -> Self
     where
-        M: Mechanism<f32> + Mechanism<f64> + 'static,
+        M: Kernel<f32> + Kernel<f64> + 'static,
     {
         // Built twice, so that a mechanism need not be `Clone`.
         let make =
@@ -115,17 +115,17 @@ pub struct Candidate {
 
 impl Candidate {
     /// What is timed, for calls of at most `reach` tokens.
-    pub fn single(&self, reach: usize) -> Arc<dyn Mechanism<f32>> {
+    pub fn single(&self, reach: usize) -> Arc<dyn Kernel<f32>> {
         (self.make)(self.algorithm, reach).0
     }
 
     /// The same in doubles, for the check.
-    pub fn double(&self, reach: usize) -> Arc<dyn Mechanism<f64>> {
+    pub fn double(&self, reach: usize) -> Arc<dyn Kernel<f64>> {
         (self.make)(self.algorithm, reach).1
     }
 
     /// The mechanism with its algorithm chosen by cost.
-    pub fn automatic(&self, reach: usize) -> Arc<dyn Mechanism<f32>> {
+    pub fn automatic(&self, reach: usize) -> Arc<dyn Kernel<f32>> {
         (self.make)(Algorithm::Auto, reach).0
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use longspan_kernels::{Dims, Mechanism, Order};
+use longspan_kernels::{Dims, Kernel, Mechanism, Order};
 
 use crate::error::Error;
 use crate::machine::{Limits, Rates};
@@ -70,7 +70,7 @@ impl Options {
     }
 
     /// Each mechanism whose name was asked for, under a causal mask and then in both directions.
-    pub fn turns<M: Mechanism<f32> + Clone + 'static>(&self, mechanisms: &[(&str, M)]) -> Vec<Turn<M>> {
+    pub fn turns<M: Kernel<f32> + Clone + 'static>(&self, mechanisms: &[(&str, M)]) -> Vec<Turn<M>> {
         let wanted = |name: &str| self.name.as_ref().is_none_or(|wanted| name.contains(wanted.as_str()));
         let turns = [Order::Causal, Order::Bidirectional].into_iter().flat_map(|order| {
             mechanisms.iter().filter(|(name, _)| wanted(name)).map(move |(name, mechanism)| {
@@ -135,7 +135,7 @@ pub struct Turn<M> {
     buffers: Buffers,
 }
 
-impl<M: Mechanism<f32> + Clone + 'static> Turn<M> {
+impl<M: Kernel<f32> + Clone + 'static> Turn<M> {
     /// With the same numbers as every other of these sizes.
     pub fn new(name: String, mechanism: M, dims: Dims, order: Order, pass: Pass) -> Self {
         let subject = Subject::new(Arc::new(mechanism.clone()), &dims, pass);

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Mask, Mechanism, Order, Output, Parameter, Purpose,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Mechanism, Order, Output, Parameter, Purpose,
     Scratch, State, Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};
@@ -42,8 +42,8 @@ impl Pass {
     /// What its calls are made for.
     pub(crate) fn purpose(self) -> Purpose {
         match self {
-            Self::Forward | Self::Decode => Purpose::Output,
-            Self::ForwardBackward => Purpose::Gradient,
+            Self::Forward | Self::Decode => Purpose::Inference,
+            Self::ForwardBackward => Purpose::Training,
         }
     }
 }
@@ -133,21 +133,21 @@ impl Buffers {
 }
 
 /// Bytes of a mechanism's parameters, and of their gradients where the pass wants them.
-pub(crate) fn parameter_bytes(mechanism: &dyn Mechanism<f32>, dims: &Dims, pass: Pass) -> usize {
+pub(crate) fn parameter_bytes(mechanism: &dyn Kernel<f32>, dims: &Dims, pass: Pass) -> usize {
     let numbers = mechanism.parameters(dims).iter().map(Parameter::len).fold(0usize, usize::saturating_add);
     numbers.saturating_mul(if pass == Pass::ForwardBackward { 2 } else { 1 }).saturating_mul(size_of::<f32>())
 }
 
 /// A mechanism with what belongs to it alone: parameters, their gradients, scratch.
 pub(crate) struct Subject {
-    mechanism: Arc<dyn Mechanism<f32>>,
+    mechanism: Arc<dyn Kernel<f32>>,
     parameters: Vec<Vec<f32>>,
     d_parameters: Vec<Vec<f32>>,
     scratch: Scratch<f32>,
 }
 
 impl Subject {
-    pub fn new(mechanism: Arc<dyn Mechanism<f32>>, dims: &Dims, pass: Pass) -> Self {
+    pub fn new(mechanism: Arc<dyn Kernel<f32>>, dims: &Dims, pass: Pass) -> Self {
         let mut random = Random::new(2);
         let shapes = mechanism.parameters(dims);
         let d_parameters = if pass == Pass::ForwardBackward {
@@ -184,21 +184,17 @@ impl Subject {
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, dims);
         let k_len = len(k_shape);
-        let call = Call {
-            dims: *dims,
-            q: View::contiguous(q, dims.q()),
-            k: View::contiguous(&k[..k_len], k_shape),
-            v: View::contiguous(v, dims.v()),
-            parameters: &parameters,
-            mask: Mask { order, ..Mask::default() },
-            initial_state: None,
-        };
+        let call = Call::new(
+            *dims,
+            View::contiguous(q, dims.q()),
+            View::contiguous(&k[..k_len], k_shape),
+            View::contiguous(v, dims.v()),
+        )
+        .with_parameters(&parameters)
+        .with_mask(Mask { order, ..Mask::default() });
         let backward = *pass == Pass::ForwardBackward;
-        let output = Output {
-            out: ViewMut::contiguous(out, dims.out()),
-            denominators: backward.then_some(&mut *denominators),
-            final_state: None,
-        };
+        let to = ViewMut::contiguous(out, dims.out());
+        let output = if backward { Output::training(to, denominators) } else { Output::new(to) };
         let (mechanism, scratch) = (&*self.mechanism, &mut self.scratch);
         let forward = once(clock, || mechanism.forward(&call, output, scratch))?;
         if !backward {
@@ -240,20 +236,16 @@ impl Subject {
         let mut state = self.mechanism.empty_state(&dims)?;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, &dims);
-        let call = Call {
+        let call = Call::new(
             dims,
-            q: View::contiguous(&buffers.q[..len(dims.q())], dims.q()),
-            k: View::contiguous(&buffers.k[..len(k_shape)], k_shape),
-            v: View::contiguous(&buffers.v, dims.v()),
-            parameters: &parameters,
-            mask: Mask::causal().with_offset(all.keys as isize - 1),
-            initial_state: None,
-        };
-        let output = Output {
-            out: ViewMut::contiguous(&mut buffers.out[..len(dims.out())], dims.out()),
-            denominators: None,
-            final_state: Some(&mut state),
-        };
+            View::contiguous(&buffers.q[..len(dims.q())], dims.q()),
+            View::contiguous(&buffers.k[..len(k_shape)], k_shape),
+            View::contiguous(&buffers.v, dims.v()),
+        )
+        .with_parameters(&parameters)
+        .with_mask(Mask::causal().with_offset(all.keys as isize - 1));
+        let output = Output::new(ViewMut::contiguous(&mut buffers.out[..len(dims.out())], dims.out()))
+            .with_final_state(Some(&mut state));
         self.mechanism.forward(&call, output, &mut self.scratch)?;
         Ok(state)
     }
@@ -284,7 +276,7 @@ fn once(
     result.map(|()| seconds)
 }
 
-fn key_shape(mechanism: &dyn Mechanism<f32>, dims: &Dims) -> [usize; 4] {
+fn key_shape(mechanism: &dyn Kernel<f32>, dims: &Dims) -> [usize; 4] {
     let [batch, heads, keys, _] = dims.k();
     [batch, heads, keys, mechanism.key_dim(dims)]
 }
@@ -314,7 +306,7 @@ impl OneToken {
         }
     }
 
-    fn key_dim(&self, mechanism: &dyn Mechanism<f32>) -> usize {
+    fn key_dim(&self, mechanism: &dyn Kernel<f32>) -> usize {
         mechanism.key_dim(&self.dims)
     }
 }

@@ -8,8 +8,8 @@ use longspan_bench::registry::Entry;
 use longspan_bench::sweep::{OrderName, Settings, sweep};
 use longspan_bench::{Error, conformance};
 use longspan_kernels::{
-    Algorithm, Call, Cotangent, Dims, Error as KernelError, Gradients, KernelizedAttention, Mask, Mechanism, Order,
-    Output, Parameters, Plan, Real, Reference, Score, Scratch, Shaw, State, Token,
+    Algorithm, Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, KernelizedAttention, Mask, Mechanism,
+    Order, Output, Parameters, Plan, Real, Reference, Score, Scratch, Shaw, State, Token,
 };
 
 /// What is wrong with it.
@@ -37,10 +37,7 @@ struct Broken {
     calls: Arc<AtomicUsize>,
 }
 
-impl<T: Real> Mechanism<T> for Broken
-where
-    KernelizedAttention: Mechanism<T>,
-{
+impl Mechanism for Broken {
     fn name(&self) -> &'static str {
         "broken"
     }
@@ -48,13 +45,22 @@ where
         &[Algorithm::Chunked]
     }
     fn parameters(&self, dims: &Dims) -> Parameters {
-        Mechanism::<T>::parameters(&self.inner, dims)
-    }
-    fn check(&self, call: &Call<'_, T>) -> Result<(), KernelError> {
-        Mechanism::<T>::check(&self.inner, call)
+        self.inner.parameters(dims)
     }
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        Mechanism::<T>::plan(&self.inner, dims, mask)
+        self.inner.plan(dims, mask)
+    }
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, KernelError> {
+        self.inner.reference(call)
+    }
+}
+
+impl<T: Real> Kernel<T> for Broken
+where
+    KernelizedAttention: Kernel<T>,
+{
+    fn check(&self, call: &Call<'_, T>) -> Result<(), KernelError> {
+        self.inner.check(call)
     }
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), KernelError> {
         self.calls.fetch_add(1, Ordering::Relaxed);
@@ -106,7 +112,7 @@ where
         Ok(())
     }
     fn empty_state(&self, dims: &Dims) -> Result<State<T>, KernelError> {
-        Mechanism::<T>::empty_state(&self.inner, dims)
+        self.inner.empty_state(dims)
     }
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), KernelError> {
         if self.fault == Fault::Step {
@@ -114,9 +120,6 @@ where
             *state = State::from_numbers(shape, vec![T::ZERO; state.numbers().len()])?;
         }
         self.inner.step(token, state, out)
-    }
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, KernelError> {
-        Mechanism::<f64>::reference(&self.inner, call)
     }
 }
 

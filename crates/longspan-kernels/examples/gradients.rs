@@ -1,8 +1,8 @@
 //! Learns a table of Shaw's relative positions by gradient descent until attention gives the outputs that another table gave.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error, Gradients, KernelizedAttention, Mask, Mechanism, Output, Score, Scratch, Shaw, View,
-    ViewMut,
+    Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Mechanism, Output, Score, Scratch,
+    Shaw, View, ViewMut,
 };
 
 const TOKENS: usize = 64;
@@ -24,11 +24,7 @@ fn main() -> Result<(), Error> {
     let mut forward = |table: &[f32]| -> Result<(Vec<f32>, Vec<f32>), Error> {
         let (mut out, mut denominators) = (vec![0.0; len], vec![0.0; TOKENS]);
         let parameters = [table];
-        let output = Output {
-            out: ViewMut::contiguous(&mut out, dims.out()),
-            denominators: Some(&mut denominators),
-            final_state: None,
-        };
+        let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
         attention.forward(&call(dims, &q, &k, &v, &parameters), output, &mut scratch)?;
         Ok((out, denominators))
     };
@@ -73,13 +69,7 @@ fn main() -> Result<(), Error> {
 }
 
 fn call<'a>(dims: Dims, q: &'a [f32], k: &'a [f32], v: &'a [f32], parameters: &'a [&'a [f32]]) -> Call<'a, f32> {
-    Call {
-        dims,
-        q: View::contiguous(q, dims.q()),
-        k: View::contiguous(k, dims.k()),
-        v: View::contiguous(v, dims.v()),
-        parameters,
-        mask: Mask::causal(),
-        initial_state: None,
-    }
+    Call::new(dims, View::contiguous(q, dims.q()), View::contiguous(k, dims.k()), View::contiguous(v, dims.v()))
+        .with_parameters(parameters)
+        .with_mask(Mask::causal())
 }

@@ -2,7 +2,7 @@
 //! one call over all tokens.
 
 use longspan_kernels::{
-    Call, Dims, Error, KernelizedAttention, Mask, Mechanism, Output, Scratch, State, Token, View, ViewMut,
+    Call, Dims, Error, Kernel, KernelizedAttention, Mask, Mechanism, Output, Scratch, State, Token, View, ViewMut,
 };
 
 const HEAD_DIM: usize = 32;
@@ -13,11 +13,10 @@ const TOKENS: usize = 1200;
 fn attend(attention: &KernelizedAttention, x: &[f32], tokens: usize) -> Result<(Vec<f32>, State<f32>), Error> {
     let dims = Dims::square(1, 1, tokens, HEAD_DIM);
     let x = View::contiguous(&x[..tokens * HEAD_DIM], dims.q());
-    let call = Call { dims, q: x, k: x, v: x, parameters: &[], mask: Mask::causal(), initial_state: None };
+    let call = Call::new(dims, x, x, x).with_mask(Mask::causal());
     let mut out = vec![0.0; tokens * HEAD_DIM];
     let mut state = attention.empty_state(&dims)?;
-    let output =
-        Output { out: ViewMut::contiguous(&mut out, dims.out()), denominators: None, final_state: Some(&mut state) };
+    let output = Output::new(ViewMut::contiguous(&mut out, dims.out())).with_final_state(Some(&mut state));
     attention.forward(&call, output, &mut Scratch::new())?;
     Ok((out, state))
 }

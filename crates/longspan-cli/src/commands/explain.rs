@@ -5,7 +5,7 @@ use std::io::Write;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Mask, Mechanism, Plan, Purpose, Rates};
+use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Kernel, Mask, Mechanism, Plan, Purpose, Rates};
 use serde_json::{Map, Value, json};
 
 use super::Outcome;
@@ -96,7 +96,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     }
     let config = attention::named(name, &everywhere, &options)?;
     let kernel = config.init(dims.heads, dims.heads, dims.head_dim, &Device::flex())?.kernel();
-    let kernel: &dyn Mechanism<f32> = &*kernel;
+    let kernel: &dyn Kernel<f32> = &*kernel;
     if algorithm != Algorithm::Auto && !kernel.algorithms().contains(&algorithm) {
         let known: Vec<&str> = kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect();
         bail!("--algorithm {algorithm}: {name} has only {}; leave it out to take the fastest", known.join(", "));
@@ -123,8 +123,8 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
                 "flops": estimate.flops,
                 "published_elements_per_head": estimate.published_elements,
                 "scratch_bytes_per_head": estimate.scratch_bytes,
-                "seconds_one_thread": estimate.seconds(Purpose::Output),
-                "seconds_one_thread_with_backward": estimate.seconds(Purpose::Gradient),
+                "seconds_one_thread": estimate.seconds(Purpose::Inference),
+                "seconds_one_thread_with_backward": estimate.seconds(Purpose::Training),
                 "automatic": estimate.automatic,
                 "work": work(estimate),
             })
@@ -140,10 +140,10 @@ fn as_json(arguments: &Arguments, options: &Value, dims: &Dims, plan: &Plan) -> 
         "attention": options,
         "radius": options.pointer("/relative/radius"),
         "causal": arguments.causal,
-        "algorithm": plan.algorithm(Purpose::Output).name(),
-        "reason": plan.reason(Purpose::Output),
-        "algorithm_with_backward": plan.algorithm(Purpose::Gradient).name(),
-        "reason_with_backward": plan.reason(Purpose::Gradient),
+        "algorithm": plan.algorithm(Purpose::Inference).name(),
+        "reason": plan.reason(Purpose::Inference),
+        "algorithm_with_backward": plan.algorithm(Purpose::Training).name(),
+        "reason_with_backward": plan.reason(Purpose::Training),
         "estimates": estimates,
     })
 }
@@ -157,8 +157,8 @@ fn work(estimate: &Estimate) -> Value {
             json!({
                 "rate": rate.name(),
                 "count": count,
-                "seconds": seconds(Purpose::Output),
-                "seconds_with_backward": seconds(Purpose::Gradient),
+                "seconds": seconds(Purpose::Inference),
+                "seconds_with_backward": seconds(Purpose::Training),
             })
         })
         .collect()

@@ -299,7 +299,7 @@ mod fused {
     use burn_flex::FlexTensor;
 
     use super::super::flex::{self, Operands, Settings};
-    use super::super::{Kernel, Layer};
+    use super::super::{AnyKernel, Layer};
     use super::*;
     use crate::attention::Heads;
 

@@ -8,7 +8,7 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Call, Dims, Mask, Mechanism, Parameters, Purpose, View};
+use longspan_kernels::{Call, Dims, Kernel, Mask, Mechanism, Parameters, Purpose, View};
 use serde_json::{Value, json};
 
 use crate::commands::Outcome;
@@ -74,7 +74,7 @@ fn state(attention: &Attention) -> Option<[usize; 2]> {
 
 /// How the operations of the algorithm that `auto` chooses grow, by the cost model, up to the longest sequence that the
 /// mechanism's tables have room for. Operations rather than seconds: they do not depend on the machine.
-fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
+fn growth(kernel: &dyn Kernel<f32>, mask: Mask<'_>) -> String {
     let sizes = |length| Dims::square(1, HEADS, length, HEAD_DIM);
     let Some(longest) = (3..=LONGEST.ilog2()).rev().map(|n| 1 << n).find(|&n| has_room(kernel, sizes(n), mask)) else {
         return "-".into();
@@ -82,7 +82,7 @@ fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
     let lengths = [longest / 4, longest];
     let flops = lengths.map(|length| {
         let plan = kernel.plan(&sizes(length), &mask);
-        plan.chosen(Purpose::Output).map_or(f64::NAN, |estimate| estimate.flops)
+        plan.chosen(Purpose::Inference).map_or(f64::NAN, |estimate| estimate.flops)
     });
     let growth = match (flops[1] / flops[0]).ln() / 4f64.ln() {
         e if (e - 1.0).abs() < 0.02 => "L".into(),
@@ -95,13 +95,13 @@ fn growth(kernel: &dyn Mechanism<f32>, mask: Mask<'_>) -> String {
 }
 
 /// Whether the mechanism takes sequences of this length.
-fn has_room(kernel: &dyn Mechanism<f32>, dims: Dims, mask: Mask<'_>) -> bool {
+fn has_room(kernel: &dyn Kernel<f32>, dims: Dims, mask: Mask<'_>) -> bool {
     // One row of zeros, read again for every row.
     let zeros = vec![0.0; dims.head_dim];
     let rows = || View::strided(&zeros, [0; 3]);
     let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p| vec![0.0; p.len()]).collect();
     let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
-    let call = Call { dims, q: rows(), k: rows(), v: rows(), parameters: &parameters, mask, initial_state: None };
+    let call = Call::new(dims, rows(), rows(), rows()).with_parameters(&parameters).with_mask(mask);
     kernel.check(&call).is_ok()
 }
 
@@ -117,7 +117,7 @@ impl Facts {
             orders.iter().any(|order| takes(attention, 4, keys, &change(order.clone())))
         };
         let kernel = attention.kernel();
-        let kernel: &dyn Mechanism<f32> = &*kernel;
+        let kernel: &dyn Kernel<f32> = &*kernel;
         let sizes = Dims::square(1, HEADS, 4, HEAD_DIM);
         Ok(Self {
             name,
