@@ -4,8 +4,7 @@
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
 use longspan_kernels::{
-    Algorithm, Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw,
-    Wave,
+    Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw, Wave,
 };
 
 use crate::case::{Case, KeyMask};
@@ -160,10 +159,6 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
         .map(|(attention, case)| {
             let feature_map: FeatureMap = maps.deal(random).parse().expect("a name of this list");
             let score = if fourier.deal(random) { Score::Fourier(Fourier::default()) } else { attention.score };
-            let algorithm = match (score, attention.algorithm) {
-                (Score::Fourier(_), Algorithm::Cumsum) => Algorithm::Auto,
-                (_, algorithm) => algorithm,
-            };
             // Fewer numbers leave rows without a feature under DPFP.
             let dims = Dims { head_dim: case.dims.head_dim.clamp(4, 16), ..case.dims };
             // Turned features have signs if the map's have, and weights near 0 if most of them are 0.
@@ -171,7 +166,7 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
             let signed = score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity)
                 || (few && score.fourier().is_some());
             let case = Case { dims, positive: signed && attention.normalize, ..case };
-            (KernelizedAttention { feature_map, score, algorithm, ..attention }, case)
+            (KernelizedAttention { feature_map, score, ..attention }, case)
         })
         .collect()
 }
@@ -213,11 +208,7 @@ pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(
             let signed = feature_map == FeatureMap::Identity;
             let normalize = attention.normalize && normalizer != FourierNormalizer::None;
             let case = Case { dims: Dims { head_dim, ..case.dims }, positive: signed && normalize, ..case };
-            let algorithm = match attention.algorithm {
-                Algorithm::Cumsum => Algorithm::Chunked,
-                other => other,
-            };
-            (KernelizedAttention { feature_map, score: Score::Fourier(fourier), algorithm, ..attention }, case)
+            (KernelizedAttention { feature_map, score: Score::Fourier(fourier), ..attention }, case)
         })
         .collect()
 }

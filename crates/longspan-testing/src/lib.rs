@@ -4,7 +4,7 @@
 //! in both number types with what the checks may assume of it. [`execute`] runs them on poisoned memory. The checks take
 //! a subject and a case: [`accuracy`] against the definition, [`isolation`] of what must not influence what,
 //! [`memory`] for layouts and scratch, [`streaming`] for states, [`threads`] for reproducible bits, [`rejection`] for
-//! wrong calls. [`grid`] draws cases that hit every boundary; [`suite`] runs checks over them and reports.
+//! wrong calls. [`published`] is the published algorithm, a second oracle. [`grid`] draws cases that hit every boundary; [`suite`] runs checks over them and reports.
 
 pub mod accuracy;
 pub mod case;
@@ -13,6 +13,7 @@ pub mod execute;
 pub mod grid;
 pub mod isolation;
 pub mod memory;
+pub mod published;
 pub mod random;
 pub mod rejection;
 pub mod state_gradients;

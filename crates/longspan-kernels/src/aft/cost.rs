@@ -2,10 +2,8 @@
 
 use super::problem::{CHUNK, TILED, reach};
 use super::{Aft, Variant, tiles};
-use crate::algorithm::{Algorithm, Estimate, Plan};
-use crate::mask::{Mask, Order};
-use crate::rates::{Rate, Work};
-use crate::shape::Dims;
+use crate::call::{Dims, Mask, Order};
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
 /// The cost model's answer.
 pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {

@@ -7,8 +7,7 @@ use super::problem::{Block, CHUNK, Chunks, Problem, Window};
 use super::tiles::{self, Parts, Shelf, Strip};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::aft::log_sum::GatedMean;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::SharedRows;
+use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 

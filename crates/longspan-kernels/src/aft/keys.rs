@@ -8,7 +8,7 @@ use super::tiles::Blocks;
 use super::walk::{Factors, Items, clear, join_items};
 use crate::aft::log_sum::{FactorMeans, Tokens};
 use crate::aft::running::{FactorTokens, SumTokens};
-use crate::mask::Sequence;
+use crate::call::Sequence;
 use crate::simd::rows::{Ahead, Rows, padded};
 use crate::simd::{Real, dispatch};
 

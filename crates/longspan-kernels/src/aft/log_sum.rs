@@ -192,7 +192,7 @@ pub(crate) struct ProjectRows<'a, T> {
     pub rows: &'a [T],
     pub reference: &'a [T],
     pub to: &'a mut [T],
-    pub tops: &'a mut [T],
+    pub running_max: &'a mut [T],
 }
 
 impl<T: Real> Operation for ProjectRows<'_, T> {
@@ -201,11 +201,11 @@ impl<T: Real> Operation for ProjectRows<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { rows, reference, to, tops } = self;
+        let Self { rows, reference, to, running_max } = self;
         let width = reference.len() / 2;
-        assert!(width.is_multiple_of(V::LANES) && rows.len() >= tops.len() * PARTS * width);
-        assert!(to.len() >= tops.len() * 2 * width);
-        for (row, top) in tops.iter_mut().enumerate() {
+        assert!(width.is_multiple_of(V::LANES) && rows.len() >= running_max.len() * PARTS * width);
+        assert!(to.len() >= running_max.len() * 2 * width);
+        for (row, top) in running_max.iter_mut().enumerate() {
             // SAFETY: every row has a register at each column by the assertions above.
             unsafe {
                 let at = |n: usize, column: usize| V::load(rows.as_ptr().add((row * PARTS + n) * width + column));

@@ -33,17 +33,13 @@ use problem::Problem;
 use smallvec::smallvec;
 use state_gradient::Links;
 
-use crate::algorithm::{Algorithm, Plan};
-use crate::error::Error;
-use crate::mask::Mask;
-use crate::mechanism::{
-    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
-    check_gradients, check_initial_gradient, check_output, kernels,
+use crate::call::{
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
+    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, kernels,
 };
-use crate::scratch::Scratch;
-use crate::shape::{Dims, ViewMut};
+use crate::error::Error;
+use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
-use crate::state::State;
 
 /// Where the bias `w_ij` of a pair comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

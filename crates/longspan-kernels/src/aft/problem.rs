@@ -2,10 +2,8 @@
 
 use super::{Aft, Variant, kernel, state};
 use crate::aft::log_sum::PARTS;
+use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call};
 use crate::error::{Error, expect};
-use crate::mask::{Keys, Order, Sequence};
-use crate::mechanism::{Call, Mechanism, check_call};
-use crate::shape::Dims;
 use crate::simd::block::dot;
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{line, padded};

@@ -1,9 +1,8 @@
 //! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::{Aft, Variant};
+use crate::call::{Call, Compute, Keys, Mechanism, Order, Reference};
 use crate::error::{Error, expect};
-use crate::mask::{Keys, Order};
-use crate::mechanism::{Call, Compute, Mechanism, Reference};
 
 /// `Y_i = σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}` over the keys `j` that row `i` sees, channel by channel.
 pub(crate) fn reference(aft: &Aft, call: &Call<'_, f64>) -> Result<Reference, Error> {

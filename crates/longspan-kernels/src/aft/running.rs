@@ -1,7 +1,7 @@
 //! Means of all tokens up to each one, and what the tokens from each one on collect in the backward, channel by channel.
 //!
 //! All exponentials of a block of tokens are taken relative to one *top* for each channel, the largest key up to the end of the
-//! block, so that a token costs one exponential and sums are plain. [`tops`] says whether that keeps every sum: no row of the
+//! block, so that a token costs one exponential and sums are plain. [`running_max`] says whether that keeps every sum: no row of the
 //! block may have a largest key that is more than [`DEEPEST`] below the top.
 
 use super::log_sum::{PARTS, Tokens, sigmoid};
@@ -87,24 +87,24 @@ fn fits<V: Vector>(mean: &[V::Element], head_dim: usize) -> bool {
 
 /// The largest key of each channel up to the last token, those of `before` included. Returns whether all sums may be relative
 /// to them.
-pub(crate) struct RunningMax<'a, T> {
+pub(crate) struct FindRunningMax<'a, T> {
     pub tokens: Tokens<'a, T>,
     pub before: &'a [T],
-    pub tops: &'a mut [T],
+    pub running_max: &'a mut [T],
 }
 
-impl<T: Real> Operation for RunningMax<'_, T> {
+impl<T: Real> Operation for FindRunningMax<'_, T> {
     type Element = T;
     type Output = bool;
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) -> bool {
-        let Self { tokens, before, tops } = self;
+        let Self { tokens, before, running_max } = self;
         assert!(fits::<V>(before, tokens.head_dim) && tokens.key_dim == tokens.head_dim && tokens.count > 0);
-        assert!(tops.len() * PARTS == before.len() && covers(&tokens.keys, tokens.count, tokens.key_dim));
+        assert!(running_max.len() * PARTS == before.len() && covers(&tokens.keys, tokens.count, tokens.key_dim));
         let mut deepest = V::Element::ZERO;
         // SAFETY: keys and means are as large as the assertions say.
-        unsafe { by_registers!(tokens.head_dim, tops_of(&tokens, before, tops, &mut deepest)) };
+        unsafe { by_registers!(tokens.head_dim, tops_of(&tokens, before, running_max, &mut deepest)) };
         deepest <= V::Element::from_f64(DEEPEST)
     }
 }
@@ -113,7 +113,7 @@ impl<T: Real> Operation for RunningMax<'_, T> {
 unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
     tokens: &Tokens<'_, V::Element>,
     before: &[V::Element],
-    tops: &mut [V::Element],
+    running_max: &mut [V::Element],
     deepest: &mut V::Element,
     column: usize,
     left: usize,
@@ -121,7 +121,7 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
     // SAFETY: forwarded to the caller.
     unsafe {
         let keys = tokens.keys.data.as_ptr().add(column);
-        let mut most = part::<V, N>(before, tops.len(), 0, column);
+        let mut most = part::<V, N>(before, running_max.len(), 0, column);
         let mut least = most;
         for (n, least) in least.iter_mut().enumerate() {
             *least = get::<V, WHOLE>(keys.add(n * V::LANES), left).max(*least);
@@ -132,7 +132,7 @@ unsafe fn tops_of<V: Vector, const N: usize, const WHOLE: bool>(
                 *most = get::<V, WHOLE>(key.add(n * V::LANES), left).max(*most);
             }
         }
-        set_part(tops, 0, 0, column, most);
+        set_part(running_max, 0, 0, column, most);
         let zero = V::splat(V::Element::ZERO);
         for (most, least) in most.into_iter().zip(least) {
             // A channel that has seen nothing yet is one whose sums are not kept.
@@ -523,10 +523,10 @@ unsafe fn gate<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V {
     }
 }
 
-/// Writes the output after each token, for tokens whose [`tops`] keep every sum, and takes them into the mean.
+/// Writes the output after each token, for tokens whose [`running_max`] keep every sum, and takes them into the mean.
 pub(crate) struct RunningMeans<'a, 'b, T> {
     pub tokens: Tokens<'a, T>,
-    pub tops: &'a [T],
+    pub running_max: &'a [T],
     pub mean: &'a mut [T],
     pub to: &'a mut Columns<'b, T>,
 }
@@ -537,31 +537,31 @@ impl<T: Real> Operation for RunningMeans<'_, '_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { tokens, tops, mean, to } = self;
+        let Self { tokens, running_max, mean, to } = self;
         let (count, width) = (tokens.count, tokens.head_dim);
-        assert!(fits::<V>(mean, width) && tokens.key_dim == width && tops.len() * PARTS == mean.len());
+        assert!(fits::<V>(mean, width) && tokens.key_dim == width && running_max.len() * PARTS == mean.len());
         assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
         assert!(tokens.queries.is_none_or(|queries| covers(&queries, count, width)));
         assert!(to.rows() >= count && to.width() >= width);
         // SAFETY: all rows are as large as the assertions say.
-        unsafe { by_registers!(width, running_means_of(&tokens, tops, mean, to)) };
+        unsafe { by_registers!(width, running_means_of(&tokens, running_max, mean, to)) };
     }
 }
 
 #[inline(always)]
 unsafe fn running_means_of<V: Vector, const N: usize, const WHOLE: bool>(
     tokens: &Tokens<'_, V::Element>,
-    tops: &[V::Element],
+    running_max: &[V::Element],
     mean: &mut [V::Element],
     to: &mut Columns<'_, V::Element>,
     column: usize,
     left: usize,
 ) {
-    let width = tops.len();
+    let width = running_max.len();
     // SAFETY: forwarded to the caller.
     unsafe {
         let zero = V::splat(V::Element::ZERO);
-        let top = part::<V, N>(tops, 0, 0, column);
+        let top = part::<V, N>(running_max, 0, 0, column);
         let x = part::<V, N>(mean, width, 0, column);
         let (mut n_before, mut d_before) = (part::<V, N>(mean, width, 2, column), part::<V, N>(mean, width, 3, column));
         for n in 0..N {
@@ -745,13 +745,13 @@ impl<T: Real> TokenGradients<'_, T> {
     }
 }
 
-/// The gradients of tokens that rows see from their own on, and of these rows' queries; for tokens whose [`tops`] keep every sum.
+/// The gradients of tokens that rows see from their own on, and of these rows' queries; for tokens whose [`running_max`] keep every sum.
 /// `before` is the mean before the first token, of which numerators are not read; `after` what is collected from later rows,
 /// to which these are joined. `work` has room for three registers a token, four times.
 pub(crate) struct RunningGradients<'a, 'b, T> {
     pub tokens: Tokens<'a, T>,
     pub rows: OutputRows<'a, T>,
-    pub tops: &'a [T],
+    pub running_max: &'a [T],
     pub before: &'a [T],
     pub after: &'a mut [T],
     pub work: &'a mut [T],
@@ -765,9 +765,9 @@ impl<T: Real> Operation for RunningGradients<'_, '_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { tokens, rows, tops, before, after, work, dq, to } = self;
+        let Self { tokens, rows, running_max, before, after, work, dq, to } = self;
         let (count, width) = (tokens.count, tokens.head_dim);
-        assert!(fits::<V>(before, width) && tokens.key_dim == width && tops.len() * PARTS == before.len());
+        assert!(fits::<V>(before, width) && tokens.key_dim == width && running_max.len() * PARTS == before.len());
         assert!(after.len() == before.len() && rows.count == count && work.len() >= 12 * V::LANES * count);
         assert!(covers(&tokens.keys, count, width) && covers(&tokens.values, count, width));
         assert!(rows.q.is_none_or(|q| covers(&q, count, width)));
@@ -776,7 +776,7 @@ impl<T: Real> Operation for RunningGradients<'_, '_, T> {
             assert!(to.rows() >= count && to.width() >= width);
         }
         // SAFETY: all rows are as large as the assertions say.
-        unsafe { by_registers!(width, running_gradients_of(&tokens, &rows, tops, before, after, work, dq, to)) };
+        unsafe { by_registers!(width, running_gradients_of(&tokens, &rows, running_max, before, after, work, dq, to)) };
     }
 }
 
@@ -785,7 +785,7 @@ impl<T: Real> Operation for RunningGradients<'_, '_, T> {
 unsafe fn running_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
     tokens: &Tokens<'_, V::Element>,
     rows: &OutputRows<'_, V::Element>,
-    tops: &[V::Element],
+    running_max: &[V::Element],
     before: &[V::Element],
     after: &mut [V::Element],
     work: &mut [V::Element],
@@ -794,13 +794,13 @@ unsafe fn running_gradients_of<V: Vector, const N: usize, const WHOLE: bool>(
     column: usize,
     left: usize,
 ) {
-    let width = tops.len();
+    let width = running_max.len();
     // SAFETY: forwarded to the caller.
     unsafe {
         let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
         let work = work.as_mut_ptr();
         let kept = |token: usize, n: usize| work.add((token * N + n) * 3 * V::LANES);
-        let top = part::<V, N>(tops, 0, 0, column);
+        let top = part::<V, N>(running_max, 0, 0, column);
         let x = part::<V, N>(before, width, 0, column);
         let mut d_before = part::<V, N>(before, width, 3, column);
         for n in 0..N {

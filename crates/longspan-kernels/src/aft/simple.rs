@@ -14,16 +14,12 @@ use super::state_gradient::{Links, far_item};
 use super::walk::{Items, clear, join_all, join_items};
 use crate::aft::log_sum::{GatedMean, KeyGradient, OutputRow, PARTS, RowCotangent, Tokens, join};
 use crate::aft::running::{
-    ConstantCotangents, ConstantGradients, ConstantMeans, OutputRows, RunningGradients, RunningMax, RunningMeans,
+    ConstantCotangents, ConstantGradients, ConstantMeans, FindRunningMax, OutputRows, RunningGradients, RunningMeans,
     TokenGradients,
 };
-use crate::mask::Sequence;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::{Dims, SharedRows, View, ViewMut};
+use crate::call::{Arena, Cotangent, Dims, Scratch, Sequence, SharedRows, State, View, ViewMut};
 use crate::simd::rows::{Rows, line, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads::{self, parallel};
 
 /// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
@@ -151,7 +147,7 @@ fn means<'w, T: Real>(
     let mean = PARTS * width;
     let mut arena = Arena::new(work);
     let [sum, own, part] = [(); 3].map(|()| arena.take(mean));
-    let tops = arena.take(width);
+    let running_max = arena.take(width);
     let block = arena.take((CHUNK + 1) * mean);
     let group = problem.dims.group();
     let heads = task.kv_head * group..(task.kv_head + 1) * group;
@@ -175,13 +171,14 @@ fn means<'w, T: Real>(
     join_all(&items, 0, stretch.key as isize, sum, block);
     for at in stretch.blocks() {
         let (row, key, count) = (stretch.row + at.start, (stretch.key + at.start) as isize, at.len());
-        if let Some(tokens) =
-            items.tokens(key, count).filter(|tokens| dispatch(RunningMax { tokens: *tokens, before: sum, tops }))
+        if let Some(tokens) = items
+            .tokens(key, count)
+            .filter(|tokens| dispatch(FindRunningMax { tokens: *tokens, before: sum, running_max }))
         {
             for head in heads.clone() {
                 own.copy_from_slice(sum);
                 let tokens = Tokens { queries: queries(head, row), ..tokens };
-                dispatch(RunningMeans { tokens, tops, mean: own, to: &mut outputs(head, row, count) });
+                dispatch(RunningMeans { tokens, running_max, mean: own, to: &mut outputs(head, row, count) });
             }
             sum.copy_from_slice(own);
             continue;
@@ -242,7 +239,7 @@ fn gradients<'a, T: Real>(
     let mean = PARTS * width;
     let mut arena = Arena::new(work);
     let [start, end, own, after, item, far] = [(); 6].map(|()| arena.take(mean));
-    let tops = arena.take(width);
+    let running_max = arena.take(width);
     let block = arena.take((CHUNK + 1) * mean);
     let rows_block = arena.take(BLOCK * mean);
     let kept = arena.take(12 * line::<T>() * BLOCK);
@@ -340,12 +337,14 @@ fn gradients<'a, T: Real>(
             own[..width].copy_from_slice(&edge[..width]);
             own[3 * width..].copy_from_slice(&edge[width..]);
             let tokens = items.tokens(keys.start as isize, keys.len());
-            if let Some(tokens) = tokens.filter(|tokens| dispatch(RunningMax { tokens: *tokens, before: own, tops })) {
+            if let Some(tokens) =
+                tokens.filter(|tokens| dispatch(FindRunningMax { tokens: *tokens, before: own, running_max }))
+            {
                 let (mut dq, mut to) = (d_queries(&rows), d_tokens(&keys));
                 dispatch(RunningGradients {
                     tokens,
                     rows: output_rows(&rows),
-                    tops,
+                    running_max,
                     before: own,
                     after,
                     work: kept,

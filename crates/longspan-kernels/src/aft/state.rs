@@ -8,15 +8,11 @@ use super::state_gradient::far;
 use super::walk::clear;
 use super::{Aft, Variant};
 use crate::aft::log_sum::{PARTS as MEAN_PARTS, join};
+use crate::call::{Dims, Mechanism, PARTS, Scratch, Sequence, State, StateShape};
 use crate::error::{Error, expect};
-use crate::mask::Sequence;
-use crate::mechanism::Mechanism;
-use crate::scratch::Scratch;
-use crate::shape::Dims;
 use crate::simd::Real;
 use crate::simd::block::floor;
 use crate::simd::rows::padded;
-use crate::state::{PARTS, State, StateShape};
 
 /// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]

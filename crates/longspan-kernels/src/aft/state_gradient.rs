@@ -13,12 +13,9 @@ use super::keys::{KeyItems, write_item};
 use super::problem::{CHUNK, Problem, reach};
 use super::state::{Head, OLDEST, advance};
 use super::walk::{Items, join_all};
-use crate::mask::Sequence;
-use crate::mechanism::Cotangent;
-use crate::shape::{SharedRows, ViewMut};
+use crate::call::{Cotangent, Sequence, SharedRows, State, ViewMut};
 use crate::simd::Real;
 use crate::simd::block::floor;
-use crate::state::State;
 
 /// The gradients at both ends of a call.
 pub(super) struct Links<'a, T> {

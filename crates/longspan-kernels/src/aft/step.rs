@@ -9,14 +9,11 @@ use super::walk::clear;
 use super::{Aft, Variant, kernel};
 use crate::aft::log_sum::{GatedMean, PARTS, Tokens, join};
 use crate::aft::running::{JOINED, JoinTokens};
+use crate::call::{Dims, Mechanism, State, StepMemory, Token, check_token, token_dims};
 use crate::error::{Error, expect};
-use crate::mechanism::{Mechanism, Token, check_token, token_dims};
-use crate::scratch::StepMemory;
-use crate::shape::Dims;
 use crate::simd::block::dot;
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

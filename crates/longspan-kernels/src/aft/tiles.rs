@@ -13,8 +13,7 @@ use std::ops::Range;
 use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
 use crate::aft::log_sum::{BiasGradient, Factored, JoinFactored, ProjectRows, ScaleByExponents, join};
-use crate::scratch::Arena;
-use crate::shape::ViewMut;
+use crate::call::{Arena, ViewMut};
 use crate::simd::block::{Transpose, exponentials};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{line, padded};
@@ -51,7 +50,7 @@ struct Work<'w, T> {
     /// A tile of biases, and one to turn it round in.
     biases: &'w mut [T],
     turned: &'w mut [T],
-    tops: &'w mut [T],
+    running_max: &'w mut [T],
     reference: &'w mut [T],
     numerators: &'w mut [T],
     denominators: &'w mut [T],
@@ -67,7 +66,7 @@ impl<'w, T: Real> Work<'w, T> {
             items: arena.take(SPAN * mean),
             biases: arena.take(SIDE * SPAN),
             turned: arena.take(SIDE * SPAN),
-            tops: arena.take(SIDE),
+            running_max: arena.take(SIDE),
             reference: arena.take(2 * width),
             numerators: arena.take(SPAN * width),
             denominators: arena.take(SPAN * width),
@@ -88,7 +87,7 @@ pub(super) fn work_len(mean: usize) -> usize {
 pub(super) struct Strip<'w, T> {
     tiles: &'w mut [T],
     /// For each [`SIDE`] columns, at the first of a tile: the largest of its rows,
-    tops: &'w mut [T],
+    running_max: &'w mut [T],
     /// the largest range of any of them,
     ranges: &'w mut [T],
     /// and how many columns it has; 0 where no tile begins.
@@ -102,7 +101,7 @@ impl<'w, T: Real> Strip<'w, T> {
         let mut arena = Arena::new(memory);
         let mut strip = Self {
             tiles: arena.take(count * SIDE * SIDE),
-            tops: arena.take(count * SIDE),
+            running_max: arena.take(count * SIDE),
             ranges: arena.take(count),
             lengths: arena.take(count),
         };
@@ -340,14 +339,14 @@ pub(super) fn means<T: Real>(
         // A tile of the strip, or one that has been cut.
         let place = (from - start) as usize;
         let kept = outputs.len() == chunk_len && place.is_multiple_of(SIDE);
-        let (weights, row, tops, range) = if kept {
+        let (weights, row, running_max, range) = if kept {
             let index = place / SIDE;
             let row = columns.next_multiple_of(SIDE);
-            let tops = &mut strip.tops[index * SIDE..][..count];
+            let running_max = &mut strip.running_max[index * SIDE..][..count];
             let weights = &mut strip.tiles[place * SIDE..][..SIDE * row];
             if strip.lengths[index] != T::from_f64(columns as f64) {
                 bias(outputs.clone(), from, to, weights, row, work.turned);
-                strip.ranges[index] = exponentials(weights, row, columns, tops);
+                strip.ranges[index] = exponentials(weights, row, columns, running_max);
                 // It lies where smaller ones may have been, or in a larger one.
                 for earlier in (index + 1).saturating_sub(SPAN / SIDE)..index {
                     if strip.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
@@ -357,11 +356,11 @@ pub(super) fn means<T: Real>(
                 strip.lengths[index..index + row / SIDE].fill(T::ZERO);
                 strip.lengths[index] = T::from_f64(columns as f64);
             }
-            (&*weights, row, &*tops, strip.ranges[index])
+            (&*weights, row, &*running_max, strip.ranges[index])
         } else {
             bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
-            let range = exponentials(work.biases, SPAN, columns, &mut work.tops[..count]);
-            (&*work.biases, SPAN, &work.tops[..count], range)
+            let range = exponentials(work.biases, SPAN, columns, &mut work.running_max[..count]);
+            (&*work.biases, SPAN, &work.running_max[..count], range)
         };
         let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
         let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
@@ -392,7 +391,11 @@ pub(super) fn means<T: Real>(
         }
         // What stands in the place of numerators is not looked at.
         let numerators = if parts == Parts::All { &*numerators } else { &*denominators };
-        dispatch(JoinFactored { to: rows, from: Factored { numerators, denominators, ..factored }, biases: tops });
+        dispatch(JoinFactored {
+            to: rows,
+            from: Factored { numerators, denominators, ..factored },
+            biases: running_max,
+        });
         true
     };
     by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
@@ -443,7 +446,7 @@ pub(super) fn bias_gradients<T: Real>(
         let (factored, depth) = factored(items, from, columns, place, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
-            if exponentials(work.turned, SPAN, columns, &mut work.tops[..count]) > widest() {
+            if exponentials(work.turned, SPAN, columns, &mut work.running_max[..count]) > widest() {
                 return false;
             }
         }
@@ -464,7 +467,12 @@ pub(super) fn bias_gradients<T: Real>(
             to: weights,
             to_row: SPAN,
         });
-        dispatch(ProjectRows { rows, reference: factored.reference, to: work.rows, tops: &mut work.tops[..count] });
+        dispatch(ProjectRows {
+            rows,
+            reference: factored.reference,
+            to: work.rows,
+            running_max: &mut work.running_max[..count],
+        });
         dispatch(Product {
             a: work.rows,
             a_row: 2 * width,
@@ -481,7 +489,7 @@ pub(super) fn bias_gradients<T: Real>(
             c_band: Band::ALL,
         });
         let lines = work.biases.chunks_exact_mut(SPAN).zip(work.turned.chunks_exact(SPAN));
-        for ((biases, terms), &top) in lines.zip(&work.tops[..count]) {
+        for ((biases, terms), &top) in lines.zip(&work.running_max[..count]) {
             dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: top, factors: terms });
         }
         visit(outputs, from, to, work.biases);

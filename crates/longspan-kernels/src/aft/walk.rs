@@ -4,7 +4,7 @@
 use super::problem::{CHUNK, Chunks, Window};
 use super::tiles::Blocks;
 use crate::aft::log_sum::{FactorMeans, PARTS, join};
-use crate::shape::ViewMut;
+use crate::call::ViewMut;
 use crate::simd::block::floor;
 use crate::simd::{Real, dispatch};
 use crate::threads::{parallel, share};

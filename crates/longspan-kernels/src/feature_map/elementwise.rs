@@ -60,6 +60,7 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
         let Self { map, shift, from, count, width, ignored, to, to_row } = self;
+        assert!(count == 0 || width.next_multiple_of(V::LANES) <= to_row);
         // The map is looked at once, not for every register.
         macro_rules! load_as {
             ($map:ident) => {
@@ -137,7 +138,8 @@ impl<T: Real> Operation for PullBackFeatures<'_, T> {
         if map == FeatureMap::Identity || !map.is_elementwise() {
             return;
         }
-        let mut tail = [V::Element::ZERO; 16];
+        assert!(count == 0 || width.next_multiple_of(V::LANES) <= row_length);
+        let mut tail = [V::Element::ZERO; WIDEST];
         for row in 0..count {
             let x = x.row(row, width);
             let phi = &phi[row * row_length..][..row_length];

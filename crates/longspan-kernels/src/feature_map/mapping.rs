@@ -2,9 +2,8 @@
 
 use super::FeatureMap;
 use super::rows::{RowMap, Shift, Side};
+use crate::call::{Arena, Dims, Scratch, View};
 use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures};
-use crate::scratch::{Arena, Scratch};
-use crate::shape::{Dims, View};
 use crate::simd::block::{all_finite, dot, largest};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
@@ -24,7 +23,7 @@ pub(crate) struct Mapping<'a, T: 'static> {
     kv_heads: usize,
     keys: usize,
     /// Of an exponential map of whole rows the largest exponent of each key, `[batch, kv_heads, keys]`.
-    tops: Vec<T>,
+    row_max: Vec<T>,
 }
 
 /// What maps of whole rows work with; empty for others.
@@ -61,7 +60,7 @@ impl<'a, T: Real> Mapping<'a, T> {
             head_dim: dims.head_dim,
             kv_heads: dims.kv_heads,
             keys: dims.keys,
-            tops: Vec::new(),
+            row_max: Vec::new(),
         }
     }
 
@@ -74,15 +73,15 @@ impl<'a, T: Real> Mapping<'a, T> {
     pub fn prepare(&mut self, k: Option<&View<'_, T>>, dims: &Dims, scratch: &mut Scratch<T>) {
         if let Some(map) = &mut self.rows {
             map.prepare();
-            self.tops = k.map_or_else(Vec::new, |k| map.all_tops(k, dims, scratch));
+            self.row_max = k.map_or_else(Vec::new, |k| map.all_max(k, dims, scratch));
         }
     }
 
     /// The largest exponent of a key under an exponential map, given its place in the call and its row; not finite where
     /// there is none.
-    pub fn key_top(&self, (batch, kv_head, key): (usize, usize, usize), row: &[T]) -> T {
+    pub fn key_max(&self, (batch, kv_head, key): (usize, usize, usize), row: &[T]) -> T {
         match self.rows {
-            Some(_) => self.tops[(batch * self.kv_heads + kv_head) * self.keys + key],
+            Some(_) => self.row_max[(batch * self.kv_heads + kv_head) * self.keys + key],
             None => largest(row),
         }
     }
@@ -123,10 +122,10 @@ impl<'a, T: Real> Mapping<'a, T> {
             let shift = match &mut shift {
                 Shift::One(shift) => *shift,
                 Shift::Each(shifts) => shifts[row],
-                Shift::Own(tops) => {
+                Shift::Own(row_max) => {
                     let top = largest(from.row(row, head_dim));
-                    tops[row] = if top.is_finite() { top } else { T::ZERO };
-                    tops[row]
+                    row_max[row] = if top.is_finite() { top } else { T::ZERO };
+                    row_max[row]
                 }
             };
             let ignored = ignored.map(|ignored| &ignored[row..]);
@@ -170,9 +169,9 @@ impl<'a, T: Real> Mapping<'a, T> {
 
     /// What is subtracted from the exponents of queries, whose own are written to `tops`: any number cancels in the division, and
     /// the largest exponent of a row keeps its features in (0, 1].
-    pub fn query_shift<'s>(&self, tops: &'s mut [T]) -> Shift<'s, T> {
-        tops.fill(T::ZERO);
-        if self.exponential { Shift::Own(tops) } else { Shift::One(T::ZERO) }
+    pub fn query_shift<'s>(&self, row_max: &'s mut [T]) -> Shift<'s, T> {
+        row_max.fill(T::ZERO);
+        if self.exponential { Shift::Own(row_max) } else { Shift::One(T::ZERO) }
     }
 
     /// The exponents that [`query_shift`](Self::query_shift) subtracts from `count` queries.
@@ -180,7 +179,7 @@ impl<'a, T: Real> Mapping<'a, T> {
         let shifts = &mut shifts[..count];
         match &self.rows {
             _ if !self.exponential => return shifts.fill(T::ZERO),
-            Some(map) => map.tops(Side::Query(head), from, count, shifts, work),
+            Some(map) => map.row_max(Side::Query(head), from, count, shifts, work),
             None => shifts.iter_mut().enumerate().for_each(|(n, top)| *top = largest(from.row(n, self.head_dim))),
         }
         shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);

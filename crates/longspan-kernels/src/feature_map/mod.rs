@@ -17,9 +17,8 @@ use std::sync::Arc;
 
 use smallvec::smallvec;
 
+use crate::call::{Dims, Parameter, Parameters};
 use crate::error::{Error, expect};
-use crate::mechanism::{Parameter, Parameters};
-use crate::shape::Dims;
 use crate::simd::Real;
 
 /// A feature map.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::rows::Side;
 use super::{FeatureMap, HedgehogNorm, scale};
-use crate::shape::Dims;
+use crate::call::Dims;
 
 /// One feature, `factor · e^exponent`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
+use crate::call::{Dims, Scratch, View, ViewMut};
 use crate::feature_map::elementwise::LoadFeatures;
-use crate::scratch::Scratch;
-use crate::shape::{Dims, View, ViewMut};
 use crate::simd::block::{Transpose, add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
@@ -191,18 +190,18 @@ impl<'a, T: Real> RowMap<'a, T> {
             _ => {
                 self.exponents(side, from, count, to, row);
                 let mut one = [T::ZERO];
-                let tops = match shift {
-                    Shift::Own(tops) if self.map.is_exponential() => tops,
+                let row_max = match shift {
+                    Shift::Own(row_max) if self.map.is_exponential() => row_max,
                     _ => &mut one,
                 };
                 for n in 0..count {
                     let line = &mut to[n * row..][..row];
                     // One row at a time, as tops may have room for one.
-                    let at = n.min(tops.len() - 1);
-                    exponentials(line, row, features, &mut tops[at..=at]);
-                    let top = tops[at];
+                    let at = n.min(row_max.len() - 1);
+                    exponentials(line, row, features, &mut row_max[at..=at]);
+                    let top = row_max[at];
                     if !top.is_finite() {
-                        tops[at] = T::ZERO;
+                        row_max[at] = T::ZERO;
                     }
                     line[features..].fill(T::ZERO);
                     let factor = match self.map {
@@ -224,16 +223,16 @@ impl<'a, T: Real> RowMap<'a, T> {
     }
 
     /// The largest exponent of each of `count` keys of an exponential map: −∞ or NaN where none is finite.
-    pub fn tops(&self, side: Side, from: Rows<'_, T>, count: usize, tops: &mut [T], work: &mut [T]) {
+    pub fn row_max(&self, side: Side, from: Rows<'_, T>, count: usize, row_max: &mut [T], work: &mut [T]) {
         let width = padded::<T>(self.features);
         self.exponents(side, from, count, work, width);
-        for (row, top) in work.chunks_exact(width).zip(tops).take(count) {
+        for (row, top) in work.chunks_exact(width).zip(row_max).take(count) {
             *top = row[..self.features].iter().copied().fold(T::NEG_INFINITY, T::max);
         }
     }
 
     /// The largest exponents of all keys of a call, `[batch, kv_heads, keys]`; none but for an exponential map.
-    pub fn all_tops(&self, k: &View<'_, T>, dims: &Dims, scratch: &mut Scratch<T>) -> Vec<T> {
+    pub fn all_max(&self, k: &View<'_, T>, dims: &Dims, scratch: &mut Scratch<T>) -> Vec<T> {
         let (heads, keys) = (dims.batch * dims.kv_heads, dims.keys);
         if !self.map.is_exponential() || heads * keys == 0 {
             return Vec::new();
@@ -249,8 +248,8 @@ impl<'a, T: Real> RowMap<'a, T> {
             let (batch, kv_head) = (head / dims.kv_heads, head % dims.kv_heads);
             let count = CHUNK.min(keys - first);
             // SAFETY: each chunk of a head's keys is one task's own.
-            let tops = unsafe { view.row(head, 0, first, count) };
-            self.tops(Side::Key(kv_head), k.rows(batch, kv_head).skip(first), count, tops, work);
+            let row_max = unsafe { view.row(head, 0, first, count) };
+            self.row_max(Side::Key(kv_head), k.rows(batch, kv_head).skip(first), count, row_max, work);
         });
         all
     }

@@ -14,9 +14,8 @@ pub(crate) mod rotation;
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::call::{Dims, Parameter, Parameters};
 use crate::error::{Error, expect};
-use crate::mechanism::{Parameter, Parameters};
-use crate::shape::Dims;
 
 /// Fourier relative positions: the shape of the weights, their normaliser, and what positions are.
 ///

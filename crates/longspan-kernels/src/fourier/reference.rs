@@ -1,7 +1,7 @@
 //! What distance does to the product of two features, by the definition.
 
 use super::{Fourier, FourierNormalizer, Tensors, Wave};
-use crate::shape::Dims;
+use crate::call::Dims;
 
 /// One product `q̄_x k̄_y`: the features, what multiplies them in the weight, and what in the denominator.
 pub(crate) struct Product {

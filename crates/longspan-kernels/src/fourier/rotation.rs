@@ -3,13 +3,12 @@
 use smallvec::SmallVec;
 
 use super::{Fourier, FourierNormalizer, Positions, Tensors, Wave};
+use crate::call::{Arena, Dims};
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::Features;
 use crate::fourier::rotate::{
     AddTurns, AngleSums, Angles, CosSin, Rotate, Rotation, SumAngles, Turn, TurnRates, Unrotate, Unrotated, is_double,
 };
-use crate::scratch::Arena;
-use crate::shape::Dims;
 use crate::simd::block::{add_scaled, dot, multiply};
 use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};

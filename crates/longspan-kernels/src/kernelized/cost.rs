@@ -3,11 +3,8 @@
 use super::naive::TILE;
 use super::problem::CHUNK;
 use super::{KernelizedAttention, Score};
-use crate::algorithm::{Algorithm, Estimate, Plan};
-use crate::mask::{Mask, Order};
-use crate::mechanism::Mechanism;
-use crate::rates::{Rate, Work};
-use crate::shape::Dims;
+use crate::call::{Dims, Mask, Order};
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
 /// Keys that a row of a tile computes beyond those that it sees, on average: half a register.
 const ROUNDING: f64 = 8.0;
@@ -16,10 +13,7 @@ const ROUNDING: f64 = 8.0;
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
     // What a map of whole rows itself costs is the same for all.
     let dims = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
-    let mut estimates =
-        vec![naive(attention, dims, mask), cumsum(attention, dims, mask), chunked(attention, dims, mask)];
-    estimates.retain(|estimate| attention.algorithms().contains(&estimate.algorithm));
-    Plan::new(attention.algorithm, estimates)
+    Plan::new(attention.algorithm, vec![naive(attention, dims, mask), chunked(attention, dims, mask)])
 }
 
 /// Queries and keys, and the numbers of them, of values and of outputs, for one head.
@@ -93,36 +87,6 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
     }
 }
 
-fn cumsum(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estimate {
-    let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64 + 1.0);
-    let (queries, keys) = (dims.queries as f64, dims.keys as f64);
-    let (content, relative) = (content(attention), relative(attention));
-    let rows = table_rows(attention, mask);
-    let causal = mask.order == Order::Causal;
-    let sums = if causal { keys } else { keys.min(1.0) };
-    let flops = 2.0 * (queries * (content * d * dv + rows * (d + dv)) + content * keys * d * dv);
-    let (tokens, numbers) = tokens(dims);
-    let counts = [
-        (Rate::CumsumHead, 1.0),
-        (Rate::CumsumToken, tokens),
-        (Rate::CumsumNumber, numbers),
-        (Rate::CumsumTable, rows * d),
-        (Rate::CumsumState, content * sums * d * dv),
-        (Rate::CumsumFlop, flops),
-    ];
-    let work = Work::new(heads(dims), Rate::CumsumCall, counts);
-    Estimate {
-        algorithm: Algorithm::Cumsum,
-        flops: heads(dims) * flops,
-        published_elements: content * d * dv * if causal { queries.max(keys) } else { 1.0 }
-            + published_relative(attention, dims, mask),
-        scratch_bytes: 4.0 * (content * d * (sums * dv + keys) + keys * dv * (1.0 + 2.0 * relative) + 2.0 * rows * d),
-        work,
-        // Never measured to be the fastest, and a call may have no room for it.
-        automatic: false,
-    }
-}
-
 /// Numbers that the published relative term keeps for one head.
 fn published_relative(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> f64 {
     let rows = table_rows(attention, mask);
@@ -174,7 +138,7 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algorithm::Purpose;
+    use crate::plan::Purpose;
 
     #[test]
     fn short_calls_are_naive_and_long_ones_chunked() {

@@ -5,11 +5,10 @@
 
 use super::Score;
 use super::problem::{Problem, Unit};
+use crate::call::{Arena, SharedRows, ViewMut};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
-use crate::scratch::Arena;
-use crate::shape::{SharedRows, ViewMut};
 use crate::simd::Real;
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{Rows, padded};

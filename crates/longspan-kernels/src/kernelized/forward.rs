@@ -8,13 +8,11 @@ use super::row_pass::{Memory, Place, Scales, Scene, Visitor, Walk, Worker, cut, 
 use super::state::{Head, OLDEST};
 use super::summary::{Carry, Summary};
 use super::tile::{Buffers, Piece, combine_states};
+use crate::call::{Arena, Scratch, SharedRows, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
-use crate::scratch::{Arena, Scratch};
-use crate::shape::SharedRows;
 use crate::simd::block::{add_row_dots, scale_by, store};
 use crate::simd::product::{Band, MaskAndSum, Product, ProductWith, ZeroOutside};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads::{self, parallel};
 
 /// Where outputs go.

@@ -21,7 +21,6 @@
 
 mod backward;
 mod cost;
-mod cumsum;
 mod features;
 mod forward;
 mod naive;
@@ -38,20 +37,16 @@ mod reference;
 use problem::Problem;
 use smallvec::smallvec;
 
-use crate::algorithm::{Algorithm, Plan, Purpose};
+use crate::call::{
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
+    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, kernels,
+};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
-use crate::mask::Mask;
-use crate::mechanism::{
-    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_final_mask,
-    check_gradients, check_initial_gradient, check_output, kernels,
-};
-use crate::scratch::Scratch;
-use crate::shape::{Dims, ViewMut};
+use crate::plan::{Algorithm, Plan, Purpose};
 use crate::shaw::Shaw;
 use crate::simd::Real;
-use crate::state::State;
 
 /// Which terms make up the weight of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,8 +98,7 @@ pub struct KernelizedAttention {
     /// Divide by the sum of the weights. Without it the output is `N`. [`FourierNormalizer::None`] is the same as
     /// `false` here.
     pub normalize: bool,
-    /// How it is computed. Calls with an initial state run chunked whatever stands here. [`Algorithm::Cumsum`] refuses a
-    /// causal call whose cumulated sums, keys · features · values for a head, take more than 2 GiB.
+    /// How it is computed. Calls with an initial state run chunked whatever stands here.
     pub algorithm: Algorithm,
 }
 
@@ -132,8 +126,8 @@ impl KernelizedAttention {
             && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
     }
 
-    /// The algorithms that can be forced; the first always can, the last not with Fourier positions.
-    const ALGORITHMS: [Algorithm; 3] = [Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum];
+    /// The algorithms that can be forced.
+    const ALGORITHMS: [Algorithm; 2] = [Algorithm::Chunked, Algorithm::Naive];
 
     /// Whether the feature map's options make sense for rows of `dims.head_dim`; calls check the same.
     ///
@@ -143,16 +137,10 @@ impl KernelizedAttention {
         self.feature_map.check(self.name(), dims.head_dim)
     }
 
-    /// A checked call, and that the algorithm has room for it.
+    /// A checked call.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
-        let operation = self.name();
-        self.algorithm.check(operation, self.algorithms())?;
-        let problem = Problem::new(self, call)?;
-        // Nobody gets it who does not force it.
-        if self.algorithm == Algorithm::Cumsum && call.initial_state.is_none() {
-            cumsum::check(&problem, operation)?;
-        }
-        Ok(problem)
+        self.algorithm.check(self.name(), &Self::ALGORITHMS)?;
+        Problem::new(self, call)
     }
 
     /// Checks the decay for so many key/value heads.
@@ -190,9 +178,7 @@ impl Mechanism for KernelizedAttention {
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        // Cumulated sums of turned features are nobody's published algorithm.
-        let count = Self::ALGORITHMS.len() - usize::from(self.score.fourier().is_some());
-        &Self::ALGORITHMS[..count]
+        &Self::ALGORITHMS
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
@@ -251,10 +237,6 @@ impl Compute for KernelizedAttention {
                 naive::forward(&problem, sink, scratch);
                 final_state
             }
-            Algorithm::Cumsum => {
-                cumsum::forward(&problem, sink, scratch)?;
-                final_state
-            }
             _ => {
                 forward::forward(&problem, sink, final_state, scratch);
                 None
@@ -289,12 +271,8 @@ impl Compute for KernelizedAttention {
         problem.prepare(scratch);
         let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
         match self.chosen(call, Purpose::Training) {
-            algorithm @ (Algorithm::Naive | Algorithm::Cumsum) => {
-                if algorithm == Algorithm::Naive {
-                    naive::backward(&problem, cotangent, sink, parameters, scratch);
-                } else {
-                    cumsum::backward(&problem, cotangent, sink, parameters, scratch)?;
-                }
+            Algorithm::Naive => {
+                naive::backward(&problem, cotangent, sink, parameters, scratch);
                 if cotangent.final_state.is_some() {
                     backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
                 }

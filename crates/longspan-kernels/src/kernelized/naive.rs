@@ -18,12 +18,10 @@ use super::backward::{GradientSink, reduce_table};
 use super::features::{Lift, PositionSink};
 use super::forward::Sink;
 use super::problem::{Problem, Table, Unit};
+use crate::call::{Arena, Cotangent, Scratch, ViewMut};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::rows::Shift;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::ViewMut;
 use crate::simd::block::{Transpose, add_row_dots, add_scaled, all_finite, dot, multiply, scale_by, store};
 use crate::simd::product::{Band, MaskAndSum, Product, ZeroOutside};
 use crate::simd::rows::{Rows, padded};
@@ -50,7 +48,7 @@ struct Keys<'x, 'a, T: 'static> {
     v_columns: &'x mut [T],
     /// The exponent subtracted from each key, NaN for one without, and the largest of them up to each key; under
     /// an exponential map only.
-    tops: &'x mut [T],
+    row_max: &'x mut [T],
     highest: &'x mut [T],
     /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored.
     present: &'x mut [T],
@@ -158,7 +156,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             k_columns: arena.take(content * width),
             v: arena.take(whole * value_width),
             v_columns: arena.take(if backward { whole * value_width } else { 0 }),
-            tops: arena.take(if exp { keys } else { 0 }),
+            row_max: arena.take(if exp { keys } else { 0 }),
             highest: arena.take(if exp { keys } else { 0 }),
             present: arena.take(if padding.is_some() { keys } else { 0 }),
             powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
@@ -224,11 +222,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         for first in (0..keys).step_by(TILE) {
             let count = TILE.min(keys - first);
             for key in first..if problem.exponential { first + count } else { first } {
-                let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_top(&unit, key) };
+                let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_max(&unit, key) };
                 let found = Some(top).filter(|top| top.is_finite());
                 highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
                 self.highest[key] = highest;
-                self.tops[key] = match found {
+                self.row_max[key] = match found {
                     None if unit.ignores(key) => T::NEG_INFINITY,
                     found => found.unwrap_or(T::from_f64(f64::NAN)),
                 };
@@ -359,7 +357,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                 c_band: self.band(span, key),
             });
         }
-        if problem.radius.is_none() && self.tops.is_empty() && self.powers.is_empty() {
+        if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
         }
         for row in 0..span.rows {
@@ -384,14 +382,14 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
 
     /// Hands over what brings the content terms of a row to its exponent, if anything.
     fn content_factors(&self, sight: &Sight<T>, key: usize, keys: usize, to: &mut [T], apply: impl FnOnce(&[T])) {
-        if self.tops.is_empty() {
+        if self.row_max.is_empty() {
             return;
         }
-        let tops = Rows { data: &self.tops[key..], stride: keys };
+        let row_max = Rows { data: &self.row_max[key..], stride: keys };
         dispatch(LoadFeatures {
             map: FeatureMap::Exp,
             shift: sight.shift,
-            from: tops,
+            from: row_max,
             count: 1,
             width: keys,
             ignored: None,
@@ -828,7 +826,7 @@ pub(super) fn backward<T: Real>(
                 }
                 // With positions, what stands between raw keys and features has been overwritten by later ones.
                 if problem.rotations.is_some() {
-                    let shift = keys.tops.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
+                    let shift = keys.row_max.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
                     problem.load_keys(unit, key, 1, Shift::One(shift), block.q, &mut lift);
                 }
                 let features = &keys.k[key * head_width..][..head_width];

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::features::FeatureLayout;
 use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
+use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
@@ -12,15 +13,10 @@ use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
-use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, Mechanism, check_call, check_initial_mask};
-use crate::scratch::{Arena, Scratch};
-use crate::shape::Dims;
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::block::{Transpose, all_finite, largest};
 use crate::simd::rows::{Ahead, Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -167,9 +163,9 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// The largest exponent of a key of an exponential map; not finite where none is.
-    pub fn key_top(&self, unit: &Unit<'_, T>, key: usize) -> T {
+    pub fn key_max(&self, unit: &Unit<'_, T>, key: usize) -> T {
         let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
-        self.mapping.key_top(place, unit.k.row(key, self.dims.head_dim))
+        self.mapping.key_max(place, unit.k.row(key, self.dims.head_dim))
     }
 
     /// Independent (sequence, key/value head) pairs.
@@ -298,9 +294,9 @@ impl<'a, T: Real> Problem<'a, T> {
             shift = T::NEG_INFINITY;
             for table in 0..tables {
                 let (side, from) = of(table);
-                let tops = &mut columns[..count];
-                map.tops(side, from, count, tops, work);
-                shift = shift.max(tops.iter().copied().filter(|top| top.is_finite()).fold(shift, T::max));
+                let row_max = &mut columns[..count];
+                map.row_max(side, from, count, row_max, work);
+                shift = shift.max(row_max.iter().copied().filter(|top| top.is_finite()).fold(shift, T::max));
             }
             if !shift.is_finite() {
                 shift = T::ZERO;
@@ -429,7 +425,7 @@ impl<T: Real> Unit<'_, T> {
     /// The largest finite exponent of the keys `from..to`, at least `before`.
     pub fn highest(&self, problem: &Problem<'_, T>, from: usize, to: usize, before: T) -> T {
         (from..to).filter(|&key| !self.ignores(key)).fold(before, |highest, key| {
-            let top = problem.key_top(self, key);
+            let top = problem.key_max(self, key);
             if top.is_finite() { highest.max(top) } else { highest }
         })
     }
@@ -443,7 +439,7 @@ impl<T: Real> Unit<'_, T> {
             if self.ignores(key) {
                 continue;
             }
-            let top = problem.key_top(self, key);
+            let top = problem.key_max(self, key);
             if let Some(limit) = limit
                 && top > limit
             {

@@ -1,13 +1,11 @@
 //! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::{KernelizedAttention, Score};
+use crate::call::{Call, Compute, Dims, Keys, Mask, Order, Reference};
 use crate::error::{Error, expect};
 use crate::feature_map::reference::{Feature, Map};
 use crate::feature_map::rows::Side;
 use crate::fourier::{self, reference::Place};
-use crate::mask::{Keys, Mask, Order};
-use crate::mechanism::{Call, Compute, Reference};
-use crate::shape::Dims;
 use crate::shaw::{self, RelativeMap};
 
 /// `out_i = Σ_j w_ij v_j / Σ_j w_ij` over the keys `j` that row `i` sees.
@@ -178,8 +176,8 @@ fn terms(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::call::View;
     use crate::feature_map::FeatureMap;
-    use crate::shape::View;
     use crate::shaw::Shaw;
 
     /// One head of width 1 over `q` and `k`, with values 10, 20, 30, …

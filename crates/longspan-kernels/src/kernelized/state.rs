@@ -2,13 +2,11 @@
 
 use super::KernelizedAttention;
 use super::features::FeatureLayout;
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
-use crate::mechanism::Mechanism;
-use crate::shape::Dims;
 use crate::simd::Real;
-use crate::state::{PARTS, State, StateShape};
 
 /// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]

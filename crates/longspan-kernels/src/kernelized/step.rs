@@ -4,20 +4,17 @@ use super::features::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
+use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Features, LoadFeatures};
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
 use crate::kernelized::running_sum::AbsorbToken;
-use crate::mechanism::{Mechanism, Token, check_token, step_rows, token_dims};
-use crate::scratch::{Arena, StepMemory};
-use crate::shape::Dims;
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, scale_by};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -200,8 +197,8 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
                 let (map, table_shift) = match shaw.map {
                     RelativeMap::Identity => (FeatureMap::Identity, T::ZERO),
                     RelativeMap::Same if exp => {
-                        let tops = table.chunks_exact(head_dim.max(1)).map(|row| self.top(key, row, work.map));
-                        let top = tops.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
+                        let row_max = table.chunks_exact(head_dim.max(1)).map(|row| self.top(key, row, work.map));
+                        let top = row_max.filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max);
                         (self.attention.feature_map, finite(top))
                     }
                     RelativeMap::Same => (self.attention.feature_map, T::ZERO),
@@ -258,7 +255,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
     fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
         let Some(map) = self.row_map else { return largest(x) };
         let mut top = [T::ZERO];
-        map.tops(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
+        map.row_max(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
         top[0]
     }
 

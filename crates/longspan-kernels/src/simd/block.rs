@@ -562,7 +562,7 @@ pub(crate) struct Exponentials<'a, T> {
     pub block: &'a mut [T],
     pub row_length: usize,
     pub columns: usize,
-    pub tops: &'a mut [T],
+    pub row_max: &'a mut [T],
 }
 
 impl<T: Real> Operation for Exponentials<'_, T> {
@@ -571,11 +571,11 @@ impl<T: Real> Operation for Exponentials<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) -> T {
-        let Self { block, row_length, columns, tops } = self;
+        let Self { block, row_length, columns, row_max } = self;
         let whole = columns.next_multiple_of(V::LANES);
-        assert!(columns > 0 && whole <= row_length && block.len() >= tops.len() * row_length);
+        assert!(columns > 0 && whole <= row_length && block.len() >= row_max.len() * row_length);
         let mut widest = V::Element::ZERO;
-        for (row, top) in tops.iter_mut().enumerate() {
+        for (row, top) in row_max.iter_mut().enumerate() {
             let row = &mut block[row * row_length..][..whole];
             let first = row[0];
             row[columns..].fill(first);
@@ -607,6 +607,6 @@ impl<T: Real> Operation for Exponentials<'_, T> {
 
 /// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
 /// any row.
-pub(crate) fn exponentials<T: Real>(block: &mut [T], row_length: usize, columns: usize, tops: &mut [T]) -> T {
-    dispatch(Exponentials { block, row_length, columns, tops })
+pub(crate) fn exponentials<T: Real>(block: &mut [T], row_length: usize, columns: usize, row_max: &mut [T]) -> T {
+    dispatch(Exponentials { block, row_length, columns, row_max })
 }

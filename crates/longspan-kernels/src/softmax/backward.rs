@@ -5,15 +5,12 @@
 
 use super::problem::{Block, KEYS, Problem, ROWS, against, right_side};
 use super::state;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::{SharedRows, ViewMut};
+use crate::call::{Arena, Cotangent, Scratch, SharedRows, State, ViewMut};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::softmax::tile::{ExpColumns, SoftmaxPullBack};
-use crate::state::State;
 use crate::threads::{self, parallel};
 
 /// Where gradients go.

@@ -1,9 +1,7 @@
 //! The forward pass: blocks of queries against tiles of keys, with running maxima, so that no score is kept.
 
 use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, right_side};
-use crate::mask::Sequence;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::SharedRows;
+use crate::call::{Arena, Scratch, Sequence, SharedRows};
 use crate::simd::block::{scale_by, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;

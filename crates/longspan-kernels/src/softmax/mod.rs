@@ -21,18 +21,13 @@ mod reference;
 
 use problem::Problem;
 
-use crate::algorithm::{Algorithm, Estimate, Plan};
-use crate::error::Error;
-use crate::mask::Mask;
-use crate::mechanism::{
-    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameters, Reference, Token, check_gradients,
-    check_output, kernels,
+use crate::call::{
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch, State, Token,
+    ViewMut, check_gradients, check_output, kernels,
 };
-use crate::rates::{Rate, Work};
-use crate::scratch::Scratch;
-use crate::shape::{Dims, ViewMut};
+use crate::error::Error;
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 use crate::simd::Real;
-use crate::state::State;
 
 /// Scaled dot-product attention (Vaswani et al. 2017). It learns nothing itself.
 ///

@@ -1,18 +1,16 @@
 //! A checked call, with everything that its tasks share.
 
 use super::{SoftmaxAttention, state};
+use crate::call::{
+    Arena, Call, Dims, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
+};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
-use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, check_call, check_final_mask, check_initial_gradient, check_initial_mask};
-use crate::scratch::Arena;
-use crate::shape::Dims;
 use crate::simd::block::{Transpose, all_finite, scale_by};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 
 /// Queries of a block: four AVX-512 registers, the width of the matrix product's own block.
 pub(super) const ROWS: usize = 64;

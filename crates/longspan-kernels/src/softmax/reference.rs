@@ -1,10 +1,8 @@
 //! The definition in doubles, O(queries · keys): what the fast path is tested against. Never optimised.
 
 use super::SoftmaxAttention;
+use crate::call::{Call, Compute, Dims, Keys, Mask, Order, Reference};
 use crate::error::{Error, expect};
-use crate::mask::{Keys, Mask, Order};
-use crate::mechanism::{Call, Compute, Reference};
-use crate::shape::Dims;
 
 /// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees.
 pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -65,7 +63,7 @@ fn sees(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> bool 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shape::View;
+    use crate::call::View;
 
     #[test]
     fn weights_are_exponentials_of_scaled_products() {

@@ -2,10 +2,9 @@
 
 use super::SoftmaxAttention;
 use super::problem::Problem;
+use crate::call::{Dims, State, StateShape};
 use crate::error::{Error, expect};
-use crate::shape::Dims;
 use crate::simd::Real;
-use crate::state::{State, StateShape};
 
 /// The sizes of the state of `attention` for calls of these sizes.
 pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateShape, Error> {

@@ -2,15 +2,13 @@
 
 use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
+use crate::call::{Dims, State, Token, check_token, token_dims};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
-use crate::mechanism::{Token, check_token, token_dims};
-use crate::shape::Dims;
 use crate::simd::block::{add_row_dots, add_scaled, scale_by};
 use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads;
 
 /// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few

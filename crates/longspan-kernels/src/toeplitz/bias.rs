@@ -3,8 +3,8 @@
 use smallvec::{SmallVec, smallvec};
 
 use super::OPERATION;
+use crate::call::{Order, Sequence};
 use crate::error::{Error, expect};
-use crate::mask::{Order, Sequence};
 
 /// What becomes of a distance that the table does not reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

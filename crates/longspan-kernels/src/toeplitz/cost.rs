@@ -4,10 +4,8 @@ use super::fft::transform_length;
 use super::piecewise::ROWS;
 use super::problem::{STRIP, TILE};
 use super::{Bias, Toeplitz};
-use crate::algorithm::{Algorithm, Estimate, Plan};
-use crate::mask::{Mask, Order};
-use crate::rates::{Rate, Work};
-use crate::shape::Dims;
+use crate::call::{Dims, Mask, Order};
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -155,7 +153,7 @@ fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algorithm::Purpose;
+    use crate::plan::Purpose;
 
     #[test]
     fn clips_are_taken_in_linear_time_and_full_tables_by_tiles_until_transforms_win() {

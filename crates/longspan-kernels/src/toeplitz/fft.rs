@@ -20,14 +20,11 @@ use super::map_sums::MapSums;
 use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
+use crate::call::{Arena, Cotangent, Scratch, Sequence, ViewMut};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
-use crate::mask::Sequence;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::ViewMut;
 use crate::simd::block::{add_scaled, multiply, store};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -355,8 +352,8 @@ impl<'s> Keys<'s> {
         let (block, mut map) = block(problem, memory);
         let mut exponent = T::ZERO;
         if problem.mapping.exponential {
-            let tops = (0..keys as isize).filter_map(|key| problem.key_top(unit, key));
-            let highest = tops.fold(T::NEG_INFINITY, |a, b| a.max(b));
+            let row_max = (0..keys as isize).filter_map(|key| problem.key_max(unit, key));
+            let highest = row_max.fold(T::NEG_INFINITY, |a, b| a.max(b));
             exponent = if highest.is_finite() { highest } else { T::ZERO };
         }
         let (mut k, mut v) = (Columns::new(features, keys, arena), Columns::new(value_dim + 1, keys, arena));

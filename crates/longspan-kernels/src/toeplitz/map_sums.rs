@@ -3,7 +3,7 @@
 
 use super::gradient::segments;
 use super::problem::Problem;
-use crate::shape::{SharedRows, ViewMut};
+use crate::call::{SharedRows, ViewMut};
 use crate::simd::Real;
 
 /// Lanes that the strips of one head's queries are dealt to: as many tasks as a head can keep busy under a learned map.

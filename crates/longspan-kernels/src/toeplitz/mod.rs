@@ -37,18 +37,14 @@ use problem::Problem;
 use smallvec::smallvec;
 use state::StateGradients;
 
-use crate::algorithm::{Algorithm, Plan, Purpose};
+use crate::call::{
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
+    State, Token, ViewMut, check_gradients, check_initial_gradient, check_output, kernels,
+};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::mask::Mask;
-use crate::mechanism::{
-    Call, Compute, Cotangent, Gradients, Mechanism, Output, Parameter, Parameters, Reference, Token, check_gradients,
-    check_initial_gradient, check_output, kernels,
-};
-use crate::scratch::Scratch;
-use crate::shape::{Dims, ViewMut};
+use crate::plan::{Algorithm, Plan, Purpose};
 use crate::simd::Real;
-use crate::state::State;
 
 /// The mechanism's name, in errors too.
 const OPERATION: &str = "toeplitz";

@@ -2,17 +2,15 @@
 
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
+use crate::call::{
+    Arena, Call, Dims, Order, Scratch, Sequence, State, ViewMut, check_call, check_final_mask, check_initial_mask,
+};
 use crate::error::{Error, expect};
 use crate::feature_map::mapping::{MapBuffers, Mapping};
 use crate::feature_map::rows::{Shift, Side};
-use crate::mask::{Order, Sequence};
-use crate::mechanism::{Call, check_call, check_final_mask, check_initial_mask};
-use crate::scratch::{Arena, Scratch};
-use crate::shape::{Dims, ViewMut};
 use crate::simd::Real;
 use crate::simd::block::all_finite;
 use crate::simd::rows::{Rows, padded};
-use crate::state::State;
 use crate::threads;
 
 /// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
@@ -76,13 +74,13 @@ pub(super) struct Past<'a, T> {
 /// The largest exponents of a unit's keys from its first on, under an exponential map: of each key (−∞ where it does not
 /// count), of all before it, and of it and all after it.
 #[derive(Clone, Copy)]
-struct Tops<'s, T> {
+struct RunningMax<'s, T> {
     own: &'s [T],
     before: &'s [T],
     after: &'s [T],
 }
 
-impl<'s, T> Tops<'s, T> {
+impl<'s, T> RunningMax<'s, T> {
     fn new(numbers: &'s [T]) -> Self {
         let len = numbers.len() / 3;
         Self { own: &numbers[..len], before: &numbers[len..2 * len], after: &numbers[2 * len..] }
@@ -293,7 +291,7 @@ impl<'a, T: Real> Problem<'a, T> {
             + padded::<T>(self.units() * self.tops_len())
     }
 
-    /// Numbers of the [`Tops`] of one unit.
+    /// Numbers of the [`RunningMax`] of one unit.
     fn tops_len(&self) -> usize {
         if self.mapping.exponential { 3 * (self.most_keys() + 1) } else { 0 }
     }
@@ -316,11 +314,11 @@ impl<'a, T: Real> Problem<'a, T> {
         });
         let lines = &*lines;
         let tops_len = self.tops_len();
-        let tops = arena.take(self.units() * tops_len);
+        let row_max = arena.take(self.units() * tops_len);
         if tops_len > 0 {
-            self.find_tops(tops, tops_len);
+            self.find_max(row_max, tops_len);
         }
-        let tops = &*tops;
+        let row_max = &*row_max;
         let levels = arena.take(self.units() * group * queries);
         let splits = arena.take(self.units() * group * self.blocks());
         let mut level_rows = ViewMut::strided(&mut *levels, [queries, 0, 0]);
@@ -342,16 +340,16 @@ impl<'a, T: Real> Problem<'a, T> {
                 let levels = level_rows.row(index, 0, 0, rows.end);
                 (&mut levels[rows.start..], &mut split_rows.row(index, block, 0, 1)[0])
             };
-            let tops = Tops::new(&tops[index / group * tops_len..][..tops_len]);
-            *split = if self.levels(&unit, head, line, tops, rows, levels) { T::ONE } else { T::ZERO };
+            let row_max = RunningMax::new(&row_max[index / group * tops_len..][..tops_len]);
+            *split = if self.levels(&unit, head, line, row_max, rows, levels) { T::ONE } else { T::ZERO };
         });
         Shared { lines, line_width, levels, splits, queries, group }
     }
 
     /// Finds the largest exponent of every key of the units under an exponential map, and of all keys before and after each.
-    fn find_tops(&self, tops: &mut [T], tops_len: usize) {
+    fn find_max(&self, row_max: &mut [T], tops_len: usize) {
         let mut parts = Vec::new();
-        for (index, to) in tops.chunks_exact_mut(tops_len).enumerate() {
+        for (index, to) in row_max.chunks_exact_mut(tops_len).enumerate() {
             let unit = self.unit(index);
             let own = &mut to[..tops_len / 3];
             own.fill(T::NEG_INFINITY);
@@ -362,10 +360,10 @@ impl<'a, T: Real> Problem<'a, T> {
             let unit = self.unit(index);
             let begin = unit.begin() + (part * PART) as isize;
             for (key, to) in (begin..).zip(to) {
-                *to = self.key_top(&unit, key).unwrap_or(T::NEG_INFINITY);
+                *to = self.key_max(&unit, key).unwrap_or(T::NEG_INFINITY);
             }
         });
-        for to in tops.chunks_exact_mut(tops_len) {
+        for to in row_max.chunks_exact_mut(tops_len) {
             let (own, rest) = to.split_at_mut(tops_len / 3);
             let (before, after) = rest.split_at_mut(tops_len / 3);
             let mut highest = T::NEG_INFINITY;
@@ -387,7 +385,7 @@ impl<'a, T: Real> Problem<'a, T> {
         unit: &Unit<'_, T>,
         head: usize,
         line: &[T],
-        tops: Tops<'_, T>,
+        row_max: RunningMax<'_, T>,
         rows: std::ops::Range<usize>,
         levels: &mut [T],
     ) -> bool {
@@ -401,7 +399,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let far = self.far_exponent(unit, head, T::ZERO);
         let highest = |end: isize, first: usize, last: usize| {
             far.max(match self.mapping.exponential {
-                true => self.highest_weight(unit, line, tops, end, (first, last)),
+                true => self.highest_weight(unit, line, row_max, end, (first, last)),
                 false => self.highest(line, begin, end, first, last),
             })
         };
@@ -438,7 +436,7 @@ impl<'a, T: Real> Problem<'a, T> {
         &self,
         unit: &Unit<'_, T>,
         line: &[T],
-        tops: Tops<'_, T>,
+        row_max: RunningMax<'_, T>,
         end: isize,
         (first, last): (usize, usize),
     ) -> T {
@@ -449,24 +447,24 @@ impl<'a, T: Real> Problem<'a, T> {
         if bias.far().is_some() {
             from = (self.stands(first) - bias.near() as isize + 1).clamp(begin, end);
             if from > begin {
-                level = tops.before[place(from)] + line[self.bias_index(unit, from - 1, first)];
+                level = row_max.before[place(from)] + line[self.bias_index(unit, from - 1, first)];
             }
         }
         if let Some((distance, _)) = bias.after().filter(|_| !self.causal) {
             to = (self.stands(last) + distance).clamp(from, end);
             if to < end {
-                level = level.max(tops.after[place(to)] + line[self.bias_index(unit, to, last)]);
+                level = level.max(row_max.after[place(to)] + line[self.bias_index(unit, to, last)]);
             }
         }
         if first == last {
-            let exponents = (from..to).map(|key| tops.own[place(key)] + line[self.bias_index(unit, key, first)]);
+            let exponents = (from..to).map(|key| row_max.own[place(key)] + line[self.bias_index(unit, key, first)]);
             return exponents.fold(level, T::max);
         }
-        let table_top = if self.is_grid() { top(line) } else { None };
+        let table_max = if self.is_grid() { top(line) } else { None };
         while from < to {
             let next = (from + TILE as isize).min(to);
-            let highest = tops.own[place(from)..place(next)].iter().copied().fold(T::NEG_INFINITY, T::max);
-            level = level.max(highest + table_top.unwrap_or_else(|| self.highest(line, from, next, first, last)));
+            let highest = row_max.own[place(from)..place(next)].iter().copied().fold(T::NEG_INFINITY, T::max);
+            level = level.max(highest + table_max.unwrap_or_else(|| self.highest(line, from, next, first, last)));
             from = next;
         }
         level
@@ -501,13 +499,13 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// The largest exponent of a key that counts, under an exponential map.
-    pub fn key_top(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
+    pub fn key_max(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
         match usize::try_from(key) {
             Ok(key) if unit.ignores(key) => None,
             Ok(key) if self.mapping.rows.is_none() => top(unit.k.row(key, self.dims.head_dim)),
             Ok(key) => {
                 let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
-                Some(self.mapping.key_top(place, &[])).filter(|top| top.is_finite())
+                Some(self.mapping.key_max(place, &[])).filter(|top| top.is_finite())
             }
             Err(_) => unit.past.and_then(|past| past.exponent(key)),
         }
@@ -522,7 +520,7 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         let mut found: Option<(T, T)> = None;
         for count in 0..most {
-            let Some(top) = self.key_top(unit, from + count as isize) else { continue };
+            let Some(top) = self.key_max(unit, from + count as isize) else { continue };
             match found {
                 Some((limit, highest)) if top > limit => return (count, highest),
                 Some((limit, highest)) => found = Some((limit, highest.max(top))),

@@ -1,11 +1,10 @@
 //! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::{OPERATION, Toeplitz};
+use crate::call::{Call, Compute, Keys, Order, Reference};
 use crate::error::{Error, expect};
 use crate::feature_map::reference::{Feature, Map};
 use crate::feature_map::rows::Side;
-use crate::mask::{Keys, Order};
-use crate::mechanism::{Call, Compute, Reference};
 
 /// `out_i = Σ_j e^{b_δ} φ(q_i)·φ(k_j) v_j / Σ_j e^{b_δ} φ(q_i)·φ(k_j)` over the keys `j` that row `i` sees.
 pub(super) fn reference(toeplitz: &Toeplitz, call: &Call<'_, f64>) -> Result<Reference, Error> {

@@ -4,11 +4,10 @@ use smallvec::SmallVec;
 
 use super::problem::{Problem, Unit};
 use super::{OPERATION, Toeplitz};
+use crate::call::{Dims, PARTS, SharedRows, State, StateShape, ViewMut};
 use crate::error::{Error, expect};
-use crate::shape::{Dims, SharedRows, ViewMut};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
-use crate::state::{PARTS, State, StateShape};
 use crate::toeplitz::weigh::AddOuter;
 
 /// The parts of one head's state.

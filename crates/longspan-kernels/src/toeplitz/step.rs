@@ -4,17 +4,14 @@ use smallvec::SmallVec;
 
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{Bias, OPERATION, Toeplitz};
+use crate::call::{Arena, Dims, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, LoadFeatures};
 use crate::feature_map::rows::{RowMap, Shift, Side};
-use crate::mechanism::{Token, check_token, step_rows, token_dims};
-use crate::scratch::{Arena, StepMemory};
-use crate::shape::Dims;
 use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, all_finite, dot, largest, multiply, scale_by};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads;
 
 /// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few

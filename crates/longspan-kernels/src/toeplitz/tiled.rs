@@ -6,18 +6,15 @@ use super::map_sums::{self, MapSums};
 use super::one_pass;
 use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
+use crate::call::{Arena, Cotangent, Scratch, SharedRows, State};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::SharedRows;
 use crate::simd::block::{Transpose, add_scaled, dot, scale_by, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads::{self, parallel};
 use crate::toeplitz::weigh::{Factors, WeighByDistance};
 
@@ -538,7 +535,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
             let mut exponents = [T::ZERO; TILE];
             if problem.mapping.exponential {
                 for (key, exponent) in exponents[..count].iter_mut().enumerate() {
-                    *exponent = problem.key_top(&unit, (first + key) as isize).unwrap_or(T::ZERO);
+                    *exponent = problem.key_max(&unit, (first + key) as isize).unwrap_or(T::ZERO);
                 }
             }
             problem.load_each_key(&unit, first, &exponents[..count], block, &mut map);

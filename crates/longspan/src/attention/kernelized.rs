@@ -69,7 +69,7 @@ pub struct KernelConfig {
     /// Factors in (0, 1], one for each key/value head, by which a key's weight falls with every token. Causal masks only;
     /// none by default.
     pub decay: Option<Vec<f64>>,
-    /// How the CPU kernels compute it: `auto` (default), `naive`, `cumsum`, `chunked`.
+    /// How the CPU kernels compute it: `auto` (default), `naive`, `chunked`.
     #[serde(with = "by_name")]
     pub algorithm: Algorithm,
 }

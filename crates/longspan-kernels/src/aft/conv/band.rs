@@ -1,10 +1,10 @@
 //! Chunks whose weights are all relative to one exponent: the weight of a pair is then that of its item times that of its tap, so
 //! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
-//! [`common_top`] says where that keeps every sum; other chunks are walked with an exponent for each output.
+//! [`common_max`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
 use super::walk::{Field, SPAN, Source, Work, header, rows, split};
 use crate::aft::conv::window::{
-    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindSpanTop, ScaleRows, SpanTop, SpanWeights,
+    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindSpanMax, ScaleRows, SpanMax, SpanWeights,
     TapGradients,
 };
 use crate::aft::problem::{CHUNK, Window};
@@ -25,16 +25,16 @@ fn range<T: Real>(kernel: &[T]) -> (T, T) {
 
 /// The exponent that all items of a chunk of one line and one piece may be relative to: no output's largest exponent may be more
 /// than [`DEEPEST`] below it, taps included. All of the items `low..high` must be there.
-pub(super) fn common_top<T: Real>(
+pub(super) fn common_max<T: Real>(
     kernel: &[T],
     count: usize,
     (low, high): (usize, usize),
     sides: Sides<'_, T>,
     items: &[T],
-) -> Option<SpanTop<T>> {
+) -> Option<SpanMax<T>> {
     let deepest = T::from_f64(DEEPEST);
     let (least, most) = range(kernel);
-    let mut top = dispatch(FindSpanTop { line: split(items) });
+    let mut top = dispatch(FindSpanMax { line: split(items) });
     // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ serves nobody.
     let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
     let fits = |depth: T| depth + (most - least) <= deepest;
@@ -70,7 +70,7 @@ pub(super) fn common_top<T: Real>(
 
 /// A chunk as [`walk`] takes it.
 pub(super) struct Chunk<'a, T> {
-    pub top: SpanTop<T>,
+    pub top: SpanMax<T>,
     pub kernel: &'a [T],
     pub count: usize,
     pub sides: Sides<'a, T>,

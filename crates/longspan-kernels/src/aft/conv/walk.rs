@@ -8,12 +8,11 @@
 
 use super::band;
 use crate::aft::conv::window::{
-    AddWindow, Entering, ExpAll, FindSpanTop, Line, MARGIN, RunRows, SpanWeights, SumRows, Tops, WindowDots,
-    WindowTops, WindowWeights,
+    AddWindow, Entering, ExpAll, FindSpanMax, Line, MARGIN, RunRows, RunningMax, SpanWeights, SumRows, WindowDots,
+    WindowMax, WindowWeights,
 };
 use crate::aft::problem::{CHUNK, Chunks, Window};
-use crate::scratch::Arena;
-use crate::shape::ViewMut;
+use crate::call::{Arena, ViewMut};
 use crate::simd::block::{Transpose, add_scaled, all_finite, dot, floor, scale_by};
 use crate::simd::rows::{Ahead, Rows};
 use crate::simd::{Real, dispatch};
@@ -328,7 +327,7 @@ pub(super) fn sum<T: Real>(
             column_rows(source, field, at, count, columns, spare, width, work.rows);
             (columns, &*work.rows)
         };
-        let top = dispatch(FindSpanTop { line: split(items) });
+        let top = dispatch(FindSpanMax { line: split(items) });
         let Running { keep: weights, enter: products, sum: part, .. } = &mut work.running[0];
         dispatch(SpanWeights { line: split(items), top: &top, weights, products });
         let part = &mut part[..width];
@@ -526,7 +525,7 @@ pub(super) fn walk<T: Real>(
         let sides = [window.before.then_some(before), window.after.then_some(after)];
         let there = present(window, base, reach(0));
         let kernel = &field.kernel[..field.taps];
-        if let Some(top) = band::common_top(kernel, count, there, sides, work.items) {
+        if let Some(top) = band::common_max(kernel, count, there, sides, work.items) {
             let chunk = band::Chunk { top, kernel, count, sides, end: end.max(count) };
             band::walk(source, window, field.first_line, (base, reach(0)), width, &chunk, work, ahead);
             return true;
@@ -541,7 +540,11 @@ pub(super) fn walk<T: Real>(
         &own[piece * CHUNK..((piece + 1) * CHUNK).min(field.taps)]
     };
     for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
-        dispatch(WindowTops { line: split(items), taps: taps(index), tops: &mut Tops { x: work.x, b: work.b } });
+        dispatch(WindowMax {
+            line: split(items),
+            taps: taps(index),
+            running_max: &mut RunningMax { x: work.x, b: work.b },
+        });
     }
 
     // What comes before windows, and what after.
@@ -605,11 +608,11 @@ pub(super) fn walk<T: Real>(
         let (taps, piece) = (taps(index), index % pieces);
         let weights = &mut work.weights[..(taps.len() + 2 * MARGIN) * CHUNK];
         let own = MARGIN * CHUNK..(MARGIN + taps.len()) * CHUNK;
-        let tops = Tops { x: &mut *work.x, b: &mut *work.b };
+        let running_max = RunningMax { x: &mut *work.x, b: &mut *work.b };
         dispatch(WindowWeights {
             line: split(items),
             taps,
-            tops: &tops,
+            running_max: &running_max,
             weights: &mut weights[own.clone()],
             sums: work.d,
         });
@@ -673,14 +676,14 @@ pub(super) fn add_tap_gradients<T: Real>(
         let taps = piece * CHUNK..((piece + 1) * CHUNK).min(field.taps);
         let place = base + (piece * CHUNK) as isize;
         let own_taps = &field.kernel[line * field.taps..][taps.clone()];
-        let tops = Tops { x: &mut *work.x, b: &mut *work.b };
+        let running_max = RunningMax { x: &mut *work.x, b: &mut *work.b };
         // The sums of weights are known.
         let unused = &mut work.running[0].share[..CHUNK];
         unused.fill(T::ZERO);
         dispatch(WindowWeights {
             line: split(items),
             taps: own_taps,
-            tops: &tops,
+            running_max: &running_max,
             weights: work.weights,
             sums: unused,
         });

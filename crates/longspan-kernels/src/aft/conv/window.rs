@@ -20,7 +20,7 @@ pub(crate) struct Line<'a, T> {
 }
 
 /// The largest exponent of each output so far, in two parts.
-pub(crate) struct Tops<'a, T> {
+pub(crate) struct RunningMax<'a, T> {
     pub x: &'a mut [T],
     pub b: &'a mut [T],
 }
@@ -29,35 +29,36 @@ pub(crate) struct Tops<'a, T> {
 pub(crate) const MARGIN: usize = BLOCK_ROWS - 1;
 
 /// Raises the tops by the items of each output's window, item `n + p` with a bias of `taps[p]`.
-pub(crate) struct WindowTops<'a, 'b, T> {
+pub(crate) struct WindowMax<'a, 'b, T> {
     pub line: Line<'a, T>,
     pub taps: &'a [T],
-    pub tops: &'a mut Tops<'b, T>,
+    pub running_max: &'a mut RunningMax<'b, T>,
 }
 
-impl<T: Real> Operation for WindowTops<'_, '_, T> {
+impl<T: Real> Operation for WindowMax<'_, '_, T> {
     type Element = T;
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { line, taps, tops } = self;
-        let lanes = tops.x.len();
-        assert!(lanes.is_multiple_of(V::LANES) && tops.b.len() == lanes);
+        let Self { line, taps, running_max } = self;
+        let lanes = running_max.x.len();
+        assert!(lanes.is_multiple_of(V::LANES) && running_max.b.len() == lanes);
         assert!(line.x.len().min(line.b.len()) >= lanes + taps.len());
         let mut lane = 0;
         while lane < lanes {
             // SAFETY: every line has a register at `lane`, and for every tap one further on, by the assertions above.
             unsafe {
-                let (mut x, mut b) = (V::load(tops.x.as_ptr().add(lane)), V::load(tops.b.as_ptr().add(lane)));
+                let (mut x, mut b) =
+                    (V::load(running_max.x.as_ptr().add(lane)), V::load(running_max.b.as_ptr().add(lane)));
                 for (p, &tap) in taps.iter().enumerate() {
                     let own_x = V::load(line.x.as_ptr().add(lane + p));
                     let own_b = V::load(line.b.as_ptr().add(lane + p)).add(V::splat(tap));
                     let rise = own_x.sub(x).add(own_b.sub(b));
                     (x, b) = (rise.if_positive(own_x, x), rise.if_positive(own_b, b));
                 }
-                x.store(tops.x.as_mut_ptr().add(lane));
-                b.store(tops.b.as_mut_ptr().add(lane));
+                x.store(running_max.x.as_mut_ptr().add(lane));
+                b.store(running_max.b.as_mut_ptr().add(lane));
             }
             lane += V::LANES;
         }
@@ -68,7 +69,7 @@ impl<T: Real> Operation for WindowTops<'_, '_, T> {
 pub(crate) struct WindowWeights<'a, T> {
     pub line: Line<'a, T>,
     pub taps: &'a [T],
-    pub tops: &'a Tops<'a, T>,
+    pub running_max: &'a RunningMax<'a, T>,
     pub weights: &'a mut [T],
     pub sums: &'a mut [T],
 }
@@ -79,16 +80,16 @@ impl<T: Real> Operation for WindowWeights<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { line, taps, tops, weights, sums } = self;
-        let lanes = tops.x.len();
-        assert!(lanes.is_multiple_of(V::LANES) && tops.b.len() == lanes && sums.len() == lanes);
+        let Self { line, taps, running_max, weights, sums } = self;
+        let lanes = running_max.x.len();
+        assert!(lanes.is_multiple_of(V::LANES) && running_max.b.len() == lanes && sums.len() == lanes);
         assert!(line.x.len().min(line.b.len()).min(line.d.len()) >= lanes + taps.len());
         assert!(weights.len() >= taps.len() * lanes);
         let mut lane = 0;
         while lane < lanes {
             // SAFETY: as for the tops.
             unsafe {
-                let (x, b) = (V::load(tops.x.as_ptr().add(lane)), V::load(tops.b.as_ptr().add(lane)));
+                let (x, b) = (V::load(running_max.x.as_ptr().add(lane)), V::load(running_max.b.as_ptr().add(lane)));
                 let mut sum = V::load(sums.as_ptr().add(lane));
                 for (p, &tap) in taps.iter().enumerate() {
                     let own_x = V::load(line.x.as_ptr().add(lane + p));
@@ -332,7 +333,7 @@ impl<T: Real> Operation for WindowDots<'_, T> {
 
 /// What the exponents of a span of items may be relative to.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SpanTop<T> {
+pub(crate) struct SpanMax<T> {
     /// The largest exponent, in two parts; the floor if there is nothing.
     pub x: T,
     pub b: T,
@@ -343,16 +344,16 @@ pub(crate) struct SpanTop<T> {
 }
 
 /// The largest exponent of a line.
-pub(crate) struct FindSpanTop<'a, T> {
+pub(crate) struct FindSpanMax<'a, T> {
     pub line: Line<'a, T>,
 }
 
-impl<T: Real> Operation for FindSpanTop<'_, T> {
+impl<T: Real> Operation for FindSpanMax<'_, T> {
     type Element = T;
-    type Output = SpanTop<T>;
+    type Output = SpanMax<T>;
 
     #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> SpanTop<T> {
+    unsafe fn run<V: Vector<Element = T>>(self) -> SpanMax<T> {
         let Self { line } = self;
         let len = line.x.len();
         assert!(len.is_multiple_of(V::LANES) && line.b.len() >= len);
@@ -381,7 +382,7 @@ impl<T: Real> Operation for FindSpanTop<'_, T> {
                 let own = V::splat(top.0).sub(own_x).add(V::splat(top.1).sub(own_b));
                 depth = own_x.sub(bottom).if_positive(own, zero).max(depth);
             }
-            SpanTop { x: top.0, b: top.1, depth: depth.largest(), count: count.sum().to_f64() as usize }
+            SpanMax { x: top.0, b: top.1, depth: depth.largest(), count: count.sum().to_f64() as usize }
         }
     }
 }
@@ -389,7 +390,7 @@ impl<T: Real> Operation for FindSpanTop<'_, T> {
 /// Writes the weight `e^{x+b−top}` of each item, and its product with `d`.
 pub(crate) struct SpanWeights<'a, T> {
     pub line: Line<'a, T>,
-    pub top: &'a SpanTop<T>,
+    pub top: &'a SpanMax<T>,
     pub weights: &'a mut [T],
     pub products: &'a mut [T],
 }

@@ -2,7 +2,7 @@
 
 use super::super::features::Lift;
 use super::super::problem::Problem;
-use crate::scratch::Arena;
+use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::rows::padded;
 

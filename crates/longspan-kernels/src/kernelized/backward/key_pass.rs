@@ -7,7 +7,7 @@ use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
 use super::stages::{Stage, Work};
 use super::{GradientSink, Source, row_sums};
-use crate::shape::SharedRows;
+use crate::call::SharedRows;
 use crate::simd::Real;
 use crate::simd::block::{all_finite, scale_by};
 use crate::simd::rows::{Ahead, padded};

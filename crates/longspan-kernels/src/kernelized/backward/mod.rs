@@ -29,15 +29,12 @@ use stages::KeyMemory;
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
 use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
+use crate::call::{Arena, Cotangent, Scratch, SharedRows, State, ViewMut};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::LoadFeatures;
-use crate::mechanism::Cotangent;
-use crate::scratch::{Arena, Scratch};
-use crate::shape::{SharedRows, ViewMut};
 use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::{Ahead, Rows, padded};
 use crate::simd::{Real, dispatch};
-use crate::state::State;
 use crate::threads;
 pub(super) use table::reduce_table;
 
@@ -60,7 +57,7 @@ struct Source<'a, T> {
 impl<'a, T: Real> Source<'a, T> {
     fn rows(&self, unit: &Unit<'_, T>, head: usize) -> (Rows<'a, T>, Rows<'a, T>) {
         let sequence = &unit.sequence;
-        let of = |view: &crate::shape::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
+        let of = |view: &crate::call::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
         (of(&self.cotangent.out), of(&self.cotangent.d_out))
     }
 

@@ -5,7 +5,7 @@
 
 use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
-use crate::shape::SharedRows;
+use crate::call::SharedRows;
 use crate::simd::block::add_scaled;
 use crate::simd::product::{Band, Product, ProductWith};
 use crate::simd::rows::Ahead;

@@ -6,8 +6,7 @@ use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::super::tile::Sizes;
 use super::key_buffers::KeyBuffers;
 use super::key_pass::KeyWalk;
-use crate::scratch::Arena;
-use crate::shape::ViewMut;
+use crate::call::{Arena, ViewMut};
 use crate::simd::Real;
 use crate::threads::{self, parallel};
 

@@ -5,7 +5,7 @@ use super::super::summary::Layout;
 use super::super::tile::{Buffers, Sizes};
 use super::FarMemory;
 use super::segments::segment_count;
-use crate::scratch::Arena;
+use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::rows::padded;
 use crate::threads;

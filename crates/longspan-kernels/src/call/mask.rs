@@ -1,7 +1,7 @@
 //! Which keys a query sees: the order of time, and which keys are there at all.
 
+use super::Dims;
 use crate::error::{Error, expect};
-use crate::shape::Dims;
 
 /// The order of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

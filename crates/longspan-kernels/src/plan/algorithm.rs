@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::Work;
 use crate::error::{Error, expect};
-use crate::rates::{Rates, Work};
 
 /// How a mechanism is computed. All are exact; they differ in time and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -15,9 +15,6 @@ pub enum Algorithm {
     /// Every pair of query and key, in dense tiles. A call with an initial state runs [`Chunked`](Self::Chunked)
     /// all the same: only that can go on from one.
     Naive,
-    /// The published form: outer products of keys and values, cumulated over the keys and all of them kept, so memory
-    /// grows with keys · features · values. Small calls only; a call that it has no room for is refused.
-    Cumsum,
     /// Scores inside a chunk, a running sum for all before it.
     Chunked,
     /// Every pair of query and key, in tiles of which nothing is kept.
@@ -32,15 +29,13 @@ pub enum Algorithm {
 impl Algorithm {
     /// Every name, in the order of this page. Which of them a mechanism has is said by
     /// [`Mechanism::algorithms`](crate::Mechanism::algorithms).
-    pub const ALL: [Self; 7] =
-        [Self::Auto, Self::Naive, Self::Cumsum, Self::Chunked, Self::Tiled, Self::Fft, Self::Piecewise];
+    pub const ALL: [Self; 6] = [Self::Auto, Self::Naive, Self::Chunked, Self::Tiled, Self::Fft, Self::Piecewise];
 
     /// The name in configurations and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
             Self::Naive => "naive",
-            Self::Cumsum => "cumsum",
             Self::Chunked => "chunked",
             Self::Tiled => "tiled",
             Self::Fft => "fft",
@@ -94,11 +89,6 @@ pub enum Purpose {
 impl Purpose {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Inference, Self::Training];
-
-    /// Its place in the list of both.
-    pub(crate) fn index(self) -> usize {
-        self as usize
-    }
 }
 
 /// What one algorithm would cost for one call, forward.
@@ -120,9 +110,9 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Predicted time on one thread, in seconds: `work` by the [current](Rates::current) rates.
+    /// Predicted time on one thread, in seconds.
     pub fn seconds(&self, purpose: Purpose) -> f64 {
-        self.work.seconds(Rates::current(), purpose)
+        self.work.seconds(purpose)
     }
 }
 
@@ -144,7 +134,7 @@ impl Plan {
     /// The algorithm that will run: never [`Algorithm::Auto`].
     pub fn algorithm(&self, purpose: Purpose) -> Algorithm {
         match self.wanted {
-            Algorithm::Auto => self.cheapest(Rates::current(), purpose).unwrap_or_default(),
+            Algorithm::Auto => self.cheapest(purpose),
             forced => forced,
         }
     }
@@ -172,11 +162,11 @@ impl Plan {
         )
     }
 
-    /// What [`Algorithm::Auto`] would take by other rates than the current ones; `None` if there is nothing to choose
-    /// from.
-    pub fn cheapest(&self, rates: &Rates, purpose: Purpose) -> Option<Algorithm> {
-        let seconds = |estimate: &Estimate| estimate.work.seconds(rates, purpose);
-        self.automatic().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).map(|estimate| estimate.algorithm)
+    /// The fastest by prediction; [`Algorithm::Auto`] if there is nothing to choose from.
+    fn cheapest(&self, purpose: Purpose) -> Algorithm {
+        let seconds = |estimate: &&Estimate| estimate.seconds(purpose);
+        let fastest = self.automatic().min_by(|a, b| seconds(a).total_cmp(&seconds(b)));
+        fastest.map_or(Algorithm::Auto, |estimate| estimate.algorithm)
     }
 
     /// Those that `auto` may take.
@@ -195,7 +185,7 @@ mod tests {
         for algorithm in [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive] {
             assert_eq!(algorithm.check("attention", &known), Ok(()));
         }
-        let error = Algorithm::Cumsum.check("attention", &known).expect_err("an algorithm that is not there");
-        assert_eq!(error.to_string(), "attention: algorithm: expected one of auto, chunked, naive, got cumsum");
+        let error = Algorithm::Fft.check("attention", &known).expect_err("an algorithm that is not there");
+        assert_eq!(error.to_string(), "attention: algorithm: expected one of auto, chunked, naive, got fft");
     }
 }

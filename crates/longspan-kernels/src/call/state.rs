@@ -1,7 +1,7 @@
 //! The state of a prefix: all that later tokens need to know of earlier ones, of a size that does not grow.
 
+use super::Lines;
 use crate::error::{Error, expect};
-use crate::scratch::Lines;
 use crate::simd::Real;
 use crate::simd::rows::line;
 

@@ -68,18 +68,6 @@ impl<T: Real> Scratch<T> {
         std::mem::size_of_val(self.buffer.as_slice()) + std::mem::size_of_val(self.doubles.as_slice())
     }
 
-    /// Memory for `len` numbers, or none if the machine has not that much: for calls that ask for more than any machine
-    /// is sure to have.
-    pub(crate) fn reserve(&mut self, len: usize) -> Option<()> {
-        let wanted = len.checked_add(line::<T>())?;
-        if self.buffer.len() < wanted {
-            self.buffer = Vec::new();
-            self.buffer.try_reserve_exact(wanted).ok()?;
-            self.buffer.resize(wanted, T::ZERO);
-        }
-        Some(())
-    }
-
     /// `len` numbers that start on a cache line, with any contents.
     pub(crate) fn take(&mut self, len: usize) -> &mut [T] {
         aligned(&mut self.buffer, len)

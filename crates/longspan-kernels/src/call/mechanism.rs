@@ -4,13 +4,10 @@ use std::fmt::Debug;
 
 use smallvec::SmallVec;
 
-use crate::algorithm::{Algorithm, Plan, Purpose};
+use super::{Dims, Mask, Order, Scratch, State, StateShape, View, ViewMut};
 use crate::error::{Error, expect};
-use crate::mask::{Mask, Order};
-use crate::scratch::Scratch;
-use crate::shape::{Dims, View, ViewMut};
+use crate::plan::{Algorithm, Plan, Purpose};
 use crate::simd::{InstructionSet, Real};
-use crate::state::{State, StateShape};
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -270,8 +267,8 @@ pub(crate) trait Compute: Mechanism {
 /// Implements [`Kernel`] of both number types for a mechanism that is [`Compute`].
 macro_rules! kernels {
     ($mechanism:ty) => {
-        $crate::mechanism::kernels!($mechanism, f32);
-        $crate::mechanism::kernels!($mechanism, f64);
+        $crate::call::kernels!($mechanism, f32);
+        $crate::call::kernels!($mechanism, f64);
     };
     ($mechanism:ty, $t:ty) => {
         impl $crate::Kernel<$t> for $mechanism {

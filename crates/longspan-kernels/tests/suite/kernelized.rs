@@ -3,8 +3,8 @@
 use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
-    streaming, threads,
+    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, published, rejection,
+    state_gradients, streaming, threads,
 };
 
 /// Runs a check over drawn cases.
@@ -51,6 +51,30 @@ fn gradients_in_singles_are_those_in_doubles() {
 fn algorithms_agree() {
     over_attentions(&grid::kernelized(15, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f32>);
     over_attentions(&grid::kernelized(16, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f64>);
+}
+
+/// Two oracles, written apart, say the same.
+#[test]
+fn the_published_algorithm_is_the_definition() {
+    let mut compared = 0;
+    for (attention, case) in grid::kernelized(17, 600, &grid::LENGTHS) {
+        if !published::computes(&attention, &case) {
+            continue;
+        }
+        let check = || -> Result<(), Failure> {
+            let subject = Subject::kernelized(&attention);
+            let inputs = execute::random(&subject, &case);
+            let (got, expected) =
+                (published::forward(&attention, &case, &inputs), execute::reference(&subject, &case, &inputs)?);
+            let scale = accuracy::forward_scale(&subject, &case, &inputs)?;
+            longspan_testing::compare::close("out", &got, &expected.out, &scale.out, case.terms())
+        };
+        if let Err(failure) = check() {
+            panic!("{failure}\n    {attention:?}\n    {case:?}");
+        }
+        compared += 1;
+    }
+    assert!(compared > 30, "{compared} cases");
 }
 
 #[test]
@@ -102,7 +126,7 @@ fn a_shared_table_is_legal_without_heads() {
         let score = Score::Combined(shaw);
         (KernelizedAttention { score, algorithm, ..Default::default() }, Case::new(dims, true))
     };
-    let cases = [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive, Algorithm::Cumsum].map(with);
+    let cases = [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive].map(with);
     over(&cases, accuracy::forward::<f32>);
     over(&cases, accuracy::gradient_in_singles);
 }
@@ -326,47 +350,4 @@ fn a_radius_beyond_all_bounds_is_refused() {
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
         }
     }
-}
-
-/// Cumulated sums of 2¹⁷ keys would take 2.7 GB: an error that says so, not an abort. Nothing else refuses that length.
-#[test]
-fn a_length_without_room_for_its_cumulated_sums_is_refused() {
-    use longspan_kernels::{Call, Gradients, Kernel, Mask, Output, Scratch, View, ViewMut};
-    let dims = Dims { queries: 1, keys: 1 << 17, ..Dims::square(1, 1, 1, 64) };
-    let row = [1.0f32; 64];
-    let call = |mask| {
-        Call::new(dims, View::strided(&row, [0; 3]), View::strided(&row, [0; 3]), View::strided(&row, [0; 3]))
-            .with_mask(mask)
-    };
-    let cumsum = KernelizedAttention { algorithm: Algorithm::Cumsum, ..Default::default() };
-    let mask = Mask::causal().with_offset(5);
-    let error = cumsum.check(&call(mask)).expect_err("2.7 GB were taken");
-    for part in ["algorithm", "cumsum", "chunked", "MiB"] {
-        assert!(error.to_string().contains(part), "{error}");
-    }
-    let mut out = [7.0f32; 64];
-    let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
-    assert_eq!(cumsum.forward(&call(mask), output, &mut Scratch::new()), Err(error.clone()));
-    assert_eq!(out, [7.0; 64], "written before the error");
-    let (mut dq, mut dk, mut dv) = ([7.0f32; 64], vec![7.0f32; 64 << 17], vec![7.0f32; 64 << 17]);
-    let cotangent = longspan_kernels::Cotangent {
-        out: View::contiguous(&out, dims.out()),
-        denominators: &[1.0],
-        d_out: View::contiguous(&row, dims.out()),
-        final_state: None,
-    };
-    let gradients = Gradients {
-        dq: ViewMut::contiguous(&mut dq, dims.q()),
-        dk: ViewMut::contiguous(&mut dk, dims.k()),
-        dv: ViewMut::contiguous(&mut dv, dims.v()),
-        parameters: &mut [],
-        initial_state: None,
-    };
-    assert_eq!(cumsum.backward(&call(mask), &cotangent, gradients, &mut Scratch::new()), Err(error));
-    assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 7.0), "written before the error");
-
-    Kernel::<f32>::check(&KernelizedAttention::default(), &call(mask)).expect("the default takes any length");
-    let mut short = call(mask);
-    short.dims.keys = 1 << 12;
-    cumsum.check(&short).expect("a length that fits");
 }

@@ -5,8 +5,8 @@
 //! number and four than one of `f32` tensors; the wide copies are the caller's, to keep between calls.
 //!
 //! ```
-//! use longspan_kernels::halves::{bf16, narrow, widen};
-//! use longspan_kernels::{Call, Dims, KernelizedAttention, Mask, Mechanism, Output, Scratch, View, ViewMut};
+//! use longspan_kernels::half::{bf16, narrow, widen};
+//! use longspan_kernels::{Call, Dims, KernelizedAttention, Mask, Kernel, Output, Scratch, View, ViewMut};
 //!
 //! # fn main() -> Result<(), longspan_kernels::Error> {
 //! let dims = Dims::square(1, 2, 100, 16);
@@ -30,8 +30,8 @@
 use ::half::slice::HalfFloatSliceExt;
 pub use ::half::{bf16, f16};
 
+use crate::call::{View, ViewMut};
 use crate::error::{Error, expect};
-use crate::shape::{View, ViewMut};
 use crate::threads::share;
 
 /// Numbers that one task converts: enough to be worth a thread, few enough to stay in a cache.
@@ -131,10 +131,10 @@ mod tests {
 
     fn there_and_back_in_one<H: Half>(of: fn(u16) -> H, wide: &[f32]) {
         // The same in one piece, of tokens before heads.
-        let halves: Vec<H> = (0..=u16::MAX).map(of).collect();
+        let half: Vec<H> = (0..=u16::MAX).map(of).collect();
         let mut flat = vec![f32::NAN; 1 << 16];
         let shape = [4, 128, 8, 16];
-        widen(&View::contiguous(&halves, shape), shape, &mut flat).unwrap();
+        widen(&View::contiguous(&half, shape), shape, &mut flat).unwrap();
         let row = |[batch, head, token]: [usize; 3]| &wide[((batch * 8 + head) * 128 + token) * 16..][..16];
         for (n, numbers) in flat.chunks_exact(16).enumerate() {
             let same = numbers.iter().zip(row([n / 1024, n % 8, n / 8 % 128]));
@@ -146,17 +146,17 @@ mod tests {
         // All 65,536 numbers, as tokens before heads and with a gap behind every row.
         let shape = [4, 8, 128, 16];
         let strides = [128 * 8 * 17, 17, 8 * 17];
-        let mut halves = vec![of(0); 4 * 128 * 8 * 17];
+        let mut half = vec![of(0); 4 * 128 * 8 * 17];
         for bits in 0..=u16::MAX {
             let n = usize::from(bits);
-            halves[n / 16 * 17 + n % 16] = of(bits);
+            half[n / 16 * 17 + n % 16] = of(bits);
         }
         let mut wide = vec![f32::NAN; 1 << 16];
-        widen(&View::strided(&halves, strides), shape, &mut wide).unwrap();
-        let mut back = vec![of(0); halves.len()];
+        widen(&View::strided(&half, strides), shape, &mut wide).unwrap();
+        let mut back = vec![of(0); half.len()];
         narrow(&wide, shape, &mut ViewMut::strided(&mut back, strides)).unwrap();
         let mut same = 0;
-        for (a, b) in halves.iter().zip(&back) {
+        for (a, b) in half.iter().zip(&back) {
             // NaN is the only number that differs from itself.
             let nan = |x: &H| x.partial_cmp(x).is_none();
             assert!(a == b || (nan(a) && nan(b)), "{a:?} came back as {b:?}");
@@ -185,11 +185,11 @@ mod tests {
 
     #[test]
     fn other_counts_are_errors() {
-        let halves = [f16::ONE; 6];
+        let half = [f16::ONE; 6];
         let mut wide = [0.0; 7];
-        let error = widen(&View::contiguous(&halves, [1, 1, 2, 3]), [1, 1, 2, 3], &mut wide).unwrap_err();
+        let error = widen(&View::contiguous(&half, [1, 1, 2, 3]), [1, 1, 2, 3], &mut wide).unwrap_err();
         assert!(error.to_string().contains("7"), "{error}");
-        let error = widen(&View::contiguous(&halves, [1, 1, 1, 7]), [1, 1, 1, 7], &mut wide).unwrap_err();
+        let error = widen(&View::contiguous(&half, [1, 1, 1, 7]), [1, 1, 1, 7], &mut wide).unwrap_err();
         assert!(error.to_string().contains("from"), "{error}");
         let mut to = [f16::ONE; 6];
         assert!(narrow(&wide, [1, 1, 1, 7], &mut ViewMut::contiguous(&mut to, [1, 1, 1, 7])).is_err());

@@ -1,0 +1,20 @@
+//! The words of a call: sizes and views of tensors, masks, what goes in and comes out, states, working memory. Knows no mechanism.
+
+mod mask;
+mod mechanism;
+mod scratch;
+mod shape;
+mod state;
+
+pub(crate) use mask::Sequence;
+pub use mask::{Keys, Mask, Order};
+pub(crate) use mechanism::*;
+pub use mechanism::{
+    AnyKernel, Call, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters, Reference, Token,
+};
+pub use scratch::Scratch;
+pub(crate) use scratch::{Arena, Lines, StepMemory};
+pub(crate) use shape::SharedRows;
+pub use shape::{Dims, View, ViewMut};
+pub(crate) use state::PARTS;
+pub use state::{State, StateShape};

@@ -1,0 +1,11 @@
+//! Every mechanism held to its definition, under every instruction set of this processor.
+
+mod aft;
+mod choice;
+mod feature_maps;
+mod fourier;
+mod instruction_sets;
+mod kernelized;
+mod properties;
+mod softmax;
+mod toeplitz;
