@@ -8,7 +8,7 @@ use super::state_gradient::far;
 use super::walk::clear;
 use super::{Aft, Variant};
 use crate::aft::log_sum::{PARTS as MEAN_PARTS, join};
-use crate::call::{Dims, Mechanism, PARTS, Scratch, Sequence, State, StateShape};
+use crate::call::{Dims, Mechanism, PARTS, Scratch, Sequence, State, StateShape, VERSION, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::block::floor;
@@ -112,6 +112,8 @@ pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     StateShape {
         mechanism: aft.name(),
+        version: VERSION,
+        options: fingerprint(&aft.variant),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS],

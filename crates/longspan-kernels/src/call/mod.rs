@@ -16,5 +16,5 @@ pub use scratch::Scratch;
 pub(crate) use scratch::{Arena, Lines, StepMemory};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
-pub(crate) use state::PARTS;
+pub(crate) use state::{PARTS, VERSION, fingerprint};
 pub use state::{State, StateShape};

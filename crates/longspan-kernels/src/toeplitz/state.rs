@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::problem::{Problem, Unit};
 use super::{OPERATION, Toeplitz};
-use crate::call::{Dims, PARTS, SharedRows, State, StateShape, ViewMut};
+use crate::call::{Dims, PARTS, SharedRows, State, StateShape, VERSION, ViewMut, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
@@ -56,6 +56,8 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
     let features = toeplitz.feature_map.features(dims.head_dim);
     StateShape {
         mechanism: OPERATION,
+        version: VERSION,
+        options: fingerprint(&(toeplitz.feature_map, toeplitz.bias)),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
         parts: [

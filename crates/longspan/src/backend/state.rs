@@ -66,7 +66,7 @@ enum Form {
     /// The state before the first token.
     Empty,
     /// One tensor in the kernels' order.
-    Kernels { batch: usize, kv_heads: usize, parts: [usize; PARTS] },
+    Kernels { version: u32, options: u64, batch: usize, kv_heads: usize, parts: [usize; PARTS] },
     /// The tensors of [`Running`].
     Sums { batch: usize, heads: usize, value_dim: usize },
     /// Keys and values.
@@ -113,8 +113,8 @@ impl AttentionState {
             None => (Form::Empty, Vec::new()),
             #[cfg(feature = "flex")]
             Some(Inner::Kernels(state)) => {
-                let StateShape { batch, kv_heads, parts, .. } = state.shape();
-                (Form::Kernels { batch, kv_heads, parts }, vec![state.numbers()])
+                let StateShape { version, options, batch, kv_heads, parts, .. } = state.shape();
+                (Form::Kernels { version, options, batch, kv_heads, parts }, vec![state.numbers()])
             }
             Some(Inner::Tensors(TensorState::Sums(sums))) => {
                 let [batch, heads, value_dim] = sums.shape();
@@ -152,8 +152,8 @@ impl AttentionState {
         let inner = match (stored.form, stored.tensors.as_slice()) {
             (Form::Empty, []) => None,
             #[cfg(feature = "flex")]
-            (Form::Kernels { batch, kv_heads, parts }, [numbers]) => {
-                let shape = StateShape { mechanism: name, batch, kv_heads, parts };
+            (Form::Kernels { version, options, batch, kv_heads, parts }, [numbers]) => {
+                let shape = StateShape { mechanism: name, version, options, batch, kv_heads, parts };
                 let counted = parts.iter().try_fold(0_usize, |sum, &part| sum.checked_add(part));
                 let counted = counted.and_then(|n| n.checked_mul(batch)).and_then(|n| n.checked_mul(kv_heads));
                 if counted != Some(numbers.num_elements()) {
