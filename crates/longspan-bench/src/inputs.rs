@@ -32,7 +32,7 @@ impl Inputs<f64> {
         let mut draw = |len: usize, scale: f64| (0..len).map(|_| scale * random.normal()).collect::<Vec<f64>>();
         let mut tensors = vec![draw(len(dims.q()), 1.0), draw(dims.batch * dims.kv_heads * dims.keys * key_dim, 1.0)];
         tensors.push(draw(len(dims.v()), 1.0));
-        // Parameters enter exponents in some mechanisms; at half the size no single weight dominates. Halving is exact.
+        // Parameters enter exponents in some mechanisms; at half the size no weight drowns all others. Halves are exact.
         let parameters = mechanism.parameters(&dims);
         tensors.extend(parameters.iter().map(|parameter| draw(parameter.len(), 0.5)));
         let names = ["q", "k", "v"].into_iter().chain(parameters.iter().map(|parameter| parameter.name)).collect();
@@ -93,7 +93,7 @@ impl<T: Real> Inputs<T> {
         self.run_with(mechanism, |out| out)
     }
 
-    /// The same with another output given to the backward.
+    /// The same with the backward told of another output.
     pub fn run_with(
         &self,
         mechanism: &dyn Mechanism<T>,
