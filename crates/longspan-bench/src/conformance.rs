@@ -1,4 +1,4 @@
-//! A kernel that is wrong has no speed: the check before any time is taken.
+//! The check before any time is taken: the speed of a wrong kernel means nothing.
 //!
 //! Short calls against the definition in doubles: outputs, the gradient of every input along random directions by
 //! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
@@ -21,10 +21,10 @@ const QUOTIENT_WORK: usize = 70 * 70 * 64;
 /// Distance of the points of the difference quotient.
 const STEP: f64 = 1e-4;
 
-/// What the difference quotient is good for, relative to the sum of the magnitudes of its terms.
+/// Error of the difference quotient, relative to the sum of the magnitudes of its terms.
 const QUOTIENT: f64 = 1e-6;
 
-/// Roundings on the way of one term: maps, angles, a product, a division, a rescaling, the transform of a convolution.
+/// Roundings that a term goes through: maps, angles, a product, a division, a rescaling, the transform of a convolution.
 const ROUNDINGS: f64 = 64.0;
 
 /// What a candidate does under a mask.

@@ -69,7 +69,7 @@ const LEAST_COPY: usize = 1 << 14;
 /// Numbers whose exponentials are one measurement: as many as fit a core's first cache, so often.
 const EXPONENTIALS: (usize, usize) = (4096, 64);
 
-/// Matrix products, exponentials and copies of this machine, taken in turn with kernels.
+/// Matrix products, exponentials and copies of this machine, measured alternately with kernels.
 pub struct Limits {
     threads: usize,
     lhs: Vec<f32>,
@@ -123,17 +123,6 @@ impl Limits {
             exponents: vec![0.0; threads * EXPONENTIALS.0],
             exponential_times: Vec::new(),
         }
-    }
-
-    /// For calls of another size; forgets all times.
-    pub fn resize(&mut self, bytes: usize) {
-        let half = bytes.max(LEAST_COPY) / 2 / size_of::<f32>();
-        self.from = vec![1.0; half];
-        self.to = vec![0.0; half];
-        self.tile_times.clear();
-        self.large_times.clear();
-        self.copy_times.clear();
-        self.exponential_times.clear();
     }
 
     /// One measurement of tiles, exponentials and copy.
@@ -314,7 +303,5 @@ mod tests {
         let rates = limits.rates().unwrap();
         assert!(rates.tiles > 0.0 && rates.exponentials > 0.0 && rates.large.unwrap() > 0.0);
         assert!((rates.copy * rates.copy_seconds - f64::from(1 << 20)).abs() < 1.0);
-        limits.resize(1 << 16);
-        assert_eq!(limits.rates(), None);
     }
 }

@@ -64,7 +64,7 @@ pub fn peak<R>(body: impl FnOnce() -> R) -> (R, Option<usize>) {
     LIVE.store(0, Ordering::Relaxed);
     PEAK.store(0, Ordering::Relaxed);
     WATCHING.store(true, Ordering::Relaxed);
-    // Something that any allocator that counts must have seen, so that 0 means nothing and not nobody.
+    // A counting allocator must see this box; so a peak of 0 can be told from an allocator that does not count.
     let before = PEAK.load(Ordering::Relaxed);
     drop(black_box(Box::new(0u64)));
     let counts = PEAK.load(Ordering::Relaxed) > before;

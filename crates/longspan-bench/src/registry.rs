@@ -61,7 +61,7 @@ pub struct Entry {
     pub name: &'static str,
     /// What plots show.
     pub title: &'static str,
-    /// Whether it is measured when nobody asks for particular mechanisms.
+    /// Whether it is measured when no mechanisms are named.
     pub usual: bool,
     make: Make,
 }

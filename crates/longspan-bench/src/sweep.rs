@@ -1,7 +1,7 @@
 //! Mechanisms × algorithms × masks × passes over lengths.
 //!
-//! All that share mask, pass and length take turns, and the machine's products and copy with them, so that its moods
-//! strike all alike. A series ends before a call would take too long or too much memory, and says so.
+//! All that share mask, pass and length run alternately, and the machine's products and copy with them, so that a disturbance
+//! affects all of them. A series ends before a call would take too long or too much memory; the report says so.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -104,31 +104,16 @@ impl Settings {
             ("--dim", self.head_dim),
             ("--min-length", self.min_length),
         ];
-        let expect = |condition: bool, setting, got: String, expected| {
-            if condition { Ok(()) } else { Err(Error::Setting { setting, got, expected }) }
-        };
-        for (setting, size) in sizes {
-            expect(size > 0, setting, size.to_string(), "at least 1")?;
+        let sizes = sizes.map(|(setting, size)| (setting, size > 0, size.to_string(), "at least 1"));
+        let longest = self.max_length;
+        let lengths = ("--max-length", longest >= self.min_length, longest.to_string(), "at least the shortest length");
+        let times = [("--seconds", self.seconds_per_point), ("--longest-call", self.longest_call)];
+        let times =
+            times.map(|(setting, x)| (setting, x.is_finite() && x > 0.0, x.to_string(), "a positive time in seconds"));
+        match sizes.into_iter().chain([lengths]).chain(times).find(|(_, fine, ..)| !fine) {
+            Some((setting, _, got, expected)) => Err(Error::Setting { setting, got, expected }),
+            None => Ok(()),
         }
-        expect(
-            self.max_length >= self.min_length,
-            "--max-length",
-            self.max_length.to_string(),
-            "at least the shortest length",
-        )?;
-        let duration = |x: f64| x.is_finite() && x > 0.0;
-        expect(
-            duration(self.seconds_per_point),
-            "--seconds",
-            self.seconds_per_point.to_string(),
-            "a positive time in seconds",
-        )?;
-        expect(
-            duration(self.longest_call),
-            "--longest-call",
-            self.longest_call.to_string(),
-            "a positive time in seconds",
-        )
     }
 
     fn lengths(&self) -> Vec<usize> {
@@ -223,7 +208,7 @@ pub struct Progress {
     pub label: String,
 }
 
-/// Told of progress; may ask to stop, which keeps what is there.
+/// Called with the progress; may ask to stop, and what was measured until then is kept.
 pub type Watch<'w> = &'w mut (dyn FnMut(&Progress) -> ControlFlow<()> + Send);
 
 /// What a sweep gave.
@@ -415,7 +400,7 @@ fn measure(
     let mut limits = (pass == Pass::Forward).then(|| Limits::new(shared));
     let mut timed = Vec::new();
     for series in series.iter_mut().filter(|series| series.alive) {
-        // Cleared for the case that the call is refused, which an algorithm may do that has no room for it.
+        // An algorithm may refuse the call for its memory; then its series has ended.
         series.alive = false;
         let candidate = series.candidate;
         match prepare(settings, (pass, order), &mut buffers, &mut token, series) {

@@ -1,7 +1,6 @@
-//! Calls with their memory: one set of buffers for all mechanisms of one size, so that they meet the same numbers.
+//! Calls with their memory: one set of buffers for all mechanisms of one size, so that all get the same numbers.
 
 use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use longspan_kernels::{
@@ -10,7 +9,6 @@ use longspan_kernels::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::error::Error;
 use crate::memory;
 use crate::random::Random;
 
@@ -54,18 +52,6 @@ impl fmt::Display for Pass {
     }
 }
 
-impl FromStr for Pass {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|pass| pass.name() == name).ok_or_else(|| Error::Setting {
-            setting: "pass",
-            got: name.to_owned(),
-            expected: "forward, forward-backward or decode",
-        })
-    }
-}
-
 fn len(shape: [usize; 4]) -> usize {
     shape.iter().product()
 }
@@ -103,7 +89,7 @@ impl Buffers {
             dv: Vec::new(),
         };
         buffers.renew();
-        // Untouched pages would make the first call pay for all later ones.
+        // Pages that nothing has written to would make the first call slower than the later ones.
         for output in [&mut buffers.out, &mut buffers.dq, &mut buffers.dk, &mut buffers.dv] {
             output.fill(1.0);
         }
@@ -157,7 +143,7 @@ impl Subject {
         };
         Self {
             mechanism,
-            // Small, as parameters are after training has begun; in exponents large ones would drown all but a few keys.
+            // Small, as parameters are after training has begun; in exponents large ones would leave weight to a few keys only.
             parameters: shapes.iter().map(|parameter| random.singles(parameter.len(), 0.1)).collect(),
             d_parameters,
             scratch: Scratch::new(),

@@ -1,4 +1,4 @@
-//! A kernel that is wrong has no speed: mechanisms broken on purpose are found before they are timed.
+//! Mechanisms broken on purpose are found before they are timed.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
