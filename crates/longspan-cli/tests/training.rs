@@ -27,6 +27,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
             "loss.svg",
             "metrics.jsonl",
             "model.safetensors",
+            "seal.json",
             "source_tokenizer.json",
             "target_tokenizer.json"
         ]
