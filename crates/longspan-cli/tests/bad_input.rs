@@ -193,6 +193,63 @@ fn sizes_are_checked_before_memory_is_asked_for() {
         "model":{"type":"WordLevel","vocab":{"cat":0,"[UNK]":1900000000},"unk_token":"[UNK]"}}"#,
     );
     place.fails(&place.train("run", "3", &["--source-tokens", "huge.json"]), &["a model of ", "vocabularies"]);
-    place.trained("run");
+    place.ok(&place.train("run", "3", &["--set", "answer_tokens=100"]));
     place.fails(&["predict", "run", "pairs.tsv", "--beam", "1000000000"], &["--beam 1000000000 would take about"]);
+}
+
+/// Puts `new` in the place of `old`, of the same length, in a file.
+fn change(place: &Place, file: &str, old: &str, new: &str) {
+    let mut contents = place.read(file);
+    let at = contents.windows(old.len()).position(|window| window == old.as_bytes());
+    let at = at.unwrap_or_else(|| panic!("{old} is not in {file}"));
+    contents.splice(at..at + old.len(), new.bytes());
+    place.write(file, &contents);
+}
+
+#[test]
+fn a_changed_letter_in_any_file_is_refused_until_it_is_accepted() {
+    let place = Place::new();
+    place.trained("run");
+    let changes = [
+        ("target_tokenizer.json", "\"a\"", "\"z\""),
+        ("config.json", "\"feature_map\": \"elu+1\"", "\"feature_map\": \"relu\""),
+        ("config.json", "\"answer_tokens\": 4", "\"answer_tokens\": 1"),
+        ("config.json", "\"steps\": 12", "\"steps\": null"),
+        // The step, and the identities that the optimiser's moments are known by.
+        ("checkpoint.safetensors", "\\\"step\\\":12", "\\\"step\\\":11"),
+        ("checkpoint.safetensors", "output.weight\\\":", "output.weigth\\\":"),
+        ("seal.json", "\"config.json\": [\n      \"", "\"config.json\": [\n      \"0"),
+    ];
+    for (file, old, new) in changes {
+        let file = format!("run/{file}");
+        let whole = place.read(&file);
+        change(&place, &file, old, new);
+        place.fails(&["info", "run"], &[&file]);
+        place.fails(&["train", "--resume", "run", "--steps", "14"], &[&file]);
+        if !file.contains("checkpoint") {
+            place.fails(&["predict", "run", "pairs.tsv"], &[&file, "longspan info run --accept-changes"]);
+            place.fails(&["eval", "run", "pairs.tsv"], &[&file]);
+        }
+        place.write(&file, &whole);
+        place.ok(&["info", "run"]);
+    }
+    // Weights without the library's checksum, one bit of which has changed.
+    let whole = place.read("run/model.safetensors");
+    change(&place, "run/model.safetensors", "__metadata__\":{\"longspan\"", "__metadata__\":{\"someone!\"");
+    let mut contents = place.read("run/model.safetensors");
+    *contents.last_mut().unwrap() ^= 1;
+    place.write("run/model.safetensors", &contents);
+    place.fails(&["predict", "run", "pairs.tsv"], &["run/model.safetensors: damaged, or changed"]);
+    place.write("run/model.safetensors", &whole);
+    // A change that was meant.
+    change(&place, "run/config.json", "\"answer_tokens\": 4", "\"answer_tokens\": 1");
+    place.ok(&["info", "run", "--accept-changes"]);
+    assert!(place.ok(&["predict", "run", "pairs.tsv"]).lines().all(|answer| answer.chars().count() <= 1));
+    fs::remove_file(place.path("run/seal.json")).unwrap();
+    place.fails(&["predict", "run", "pairs.tsv"], &["run/seal.json", "--accept-changes"]);
+    place.fails(&["train", "--resume", "run", "--steps", "14"], &["run/seal.json"]);
+    place.ok(&["info", "run", "--accept-changes"]);
+    place.ok(&["train", "--resume", "run", "--steps", "14"]);
+    change(&place, "run/config.json", "\"steps\": 14", "\"steps\": null");
+    place.fails(&["info", "run", "--accept-changes"], &["neither steps nor minutes"]);
 }

@@ -27,6 +27,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
             "loss.svg",
             "metrics.jsonl",
             "model.safetensors",
+            "seal.json",
             "source_tokenizer.json",
             "target_tokenizer.json"
         ]
@@ -253,6 +254,28 @@ fn empty_texts_are_legal() {
     let lines: Vec<&str> = answers.lines().collect();
     assert_eq!((lines.len(), lines[0], lines[2]), (3, "", ""));
     place.ok(&["eval", "run", "pairs.tsv"]);
+}
+
+#[test]
+fn long_examples_take_little_memory_and_a_signal_is_soon_seen() {
+    let place = Place::new();
+    let letters: Vec<String> =
+        (0..80usize).map(|i| (0..3000).map(|j| char::from(b'a' + (i * j % 7) as u8)).collect()).collect();
+    let pairs: String = letters.iter().enumerate().map(|(i, text)| format!("{i}{text}\t{text}\n")).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    place.fails(&place.train("run", "3", &[]), &["every training pair has more than 512 tokens", "max_tokens=3002"]);
+    let more = ["--set", "max_tokens=3002", "--set", "batch_size=64", "--set", "d_model=64", "--set", "d_ff=128"];
+    let mut child =
+        place.command(&place.train("run", "1000", &more)).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    place.wait_for_lines("run/metrics.jsonl", 1);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+    signal("INT", child.id());
+    let asked = std::time::Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    // A whole batch takes several times as long, and 2 GB.
+    assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse().ok());
+    assert!(peak.is_none_or(|kilobytes: usize| kilobytes < 1_000_000), "{peak:?}");
 }
 
 #[test]

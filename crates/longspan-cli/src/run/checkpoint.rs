@@ -9,7 +9,7 @@ use longspan::checkpoint;
 use serde::{Deserialize, Serialize};
 
 use super::config::RunConfig;
-use super::folder::RunFolder;
+use super::folder::{CHECKPOINT, MODEL, RunFolder};
 use super::write::{cannot_write, write_error};
 
 /// How far a run has come: stored with its weights.
@@ -35,19 +35,24 @@ pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
 }
 
 impl RunFolder {
-    /// Writes a checkpoint, then the weights alone. Each is replaced in one piece; a process that is killed between the two
-    /// leaves weights that are one checkpoint older.
+    /// Writes a checkpoint and the weights alone, and seals both. A process that is killed between the two leaves weights
+    /// that are one checkpoint older.
     pub fn save(&self, model: &impl Module, optimizer: &ModuleOptimizer, saved: &Saved) -> Result<()> {
-        let training = checkpoint::save_training(self.checkpoint(), model, optimizer, saved);
-        training.and_then(|()| checkpoint::save_weights(self.model(), model)).map_err(write_error)
+        self.replace(&[
+            (CHECKPOINT, &|path| checkpoint::save_training(path, model, optimizer, saved).map_err(write_error)),
+            (MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error)),
+        ])
     }
 
     /// Reads the weights into a model made from the same settings.
     pub fn load_weights<M: Module>(&self, model: M) -> Result<M> {
-        checkpoint::load_weights(self.model(), model).map_err(|error| {
-            let name = self.path().display();
+        let name = self.path().display();
+        let anew = |error: anyhow::Error| {
             anyhow!("{error}; `longspan train --resume {name}` writes it anew from the checkpoint")
-        })
+        };
+        let model = checkpoint::load_weights(self.model(), model).map_err(|error| anew(error.into()))?;
+        self.verify(|name| name == MODEL).map_err(anew)?;
+        Ok(model)
     }
 
     /// Reads weights, optimiser and progress into ones made from the same settings.
@@ -56,12 +61,14 @@ impl RunFolder {
         model: M,
         optimizer: ModuleOptimizer,
     ) -> Result<(M, ModuleOptimizer, Saved)> {
-        Ok(checkpoint::load_training(self.checkpoint(), model, optimizer)?)
+        let loaded = checkpoint::load_training(self.checkpoint(), model, optimizer)?;
+        self.verify(|name| name == CHECKPOINT)?;
+        Ok(loaded)
     }
 
     /// Rewrites the weights from the checkpoint that was just read, and removes temporary files of a killed process.
     pub fn repair(&self, model: &impl Module) -> Result<()> {
-        checkpoint::save_weights(self.model(), model).map_err(write_error)?;
+        self.replace(&[(MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error))])?;
         let failed = |error| cannot_write(self.path(), error);
         for entry in fs::read_dir(self.path()).map_err(failed)? {
             let path = entry.map_err(failed)?.path();

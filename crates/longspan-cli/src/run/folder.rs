@@ -7,13 +7,21 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 
 use super::config::RunConfig;
+use super::seal;
 use super::write::{mend, write_atomic};
 
 /// A folder that holds a run, or is about to.
 #[derive(Debug, Clone)]
 pub struct RunFolder {
     path: PathBuf,
+    /// Whether its files are compared with its seal.
+    sealed: bool,
 }
+
+/// The weights, and weights with optimiser and progress.
+pub const MODEL: &str = "model.safetensors";
+pub const CHECKPOINT: &str = "checkpoint.safetensors";
+const CONFIG: &str = "config.json";
 
 /// The file that is locked, within a run folder.
 const LOCK: &str = ".lock";
@@ -24,16 +32,24 @@ pub struct Lock {
     _file: File,
 }
 
+/// Writes the contents of a file to a path.
+type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
+
 impl RunFolder {
-    /// An existing run.
+    /// An existing run. Its files are compared with its seal as they are read.
     pub fn open(path: &Path) -> Result<Self> {
+        Ok(Self { sealed: true, ..Self::open_changed(path)? })
+    }
+
+    /// An existing run, some files of which a person may have changed.
+    pub fn open_changed(path: &Path) -> Result<Self> {
         let name = path.display();
         match fs::metadata(path) {
             Err(error) => bail!("cannot open the run folder {name}: {error}; check the name, or train one with --out"),
             Ok(data) if !data.is_dir() => bail!("{name} is not a folder; give the folder that `longspan train` made"),
             Ok(_) => {}
         }
-        let folder = Self { path: path.to_path_buf() };
+        let folder = Self { path: path.to_path_buf(), sealed: false };
         if !folder.config().exists() {
             bail!("{name} is not a run folder: it has no config.json; give the folder that `longspan train` made");
         }
@@ -51,7 +67,7 @@ impl RunFolder {
         };
         let parent = parent_of(path);
         let failed = |error: io::Error| anyhow!("cannot make the run folder {name}: {error}; {}", mend(&error));
-        let draft = Self { path: parent.join(format!(".{}.draft", last.display())) };
+        let draft = Self { path: parent.join(format!(".{}.draft", last.display())), sealed: false };
         fs::create_dir_all(&draft.path).map_err(failed)?;
         // The lock is on an open file inside the folder, so it outlasts the renaming.
         let lock = draft.lock()?;
@@ -59,6 +75,7 @@ impl RunFolder {
             .clear()
             .map_err(failed)
             .and_then(|()| fill(&draft))
+            .and_then(|()| draft.seal())
             .and_then(|()| sync_folder(&draft.path).map_err(failed))
             .and_then(|()| fs::rename(&draft.path, path).map_err(failed))
             .and_then(|()| sync_folder(parent).map_err(failed));
@@ -68,7 +85,7 @@ impl RunFolder {
             let of_draft = draft.path.display().to_string();
             bail!("{}", format!("{error:#}").replace(&of_draft, &name.to_string()));
         }
-        Ok((Self { path: path.to_path_buf() }, lock))
+        Ok((Self { path: path.to_path_buf(), sealed: true }, lock))
     }
 
     /// Removes what a killed process left behind.
@@ -89,17 +106,51 @@ impl RunFolder {
 
     /// The file of all settings.
     pub fn config(&self) -> PathBuf {
-        self.path.join("config.json")
+        self.path.join(CONFIG)
     }
 
-    /// Reads all settings.
+    /// Reads all settings, once they and the tokenizers are what the seal says.
     pub fn load_config(&self) -> Result<RunConfig> {
+        self.verify(|name| name != MODEL && name != CHECKPOINT)?;
         RunConfig::load(&self.config())
     }
 
     /// Writes all settings.
     pub fn save_config(&self, config: &RunConfig) -> Result<()> {
-        write_atomic(&self.config(), format!("{}\n", serde_json::to_string_pretty(config)?).as_bytes())
+        let text = format!("{}\n", serde_json::to_string_pretty(config)?);
+        self.replace(&[(CONFIG, &|path| write_atomic(path, text.as_bytes()))])
+    }
+
+    /// Compares files with the seal.
+    pub fn verify(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
+        if self.sealed { seal::verify(&self.path, wanted) } else { Ok(()) }
+    }
+
+    /// Seals the files as they are.
+    pub fn seal(&self) -> Result<()> {
+        seal::seal(&self.path)
+    }
+
+    /// Replaces files: each is a name, and what writes its contents to a path.
+    pub fn replace(&self, files: &[(&str, Write<'_>)]) -> Result<()> {
+        let drafts: Vec<(&str, PathBuf)> =
+            files.iter().map(|(name, _)| (*name, self.path.join(format!(".{name}.next.tmp")))).collect();
+        let written = files.iter().zip(&drafts).try_for_each(|((name, write), (_, draft))| {
+            // Errors name the file that was meant.
+            let named = |error: anyhow::Error| {
+                let text = format!("{error:#}")
+                    .replace(&draft.display().to_string(), &self.path.join(name).display().to_string());
+                anyhow!("{text}")
+            };
+            write(draft).map_err(named)
+        });
+        let drafted: Vec<(&str, &Path)> = drafts.iter().map(|(name, draft)| (*name, draft.as_path())).collect();
+        written.and_then(|()| seal::replace(&self.path, &drafted)).inspect_err(|_| {
+            for (_, draft) in &drafts {
+                // Best effort: the error that matters is the first.
+                let _ = fs::remove_file(draft);
+            }
+        })
     }
 
     /// A tokenizer; `side` is what it reads, such as `source`.
@@ -119,12 +170,12 @@ impl RunFolder {
 
     /// The weights.
     pub fn model(&self) -> PathBuf {
-        self.path.join("model.safetensors")
+        self.path.join(MODEL)
     }
 
     /// Weights, optimiser and progress.
     pub fn checkpoint(&self) -> PathBuf {
-        self.path.join("checkpoint.safetensors")
+        self.path.join(CHECKPOINT)
     }
 
     /// Locks the folder for this process.
@@ -186,6 +237,7 @@ mod tests {
         fs::create_dir(place.path().join(".run.draft")).unwrap();
         fs::write(place.path().join(".run.draft/half"), b"").unwrap();
         let (folder, lock) = RunFolder::create(&path, |folder| write_atomic(&folder.config(), b"{}")).unwrap();
+        assert!(path.join("seal.json").exists());
         assert!(!path.join("half").exists());
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
         assert!(RunFolder::create(&path, |_| Ok(())).unwrap_err().to_string().contains("--resume"));

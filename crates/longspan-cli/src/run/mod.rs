@@ -5,6 +5,7 @@
 //! RUN/source_tokenizer.json    and target_tokenizer.json: what the task stores
 //! RUN/model.safetensors        the weights
 //! RUN/checkpoint.safetensors   weights, optimiser and progress: what --resume reads
+//! RUN/seal.json                SHA-256 of the files above
 //! RUN/metrics.jsonl            one JSON object a line
 //! RUN/loss.svg, loss.png       the loss curve
 //! ```
@@ -14,10 +15,11 @@
 //! `checkpoint.safetensors`; `model.safetensors` repeats its weights. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
-//! Reading order: [`config`], [`write`], [`folder`], [`checkpoint`], [`log`].
+//! Reading order: [`config`], [`write`], [`seal`], [`folder`], [`checkpoint`], [`log`].
 
 pub mod checkpoint;
 pub mod config;
 pub mod folder;
 pub mod log;
+pub mod seal;
 pub mod write;

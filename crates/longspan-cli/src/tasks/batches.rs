@@ -91,6 +91,30 @@ impl Batches {
     }
 }
 
+/// Padded tokens that are computed together. Training keeps about 15 kB for each at the default sizes, so a part of a batch
+/// takes 120 MB and a fraction of a second: long examples cost time, not memory, and a signal is soon seen.
+const TOKENS: usize = 8192;
+
+/// Cuts examples into stretches of at most [`TOKENS`] padded tokens, or of a single example. Examples of similar lengths
+/// should be neighbours.
+pub fn stretches<E>(examples: &[E], size: impl Fn(&E) -> (usize, usize)) -> Vec<&[E]> {
+    let (mut found, mut start, mut longest) = (Vec::new(), 0, (0, 0));
+    for (at, example) in examples.iter().enumerate() {
+        let (predicted, read) = size(example);
+        let next: (usize, usize) = (predicted.max(longest.0), read.max(longest.1));
+        if at > start && (at + 1 - start) * (next.0 + next.1) > TOKENS {
+            found.push(&examples[start..at]);
+            (start, longest) = (at, (predicted, read));
+        } else {
+            longest = next;
+        }
+    }
+    if start < examples.len() {
+        found.push(&examples[start..]);
+    }
+    found
+}
+
 /// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.
 pub fn padded(rows: &[&[u32]], device: &Device) -> (Tensor<2, Int>, Vec<usize>) {
     let longest = rows.iter().map(|row| row.len()).max().unwrap_or(0);
@@ -131,5 +155,18 @@ mod tests {
         assert_eq!(jumped.at(3), all[3]);
         assert_ne!(Batches::new(lengths(500), 16, 10).at(3), all[3]);
         assert_ne!(all[0], all[walked.per_epoch()], "epochs differ");
+    }
+
+    #[test]
+    fn stretches_hold_every_example_once_within_the_budget() {
+        let sizes = [(10, 10), (4000, 90), (10, 4000), (5, 5), (9000, 9000), (1, 1), (1, 1)];
+        let found = stretches(&sizes, |size| *size);
+        assert_eq!(found.concat(), sizes);
+        for part in found {
+            let longest = |of: fn(&(usize, usize)) -> usize| part.iter().map(of).max().unwrap();
+            assert!(part.len() == 1 || part.len() * (longest(|s| s.0) + longest(|s| s.1)) <= TOKENS, "{part:?}");
+        }
+        assert_eq!(stretches(&[(3, 3); 64], |size| *size).len(), 1, "short examples stay together");
+        assert!(stretches(&[] as &[(usize, usize)], |size| *size).is_empty());
     }
 }

@@ -73,6 +73,8 @@ pub struct Data<T: Task> {
     pub held_out: Vec<T::Text>,
     /// Training examples left out for their length.
     pub too_long: usize,
+    /// Tokens of the longest, on its longer side, those left out included.
+    pub longest: usize,
     /// SHA-256 over all training examples in order: a run is resumed only with the examples it began with.
     pub sha256: String,
 }

@@ -24,6 +24,12 @@ impl Stop {
         Ok(stop)
     }
 
+    /// Never asked to stop.
+    #[cfg(test)]
+    pub fn never() -> Self {
+        Self(Arc::new(AtomicBool::new(false)))
+    }
+
     /// Everything is saved: the next signal ends the process at once.
     pub fn nothing_to_save(&self) {
         self.0.store(true, Ordering::SeqCst);

@@ -25,6 +25,9 @@ pub struct Arguments {
     /// Compare all mechanisms instead: what each can do and what it costs
     #[arg(long, conflicts_with = "run")]
     mechanisms: bool,
+    /// Take the run's files as they are, though a person changed them: from now on they are what the run is
+    #[arg(long, conflicts_with = "mechanisms")]
+    accept_changes: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -33,22 +36,26 @@ pub struct Arguments {
 /// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let Some(run) = &arguments.run else { return mechanisms::run(arguments.json) };
-    let folder = RunFolder::open(run)?;
+    let folder = if arguments.accept_changes { RunFolder::open_changed(run)? } else { RunFolder::open(run)? };
     let config = folder.load_config()?;
-    for_task!(&config, describe(arguments.json, folder, config))
+    for_task!(&config, describe(arguments, folder, config))
 }
 
-fn describe<T: Task>(json: bool, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     let trained = Trained::<T>::load(folder, config)?;
     // Answering does not need the checkpoint; --resume does.
     let saved = trained.load_saved()?;
+    if arguments.accept_changes {
+        let _lock = trained.folder.lock()?;
+        trained.folder.seal()?;
+    }
     let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
     let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let last = |key: &str| metrics.iter().rev().map(|line| &line[key]).find(|value| !value.is_null()).cloned();
     let (config, run) = (&trained.config, trained.folder.path());
     let vocabularies = trained.task.vocabularies();
     let mut out = std::io::stdout().lock();
-    if json {
+    if arguments.json {
         let mut value = json!({
             "run": run.display().to_string(),
             "step": saved.step,

@@ -1,12 +1,14 @@
 //! Weights of a new model, and the gradient of a batch, computed in parts at the same time.
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use crate::tasks::Task;
+use crate::tasks::batches::stretches;
 use crate::tasks::workers::Workers;
+use crate::terminal::signals::Stop;
 
 /// Draws the weights of a new model, from the seed alone.
 pub fn draw<M: Module>(model: M, seed: u64) -> M {
@@ -30,7 +32,7 @@ pub struct Found {
     pub gradients: GradientsParams,
 }
 
-/// The loss of a batch and the gradient of its smoothed form with respect to every parameter.
+/// The loss of a batch and the gradient of its smoothed form with respect to every parameter; `None` if a signal asks to stop.
 ///
 /// With dropout the parts are computed one after the other: the backend has one random generator, and its draws must come in
 /// one order.
@@ -41,25 +43,34 @@ pub fn gradients<T: Task>(
     smoothing: f64,
     dropout: bool,
     workers: &Workers,
-) -> Result<Found> {
+    stop: &Stop,
+) -> Result<Option<Found>> {
     let tokens: usize = batch.iter().map(|example| T::size(example).0).sum();
     let device = Device::flex().autodiff();
     let parts = workers.run(batch, dropout, |part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
-        let loss = task.loss(&model, part, smoothing, &device)?;
         let scale = 1.0 / tokens as f64;
-        let plain = loss.plain.into_scalar::<f32>();
-        let gradients = loss.smoothed.mul_scalar(scale).backward();
-        Ok((f64::from(plain), GradientsParams::from_grads(gradients, &model)))
+        let (mut plain, mut sum) = (0.0, None);
+        for stretch in stretches(part, |example| T::size(example)) {
+            if stop.asked() {
+                return Ok(None);
+            }
+            let loss = task.loss(&model, stretch, smoothing, &device)?;
+            plain += f64::from(loss.plain.into_scalar::<f32>());
+            let gradients = loss.smoothed.mul_scalar(scale).backward();
+            let gradients = GradientsParams::from_grads(gradients, &model);
+            sum = Some(added(&model, sum, gradients));
+        }
+        Ok(sum.map(|sum| (plain, sum)))
     })?;
-    let mut parts = parts.into_iter();
-    let (mut loss, mut sum) = parts.next().ok_or_else(|| anyhow!("a batch without examples"))?;
-    for (other_loss, other) in parts {
-        loss += other_loss;
-        sum = added(model, sum, other);
+    let (mut loss, mut sum) = (0.0, None);
+    for part in parts {
+        let Some((plain, gradients)) = part else { return Ok(None) };
+        loss += plain;
+        sum = Some(added(model, sum, gradients));
     }
-    Ok(Found { loss: loss / tokens as f64, gradients: sum })
+    Ok(sum.map(|gradients| Found { loss: loss / tokens as f64, gradients }))
 }
 
 /// The mean loss over `examples` in nats per token, batch by batch; no gradients.
@@ -76,7 +87,7 @@ pub fn mean_loss<T: Task>(
     ordered.sort_by_key(|example| T::size(example));
     let parts = workers.run(&ordered, false, |part| {
         let mut sum = 0.0;
-        for batch in part.chunks(batch_size) {
+        for batch in part.chunks(batch_size).flat_map(|batch| stretches(batch, |example| T::size(example))) {
             sum += f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>());
         }
         Ok(sum)
@@ -85,8 +96,9 @@ pub fn mean_loss<T: Task>(
     Ok(parts.iter().sum::<f64>() / tokens as f64)
 }
 
-/// The sum of two gradients.
-fn added(model: &impl Module, one: GradientsParams, other: GradientsParams) -> GradientsParams {
+/// The sum of two gradients, the first of which may not be there yet.
+fn added(model: &impl Module, one: Option<GradientsParams>, other: GradientsParams) -> GradientsParams {
+    let Some(one) = one else { return other };
     struct Adding {
         one: GradientsParams,
         other: GradientsParams,
@@ -163,7 +175,10 @@ mod tests {
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
         let found = |workers| {
-            let mut found = gradients(&task, &model, &batch, 0.1, false, &Workers::new(workers).unwrap()).unwrap();
+            let mut found =
+                gradients(&task, &model, &batch, 0.1, false, &Workers::new(workers).unwrap(), &Stop::never())
+                    .unwrap()
+                    .unwrap();
             (found.loss, clip(&model, &mut found.gradients, f64::MAX))
         };
         let (loss, norm) = found(1);
@@ -186,7 +201,8 @@ mod tests {
         }
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
-        let mut found = gradients(&task, &model, &batch, 0.0, false, &Workers::new(2).unwrap()).unwrap();
+        let mut found =
+            gradients(&task, &model, &batch, 0.0, false, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
         let mut count = Count(0);
         model.visit(&mut count);
         assert_eq!(found.gradients.len(), count.0);

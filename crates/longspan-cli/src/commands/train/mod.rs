@@ -148,8 +148,8 @@ fn introduce<T: Task>(session: &Session<T>) {
     ));
     if data.too_long > 0 {
         note(format_args!(
-            "{} examples have more than {} tokens and are left out; --set max_tokens=… takes them in",
-            data.too_long, config.max_tokens
+            "{} examples have more than {} tokens and are left out; --set max_tokens={} takes all in",
+            data.too_long, config.max_tokens, data.longest
         ));
     }
     let [encoder, decoder] = [config.encoder_layers, config.decoder_layers];

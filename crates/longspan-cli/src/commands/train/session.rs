@@ -16,7 +16,7 @@ use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
 use crate::run::write::write_atomic;
 use crate::tasks::Task;
-use crate::tasks::batches::{Batches, SplitMix};
+use crate::tasks::batches::{Batches, SplitMix, stretches};
 use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
@@ -35,6 +35,15 @@ pub struct Session<T: Task> {
     optimizer: ModuleOptimizer,
     pub saved: Saved,
     pub log: MetricsLog,
+}
+
+/// Which development examples are tried before a checkpoint is written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Probe {
+    /// All; their loss is logged.
+    All,
+    /// A few, where a signal asked to stop.
+    Quick,
 }
 
 impl<T: Task> Session<T> {
@@ -90,17 +99,16 @@ impl<T: Task> Session<T> {
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
         while self.config.known_steps().is_none_or(|steps| step < steps) {
-            if stop.asked() {
-                drop(progress);
-                self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
-                return Ok(Outcome::Interrupted);
-            }
             let step_started = Instant::now();
             let batch = batches.at(step);
             let examples = batch.len();
             let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
-            let (loss, norm) = self.take(step, batch, rate)?;
+            let Some((loss, norm)) = self.take(step, batch, rate, stop)? else {
+                drop(progress);
+                self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::Quick)?;
+                return Ok(Outcome::Interrupted);
+            };
             step += 1;
             let elapsed = started.elapsed().as_secs_f64();
             self.log.step(step, loss, rate, norm, before + elapsed)?;
@@ -126,28 +134,30 @@ impl<T: Task> Session<T> {
             let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} examples/s  {left}");
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
-                self.save_checkpoint(step, before + started.elapsed().as_secs_f64())?;
+                self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
             }
         }
         drop(progress);
         if step > self.step() {
             let seconds = before + started.elapsed().as_secs_f64();
-            self.save_checkpoint(step, seconds)?;
+            self.save_checkpoint(step, seconds, Probe::All)?;
             note(format_args!("{step} steps in {}", duration(seconds)));
         }
         Ok(Outcome::Done)
     }
 
-    /// Takes one step; returns its loss and the norm of its gradient.
-    fn take(&mut self, step: usize, places: &[usize], rate: f64) -> Result<(f64, f64)> {
+    /// Takes one step; returns its loss and the norm of its gradient, or `None` if a signal asks to stop: then no step is
+    /// taken.
+    fn take(&mut self, step: usize, places: &[usize], rate: f64, stop: &Stop) -> Result<Option<(f64, f64)>> {
         let batch: Vec<&T::Example> = places.iter().map(|&place| &self.data.train[place]).collect();
         let dropout = self.config.dropout > 0.0;
         if dropout {
             let seed = SplitMix::new(self.config.seed, step as u64 + 1).next();
             Device::flex().seed(seed);
         }
-        let mut found =
-            gradients(&self.task, &self.model, &batch, self.config.label_smoothing, dropout, &self.workers)?;
+        let smoothing = self.config.label_smoothing;
+        let found = gradients(&self.task, &self.model, &batch, smoothing, dropout, &self.workers, stop)?;
+        let Some(mut found) = found else { return Ok(None) };
         let norm = clip(&self.model, &mut found.gradients, self.config.clip_norm);
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
@@ -155,7 +165,7 @@ impl<T: Task> Session<T> {
             }
         }
         self.model = self.optimizer.step(rate, self.model.clone(), found.gradients);
-        Ok((found.loss, norm))
+        Ok(Some((found.loss, norm)))
     }
 
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
@@ -169,21 +179,24 @@ impl<T: Task> Session<T> {
     }
 
     /// Saves weights that are known to give finite losses, with the curve so far.
-    fn save_checkpoint(&mut self, step: usize, seconds: f64) -> Result<()> {
+    fn save_checkpoint(&mut self, step: usize, seconds: f64, probe: Probe) -> Result<()> {
         if step == self.step() {
             return Ok(());
         }
         // Without development examples, training examples serve to check that the loss is finite.
-        let probe = if self.data.development.is_empty() {
+        let mut examples = if self.data.development.is_empty() {
             &self.data.train[..self.data.train.len().min(self.config.batch_size)]
         } else {
             &self.data.development
         };
-        let loss = mean_loss(&self.task, &self.model, probe, self.config.batch_size.max(64), &self.workers)?;
+        if probe == Probe::Quick {
+            examples = stretches(examples, T::size)[0];
+        }
+        let loss = mean_loss(&self.task, &self.model, examples, self.config.batch_size.max(64), &self.workers)?;
         if !loss.is_finite() {
             return Err(self.diverged(step, "held-out loss", loss));
         }
-        if !self.data.development.is_empty() {
+        if probe == Probe::All && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
         }
         self.log.sync(&self.title())?;

@@ -26,6 +26,9 @@ use example::{Example, Pair};
 /// Development examples behind the second loss curve: enough for two digits, few enough to cost little.
 const DEVELOPMENT: usize = 512;
 
+/// Their tokens, where they are long: a checkpoint should wait a second for them, not a minute.
+const DEVELOPMENT_TOKENS: usize = 100_000;
+
 /// The tokenizers of a run on pairs.
 pub struct Pairs {
     source: Tokenizer,
@@ -147,17 +150,30 @@ impl Pairs {
     /// Examples as ids.
     fn encode(&self, split: Split<Example>, config: &RunConfig) -> Result<Data<Self>> {
         let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.max_tokens;
-        let mut train = self.ids(&split.train)?;
-        let count = train.len();
-        train.retain(fits);
+        let all = self.ids(&split.train)?;
+        let train: Vec<Pair> = all.iter().filter(|pair| fits(pair)).cloned().collect();
+        let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
+        let longest = all.iter().map(tokens).max().unwrap_or(0);
         if train.is_empty() {
-            bail!("every training pair has more than {} tokens; raise it with --set max_tokens=…", config.max_tokens);
+            let shortest = all.iter().map(tokens).min().unwrap_or(0);
+            bail!(
+                "every training pair has more than {} tokens; the shortest has {shortest}, the longest {longest}: take them in \
+                 with --set max_tokens={longest}",
+                config.max_tokens
+            );
         }
         let mut development = self.ids(&split.development)?;
         development.retain(fits);
-        development.truncate(DEVELOPMENT);
-        let (too_long, sha256) = (count - train.len(), fingerprint(&train));
-        Ok(Data { train, development, held_out: split.held_out, too_long, sha256 })
+        let mut total = 0;
+        let few = development.iter().take(DEVELOPMENT).take_while(|pair| {
+            total += Self::size(pair).0 + Self::size(pair).1;
+            total <= DEVELOPMENT_TOKENS
+        });
+        // One at least: without development examples nothing warns of overfitting.
+        let few = few.count().max(1);
+        development.truncate(few);
+        let (too_long, sha256) = (all.len() - train.len(), fingerprint(&train));
+        Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
     }
 
     fn ids(&self, examples: &[Example]) -> Result<Vec<Pair>> {
