@@ -463,7 +463,8 @@ impl Mechanism {
     #[new]
     #[pyo3(signature = (name, options, operation=None))]
     fn new(name: &str, options: &str, operation: Option<String>) -> PyResult<Self> {
-        Ok(Self { kernel: mechanisms::build(name, options)?, operation: operation.unwrap_or_else(|| name.to_owned()) })
+        let operation = operation.unwrap_or_else(|| name.to_owned());
+        Ok(Self { kernel: mechanisms::build(name, options, &operation)?, operation })
     }
 
     /// Outputs, denominators if wanted, and the state after the last key if wanted.

@@ -1,10 +1,15 @@
 //! Python exceptions that name the operation, the argument, what was expected and what came.
 
-use pyo3::PyErr;
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyString};
 
 /// Arguments that have another name in Python than in the kernels.
-const NAMES: [(&str, &str); 4] = [
+const NAMES: [(&str, &str); 8] = [
+    ("batch index", "indices"),
+    ("initial state", "initial_state"),
+    ("earlier state", "earlier"),
+    ("later state", "later"),
     ("key padding", "key_padding_mask"),
     ("packed query boundaries", "cu_seqlens"),
     ("packed key boundaries", "cu_seqlens"),
@@ -27,11 +32,52 @@ pub fn kernel(operation: &str, error: longspan_kernels::Error) -> PyErr {
     match error {
         Error::Argument { argument, expected, got, .. } => {
             let argument = NAMES.iter().find(|(name, _)| *name == argument).map_or(argument, |(_, known)| known);
-            value(operation, argument, expected, got)
+            value(operation, argument, in_words(&expected), in_words(&got))
         }
         Error::Unsupported { combination, mend, .. } => {
             PyValueError::new_err(format!("{operation}: {combination} has no meaning; {mend}"))
         }
         other => PyValueError::new_err(format!("{operation}: {other}")),
     }
+}
+
+/// How the kernels and serde call Rust's types, and what Python calls them.
+const TYPES: [(&str, &str); 8] = [
+    ("StateShape { mechanism: \"", "a state of "),
+    ("\", batch: ", ", batch "),
+    (", kv_heads: ", ", key/value heads "),
+    (", parts: [", ", parts ["),
+    ("] }", "]"),
+    ("usize", "an integer from 0 on"),
+    ("isize", "an integer"),
+    ("f64", "a number"),
+];
+
+/// A message without Rust's types.
+pub fn in_words(text: &str) -> String {
+    TYPES.iter().fold(text.to_owned(), |text, (rust, python)| text.replace(rust, python))
+}
+
+/// An argument that is a size, or one of several.
+pub fn size(operation: &str, argument: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let wrong = || -> PyResult<PyErr> {
+        let expected = "an integer from 0 on";
+        let got = given.repr()?;
+        let integer = given.is_instance_of::<PyInt>() || given.hasattr("__index__")?;
+        Ok(if integer { value(operation, argument, expected, got) } else { kind(operation, argument, expected, got) })
+    };
+    match given.extract() {
+        Ok(size) => Ok(size),
+        Err(_) => Err(wrong()?),
+    }
+}
+
+/// An argument that is a list of sizes: any sequence, or an array or tensor of one axis.
+pub fn sizes(operation: &str, argument: &str, given: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let list = if given.hasattr("tolist")? { given.call_method0("tolist")? } else { given.clone() };
+    let entries = match list.try_iter() {
+        Ok(entries) if !list.is_instance_of::<PyString>() => entries,
+        _ => return Err(kind(operation, argument, "a list of integers", given.repr()?)),
+    };
+    entries.map(|entry| size(operation, argument, &entry?)).collect()
 }

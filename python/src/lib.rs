@@ -43,8 +43,8 @@ mod _native {
     /// From now on kernels run on so many threads; 0 stands for `RAYON_NUM_THREADS`, else as many as PyTorch uses where
     /// `longspan.torch` is imported, else as many as the machine has.
     #[pyfunction]
-    fn set_num_threads(threads: i64) -> PyResult<()> {
-        crate::threads::set(threads)
+    fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
+        crate::threads::set(crate::error::size("set_num_threads", "threads", threads)?)
     }
 
     /// From now on kernels run on the threads of the OpenMP runtime that a loaded library uses, if there is one and it is not

@@ -16,6 +16,8 @@ use pyo3::exceptions::PyValueError;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
+use crate::error::in_words;
+
 /// One mechanism.
 pub struct Entry {
     /// Its name in `Mechanism(name, options)`.
@@ -104,17 +106,18 @@ impl Entry {
     }
 }
 
-/// The mechanism `name` with `options`, a JSON object.
-pub fn build(name: &str, options: &str) -> PyResult<Arc<dyn AnyKernel>> {
+/// The mechanism `name` with `options`, a JSON object, for `operation`.
+pub fn build(name: &str, options: &str, operation: &str) -> PyResult<Arc<dyn AnyKernel>> {
     let Some(entry) = TABLE.iter().find(|entry| entry.name == name) else {
         let known: Vec<&str> = TABLE.iter().map(|entry| entry.name).collect();
-        return Err(PyValueError::new_err(format!("unknown mechanism {name:?}; known are {}", known.join(", "))));
+        let message = format!("{operation}: unknown mechanism {name:?}; known are {}", known.join(", "));
+        return Err(PyValueError::new_err(message));
     };
     (entry.build)(options).map_err(|e| {
         // Without serde's line and column, which refer to a text that the user never saw.
         let message = e.to_string();
         let message = message.split(" at line ").next().unwrap_or_default();
-        PyValueError::new_err(format!("{name}: options: {message}"))
+        PyValueError::new_err(format!("{operation}: options: {}", in_words(message)))
     })
 }
 

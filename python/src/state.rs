@@ -41,16 +41,35 @@ impl State {
 
 #[pymethods]
 impl State {
+    /// A state from its attributes, as `from_numbers`, or with ``numbers`` as bytes of a ``dtype``, as it is pickled.
+    #[new]
+    #[pyo3(signature = (mechanism, batch, kv_heads, parts, numbers, dtype=None))]
+    fn new(
+        mechanism: &str,
+        batch: &Bound<'_, PyAny>,
+        kv_heads: &Bound<'_, PyAny>,
+        parts: &Bound<'_, PyAny>,
+        numbers: &Bound<'_, PyAny>,
+        dtype: Option<&str>,
+    ) -> PyResult<Self> {
+        let Some(dtype) = dtype else { return Self::from_numbers(mechanism, batch, kv_heads, parts, numbers) };
+        let array = numbers.py().import("numpy")?.call_method1("frombuffer", (numbers, dtype))?;
+        Self::from_numbers(mechanism, batch, kv_heads, parts, &array)
+    }
+
     /// A state from what ``numbers`` and the other attributes gave, perhaps in another process.
     #[staticmethod]
     fn from_numbers(
         mechanism: &str,
-        batch: usize,
-        kv_heads: usize,
-        parts: Vec<usize>,
+        batch: &Bound<'_, PyAny>,
+        kv_heads: &Bound<'_, PyAny>,
+        parts: &Bound<'_, PyAny>,
         numbers: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let operation = "State.from_numbers";
+        let batch = error::size(operation, "batch", batch)?;
+        let kv_heads = error::size(operation, "kv_heads", kv_heads)?;
+        let parts = error::sizes(operation, "parts", parts)?;
         let Some(mechanism) = mechanisms::state_name(mechanism) else {
             return Err(error::value(operation, "mechanism", "the name of a mechanism that has a state", mechanism));
         };
@@ -132,7 +151,8 @@ impl State {
     }
 
     /// The states of the batch entries ``indices``, in that order; an entry may come several times (beam search).
-    fn select(&self, indices: Vec<usize>) -> PyResult<Self> {
+    fn select(&self, indices: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let indices = error::sizes("State.select", "indices", indices)?;
         // Entry counts multiply; a list that asks for more than there can be is refused before memory is asked for.
         let entry = self.shape().kv_heads.saturating_mul(self.shape().head_len());
         if entry.checked_mul(indices.len()).is_none_or(|n| n > isize::MAX as usize / 8) {
@@ -155,10 +175,11 @@ impl State {
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
-        let make = py.get_type::<Self>().getattr("from_numbers")?;
+        // Bytes: `torch.load` with `weights_only` refuses NumPy's arrays.
+        let numbers = self.numbers(py)?.call_method0("tobytes")?;
         let shape = self.shape();
-        let parts = (shape.mechanism, shape.batch, shape.kv_heads, shape.parts.to_vec(), self.numbers(py)?);
-        Ok((make, parts.into_pyobject(py)?))
+        let parts = (shape.mechanism, shape.batch, shape.kv_heads, shape.parts.to_vec(), numbers, self.dtype());
+        Ok((py.get_type::<Self>().into_any(), parts.into_pyobject(py)?))
     }
 
     fn __repr__(&self) -> String {

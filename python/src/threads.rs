@@ -56,10 +56,10 @@ fn by_default() -> usize {
 }
 
 /// See the Python function of this name.
-pub fn set(threads: i64) -> PyResult<()> {
-    let Some(threads) = usize::try_from(threads).ok().filter(|&n| n <= MOST) else {
+pub fn set(threads: usize) -> PyResult<()> {
+    if threads > MOST {
         return Err(error::value("set_num_threads", "threads", format_args!("0 to {MOST}"), threads));
-    };
+    }
     WANTED.store(threads, Ordering::Relaxed);
     Ok(())
 }

@@ -111,14 +111,64 @@ WRONG = [
     (TypeError, "queries: expected an integer", lambda: longspan.explain(queries=1.5)),
     (ValueError, "unknown field", lambda: longspan.explain(magic=1)),
     (ValueError, "threads: expected 0 to 4096", lambda: longspan.set_num_threads(10**6)),
-    (ValueError, "threads: expected 0 to 4096, got -1", lambda: longspan.set_num_threads(-1)),
+    (ValueError, "threads: expected an integer from 0 on, got -1", lambda: longspan.set_num_threads(-1)),
 ]
+
+
+def state_of(function=ops.kernelized_attention, *more, q=Q, k=K, v=V, **options):
+    return function(q, k, v, *more, is_causal=True, output_final_state=True, **options)[1]
+
+
+STATE = state_of()
+NARROW = K[..., :3]
+OTHER = ops.aft_simple(V, V, V, is_causal=True, output_final_state=True)[1]
+TOKEN = (Q[:, :, 0], K[:, :, 0], V[:, :, 0])
+WRONG += [
+    (TypeError, "kernelized_attention: is_causal: expected bool, got 1", lambda: ops.kernelized_attention(Q, K, V, is_causal=1)),
+    (TypeError, "is_causal: expected bool, got None", lambda: ops.kernelized_attention(Q, K, V, is_causal=None)),
+    (TypeError, "output_final_state: expected bool, got 1", lambda: ops.kernelized_attention(Q, K, V, output_final_state=1)),
+    (ValueError, r"cu_seqlens: expected numbers from 0 to 2\*\*63 - 1", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 2**70])),
+    (ValueError, "kernelized_attention: initial_state: expected a state of kernelized, .* got a state of aft-simple",
+     lambda: ops.kernelized_attention(Q, K, V, is_causal=True, initial_state=OTHER)),
+    (ValueError, "kernelized_attention_step: state: expected a state of kernelized, .* got a state of aft-simple",
+     lambda: ops.kernelized_attention_step(*TOKEN, OTHER)),
+    (ValueError, "initial_state: expected a state of kernelized, batch 1, key/value heads 2, .* got a state of kernelized, batch 2",
+     lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], is_causal=True, initial_state=STATE)),
+    (ValueError, "state: expected batch 1 and 2 key/value heads, got batch 2",
+     lambda: ops.kernelized_attention_step(*(x[:1] for x in TOKEN), STATE)),
+    (ValueError, "initial_state: expected a state of kernelized",
+     lambda: ops.kernelized_attention(Q[..., :3], NARROW, V, is_causal=True, initial_state=STATE)),
+    (ValueError, "combine: later: expected a state of kernelized, .* got a state of aft-simple",
+     lambda: longspan.combine("kernelized", STATE, OTHER)),
+    (TypeError, "combine: later: expected a longspan.State, got int", lambda: longspan.combine("kernelized", STATE, 3)),
+    (ValueError, "combine: options: missing field `radius`", lambda: longspan.combine("shaw", STATE, STATE)),
+    (ValueError, "State.select: indices: expected an integer from 0 on, got -1", lambda: STATE.select([-1])),
+    (ValueError, "State.select: indices: expected an integer from 0 on, got 1180591620717411303424", lambda: STATE.select([2**70])),
+    (ValueError, "State.select: indices: expected less than 2, got 5", lambda: STATE.select(np.array([0, 5]))),
+    (TypeError, "State.select: indices: expected an integer from 0 on, got 1.5", lambda: STATE.select([1.5])),
+    (TypeError, "State.select: indices: expected a list of integers, got 3", lambda: STATE.select(3)),
+    (TypeError, "State.select: indices: expected a list of integers, got 'ab'", lambda: STATE.select("ab")),
+    (ValueError, "State.from_numbers: batch: expected an integer from 0 on, got -1",
+     lambda: longspan.State.from_numbers("kernelized", -1, 2, [1] * 6, Q)),
+    (TypeError, "State.from_numbers: kv_heads: expected an integer from 0 on, got 'a'",
+     lambda: longspan.State.from_numbers("kernelized", 1, "a", [1] * 6, Q)),
+    (ValueError, "State.from_numbers: numbers: expected 12 for a state of kernelized, batch 1",
+     lambda: longspan.State.from_numbers("kernelized", 1, 2, [1] * 6, Q)),
+    (TypeError, "set_num_threads: threads: expected an integer from 0 on, got 'a'", lambda: longspan.set_num_threads("a")),
+    (ValueError, "set_num_threads: threads: expected an integer from 0 on, got 1180591", lambda: longspan.set_num_threads(2**70)),
+    (ValueError, "explain: options: invalid value: integer `-1`, expected an integer from 0 on",
+     lambda: longspan.explain("shaw", radius=-1)),
+    (TypeError, "explain: is_causal: expected bool, got 1", lambda: longspan.explain(is_causal=1)),
+    (ValueError, "explain: offset: expected an integer between", lambda: longspan.explain(offset=2**70)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, message, call", WRONG, ids=[message[:40] for _, message, _ in WRONG])
 def test_wrong_calls(kind, message, call):
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as raised:
         call()
+    text = str(raised.value)
+    assert not any(rust in text for rust in ("usize", "Vec<", "StateShape", "Some(", "{ ", "f32")), text
 
 
 def test_a_result_that_fits_no_memory_is_a_memory_error():

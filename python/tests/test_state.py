@@ -86,7 +86,7 @@ def test_beam_search_selects_entries():
     _, state = kernelized(q, k, v, output_final_state=True)
     beams = state.select([1, 1, 0])
     np.testing.assert_array_equal(beams.numbers, state.numbers[[1, 1, 0]])
-    with pytest.raises(ValueError, match="batch index: expected less than 2, got 2"):
+    with pytest.raises(ValueError, match="State.select: indices: expected less than 2, got 2"):
         state.select([2])
 
 

@@ -149,6 +149,27 @@ def test_a_state_with_a_gradient_is_a_value():
     assert copy.deepcopy(leaf).detach() == leaf.detach() == pickle.loads(pickle.dumps(leaf)).detach()
 
 
+def test_states_are_selected_by_tensors_and_loaded_as_weights(tmp_path):
+    tensors = inputs()
+    _, state = ops.kernelized_attention(*tensors, is_causal=True, output_final_state=True)
+    learned = TensorState.of(state)
+    for indices in ([1, 0, 1], torch.tensor([1, 0, 1]), torch.tensor([1, 0, 1], dtype=torch.int32)):
+        assert state.select(indices) == learned.select(indices).detach() == state.select([1, 0, 1])
+    assert learned.select([]).batch == state.select([]).batch == 0
+    for wrong, kind in ([-1], ValueError), ([2], ValueError), ([0.5], TypeError), (3, TypeError):
+        for each in (state, learned):
+            with pytest.raises(kind, match="State.select: indices: expected"):
+                each.select(wrong)
+    path = tmp_path / "states.pt"
+    torch.save({"plain": state, "learned": learned}, path)
+    loaded = torch.load(path, weights_only=True)
+    assert loaded["plain"] == state == loaded["learned"].detach()
+    with pytest.raises(TypeError, match="combine: earlier: expected a longspan.State, got TensorState; give state.detach"):
+        longspan.combine("kernelized", learned, state)
+    with pytest.raises(TypeError, match="KernelizedAttention.combine: later: expected a longspan.State, got int"):
+        KernelizedAttention(2, 4).combine(state, 1)
+
+
 def test_truncated_backpropagation_through_a_module():
     module = KernelizedAttention(2, 4)
     state = None

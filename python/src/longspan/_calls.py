@@ -67,8 +67,8 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
             numbers = [None]
         if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
             raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got {cu_seqlens!r}")
-        if any(number < 0 for number in numbers):
-            raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 on, got {numbers}")
+        if any(not 0 <= number < 1 << 63 for number in numbers):
+            raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 to 2**63 - 1, got {numbers}")
         lists.append(numbers)
     return lists[0], lists[-1]
 
@@ -95,6 +95,21 @@ def plain_state(operation: str, name: str, state: Any) -> State | None:
     if plain is not None and not isinstance(plain, State):
         raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
     return plain
+
+
+def expect_plain(operation: str, earlier: Any, later: Any) -> None:
+    """Refuses what `combine` does not take."""
+    for name, state in (("earlier", earlier), ("later", later)):
+        if not isinstance(state, State):
+            mend = "; give state.detach(), or for gradients the earlier state as initial_state" if hasattr(state, "numbers") else ""
+            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}{mend}")
+
+
+def flag(operation: str, name: str, value: Any) -> bool:
+    """An argument that is true or false."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{operation}: {name}: expected bool, got {value!r}")
+    return bool(value)
 
 
 def without_token_axis(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -10,6 +10,15 @@ from .plans import Estimate
 
 @final
 class State:
+    def __new__(
+        cls,
+        mechanism: str,
+        batch: int,
+        kv_heads: int,
+        parts: Sequence[int],
+        numbers: NDArray[np.floating[Any]] | bytes,
+        dtype: str | None = None,
+    ) -> State: ...
     @staticmethod
     def from_numbers(
         mechanism: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
@@ -29,7 +38,7 @@ class State:
     @property
     def nbytes(self) -> int: ...
     def clone(self) -> State: ...
-    def select(self, indices: Sequence[int]) -> State: ...
+    def select(self, indices: Any) -> State: ...
     def __copy__(self) -> State: ...
     def __deepcopy__(self, memo: Any) -> State: ...
 

@@ -80,6 +80,8 @@ def attend(
             is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
         )  # fmt: skip
     q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
+    is_causal = _calls.flag(operation, "is_causal", is_causal)
+    output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     if initial_state is not None:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)

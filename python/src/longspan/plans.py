@@ -118,6 +118,11 @@ def explain(
         if not 0 <= size < 1 << 40:
             raise ValueError(f"explain: {name}: expected a size from 0 on, got {size}")
     _options.expect_type("explain", "mechanism", mechanism, str)
+    _options.expect_type("explain", "offset", offset, int)
+    if not -(1 << 62) < offset < 1 << 62:
+        raise ValueError(f"explain: offset: expected an integer between -2**62 and 2**62, got {offset}")
+    is_causal = _calls.flag("explain", "is_causal", is_causal)
+    with_backward = _calls.flag("explain", "with_backward", with_backward)
     options = {**_EXPLAINED.get(mechanism, {}), **options}
     if mechanism == "toeplitz":
         entries = [max(sizes["queries"] + sizes["keys"] - 1, 1)]
@@ -143,9 +148,7 @@ def combine(
 
     Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
     """
-    for name, state in (("earlier", earlier), ("later", later)):
-        if not isinstance(state, State):
-            raise TypeError(f"combine: {name}: expected a longspan.State, got {type(state).__name__}")
+    _calls.expect_plain("combine", earlier, later)
     _options.expect_type("combine", "mechanism", mechanism, str)
     native = _named("combine", mechanism, earlier.kv_heads, options)
     return native.combine(earlier, later, _route.plain_arrays(parameters))

@@ -10,6 +10,7 @@ from pathlib import Path as _Path
 
 import torch as _torch
 
+from .._native import State as _State
 from .._native import use_openmp_of as _use_openmp_of
 from ._chunked import chunked_attention
 from ._states import TensorState
@@ -29,6 +30,9 @@ from .multi_head import MultiheadAttention
 
 # Torch's threads spin for a while after each of its operations: kernels on threads of their own would get half of each core.
 _use_openmp_of(str(_Path(_torch.__file__).with_name("lib") / ("libtorch_cpu.dylib" if _sys.platform == "darwin" else "libtorch_cpu.so")))
+
+# Plain values: `torch.load` reads them with ``weights_only``.
+_torch.serialization.add_safe_globals([_State, TensorState])
 
 __all__ = [
     "AftConv",

@@ -40,6 +40,9 @@ def attend(
     With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
     """
     tensors = (q, k, v, *parameters)
+    if not torch.compiler.is_compiling():
+        is_causal = _calls.flag(operation, "is_causal", is_causal)
+        output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     with_state = initial_state is not None or output_final_state
     if _transformed(tensors):
         if with_state:

@@ -11,6 +11,9 @@ from torch import Tensor
 from .._native import State
 
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class TensorState:
     """A `longspan.State` whose numbers are a tensor, so that gradients flow through it: from a loss over later tokens back
@@ -52,7 +55,12 @@ class TensorState:
         """A state of its own with the same numbers and the same gradient."""
         return TensorState(self.mechanism, self.parts, self.numbers.clone())
 
-    def select(self, indices: Sequence[int]) -> TensorState:
+    def select(self, indices: Sequence[int] | Tensor) -> TensorState:
         """The states of the batch entries ``indices``, in that order; an entry may come several times (beam search)."""
-        chosen = torch.as_tensor(indices, dtype=torch.long)
+        given = torch.as_tensor(indices)
+        if given.dim() != 1 or (given.numel() and given.dtype not in _INTEGERS):
+            raise TypeError(f"TensorState.select: indices: expected a list of integers, got {indices!r}")
+        chosen = given.to(torch.long)
+        if bool(((chosen < 0) | (chosen >= self.batch)).any()):
+            raise ValueError(f"TensorState.select: indices: expected integers from 0 to {self.batch - 1}, got {indices!r}")
         return TensorState(self.mechanism, self.parts, self.numbers.index_select(0, chosen))
