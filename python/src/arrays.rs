@@ -1,6 +1,6 @@
 //! NumPy arrays as the kernels read them: in place if rows are contiguous, otherwise as a copy.
 
-use longspan_kernels::halves::{self, Half, bf16, f16};
+use longspan_kernels::half::{self, Half, bf16, f16};
 use longspan_kernels::{Real, View, ViewMut};
 use numpy::npyffi::NPY_TYPES;
 use numpy::{Element, PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype};
@@ -109,7 +109,7 @@ impl Wide {
         let (shape, strides) = tensor.four_axes(size_of::<H>());
         let from = View::strided(tensor.elements::<H>(), strides);
         let py = tensor.array.py();
-        py.detach(|| threads::run(self.seconds(), || halves::widen(&from, shape, self.numbers_mut())))
+        py.detach(|| threads::run(self.seconds(), || half::widen(&from, shape, self.numbers_mut())))
             .expect("a view of all that the array holds");
     }
 
@@ -132,7 +132,7 @@ impl Wide {
         // Where rows begin does not matter here.
         let shape = [1, 1, 1, to.len()];
         let mut to = ViewMut::contiguous(to, shape);
-        py.detach(|| threads::run(self.seconds(), || halves::narrow(self.numbers(), shape, &mut to)))
+        py.detach(|| threads::run(self.seconds(), || half::narrow(self.numbers(), shape, &mut to)))
             .expect("as many numbers as the array has");
     }
 

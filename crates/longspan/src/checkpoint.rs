@@ -80,7 +80,7 @@ pub fn save_training<M: Module>(
     progress: &impl Serialize,
 ) -> Result<()> {
     let path = path.as_ref();
-    let broken = |problem: String| Error::Checkpoint { path: path.into(), problem, mend: "this is a bug; report it" };
+    let broken = |problem: String| Error::Checkpoint { path: path.into(), problem, help: "this is a bug; report it" };
     let parameters = Collected::of(model, path)?;
     let mut tensors: BTreeMap<String, Stored> =
         parameters.tensors.into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
@@ -104,7 +104,7 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     let foreign = |problem: String| Error::Checkpoint {
         path: path.into(),
         problem,
-        mend: "resume with the version that wrote it, or begin a new run",
+        help: "resume with the version that wrote it, or begin a new run",
     };
     let bytes = read(path)?;
     let (tensors, footnote) = parse(path, &bytes)?;
@@ -181,7 +181,7 @@ impl<'a> Collected<'a> {
         let dtype = stored_dtype(dtype).ok_or_else(|| Error::Checkpoint {
             path: self.path.into(),
             problem: format!("{} holds {dtype:?}, which safetensors cannot", self.names.current()),
-            mend: "cast the model to f32, f64, f16 or bf16 first",
+            help: "cast the model to f32, f64, f16 or bf16 first",
         })?;
         Ok(Stored { dtype, shape: shape.to_vec(), data })
     }
@@ -268,7 +268,7 @@ fn write_tensors(
     let broken = |error: String| Error::Checkpoint {
         path: path.into(),
         problem: format!("cannot be serialised: {error}"),
-        mend: "this is a bug; report it",
+        help: "this is a bug; report it",
     };
     let checksum = checksum(tensors.iter().map(|(name, tensor)| (name.as_str(), &*tensor.data)));
     let footnote = serde_json::to_string(&Footnote { checksum, parameters, progress })
@@ -290,7 +290,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 const DAMAGED: &str = "the file is damaged or cut short; restore it from a copy or train again";
 
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(SafeTensors<'a>, Option<Footnote>)> {
-    let damaged = |problem: String| Error::Checkpoint { path: path.into(), problem, mend: DAMAGED };
+    let damaged = |problem: String| Error::Checkpoint { path: path.into(), problem, help: DAMAGED };
     let tensors = SafeTensors::deserialize(bytes).map_err(|error| damaged(error.to_string()))?;
     let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| damaged(error.to_string()))?;
     let Some(footnote) = metadata.metadata().as_ref().and_then(|entries| entries.get(METADATA)) else {
@@ -338,7 +338,7 @@ impl Restorer<'_> {
         Error::Checkpoint {
             path: self.path.into(),
             problem,
-            mend: "its configuration belongs to another model; use the one it was trained with",
+            help: "its configuration belongs to another model; use the one it was trained with",
         }
     }
 
@@ -363,7 +363,7 @@ impl Restorer<'_> {
             return Err(Error::Checkpoint {
                 path: self.path.into(),
                 problem: format!("{name} holds NaN or infinity"),
-                mend: DAMAGED,
+                help: DAMAGED,
             });
         }
         let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);

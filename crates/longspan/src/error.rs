@@ -34,14 +34,14 @@ pub enum Error {
         got: String,
     },
     /// A file that is not what it should be.
-    #[error("{}: {problem}; {mend}", path.display())]
+    #[error("{}: {problem}; {help}", path.display())]
     Checkpoint {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         problem: String,
         /// What to do.
-        mend: &'static str,
+        help: &'static str,
     },
     /// A file that cannot be read or written.
     #[error("cannot {action} {}: {source}", path.display())]

@@ -5,7 +5,7 @@ use std::io::Write;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Kernel, Mask, Mechanism, Plan, Purpose, Rates};
+use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Kernel, Mask, Mechanism, Plan, Purpose};
 use serde_json::{Map, Value, json};
 
 use super::Outcome;
@@ -153,7 +153,7 @@ fn work(estimate: &Estimate) -> Value {
     let counts = estimate.work.counts().iter();
     counts
         .map(|&(rate, count)| {
-            let seconds = |purpose| count * Rates::current().get(rate, purpose);
+            let seconds = |purpose| count * rate.seconds(purpose);
             json!({
                 "rate": rate.name(),
                 "count": count,
@@ -173,7 +173,7 @@ fn shares(estimate: &Estimate, purpose: Purpose) -> String {
     let total = estimate.seconds(purpose).max(f64::MIN_POSITIVE);
     let mut shares: Vec<(f64, String)> = counts
         .map(|&(rate, count)| {
-            let each = Rates::current().get(rate, purpose);
+            let each = rate.seconds(purpose);
             let share = count * each / total;
             let name = rate.name().rsplit('.').next().unwrap_or_default();
             (share, format!("{:.0} % {name} ({} × {})", 100.0 * share, scaled(count, ""), seconds(each)))

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
-use longspan_kernels::halves::{Half, bf16, f16, narrow, widen};
+use longspan_kernels::half::{Half, bf16, f16, narrow, widen};
 use longspan_kernels::{
     Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
 };

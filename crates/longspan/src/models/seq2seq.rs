@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::block::{BlockOptions, DecoderBlock, EncoderBlock, Norm, layer_norm, normalize};
+use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm, layer_norm, normalize};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::projection;
@@ -13,7 +13,7 @@ use crate::projection;
 /// Absolute positions, added to the embeddings.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
 pub enum Positions {
-    /// None: the mechanism sees relative ones, or the order does not matter.
+    /// None: the mechanism has relative positions, or the order of tokens does not matter.
     None,
     /// Sines and cosines of geometric wavelengths (Vaswani et al. 2017).
     Sinusoidal,
@@ -101,14 +101,17 @@ impl Seq2SeqConfig {
             config(size > 0, NAME, field, "at least 1", size)?;
         }
         config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
-        let options = BlockOptions {
-            d_model: self.d_model,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            d_ff: self.d_ff,
-            dropout: self.dropout,
-            norm: self.norm,
-        };
+        let encoder_block = EncoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
+            .with_kv_heads(self.kv_heads)
+            .with_dropout(self.dropout)
+            .with_norm(self.norm)
+            .with_attention(self.attention.clone());
+        let decoder_block = DecoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
+            .with_kv_heads(self.kv_heads)
+            .with_dropout(self.dropout)
+            .with_norm(self.norm)
+            .with_attention(self.attention.clone())
+            .with_cross_attention(self.cross_attention.clone());
         let embedding = |tokens| {
             EmbeddingConfig::new(tokens, self.d_model)
                 .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
@@ -118,13 +121,9 @@ impl Seq2SeqConfig {
         Ok(Seq2Seq {
             source_embedding: embedding(self.source_vocab),
             target_embedding: embedding(self.target_vocab),
-            encoder: (0..self.encoder_layers)
-                .map(|_| EncoderBlock::new(&options, &self.attention, device))
-                .collect::<Result<_>>()?,
+            encoder: (0..self.encoder_layers).map(|_| encoder_block.init(device)).collect::<Result<_>>()?,
             encoder_norm: last_norm(),
-            decoder: (0..self.decoder_layers)
-                .map(|_| DecoderBlock::new(&options, &self.attention, &self.cross_attention, device))
-                .collect::<Result<_>>()?,
+            decoder: (0..self.decoder_layers).map(|_| decoder_block.init(device)).collect::<Result<_>>()?,
             decoder_norm: last_norm(),
             output: LinearConfig::new(self.d_model, self.target_vocab)
                 .with_initializer(Initializer::XavierUniform { gain: 1.0 })
@@ -146,7 +145,7 @@ impl Seq2Seq {
     /// - output: `[batch, target_tokens, target_vocab]`; position `t` predicts what follows `target[.., ..=t]`
     ///
     /// # Errors
-    /// Batch sizes that differ, or a length beyond `source_tokens`.
+    /// Batch sizes that differ, a length beyond `source_tokens`, or not one length for each batch entry.
     pub fn forward(
         &self,
         source: Tensor<2, Int>,
@@ -172,8 +171,8 @@ impl Seq2Seq {
         Ok(projection::apply(&self.output, x))
     }
 
-    /// Reads the sources, once for all that will be decoded from them. A model on a training device drops numbers here as
-    /// well: decode with `model.valid()`.
+    /// Reads the sources, once for all targets that will be decoded from them. A model on a training device applies
+    /// dropout here as well: decode with `model.valid()`.
     ///
     /// # Shapes
     /// As in [`Seq2Seq::forward`].
