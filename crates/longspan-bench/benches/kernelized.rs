@@ -15,7 +15,7 @@ use longspan_bench::Error;
 use longspan_bench::machine::{Limits, Rates};
 use longspan_bench::turns::{HEAD_DIM, HEADS, Options, Turn, alternate};
 use longspan_kernels::kernelized::{KernelizedAttention, Score};
-use longspan_kernels::{Algorithm, Dims, Fourier, Kernel, Mechanism, Order, Shaw};
+use longspan_kernels::{Algorithm, Dims, Fourier, Kernel, Order, Shaw};
 
 const CHUNK: f64 = 64.0;
 
@@ -24,7 +24,7 @@ fn rooflines(turn: &Turn<KernelizedAttention>, dims: &Dims, rates: &Rates) -> Re
     let (attention, causal) = (&turn.mechanism, turn.order == Order::Causal);
     let d = HEAD_DIM as f64;
     // Fourier positions multiply the features; the state says by how much.
-    let state = attention.empty_state(dims).map_err(|error| turn.refused(error))?;
+    let state = Kernel::<f32>::empty_state(attention, dims).map_err(|error| turn.refused(error))?;
     let features = state.shape().parts[0] as f64 / d;
     let half = if causal { CHUNK / 2.0 } else { 0.0 };
     let table = attention.score.shaw().map_or(0.0, |shaw| {

@@ -4,7 +4,7 @@
 //! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
 //! check is the conformance suite of the workspace; this one travels with the program and runs wherever it measures.
 
-use longspan_kernels::{Dims, Error as KernelError, Kernel, Mask, Mechanism, Order, Real};
+use longspan_kernels::{Dims, Error as KernelError, Kernel, Mask, Order, Real};
 
 use crate::error::Error;
 use crate::inputs::Inputs;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Fourier, Kernel, KernelizedAttention, Mechanism, Score, Shaw, SoftmaxAttention, Toeplitz,
+    Aft, Algorithm, Bias, Fourier, Kernel, KernelizedAttention, Score, Shaw, SoftmaxAttention, Toeplitz,
 };
 
 use crate::error::Error;

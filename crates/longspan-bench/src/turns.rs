@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use longspan_kernels::{Dims, Kernel, Mechanism, Order};
+use longspan_kernels::{Dims, Kernel, Order};
 
 use crate::error::Error;
 use crate::machine::{Limits, Rates};

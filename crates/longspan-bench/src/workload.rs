@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Mechanism, Order, Output, Parameter, Purpose,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Order, Output, Parameter, Purpose,
     Scratch, State, Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
 //! Learns a table of Shaw's relative positions by gradient descent until attention gives the outputs that another table gave.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Mechanism, Output, Score, Scratch,
+    Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Output, Score, Scratch,
     Shaw, View, ViewMut,
 };
 

@@ -2,7 +2,7 @@
 //! one call over all tokens.
 
 use longspan_kernels::{
-    Call, Dims, Error, Kernel, KernelizedAttention, Mask, Mechanism, Output, Scratch, State, Token, View, ViewMut,
+    Call, Dims, Error, Kernel, KernelizedAttention, Mask, Output, Scratch, State, Token, View, ViewMut,
 };
 
 const HEAD_DIM: usize = 32;

@@ -5,7 +5,7 @@ use std::io::Write;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use clap::Args;
-use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Kernel, Mask, Mechanism, Plan, Purpose};
+use longspan_kernels::{Algorithm, Dims, Estimate, FeatureMap, Kernel, Mask, Plan, Purpose};
 use serde_json::{Map, Value, json};
 
 use super::Outcome;

@@ -38,7 +38,7 @@ pub(super) fn key_edges<'s, T: Real>(
 pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
     let mean = problem.mean();
     let walk = || chunks.windows.iter().map(|window| walk_len(window, mean)).max().unwrap_or(0);
-    let longest = if problem.tiled() { tiles::work_len(mean) } else { walk() };
+    let longest = if problem.tiled() { tiles::work_len::<T>(mean) } else { walk() };
     longest.max((CHUNK + 2) * mean).next_multiple_of(64)
 }
 

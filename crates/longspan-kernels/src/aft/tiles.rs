@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::problem::{CHUNK, Window};
 use super::walk::{Factors, Items, clear};
-use crate::aft::log_sum::{BiasGradient, Factored, JoinFactored, ProjectRows, ScaleByExponents, join};
+use crate::aft::log_sum::{BiasGradient, Factored, JoinFactored, PARTS, ProjectRows, ScaleByExponents, join};
 use crate::call::{Arena, ViewMut};
 use crate::simd::block::{Transpose, exponentials};
 use crate::simd::product::{Band, Product};
@@ -59,8 +59,8 @@ struct Work<'w, T> {
 }
 
 impl<'w, T: Real> Work<'w, T> {
-    fn new(memory: &'w mut [T], mean: usize, width: usize) -> Self {
-        let mut arena = Arena::new(memory);
+    fn new(arena: &mut Arena<'w, T>, mean: usize) -> Self {
+        let width = mean / PARTS;
         Self {
             rows: arena.take(SIDE * mean),
             items: arena.take(SPAN * mean),
@@ -76,10 +76,8 @@ impl<'w, T: Real> Work<'w, T> {
 }
 
 /// Numbers of working memory that [`means`] and [`bias_gradients`] take.
-pub(super) fn work_len(mean: usize) -> usize {
-    let width = mean / crate::aft::log_sum::PARTS;
-    // Every part of a `Work` but the tops is a whole number of cache lines.
-    (SIDE + SPAN) * mean + 2 * SIDE * SPAN + SIDE + 2 * width + 4 * SPAN * width
+pub(super) fn work_len<T: Real>(mean: usize) -> usize {
+    Arena::measure(|arena| Work::<T>::new(arena, mean))
 }
 
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
@@ -312,8 +310,8 @@ pub(super) fn means<T: Real>(
     mut visit: impl FnMut(usize, &[T]),
 ) {
     let mean = edges.0.len();
-    let width = mean / crate::aft::log_sum::PARTS;
-    let work = Work::new(work, mean, width);
+    let width = mean / PARTS;
+    let work = Work::new(&mut Arena::new(work), mean);
     let (own, to) = window.chunk(chunk);
     let (start, end) = window.span(own, to);
     let chunk_len = to - own;
@@ -421,8 +419,8 @@ pub(super) fn bias_gradients<T: Real>(
     work: &mut [T],
     mut visit: impl FnMut(Range<usize>, isize, isize, &[T]),
 ) {
-    let width = mean / crate::aft::log_sum::PARTS;
-    let work = Work::new(work, mean, width);
+    let width = mean / PARTS;
+    let work = Work::new(&mut Arena::new(work), mean);
     let (own, to) = window.chunk(chunk);
     let (start, end) = window.span(own, to);
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {

@@ -155,16 +155,29 @@ impl<T: fmt::Debug> fmt::Debug for Lines<T> {
 /// Hands out parts of a scratch buffer, each starting on a cache line.
 pub(crate) struct Arena<'s, T> {
     rest: &'s mut [T],
+    /// How much has been asked for, if it only counts.
+    counted: Option<usize>,
 }
 
 impl<'s, T: Real> Arena<'s, T> {
     /// All of `buffer`, which starts on a cache line.
     pub fn new(buffer: &'s mut [T]) -> Self {
-        Self { rest: buffer }
+        Self { rest: buffer, counted: None }
+    }
+
+    /// Numbers that a layout takes: it runs on an arena that only counts and hands out nothing.
+    pub fn measure<R>(layout: impl FnOnce(&mut Self) -> R) -> usize {
+        let mut arena = Self { rest: &mut [], counted: Some(0) };
+        layout(&mut arena);
+        arena.counted.unwrap_or(0)
     }
 
     /// The next `len` numbers, with any contents.
     pub fn take(&mut self, len: usize) -> &'s mut [T] {
+        if let Some(counted) = &mut self.counted {
+            *counted += padded::<T>(len);
+            return &mut [];
+        }
         let rest = std::mem::take(&mut self.rest);
         let (part, rest) = rest.split_at_mut(padded::<T>(len));
         self.rest = rest;

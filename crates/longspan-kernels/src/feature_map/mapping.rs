@@ -5,7 +5,7 @@ use super::rows::{RowMap, Shift, Side};
 use crate::call::{Arena, Dims, Scratch, View};
 use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures};
 use crate::simd::block::{all_finite, dot, largest};
-use crate::simd::rows::{Rows, padded};
+use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 
 /// A feature map ready for the rows of one call.
@@ -34,10 +34,6 @@ pub(crate) struct MapBuffers<'s, T> {
 }
 
 impl<'s, T: Real> MapBuffers<'s, T> {
-    pub fn len(mapping: &Mapping<'_, T>, rows: usize) -> usize {
-        mapping.rows.as_ref().map_or(0, |map| rows * map.raw_width() + padded::<T>(map.work_len(rows)))
-    }
-
     pub fn new(mapping: &Mapping<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
         let map = mapping.rows.as_ref();
         Self {

@@ -10,7 +10,6 @@ use crate::fourier::rotate::{
     AddTurns, AngleSums, Angles, CosSin, Rotate, Rotation, SumAngles, Turn, TurnRates, Unrotate, Unrotated, is_double,
 };
 use crate::simd::block::{add_scaled, dot, multiply};
-use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};
 
 /// Which rows: queries of a head, or the keys of its group.
@@ -219,13 +218,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         Division { group, groups, table: group, starts, own: 0, bases: groups + usize::from(group > 1) }
     }
 
-    /// Numbers that [`RotationBuffers`] for blocks of `rows` take from an arena.
-    pub fn buffers_len(&self, rows: usize) -> usize {
-        let Division { table, starts, own, bases, .. } = self.division(rows);
-        let kinds = 1 + usize::from(self.fourier.has_gain());
-        2 * (table + starts + 2 * (own + kinds * bases + 1)) * self.angles + 14 * line::<T>()
-    }
-
+    /// For blocks of so many rows.
     pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
         let Division { group, groups, table, starts, own, bases } = self.division(rows);
         let with_gain = if self.fourier.has_gain() { bases } else { 0 };

@@ -96,12 +96,6 @@ impl<'a, T> PositionSink<'a, T> {
 }
 
 impl<'s, T: Real> Lift<'s, T> {
-    pub fn len(problem: &Problem<'_, T>, rows: usize) -> usize {
-        let (block, sums) = (rows * problem.layout.stride, problem.head_width);
-        let turned = |rotations: &Rotations<'_, T>| rotations.buffers_len(rows) + 3 * block + sums;
-        problem.rotations.as_ref().map_or(0, turned) + MapBuffers::len(&problem.mapping, rows)
-    }
-
     /// For blocks of so many rows; `taken_back` says whether gradients of queries and of keys will be.
     pub fn new(problem: &Problem<'_, T>, rows: usize, taken_back: [bool; 2], arena: &mut Arena<'s, T>) -> Self {
         let turns = usize::from(problem.rotations.is_some());

@@ -102,14 +102,6 @@ struct Span {
 }
 
 impl<'s, T: Real> Block<'s, T> {
-    fn len(problem: &Problem<'_, T>) -> usize {
-        let rows = most_rows(problem);
-        let tile_width = tile_width::<T>(most_keys(problem));
-        rows * (problem.head_width + tile_width + problem.table_width() + problem.value_width)
-            + 2 * padded::<T>(rows)
-            + tile_width
-    }
-
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         let rows = most_rows(problem);
         let tile_width = tile_width::<T>(most_keys(problem));
@@ -456,7 +448,8 @@ pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let value_width = problem.value_width;
     let separate = problem.layout.separate().is_some();
-    let per_worker = Keys::len(problem, false) + Block::len(problem) + Lift::len(problem, TILE);
+    let per_worker = Keys::len(problem, false)
+        + Arena::measure(|arena| (Lift::new(problem, TILE, [false; 2], arena), Block::new(problem, arena)).1.q.len());
     let workers = threads::count().min(problem.units());
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     let table = problem.table(&mut arena);
@@ -549,10 +542,9 @@ pub(super) fn backward<T: Real>(
     let per_unit = problem.dims.group() * entry;
     let (most_keys, most_rows) = (most_keys(problem), most_rows(problem));
     let per_worker = Keys::len(problem, true)
-        + Block::len(problem)
         + most_keys * (head_width + value_width)
         + most_rows * (tile_width::<T>(most_keys) + table_width + head_width)
-        + Lift::len(problem, TILE)
+        + Arena::measure(|arena| (Lift::new(problem, TILE, [true; 2], arena), Block::new(problem, arena)).1.q.len())
         + 2 * padded::<T>(most_rows);
     let workers = threads::count().min(problem.units());
     let [query_positions, key_positions] = problem.position_lens();

@@ -132,7 +132,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let width = padded::<T>(features);
         let rows = shaw.map_or(0, |shaw| shaw.radius + 1);
         let mapped = padded::<T>(self.layout.mapped);
-        let turning = rotations.map_or(0, |r| mapped + r.buffers_len(1));
+        let turning = rotations.map_or(0, |r| mapped + Arena::measure(|arena| r.buffers(1, arena)));
         let mapping = self.row_map.map_or(0, |map| mapped + padded::<T>(map.work_len(1)));
         let mut arena = Arena::new(numbers.take(2 * width + padded::<T>(rows) + turning + mapping));
         let (q, k, weights) = (arena.take(width), arena.take(width), arena.take(rows));

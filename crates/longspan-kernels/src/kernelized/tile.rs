@@ -135,22 +135,6 @@ pub(super) struct Buffers<'s, T> {
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
-    /// Numbers taken from an arena.
-    pub fn len(problem: &Problem<'_, T>, sizes: Sizes) -> usize {
-        let Sizes { chunk, window, tile_row } = sizes;
-        let pad = padded::<T>;
-        4 * chunk * problem.head_width
-            + 2 * window * problem.value_width
-            + chunk * (tile_row + problem.table_width())
-            + 2 * problem.head_width * problem.value_width
-            + 2 * problem.head_width
-            + 3 * pad(chunk)
-            + 2 * pad(window)
-            + pad(chunk)
-            + (chunk + 1) * problem.value_width
-            + Lift::len(problem, chunk)
-    }
-
     /// With `gradients`, those of queries are taken back to raw rows.
     pub fn new(problem: &Problem<'_, T>, sizes: Sizes, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
         let Sizes { chunk, window, tile_row } = sizes;

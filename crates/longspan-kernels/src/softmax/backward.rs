@@ -34,7 +34,7 @@ pub(super) fn backward<T: Real>(
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let most_keys = problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0);
     let past = problem.call.initial_state.map_or(0, |_| problem.attention.capacity);
-    let per_worker = Block::len(problem)
+    let per_worker = Arena::measure(|arena| Block::new(problem, arena))
         + (past + most_keys) * (head_width + value_width)
         + ROWS * (KEYS + value_width + head_width)
         + KEYS * head_width

@@ -28,7 +28,7 @@ struct Span {
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let blocks = Blocks::new(problem);
-    let per_worker = Block::len(problem);
+    let per_worker = Arena::measure(|arena| Block::new(problem, arena));
     let workers = threads::count().min(blocks.len());
     parallel(blocks.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
         let mut memory = Block::new(problem, &mut Arena::new(scratch));

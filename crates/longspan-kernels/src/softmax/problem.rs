@@ -272,10 +272,6 @@ pub(super) struct Block<'s, T> {
 }
 
 impl<'s, T: Real> Block<'s, T> {
-    pub fn len(problem: &Problem<'_, T>) -> usize {
-        ROWS * (2 * problem.head_width + KEYS + problem.value_width) + KEYS * problem.value_width + 3 * ROWS
-    }
-
     pub fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(ROWS * problem.head_width),

@@ -77,18 +77,7 @@ pub(super) enum Beside {
 
 /// Numbers of one task's working memory.
 pub(super) fn buffers_len<T: Real>(problem: &Problem<'_, T>, beside: Beside) -> usize {
-    let widths = problem.head_width + problem.value_width;
-    let far = problem.head_width * (2 * problem.value_width + 1) + TILE * problem.head_width.max(problem.value_width);
-    TILE * (widths + 2)
-        + 2 * TILE * TILE
-        + KEPT * (KeyBlock::len(problem, true) + TILE * widths)
-        + Weights::len(problem)
-        + match beside {
-            Beside::Nothing => 0,
-            Beside::Sums => far,
-            Beside::Queries => STRIP * problem.head_width,
-        }
-        + MapBuffers::len(&problem.mapping, TILE)
+    Arena::measure(|arena| Buffers::new(problem, beside, &mut [], arena))
 }
 
 impl<'s, T: Real> Buffers<'s, T> {

@@ -338,10 +338,6 @@ struct RowBlock<'s, T> {
 }
 
 impl<'s, T: Real> RowBlock<'s, T> {
-    fn len(problem: &Problem<'_, T>) -> usize {
-        TILE * (problem.head_width + problem.value_width + 2) + MapBuffers::len(&problem.mapping, TILE)
-    }
-
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(TILE * problem.head_width),
@@ -456,7 +452,7 @@ pub(super) fn backward<T: Real>(
 ) {
     let per_worker = tiled::query_len(problem)
         .max(gradient::buffers_len(problem, gradient::Beside::Sums))
-        .max(RowBlock::len(problem));
+        .max(Arena::measure(|arena| RowBlock::new(problem, arena)));
     let workers = threads::count();
     // Sums over keys are done with before those over rows begin.
     let sums_len = key_sums_len(problem).max(row_sums_len(problem));

@@ -40,10 +40,6 @@ pub(super) struct KeyBlock<'s, T> {
 }
 
 impl<'s, T: Real> KeyBlock<'s, T> {
-    pub fn len(problem: &Problem<'_, T>, gradients: bool) -> usize {
-        TILE * (2 * problem.head_width + if gradients { 2 } else { 1 } * problem.value_width)
-    }
-
     pub fn new(problem: &Problem<'_, T>, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
         Self {
             from: 0,
@@ -143,10 +139,6 @@ pub(super) struct Weights<'s, T> {
 }
 
 impl<'s, T: Real> Weights<'s, T> {
-    pub fn len(problem: &Problem<'_, T>) -> usize {
-        if problem.is_grid() { 2 * TILE * TILE } else { 2 * TILE }
-    }
-
     pub fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         let (values, raw) = if problem.is_grid() { (TILE * TILE, TILE * TILE) } else { (2 * TILE, 0) };
         Self { values: arena.take(values), raw: arena.take(raw) }
@@ -260,14 +252,6 @@ struct Buffers<'s, T> {
 }
 
 impl<'s, T: Real> Buffers<'s, T> {
-    fn len(problem: &Problem<'_, T>) -> usize {
-        STRIP * (problem.head_width + problem.value_width + 2)
-            + TILE * TILE.max(problem.value_width)
-            + KeyBlock::len(problem, false)
-            + Weights::len(problem)
-            + MapBuffers::len(&problem.mapping, TILE)
-    }
-
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(STRIP * problem.head_width),
@@ -284,7 +268,7 @@ impl<'s, T: Real> Buffers<'s, T> {
 
 /// Numbers of working memory of a worker of the forward pass.
 pub(super) fn forward_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    Buffers::len(problem)
+    Arena::measure(|arena| Buffers::new(problem, arena))
 }
 
 /// Computes every output of a call.
@@ -519,7 +503,8 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         *state = empty;
     }
     let (width, features, value_dim) = (problem.head_width, problem.features, problem.dims.value_dim);
-    let per_head = TILE * width + padded::<T>(value_dim) + MapBuffers::len(&problem.mapping, TILE);
+    let per_head =
+        TILE * width + padded::<T>(value_dim) + Arena::measure(|arena| MapBuffers::new(&problem.mapping, TILE, arena));
     let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
     let memory = scratch.take(heads.len() * per_head).chunks_exact_mut(per_head);
     threads::share(heads.into_iter().zip(memory), |((index, head), memory)| {
@@ -718,8 +703,8 @@ pub(super) fn backward_with<T: Real>(
     doubles: usize,
     others: impl FnOnce(&Shared<'_, T>, &mut [T], MapSums<'_, T>, &mut [T], &mut [f64]) -> (Vec<Task>, Vec<KeyUnit>),
 ) {
-    let per_worker =
-        QueryBuffers::len(problem, false).max(super::gradient::buffers_len(problem, super::gradient::Beside::Nothing));
+    let per_worker = Arena::measure(|arena| QueryBuffers::new(problem, false, &mut [], arena))
+        .max(super::gradient::buffers_len(problem, super::gradient::Beside::Nothing));
     let workers = threads::count();
     let lines = super::gradient::lines_len(problem);
     let sums_len = padded::<T>(MapSums::len(problem));
@@ -784,19 +769,10 @@ struct QueryBuffers<'s, T> {
 
 /// Numbers of working memory of a worker of [`far_query_strip`].
 pub(super) fn query_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    QueryBuffers::len(problem, true)
+    Arena::measure(|arena| QueryBuffers::new(problem, true, &mut [], arena))
 }
 
 impl<'s, T: Real> QueryBuffers<'s, T> {
-    fn len(problem: &Problem<'_, T>, far: bool) -> usize {
-        STRIP * (2 * problem.head_width + problem.value_width + 2)
-            + TILE * TILE.max(problem.head_width)
-            + KeyBlock::len(problem, true)
-            + Weights::len(problem)
-            + if far { problem.head_width * problem.value_width } else { 0 }
-            + MapBuffers::len(&problem.mapping, TILE)
-    }
-
     fn new(problem: &Problem<'_, T>, far: bool, sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
         Self {
             q: arena.take(STRIP * problem.head_width),

@@ -8,7 +8,7 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Call, Dims, Kernel, Mask, Mechanism, Parameters, Purpose, View};
+use longspan_kernels::{Call, Dims, Kernel, Mask, Parameters, Purpose, View};
 use serde_json::{Value, json};
 
 use crate::commands::Outcome;

@@ -109,8 +109,11 @@ pub(super) struct Running<'w, T> {
 
 impl<'w, T: Real> Work<'w, T> {
     /// For windows of so many taps on so many lines, and rows of `width`.
-    pub fn new(memory: &'w mut [T], [lines, taps]: [usize; 2], width: usize) -> Self {
-        let mut arena = Arena::new(memory);
+    pub fn new(memory: &'w mut [T], most: [usize; 2], width: usize) -> Self {
+        Self::lay_out(&mut Arena::new(memory), most, width)
+    }
+
+    fn lay_out(arena: &mut Arena<'w, T>, [lines, taps]: [usize; 2], width: usize) -> Self {
         let mut running = || Running {
             x: arena.take(SPAN),
             b: arena.take(SPAN),
@@ -139,12 +142,8 @@ impl<'w, T: Real> Work<'w, T> {
     }
 
     /// Numbers of memory that [`Work::new`] takes.
-    pub fn len([lines, taps]: [usize; 2], width: usize) -> usize {
-        let several = usize::from(lines > 1);
-        let running = 2 * (6 * SPAN + width);
-        let exponents = 3 * SPAN * (lines * taps.div_ceil(CHUNK) + 2 * several + 1);
-        let rows = width * (SPAN * (2 + several) + 2 * CHUNK);
-        running + exponents + rows + (CHUNK + 2 * MARGIN + 3) * CHUNK
+    pub fn len(most: [usize; 2], width: usize) -> usize {
+        Arena::measure(|arena| Work::<T>::lay_out(arena, most, width))
     }
 }
 

@@ -46,21 +46,6 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
         padded::<T>(chunk + if problem.causal { radius } else { 2 * radius })
     }
 
-    pub fn len(problem: &Problem<'_, T>, chunk: usize) -> usize {
-        let window = Self::window(problem, chunk);
-        let (head, value) = (problem.head_width, problem.value_width);
-        3 * chunk * head
-            + 4 * chunk * value
-            + window * (head + value + problem.table_width() + chunk)
-            + 2 * padded::<T>(window)
-            + padded::<T>(window + chunk)
-            + padded::<T>(chunk)
-            + head * (value + 1)
-            + head * value
-            + value
-            + Lift::len(problem, window)
-    }
-
     pub fn new(problem: &Problem<'_, T>, chunk: usize, arena: &mut Arena<'s, T>) -> Self {
         let window = Self::window(problem, chunk);
         let (head, value) = (problem.head_width, problem.value_width);

@@ -122,7 +122,12 @@ impl KeyMemory {
         let chunk = Sizes::new(problem).chunk;
         let layout = Layout::new(problem);
         let summary = layout.len::<T>();
-        Self { layout, summary, chunk, per_worker: KeyBuffers::len(problem, chunk) + 3 * summary }
+        Self {
+            layout,
+            summary,
+            chunk,
+            per_worker: Arena::measure(|arena| KeyBuffers::new(problem, chunk, arena)) + 3 * summary,
+        }
     }
 
     /// Most stages that a unit can have: segments of rows and of keys, and two states.

@@ -79,7 +79,7 @@ impl Memory {
     }
 
     pub fn worker_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        Buffers::len(problem, self.sizes) + self.entry + 3 * self.summary + self.far_len() + self.checkpoints
+        Arena::measure(|arena| self.worker(problem, arena))
     }
 
     /// Numbers of scratch that [`visit_rows`] takes beside the table's.
