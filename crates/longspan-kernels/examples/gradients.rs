@@ -1,8 +1,8 @@
 //! Learns a table of Shaw's relative positions by gradient descent until attention gives the outputs that another table gave.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Output, Score, Scratch,
-    Shaw, View, ViewMut,
+    Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Output, Score, Scratch, Shaw, View,
+    ViewMut,
 };
 
 const TOKENS: usize = 64;

@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use super::forward::{chunks, groups, key_edges, strip_len, work_len};
+use super::forward::{bias_tiles_len, chunks, groups, key_edges, work_len};
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, Chunks, Problem};
 use super::state_gradient::{Links, far_item};
-use super::tiles::{self, Blocks, Parts, SIDE, SPAN, Shelf, Strip};
+use super::tiles::{self, BiasTiles, BlockTable, Blocks, Parts, REACH, SIDE};
 use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
 use crate::aft::log_sum::{BiasGradient, KeyGradient, OutputRow, RowCotangent, join};
 use crate::call::{Arena, Cotangent, Scratch, SharedRows, View, ViewMut};
@@ -59,10 +59,10 @@ impl<T: Real> Items<T> for RowItems<'_, T> {
     }
 }
 
-/// The sums of the gradients of biases: `planes` of rows. Tasks are groups of heads × spans of chunks.
+/// The sums of the gradients of biases: `planes` of rows. Tasks are groups of heads × parts of chunks.
 struct Sums {
     groups: usize,
-    spans: usize,
+    parts: usize,
     planes: usize,
     rows: usize,
     columns: usize,
@@ -70,22 +70,22 @@ struct Sums {
 
 impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
-        let (rows, columns, spans) = match &problem.bias {
+        let (rows, columns, parts) = match &problem.bias {
             Bias::Zero | Bias::Kernel { .. } => {
-                return Self { groups: units.max(1), spans: chunks, planes: 0, rows: 0, columns: 0 };
+                return Self { groups: units.max(1), parts: chunks, planes: 0, rows: 0, columns: 0 };
             }
             // Rows of a table belong to one chunk each.
             Bias::Rows { table, columns, .. } => (table.len() / columns, *columns, chunks),
             Bias::Table { table, length } => (table.len() / length, *length, chunks),
-            // And all share the keys' factors: a span has a plane, of the queries' rows and then the keys'.
+            // And all share the keys' factors: a range has a plane, of the queries' rows and then the keys'.
             Bias::LowRank(factors) => {
                 let rows = 2 * factors.u.len() / factors.row;
-                let spans = (GROUP_NUMBERS / (rows * factors.row).max(1)).clamp(1, GROUPS).min(chunks);
-                return Self { groups: 1, spans, planes: spans, rows, columns: factors.row };
+                let parts = (GROUP_NUMBERS / (rows * factors.row).max(1)).clamp(1, GROUPS).min(chunks);
+                return Self { groups: 1, parts, planes: parts, rows, columns: factors.row };
             }
         };
         let groups = (GROUP_NUMBERS / (rows * columns).max(1)).clamp(1, GROUPS).min(units.max(1));
-        Self { groups, spans, planes: groups, rows, columns }
+        Self { groups, parts, planes: groups, rows, columns }
     }
 
     fn len(&self) -> usize {
@@ -168,15 +168,15 @@ impl Sides {
     fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let line = |len: usize| len.next_multiple_of(64);
         let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
-        walk + self.strip_len(problem) + line(3 * problem.mean())
+        walk + self.bias_tiles_len(problem) + line(3 * problem.mean())
     }
 
-    fn strip_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        strip_len(problem, &self.by_key).max(strip_len(problem, &self.keys_by_key))
+    fn bias_tiles_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        bias_tiles_len(problem, &self.by_key).max(bias_tiles_len(problem, &self.keys_by_key))
     }
 
     fn tasks(&self, sums: &Sums) -> usize {
-        (sums.groups * sums.spans).max(self.keys_by_key.tasks()).max(self.by_key.tasks())
+        (sums.groups * sums.parts).max(self.keys_by_key.tasks()).max(self.by_key.tasks())
     }
 
     /// Rows of all units.
@@ -188,20 +188,20 @@ impl Sides {
     /// Numbers of memory beside that of workers.
     fn memory<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let line = |len: usize| (len * problem.mean()).next_multiple_of(64);
-        let shelves = self.key_shelf(problem).len::<T>() + self.row_shelf(problem).len::<T>() + 128;
-        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem)) + shelves
+        let block_tables = self.key_block_table(problem).len::<T>() + self.row_block_table(problem).len::<T>() + 128;
+        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem)) + block_tables
     }
 
     /// Keys in blocks, if every chunk of queries takes the same.
-    fn key_shelf<T: Real>(&self, problem: &Problem<'_, T>) -> Shelf {
+    fn key_block_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
         let windows = if problem.full() { &self.by_key.windows[..] } else { &[] };
-        Shelf::new(windows, self.block.heads.len(), problem.width)
+        BlockTable::new(windows, self.block.heads.len(), problem.width)
     }
 
     /// The same of rows.
-    fn row_shelf<T: Real>(&self, problem: &Problem<'_, T>) -> Shelf {
+    fn row_block_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
         let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
-        Shelf::new(windows, self.block.heads.len() * problem.dims.group(), problem.width)
+        BlockTable::new(windows, self.block.heads.len() * problem.dims.group(), problem.width)
     }
 
     /// The first row of each sequence, if the rows of all units stand one after the other.
@@ -235,13 +235,13 @@ fn block<'a, T: Real>(
     let mut arena = Arena::new(memory);
     let rows = arena.take(sides.rows(problem) * mean);
     let (before, after) = key_edges(problem, block, by_key, &mut arena, work);
-    let shelf = sides.key_shelf(problem);
-    let blocks = arena.take(shelf.len::<T>());
+    let block_table = sides.key_block_table(problem);
+    let blocks = arena.take(block_table.len::<T>());
     let key_items = |index: usize, kv_head: usize| {
         KeyItems::new(problem, &problem.sequences[block.sequences.start + index], block.heads.start + kv_head)
     };
-    shelf.fill(key_items, blocks, work, per_worker);
-    let keys = (&shelf, &*blocks);
+    block_table.fill(key_items, blocks, work, per_worker);
+    let keys = (&block_table, &*blocks);
     query_side(problem, cotangent, sink, sides, keys, (before, after), (sums, d_bias), rows, work, per_worker);
 
     let rows: &[T] = rows;
@@ -251,9 +251,9 @@ fn block<'a, T: Real>(
         let queries = problem.sequences[block.sequences.start + index].queries;
         RowItems { rows: &rows[(starts[index] + head * queries) * mean..][..queries * mean], mean, blocks: None }
     };
-    let shelf = sides.row_shelf(problem);
-    let blocks = arena.take(shelf.len::<T>());
-    shelf.fill(items, blocks, work, per_worker);
+    let block_table = sides.row_block_table(problem);
+    let blocks = arena.take(block_table.len::<T>());
+    block_table.fill(items, blocks, work, per_worker);
     let blocks = &*blocks;
     let (before, after) = (arena.take(keys_by_query.tasks() * mean), arena.take(keys_by_query.tasks() * mean));
     edges(keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
@@ -284,7 +284,11 @@ fn block<'a, T: Real>(
         denominator.copy_from_slice(&d_key[..dims.head_dim]);
     });
 
-    let one = |index: usize, kv_head: usize, chunk: usize, mut strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
+    let one = |index: usize,
+               kv_head: usize,
+               chunk: usize,
+               mut bias_tiles: Option<&mut BiasTiles<'_, T>>,
+               work: &mut [T]| {
         let sequence = &problem.sequences[block.sequences.start + index];
         let key_items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
         let (own, work) = work.split_at_mut((3 * mean).next_multiple_of(64));
@@ -294,7 +298,7 @@ fn block<'a, T: Real>(
         let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
         for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
             let first = local == kv_head * dims.group();
-            let items = RowItems { blocks: shelf.of(blocks, index, local), ..items(index, local) };
+            let items = RowItems { blocks: block_table.of(blocks, index, local), ..items(index, local) };
             let edge = keys_by_query.index(index, local, chunk) * mean;
             let edges = (&before[edge..][..mean], &after[edge..][..mean]);
             let visit = |j: usize, sum: &[T]| {
@@ -333,7 +337,7 @@ fn block<'a, T: Real>(
                 }
             };
             let window = &keys_by_key.windows[index];
-            if let Some(strip) = strip.as_deref_mut() {
+            if let Some(bias_tiles) = bias_tiles.as_deref_mut() {
                 let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]| {
                     let queries = from as usize..to as usize;
                     problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare, SIDE);
@@ -346,7 +350,7 @@ fn block<'a, T: Real>(
                         to_row: row,
                     });
                 };
-                tiles::means(&items, window, chunk, edges, Parts::All, bias, strip, work, visit);
+                tiles::means(&items, window, chunk, edges, Parts::All, bias, bias_tiles, work, visit);
             } else {
                 let mut visit = visit;
                 let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
@@ -357,13 +361,13 @@ fn block<'a, T: Real>(
     let heads = block.heads.len();
     let groups = groups(problem, &keys_by_key.windows, heads);
     let tasks = Chunks::new(keys_by_key.windows.clone(), groups);
-    let strip_len = sides.strip_len(problem);
+    let bias_tiles_len = sides.bias_tiles_len(problem);
     parallel(tasks.tasks(), work, per_worker, |task, work| {
         let (index, group, chunk) = tasks.task(task);
-        let (strip, work) = work.split_at_mut(strip_len);
-        let mut strip = (strip_len > 0).then(|| Strip::new(strip));
+        let (bias_tiles, work) = work.split_at_mut(bias_tiles_len);
+        let mut bias_tiles = (bias_tiles_len > 0).then(|| BiasTiles::new(bias_tiles));
         for kv_head in group * heads / groups..(group + 1) * heads / groups {
-            one(index, kv_head, chunk, strip.as_mut(), work);
+            one(index, kv_head, chunk, bias_tiles.as_mut(), work);
         }
     });
 }
@@ -375,7 +379,7 @@ fn query_side<'a, T: Real>(
     cotangent: &Cotangent<'a, T>,
     sink: &GradientSink<'_, T>,
     sides: &Sides,
-    (shelf, blocks): (&Shelf, &[T]),
+    (block_table, blocks): (&BlockTable, &[T]),
     (before, after): (&[T], &[T]),
     (sums, d_bias): (&Sums, &mut [T]),
     rows: &mut [T],
@@ -392,12 +396,12 @@ fn query_side<'a, T: Real>(
     let mut d_bias = ViewMut::strided(d_bias, [0, sums.rows * sums.columns, sums.columns]);
     let d_bias = d_bias.shared();
     let starts = sides.starts(problem);
-    let strip_len = sides.strip_len(problem);
+    let bias_tiles_len = sides.bias_tiles_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
-        let (strip_memory, work) = work.split_at_mut(strip_len);
+        let (bias_tiles_memory, work) = work.split_at_mut(bias_tiles_len);
         // Heads of one sequence have the same biases.
-        let mut strip = (strip_len > 0).then(|| Strip::new(strip_memory));
-        let mut strip_of = None;
+        let mut bias_tiles = (bias_tiles_len > 0).then(|| BiasTiles::new(bias_tiles_memory));
+        let mut bias_tiles_of = None;
         for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
             let (index, local) = (unit / heads, unit % heads);
             let window = &by_key.windows[index];
@@ -408,7 +412,7 @@ fn query_side<'a, T: Real>(
             let head = block.heads.start * dims.group() + local;
             let kv_head = local / dims.group();
             let items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
-            let items = items.with(shelf.of(blocks, index, kv_head));
+            let items = items.with(block_table.of(blocks, index, kv_head));
             let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
             let (queries, d_outs) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out));
             let outs = rows_of(&cotangent.out);
@@ -431,7 +435,7 @@ fn query_side<'a, T: Real>(
                 dispatch(RowCotangent { mean: row, row: output, dq, item });
                 item
             };
-            let Some(strip) = &mut strip else {
+            let Some(bias_tiles) = &mut bias_tiles else {
                 let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
                 walk(&items, window, chunk, edges, bias, work, |i, row, near, keys| {
                     let item = visit(i, row);
@@ -452,27 +456,27 @@ fn query_side<'a, T: Real>(
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
-            if strip_of.replace(index) != Some(index) {
-                strip.forget();
+            if bias_tiles_of.replace(index) != Some(index) {
+                bias_tiles.forget();
             }
-            tiles::means(&items, window, chunk, edges, Parts::Denominators, bias, strip, work, |i, row| {
+            tiles::means(&items, window, chunk, edges, Parts::Denominators, bias, bias_tiles, work, |i, row| {
                 visit(i, row);
             });
             let (from, to) = window.chunk(chunk);
             // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile, SPAN);
+                problem.tile(sequence, queries, from, (to - from) as usize, tile, REACH);
             };
             let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
                 if let Bias::LowRank(factors) = &problem.bias {
                     // Queries before the first key have no row, and see nothing.
                     let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
-                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * SPAN..]);
+                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * REACH..]);
                     if queries.is_empty() {
                         return;
                     }
-                    // SAFETY: a span has a plane of its own, and one task.
+                    // SAFETY: a range has a plane of its own, and one task.
                     let plane = unsafe { d_bias.row(0, plane, 0, sums.rows * sums.columns) };
                     let (d_u, d_z) = plane.split_at_mut(factors.u.len());
                     let key = (from + problem.origin(sequence)) as usize * factors.row;
@@ -485,8 +489,8 @@ fn query_side<'a, T: Real>(
                     ] {
                         dispatch(Product {
                             a: tile,
-                            a_row: if turned { 1 } else { SPAN },
-                            a_column: if turned { SPAN } else { 1 },
+                            a_row: if turned { 1 } else { REACH },
+                            a_column: if turned { REACH } else { 1 },
                             b,
                             b_row: factors.row,
                             c: to,
@@ -501,7 +505,7 @@ fn query_side<'a, T: Real>(
                     }
                     return;
                 }
-                for (i, tile) in queries.zip(tile.chunks_exact(SPAN)) {
+                for (i, tile) in queries.zip(tile.chunks_exact(REACH)) {
                     let (near, behind) = window.near(i);
                     let (near, behind) = (near.max(from), behind.min(to));
                     if near >= behind {
@@ -521,10 +525,10 @@ fn query_side<'a, T: Real>(
             tiles::bias_gradients(&items, window, chunk, own, mean, bias, work, add);
         }
     };
-    parallel(sums.groups * sums.spans, work, per_worker, |task, work| {
-        let (group, span) = (task / sums.spans, task % sums.spans);
-        let plane = if matches!(problem.bias, Bias::LowRank(_)) { span } else { group };
-        for chunk in span * most_chunks / sums.spans..(span + 1) * most_chunks / sums.spans {
+    parallel(sums.groups * sums.parts, work, per_worker, |task, work| {
+        let (group, range) = (task / sums.parts, task % sums.parts);
+        let plane = if matches!(problem.bias, Bias::LowRank(_)) { range } else { group };
+        for chunk in range * most_chunks / sums.parts..(range + 1) * most_chunks / sums.parts {
             one(group, plane, chunk, work);
         }
     });

@@ -61,14 +61,14 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
     let (keys, of_chunk) = (dims.keys as f64, chunk + reach);
     // The means at the edges of chunks.
     let edges = 2.0 * chunks(dims.queries) * mean;
-    let (tile, span) = (tiles::SIDE as f64, tiles::SPAN as f64);
+    let (tile, range) = (tiles::SIDE as f64, tiles::REACH as f64);
     let tiled = || {
-        let strip = (of_chunk.min(keys) / tile).ceil() * (tile * tile + tile + 2.0);
-        (tile + span) * mean + 2.0 * tile * span + 4.0 * span * width + strip + edges
+        let bias_tiles = (of_chunk.min(keys) / tile).ceil() * (tile * tile + tile + 2.0);
+        (tile + range) * mean + 2.0 * tile * range + 4.0 * range * width + bias_tiles + edges
     };
     match aft.variant {
         Variant::Simple => (8.0 + 2.0 * chunk + 2.0) * mean + 12.0 * line * chunk,
-        Variant::Full { .. } => tiled() + (keys / span).ceil() * 2.0 * span * width,
+        Variant::Full { .. } => tiled() + (keys / range).ceil() * 2.0 * range * width,
         Variant::Local { .. } if back.saturating_add(ahead) >= TILED => tiled(),
         Variant::Local { .. } => (of_chunk.min(keys).max(chunk) + chunk + 3.0) * mean + edges,
         Variant::Conv { taps, .. } => convolved([1, dims.queries], [1, taps], width, causal),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::keys::KeyItems;
 use super::problem::{Block, CHUNK, Chunks, Problem, Window};
-use super::tiles::{self, Parts, Shelf, Strip};
+use super::tiles::{self, BiasTiles, BlockTable, Parts};
 use super::walk::{Edges, edges, walk, walk_len};
 use crate::aft::log_sum::GatedMean;
 use crate::call::{Arena, Scratch, SharedRows};
@@ -43,8 +43,8 @@ pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> us
 }
 
 /// Numbers of a worker's memory for the biases of a chunk's tiles.
-pub(super) fn strip_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
-    let longest = chunks.windows.iter().map(tiles::strip_len).max().unwrap_or(0);
+pub(super) fn bias_tiles_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
+    let longest = chunks.windows.iter().map(tiles::bias_tiles_len).max().unwrap_or(0);
     if problem.tiled() { longest.next_multiple_of(64) } else { 0 }
 }
 
@@ -66,21 +66,21 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     let by_key = chunks(problem, all.sequences.clone(), dims.kv_heads);
     let groups = groups(problem, &by_key.windows, dims.heads);
     let by_query = chunks(problem, all.sequences.clone(), groups);
-    let strip_len = strip_len(problem, &by_key);
-    let per_worker = work_len(problem, &by_key) + strip_len;
+    let bias_tiles_len = bias_tiles_len(problem, &by_key);
+    let per_worker = work_len(problem, &by_key) + bias_tiles_len;
     let workers = threads::count().min(by_query.tasks()).max(1);
     let edge_len = (by_key.tasks() * mean).next_multiple_of(64);
-    let shelf = Shelf::new(if problem.full() { &by_key.windows } else { &[] }, dims.kv_heads, problem.width);
-    let mut arena = Arena::new(scratch.take(2 * edge_len + shelf.len::<T>() + workers * per_worker + 128));
+    let block_table = BlockTable::new(if problem.full() { &by_key.windows } else { &[] }, dims.kv_heads, problem.width);
+    let mut arena = Arena::new(scratch.take(2 * edge_len + block_table.len::<T>() + workers * per_worker + 128));
     let work = arena.take(workers * per_worker);
-    let shelf_memory = arena.take(shelf.len::<T>());
+    let block_table_memory = arena.take(block_table.len::<T>());
     let (before, after) = key_edges(problem, &all, &by_key, &mut arena, work);
     let items = |index: usize, kv_head: usize| KeyItems::new(problem, &problem.sequences[index], kv_head);
-    shelf.fill(items, shelf_memory, work, per_worker);
-    let shelf_memory = &*shelf_memory;
-    let one = |index: usize, head: usize, chunk: usize, strip: Option<&mut Strip<'_, T>>, work: &mut [T]| {
+    block_table.fill(items, block_table_memory, work, per_worker);
+    let block_table_memory = &*block_table_memory;
+    let one = |index: usize, head: usize, chunk: usize, bias_tiles: Option<&mut BiasTiles<'_, T>>, work: &mut [T]| {
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
-        let items = items(index, kv_head).with(shelf.of(shelf_memory, index, kv_head));
+        let items = items(index, kv_head).with(block_table.of(block_table_memory, index, kv_head));
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
         let edge = by_key.index(index, kv_head, chunk) * mean;
         let edges = (&before[edge..][..mean], &after[edge..][..mean]);
@@ -91,11 +91,11 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
             let to = unsafe { out.row(sequence.batch, head, sequence.query_start + i, dims.head_dim) };
             dispatch(GatedMean { mean: row, q, out: to });
         };
-        if let Some(strip) = strip {
+        if let Some(bias_tiles) = bias_tiles {
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
             };
-            tiles::means(&items, window, chunk, edges, Parts::All, bias, strip, work, visit);
+            tiles::means(&items, window, chunk, edges, Parts::All, bias, bias_tiles, work, visit);
         } else {
             let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
             walk(&items, window, chunk, edges, bias, work, |i, row, _, _| visit(i, row));
@@ -103,10 +103,10 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, out: SharedRows<'_, T>,
     };
     parallel(by_query.tasks(), work, per_worker, |task, work| {
         let (index, group, chunk) = by_query.task(task);
-        let (strip, work) = work.split_at_mut(strip_len);
-        let mut strip = (strip_len > 0).then(|| Strip::new(strip));
+        let (bias_tiles, work) = work.split_at_mut(bias_tiles_len);
+        let mut bias_tiles = (bias_tiles_len > 0).then(|| BiasTiles::new(bias_tiles));
         for head in group * dims.heads / groups..(group + 1) * dims.heads / groups {
-            one(index, head, chunk, strip.as_mut(), work);
+            one(index, head, chunk, bias_tiles.as_mut(), work);
         }
     });
 }

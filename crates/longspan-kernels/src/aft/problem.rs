@@ -462,11 +462,11 @@ impl Window {
 
     /// The items with a bias for output `n`.
     pub fn near(&self, n: usize) -> (isize, isize) {
-        self.span(n, n + 1)
+        self.range(n, n + 1)
     }
 
     /// The items in any window of the outputs `from..to`: those before are before every window, those after are after.
-    pub fn span(&self, from: usize, to: usize) -> (isize, isize) {
+    pub fn range(&self, from: usize, to: usize) -> (isize, isize) {
         let start = self.clamp(from as isize + self.shift - self.back);
         (start, self.clamp(to as isize + self.shift + self.ahead).max(start))
     }

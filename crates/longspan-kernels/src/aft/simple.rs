@@ -28,7 +28,7 @@ const BLOCK: usize = 64;
 
 /// How the rows of a sequence see its keys: some see only the initial state; then come rows that see all keys up to one that is theirs,
 /// one more with every row; and rows that see all keys.
-struct Stretch {
+struct Sight {
     /// The first row with a key of its own.
     row: usize,
     /// That key: all before are seen by it too.
@@ -36,7 +36,7 @@ struct Stretch {
     count: usize,
 }
 
-impl Stretch {
+impl Sight {
     fn new<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>) -> Self {
         if !problem.causal {
             return Self { row: 0, key: sequence.keys, count: 0 };
@@ -47,7 +47,7 @@ impl Stretch {
         Self { row, key, count: (sequence.queries - row).min(sequence.keys - key) }
     }
 
-    /// Pieces of the stretch, as distances from its beginning.
+    /// Pieces of the sight, as distances from its beginning.
     fn blocks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator + use<> {
         let count = self.count;
         (0..count.div_ceil(BLOCK)).map(move |n| n * BLOCK..((n + 1) * BLOCK).min(count))
@@ -142,7 +142,7 @@ fn means<'w, T: Real>(
 ) -> &'w [T] {
     let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
-    let stretch = Stretch::new(problem, sequence);
+    let sight = Sight::new(problem, sequence);
     let width = padded::<T>(task.channels.len());
     let mean = PARTS * width;
     let mut arena = Arena::new(work);
@@ -167,10 +167,10 @@ fn means<'w, T: Real>(
         }
     };
     items.start(sum);
-    constant(0..stretch.row, sum);
-    join_all(&items, 0, stretch.key as isize, sum, block);
-    for at in stretch.blocks() {
-        let (row, key, count) = (stretch.row + at.start, (stretch.key + at.start) as isize, at.len());
+    constant(0..sight.row, sum);
+    join_all(&items, 0, sight.key as isize, sum, block);
+    for at in sight.blocks() {
+        let (row, key, count) = (sight.row + at.start, (sight.key + at.start) as isize, at.len());
         if let Some(tokens) = items
             .tokens(key, count)
             .filter(|tokens| dispatch(FindRunningMax { tokens: *tokens, before: sum, running_max }))
@@ -196,9 +196,9 @@ fn means<'w, T: Real>(
         join_items(own_items, part);
         join(sum, part, T::ZERO);
     }
-    constant(stretch.row + stretch.count..sequence.queries, sum);
+    constant(sight.row + sight.count..sequence.queries, sum);
     if to_the_end {
-        join_all(&items, (stretch.key + stretch.count) as isize, sequence.keys as isize, sum, block);
+        join_all(&items, (sight.key + sight.count) as isize, sequence.keys as isize, sum, block);
     }
     sum
 }
@@ -212,7 +212,7 @@ pub(super) fn backward<'a, T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let tasks = Tasks::new(problem);
-    let blocks = problem.sequences.iter().map(|sequence| Stretch::new(problem, sequence).blocks().len()).max();
+    let blocks = problem.sequences.iter().map(|sequence| Sight::new(problem, sequence).blocks().len()).max();
     let edges = blocks.unwrap_or(0) * 2 * problem.width;
     let per_worker = (work_len(problem) + edges).next_multiple_of(64);
     let workers = threads::count().min(tasks.count).max(1);
@@ -233,7 +233,7 @@ fn gradients<'a, T: Real>(
 ) {
     let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
-    let stretch = Stretch::new(problem, sequence);
+    let sight = Sight::new(problem, sequence);
     let channels = &task.channels;
     let width = padded::<T>(channels.len());
     let mean = PARTS * width;
@@ -243,7 +243,7 @@ fn gradients<'a, T: Real>(
     let block = arena.take((CHUNK + 1) * mean);
     let rows_block = arena.take(BLOCK * mean);
     let kept = arena.take(12 * line::<T>() * BLOCK);
-    let edges = arena.take(stretch.blocks().len() * 2 * width);
+    let edges = arena.take(sight.blocks().len() * 2 * width);
     items.start(start);
     end.copy_from_slice(start);
     let add = |keys: Range<usize>, end: &mut [T], block: &mut [T]| {
@@ -251,13 +251,13 @@ fn gradients<'a, T: Real>(
         items.sum_weights(keys.start as isize, keys.len(), part, block);
         join(end, part, T::ZERO);
     };
-    for key in (0..stretch.key).step_by(CHUNK) {
-        add(key..(key + CHUNK).min(stretch.key), end, block);
+    for key in (0..sight.key).step_by(CHUNK) {
+        add(key..(key + CHUNK).min(sight.key), end, block);
     }
-    for (at, edge) in stretch.blocks().zip(edges.chunks_exact_mut(2 * width)) {
+    for (at, edge) in sight.blocks().zip(edges.chunks_exact_mut(2 * width)) {
         edge[..width].copy_from_slice(&end[..width]);
         edge[width..].copy_from_slice(&end[3 * width..]);
-        add(stretch.key + at.start..stretch.key + at.end, end, block);
+        add(sight.key + at.start..sight.key + at.end, end, block);
     }
 
     clear(far);
@@ -328,11 +328,10 @@ fn gradients<'a, T: Real>(
                 to.copy_from_slice(&from[channels.start..][..width]);
             }
         }
-        constant_keys(stretch.key + stretch.count..sequence.keys, after, item, own);
-        constant_rows(stretch.row + stretch.count..sequence.queries, end, after, item);
-        for (at, edge) in stretch.blocks().zip(edges.chunks_exact(2 * width)).rev() {
-            let (rows, keys) =
-                (stretch.row + at.start..stretch.row + at.end, stretch.key + at.start..stretch.key + at.end);
+        constant_keys(sight.key + sight.count..sequence.keys, after, item, own);
+        constant_rows(sight.row + sight.count..sequence.queries, end, after, item);
+        for (at, edge) in sight.blocks().zip(edges.chunks_exact(2 * width)).rev() {
+            let (rows, keys) = (sight.row + at.start..sight.row + at.end, sight.key + at.start..sight.key + at.end);
             clear(own);
             own[..width].copy_from_slice(&edge[..width]);
             own[3 * width..].copy_from_slice(&edge[width..]);
@@ -371,8 +370,8 @@ fn gradients<'a, T: Real>(
                 single_key(key, after, item, own);
             }
         }
-        constant_keys(0..stretch.key, after, item, own);
-        constant_rows(0..stretch.row, start, after, item);
+        constant_keys(0..sight.key, after, item, own);
+        constant_rows(0..sight.row, start, after, item);
         join(far, after, T::ZERO);
     }
 

@@ -207,7 +207,7 @@ pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MAR
     [(oldest + tokens) % ring.max(1), (filled + tokens).min(ring), position].map(|n| T::from_f64(n as f64))
 }
 
-/// The state of two stretches of tokens, one after the other.
+/// The state of two ranges of tokens, one after the other.
 pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
     let width = earlier.shape().parts[0];
     let StateShape { batch, kv_heads, .. } = earlier.shape();
@@ -226,7 +226,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
         let oldest = head.marks[OLDEST].to_f64() as usize;
         clear(sum);
         head.as_ref().read(sum);
-        // The earlier stretch's oldest tokens leave the reach of windows, and the later one's take their places.
+        // The earlier sight's oldest tokens leave the reach of windows, and the later one's take their places.
         for n in 0..tokens {
             let row = (oldest + n) % ring;
             let key = &mut head.ring_keys[row * key_dim..][..key_dim];

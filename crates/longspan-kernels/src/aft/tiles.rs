@@ -25,7 +25,7 @@ pub(super) const SIDE: usize = CHUNK;
 
 /// Its columns, and the length of a row of its biases. References are changed, and rows joined, once a tile, which 64 columns show
 /// (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a core's second cache.
-pub(super) const SPAN: usize = 256;
+pub(super) const REACH: usize = 256;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
 const LEAF: usize = 8;
@@ -63,14 +63,14 @@ impl<'w, T: Real> Work<'w, T> {
         let width = mean / PARTS;
         Self {
             rows: arena.take(SIDE * mean),
-            items: arena.take(SPAN * mean),
-            biases: arena.take(SIDE * SPAN),
-            turned: arena.take(SIDE * SPAN),
+            items: arena.take(REACH * mean),
+            biases: arena.take(SIDE * REACH),
+            turned: arena.take(SIDE * REACH),
             running_max: arena.take(SIDE),
             reference: arena.take(2 * width),
-            numerators: arena.take(SPAN * width),
-            denominators: arena.take(SPAN * width),
-            products: arena.take(2 * SPAN * width),
+            numerators: arena.take(REACH * width),
+            denominators: arena.take(REACH * width),
+            products: arena.take(2 * REACH * width),
         }
     }
 }
@@ -82,7 +82,7 @@ pub(super) fn work_len<T: Real>(mean: usize) -> usize {
 
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
 /// whoever takes one head after the other forms them once.
-pub(super) struct Strip<'w, T> {
+pub(super) struct BiasTiles<'w, T> {
     tiles: &'w mut [T],
     /// For each [`SIDE`] columns, at the first of a tile: the largest of its rows,
     running_max: &'w mut [T],
@@ -92,19 +92,19 @@ pub(super) struct Strip<'w, T> {
     lengths: &'w mut [T],
 }
 
-impl<'w, T: Real> Strip<'w, T> {
-    /// Of nothing yet, in as much memory as [`strip_len`] says.
+impl<'w, T: Real> BiasTiles<'w, T> {
+    /// Of nothing yet, in as much memory as [`bias_tiles_len`] says.
     pub fn new(memory: &'w mut [T]) -> Self {
         let count = memory.len().saturating_sub(64) / TILE_LEN;
         let mut arena = Arena::new(memory);
-        let mut strip = Self {
+        let mut bias_tiles = Self {
             tiles: arena.take(count * SIDE * SIDE),
             running_max: arena.take(count * SIDE),
             ranges: arena.take(count),
             lengths: arena.take(count),
         };
-        strip.forget();
-        strip
+        bias_tiles.forget();
+        bias_tiles
     }
 
     /// Before other biases come.
@@ -113,16 +113,16 @@ impl<'w, T: Real> Strip<'w, T> {
     }
 }
 
-/// Numbers that [`SIDE`] columns of a [`Strip`] take.
+/// Numbers that [`SIDE`] columns of a [`BiasTiles`] take.
 const TILE_LEN: usize = SIDE * SIDE + SIDE + 2;
 
-/// Numbers of memory of a [`Strip`] for the chunks of a window.
-pub(super) fn strip_len(window: &Window) -> usize {
+/// Numbers of memory of a [`BiasTiles`] for the chunks of a window.
+pub(super) fn bias_tiles_len(window: &Window) -> usize {
     let reach = (CHUNK + window.back as usize).saturating_add(window.ahead as usize);
     reach.min((window.end - window.first).max(0) as usize).div_ceil(SIDE) * TILE_LEN + 64
 }
 
-/// Items of one head in blocks of [`SPAN`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
+/// Items of one head in blocks of [`REACH`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
 /// the same blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a, T> {
@@ -135,33 +135,33 @@ pub(super) struct Blocks<'a, T> {
 impl<'a, T: Real> Blocks<'a, T> {
     /// Numbers of a block: the exponents, their largest range, numerators and denominators.
     fn len(width: usize) -> usize {
-        2 * width + line::<T>() + 2 * SPAN * width
+        2 * width + line::<T>() + 2 * REACH * width
     }
 
     /// Some items and the largest range of their exponents, if they are a block.
     fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
         let place = (from - self.first) as usize;
-        if !place.is_multiple_of(SPAN) || (self.end - from).min(SPAN as isize) != count as isize {
+        if !place.is_multiple_of(REACH) || (self.end - from).min(REACH as isize) != count as isize {
             return None;
         }
         let len = Self::len(self.width);
-        let block = &self.numbers[place / SPAN * len..][..len];
+        let block = &self.numbers[place / REACH * len..][..len];
         let (reference, block) = block.split_at(2 * self.width);
         let (range, block) = block.split_at(line::<T>());
-        let (numerators, denominators) = block.split_at(SPAN * self.width);
+        let (numerators, denominators) = block.split_at(REACH * self.width);
         Some((Factored { reference, numerators, denominators }, range[0]))
     }
 }
 
 /// Where the [`Blocks`] of the heads of some sequences stand.
-pub(super) struct Shelf {
+pub(super) struct BlockTable {
     windows: Vec<Window>,
     width: usize,
     /// Blocks of all heads of earlier sequences, and of all.
     starts: Vec<usize>,
 }
 
-impl Shelf {
+impl BlockTable {
     /// For the items of these windows.
     pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
         let mut starts = vec![0];
@@ -197,19 +197,19 @@ impl Shelf {
             let window = &self.windows[sequence];
             let (head, index) =
                 ((task - self.starts[sequence]) / blocks(window), (task - self.starts[sequence]) % blocks(window));
-            let from = window.first + (index * SPAN) as isize;
-            let count = (window.end - from).min(SPAN as isize) as usize;
+            let from = window.first + (index * REACH) as isize;
+            let count = (window.end - from).min(REACH as isize) as usize;
             // SAFETY: every block has one task, and the slice ends with it.
             let block = unsafe { memory.row(0, 0, task, len) };
             let (reference, block) = block.split_at_mut(2 * self.width);
             let (range, block) = block.split_at_mut(line::<T>());
-            let (numerators, denominators) = block.split_at_mut(SPAN * self.width);
+            let (numerators, denominators) = block.split_at_mut(REACH * self.width);
             let to = Factors { reference, numerators, denominators };
             range[0] = items(sequence, head).factor(from, count, to, work);
         });
     }
 
-    /// The blocks of one head; none if the shelf is that of no sequence.
+    /// The blocks of one head; none if the block_table is that of no sequence.
     pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
         let (window, len) = (self.windows.get(sequence)?, Blocks::<T>::len(self.width));
         let start = (self.starts[sequence] + head * blocks(window)) * len;
@@ -237,7 +237,7 @@ fn factored<'a, T: Real>(
 
 /// Blocks of the items of a window.
 fn blocks(window: &Window) -> usize {
-    ((window.end - window.first).max(0) as usize).div_ceil(SPAN)
+    ((window.end - window.first).max(0) as usize).div_ceil(REACH)
 }
 
 /// What [`means`] forms.
@@ -275,7 +275,7 @@ fn cover(
         cover(window, outputs.start..middle, from, to, tile);
         cover(window, middle..outputs.end, from, to, tile);
     } else {
-        // Whole tiles of a strip, as long as there are some.
+        // Whole tiles of a bias_tiles, as long as there are some.
         let half = if columns > SIDE { (columns / 2).next_multiple_of(SIDE) } else { columns / 2 };
         let middle = from + half as isize;
         cover(window, outputs.clone(), from, middle, tile);
@@ -287,7 +287,7 @@ fn cover(
 fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
     let mut at = start;
     while at < end {
-        let to = (at + SPAN as isize).min(end);
+        let to = (at + REACH as isize).min(end);
         body(at, to);
         at = to;
     }
@@ -295,7 +295,7 @@ fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
 
 /// Forms the mean of every output of a chunk and hands it to `visit`, as [`walk`](super::walk::walk) does.
 ///
-/// `bias(outputs, from, to, tile, row, spare)` writes those of a tile, in rows of `row`; `spare` has room for them. A `strip` that has been
+/// `bias(outputs, from, to, tile, row, spare)` writes those of a tile, in rows of `row`; `spare` has room for them. A `bias_tiles` that has been
 /// used must be that of the same outputs and the same biases.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn means<T: Real>(
@@ -305,7 +305,7 @@ pub(super) fn means<T: Real>(
     edges: (&[T], &[T]),
     parts: Parts,
     bias: impl Fn(Range<usize>, isize, isize, &mut [T], usize, &mut [T]),
-    strip: &mut Strip<'_, T>,
+    bias_tiles: &mut BiasTiles<'_, T>,
     work: &mut [T],
     mut visit: impl FnMut(usize, &[T]),
 ) {
@@ -313,7 +313,7 @@ pub(super) fn means<T: Real>(
     let width = mean / PARTS;
     let work = Work::new(&mut Arena::new(work), mean);
     let (own, to) = window.chunk(chunk);
-    let (start, end) = window.span(own, to);
+    let (start, end) = window.range(own, to);
     let chunk_len = to - own;
     let rows = &mut work.rows[..chunk_len * mean];
     for row in rows.chunks_exact_mut(mean) {
@@ -323,9 +323,9 @@ pub(super) fn means<T: Real>(
         let (count, columns) = (outputs.len(), (to - from) as usize);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
-            bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
+            bias(outputs.clone(), from, to, work.biases, REACH, work.turned);
             let block = items.load(from, columns, work.items);
-            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(SPAN)) {
+            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(REACH)) {
                 let (low, high) = window.seen(n);
                 for item in low.max(from)..high.min(to) {
                     let column = (item - from) as usize;
@@ -334,31 +334,31 @@ pub(super) fn means<T: Real>(
             }
             return true;
         }
-        // A tile of the strip, or one that has been cut.
+        // A tile of the bias_tiles, or one that has been cut.
         let place = (from - start) as usize;
         let kept = outputs.len() == chunk_len && place.is_multiple_of(SIDE);
         let (weights, row, running_max, range) = if kept {
             let index = place / SIDE;
             let row = columns.next_multiple_of(SIDE);
-            let running_max = &mut strip.running_max[index * SIDE..][..count];
-            let weights = &mut strip.tiles[place * SIDE..][..SIDE * row];
-            if strip.lengths[index] != T::from_f64(columns as f64) {
+            let running_max = &mut bias_tiles.running_max[index * SIDE..][..count];
+            let weights = &mut bias_tiles.tiles[place * SIDE..][..SIDE * row];
+            if bias_tiles.lengths[index] != T::from_f64(columns as f64) {
                 bias(outputs.clone(), from, to, weights, row, work.turned);
-                strip.ranges[index] = exponentials(weights, row, columns, running_max);
+                bias_tiles.ranges[index] = exponentials(weights, row, columns, running_max);
                 // It lies where smaller ones may have been, or in a larger one.
-                for earlier in (index + 1).saturating_sub(SPAN / SIDE)..index {
-                    if strip.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
-                        strip.lengths[earlier] = T::ZERO;
+                for earlier in (index + 1).saturating_sub(REACH / SIDE)..index {
+                    if bias_tiles.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
+                        bias_tiles.lengths[earlier] = T::ZERO;
                     }
                 }
-                strip.lengths[index..index + row / SIDE].fill(T::ZERO);
-                strip.lengths[index] = T::from_f64(columns as f64);
+                bias_tiles.lengths[index..index + row / SIDE].fill(T::ZERO);
+                bias_tiles.lengths[index] = T::from_f64(columns as f64);
             }
-            (&*weights, row, &*running_max, strip.ranges[index])
+            (&*weights, row, &*running_max, bias_tiles.ranges[index])
         } else {
-            bias(outputs.clone(), from, to, work.biases, SPAN, work.turned);
-            let range = exponentials(work.biases, SPAN, columns, &mut work.running_max[..count]);
-            (&*work.biases, SPAN, &work.running_max[..count], range)
+            bias(outputs.clone(), from, to, work.biases, REACH, work.turned);
+            let range = exponentials(work.biases, REACH, columns, &mut work.running_max[..count]);
+            (&*work.biases, REACH, &work.running_max[..count], range)
         };
         let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
         let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
@@ -406,7 +406,7 @@ pub(super) fn means<T: Real>(
 }
 
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
-/// `visit(outputs, from, to, tile)`, rows of [`SPAN`]; 0 where an output does not see an item. `rows` are those of the
+/// `visit(outputs, from, to, tile)`, rows of [`REACH`]; 0 where an output does not see an item. `rows` are those of the
 /// chunk as their keys see them.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn bias_gradients<T: Real>(
@@ -422,14 +422,14 @@ pub(super) fn bias_gradients<T: Real>(
     let width = mean / PARTS;
     let work = Work::new(&mut Arena::new(work), mean);
     let (own, to) = window.chunk(chunk);
-    let (start, end) = window.span(own, to);
+    let (start, end) = window.range(own, to);
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (count, columns) = (outputs.len(), (to - from) as usize);
         bias(outputs.clone(), from, to, work.biases);
         let rows = &rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
             let block = items.load(from, columns, work.items);
-            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(SPAN));
+            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(REACH));
             for ((row, n), biases) in pairs {
                 let (low, high) = window.seen(n);
                 for (item, (to, key)) in (from..).zip(biases.iter_mut().zip(block.chunks_exact(mean))) {
@@ -444,18 +444,18 @@ pub(super) fn bias_gradients<T: Real>(
         let (factored, depth) = factored(items, from, columns, place, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
-            if exponentials(work.turned, SPAN, columns, &mut work.running_max[..count]) > widest() {
+            if exponentials(work.turned, REACH, columns, &mut work.running_max[..count]) > widest() {
                 return false;
             }
         }
-        let (values, weights) = work.products.split_at_mut(SPAN * width);
+        let (values, weights) = work.products.split_at_mut(REACH * width);
         dispatch(Transpose {
             from: factored.numerators,
             from_row: width,
             rows: columns,
             columns: width,
             to: values,
-            to_row: SPAN,
+            to_row: REACH,
         });
         dispatch(Transpose {
             from: factored.denominators,
@@ -463,7 +463,7 @@ pub(super) fn bias_gradients<T: Real>(
             rows: columns,
             columns: width,
             to: weights,
-            to_row: SPAN,
+            to_row: REACH,
         });
         dispatch(ProjectRows {
             rows,
@@ -476,9 +476,9 @@ pub(super) fn bias_gradients<T: Real>(
             a_row: 2 * width,
             a_column: 1,
             b: work.products,
-            b_row: SPAN,
+            b_row: REACH,
             c: work.turned,
-            c_row: SPAN,
+            c_row: REACH,
             rows: count,
             columns,
             depth: 2 * width,
@@ -486,7 +486,7 @@ pub(super) fn bias_gradients<T: Real>(
             a_band: Band::ALL,
             c_band: Band::ALL,
         });
-        let lines = work.biases.chunks_exact_mut(SPAN).zip(work.turned.chunks_exact(SPAN));
+        let lines = work.biases.chunks_exact_mut(REACH).zip(work.turned.chunks_exact(REACH));
         for ((biases, terms), &top) in lines.zip(&work.running_max[..count]) {
             dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: top, factors: terms });
         }

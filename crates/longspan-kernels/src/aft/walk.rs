@@ -95,11 +95,11 @@ pub(super) fn between<T: Real>(
     edges: Edges<'_, T>,
     block: &mut [T],
 ) {
-    let span = |chunk: usize| {
+    let range = |chunk: usize| {
         let (from, to) = window.chunk(chunk);
-        window.span(from, to)
+        window.range(from, to)
     };
-    let (start, end) = span(chunk);
+    let (start, end) = range(chunk);
     if chunk == 0 {
         items.start(edges.before);
     } else {
@@ -107,11 +107,11 @@ pub(super) fn between<T: Real>(
     }
     clear(edges.after);
     if window.before {
-        let from = if chunk == 0 { window.first } else { span(chunk - 1).0 };
+        let from = if chunk == 0 { window.first } else { range(chunk - 1).0 };
         join_all(items, from, start, edges.before, block);
     }
     if window.after {
-        let to = if chunk + 1 == window.chunks() { window.end } else { span(chunk + 1).1 };
+        let to = if chunk + 1 == window.chunks() { window.end } else { range(chunk + 1).1 };
         join_all(items, end, to, edges.after, block);
     }
 }
@@ -166,8 +166,8 @@ pub(super) fn by_mean<T>(means: &mut [T], mean: usize) -> ViewMut<'_, T> {
 /// Numbers of working memory that [`walk`] and [`join_all`] take, for windows that reach `reach` items in all.
 pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
     let (back, ahead) = (window.back as usize, window.ahead as usize);
-    let span = (CHUNK + back + ahead).min((window.end - window.first).max(0) as usize).max(CHUNK);
-    (span + CHUNK + 3) * mean
+    let range = (CHUNK + back + ahead).min((window.end - window.first).max(0) as usize).max(CHUNK);
+    (range + CHUNK + 3) * mean
 }
 
 /// Forms the mean of every output of a chunk and hands it to `visit`, with the items of its window and where they start.
@@ -185,7 +185,7 @@ pub(super) fn walk<T: Real>(
 ) {
     let mean = edges.0.len();
     let (from, to) = window.chunk(chunk);
-    let (start, end) = window.span(from, to);
+    let (start, end) = window.range(from, to);
     let (before, work) = work.split_at_mut(mean);
     let (own, work) = work.split_at_mut(mean);
     let (after, block) = work.split_at_mut((CHUNK + 1) * mean);

@@ -220,9 +220,9 @@ pub trait Kernel<T: Real>: Mechanism {
     /// [`forward`](Kernel::forward) gives under [`Mask::causal`].
     fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
 
-    /// The state after two stretches of tokens, `earlier` before `later`, from the state of each computed apart: `later`
+    /// The state after two runs of tokens, `earlier` before `later`, from the state of each computed apart: `later`
     /// from [`empty_state`](Kernel::empty_state) on. Associative, to rounding, with the empty state as its unit, so
-    /// the stretches of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
+    /// the parts of a long sequence may be taken in any order, by any number of machines. A mechanism whose states
     /// have no sum refuses.
     ///
     /// `parameters` are those of the calls. Only counted Fourier positions look at them, and there at `a` alone: the

@@ -21,7 +21,7 @@ pub(crate) enum Side {
 
 /// Rows whose angles are wanted.
 #[derive(Clone, Copy)]
-pub(crate) struct Span<'x> {
+pub(crate) struct TokenRange<'x> {
     pub side: Side,
     pub batch: usize,
     pub kv_head: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Span<'x> {
 /// Rows that have a base in common: the angles of so many steps stand in a table that the first cache keeps.
 const GROUP: usize = 8;
 
-impl Span<'_> {
+impl TokenRange<'_> {
     fn ignores(&self, row: usize) -> bool {
         self.ignored.is_some_and(|ignored| ignored[row])
     }
@@ -276,38 +276,38 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// The position of one row of a span, on one axis.
-    pub fn position(&self, span: &Span<'_>, row: usize, axis: usize) -> T {
+    /// The position of one row of a range, on one axis.
+    pub fn position(&self, range: &TokenRange<'_>, row: usize, axis: usize) -> T {
         match self.positions {
-            None => T::from_f64(span.position + row as f64),
-            Some(_) if span.ignores(row) => T::ZERO,
+            None => T::from_f64(range.position + row as f64),
+            Some(_) if range.ignores(row) => T::ZERO,
             Some((queries, keys)) => {
-                let (positions, tokens) = match span.side {
+                let (positions, tokens) = match range.side {
                     Side::Query(_) => (queries, self.dims.queries),
                     Side::Key => (keys, self.dims.keys),
                 };
-                positions[(span.batch * tokens + span.token + row) * self.axes + axis]
+                positions[(range.batch * tokens + range.token + row) * self.axes + axis]
             }
         }
     }
 
-    /// The place of a span's first row in its group. Groups stand at multiples of their rows, so that the bits of an angle
+    /// The place of a range's first row in its group. Groups stand at multiples of their rows, so that the bits of an angle
     /// depend on its position alone.
-    fn place(&self, span: &Span<'_>, group: usize) -> usize {
+    fn place(&self, range: &TokenRange<'_>, group: usize) -> usize {
         // A count, so a whole number.
-        if group == 1 || self.given() { 0 } else { (span.position as i64).rem_euclid(group as i64) as usize }
+        if group == 1 || self.given() { 0 } else { (range.position as i64).rem_euclid(group as i64) as usize }
     }
 
-    /// Forms the angles of a span, for [`rotate`](Self::rotate) and then [`unrotate`](Self::unrotate) of that side.
-    fn load(&self, span: &Span<'_>, buffers: &mut RotationBuffers<'_, T>) {
+    /// Forms the angles of a range, for [`rotate`](Self::rotate) and then [`unrotate`](Self::unrotate) of that side.
+    fn load(&self, range: &TokenRange<'_>, buffers: &mut RotationBuffers<'_, T>) {
         let angles = self.angles;
         if angles == 0 {
             return;
         }
-        let (group, place) = (buffers.group, self.place(span, buffers.group));
+        let (group, place) = (buffers.group, self.place(range, buffers.group));
         let SideAngles { cos, sin, bases: [bases, with_gain], before } =
-            &mut buffers.sides[usize::from(span.side == Side::Key)];
-        let phase = match span.side {
+            &mut buffers.sides[usize::from(range.side == Side::Key)];
+        let phase = match range.side {
             Side::Query(head) if !self.phases.is_empty() => Some(&self.phases[head * angles..][..angles]),
             _ => None,
         };
@@ -316,29 +316,29 @@ impl<'a, T: Real> Rotations<'a, T> {
             let (cosines, sines) = bases.split_at_mut(angles);
             cosines.fill(T::ONE);
             sines.fill(T::ZERO);
-            let rows = cos.chunks_exact_mut(angles).zip(sin.chunks_exact_mut(angles)).take(span.count);
+            let rows = cos.chunks_exact_mut(angles).zip(sin.chunks_exact_mut(angles)).take(range.count);
             for (row, (cos, sin)) in rows.enumerate() {
-                self.form(span.kv_head, phase, |axis| self.position(span, row, axis).to_f64(), [cos, sin]);
+                self.form(range.kv_head, phase, |axis| self.position(range, row, axis).to_f64(), [cos, sin]);
             }
         } else {
-            formed *= (place + span.count).div_ceil(group);
+            formed *= (place + range.count).div_ceil(group);
             let groups = buffers.groups as i64;
             // Where the group stands whose base the next are formed from.
             let mut whole = None;
             for at in (0..formed).step_by(2 * angles) {
-                let position = span.position - place as f64 + (at / (2 * angles) * group) as f64;
+                let position = range.position - place as f64 + (at / (2 * angles) * group) as f64;
                 let after = if groups == 1 { 0 } else { (position as i64 / group as i64).rem_euclid(groups) as usize };
                 let (done, base) = bases.split_at_mut(at);
                 let base = &mut base[..2 * angles];
                 if after == 0 {
                     let (cos, sin) = base.split_at_mut(angles);
-                    self.form(span.kv_head, phase, |_| position, [cos, sin]);
+                    self.form(range.kv_head, phase, |_| position, [cos, sin]);
                     whole = Some(at);
                     continue;
                 }
                 if at == 0 {
                     let (cos, sin) = before.split_at_mut(angles);
-                    self.form(span.kv_head, phase, |_| position - (after * group) as f64, [cos, sin]);
+                    self.form(range.kv_head, phase, |_| position - (after * group) as f64, [cos, sin]);
                 }
                 let whole = whole.map_or(&**before, |at| &done[at..at + 2 * angles]);
                 let [cos, sin] = &buffers.starts;
@@ -346,7 +346,7 @@ impl<'a, T: Real> Rotations<'a, T> {
                 dispatch(SumAngles { base: whole, angle: [&cos[more.clone()], &sin[more]], to: base });
             }
         }
-        if let Some(gain) = self.gain(span.side) {
+        if let Some(gain) = self.gain(range.side) {
             with_gain[..formed].copy_from_slice(&bases[..formed]);
             with_gain[..formed].chunks_exact_mut(angles).for_each(|numbers| multiply(numbers, gain));
         }
@@ -376,53 +376,53 @@ impl<'a, T: Real> Rotations<'a, T> {
         }
     }
 
-    /// The rotation of a span over features in rows of `x_row`, into blocks that start every `stride`.
+    /// The rotation of a range over features in rows of `x_row`, into blocks that start every `stride`.
     fn rotation<'x>(
         &'x self,
-        span: &Span<'_>,
+        range: &TokenRange<'_>,
         (x_row, stride): (usize, usize),
         gained: bool,
         buffers: &'x RotationBuffers<'_, T>,
     ) -> Rotation<'x, T> {
-        let own = &buffers.sides[usize::from(span.side == Side::Key)];
+        let own = &buffers.sides[usize::from(range.side == Side::Key)];
         let angles = self.angles;
         let [plain, with_gain] = &own.bases;
-        let bases: &[T] = if gained && self.gain(span.side).is_some() { with_gain } else { plain };
+        let bases: &[T] = if gained && self.gain(range.side).is_some() { with_gain } else { plain };
         let (cos, sin): (&[T], &[T]) =
             if self.given() { (own.cos, own.sin) } else { (buffers.table[0], buffers.table[1]) };
         Rotation {
             turn: self.turn(),
             x_row,
-            count: span.count,
+            count: range.count,
             width: self.features,
             angles: Angles {
                 cos,
                 sin,
                 row: angles,
                 group: buffers.group,
-                place: self.place(span, buffers.group),
+                place: self.place(range, buffers.group),
                 base: [bases, &bases[angles..]],
                 base_row: 2 * angles,
             },
             stride,
-            rest: self.rest(span.side),
+            rest: self.rest(range.side),
         }
     }
 
-    /// Turns the features `x` of a span, rows of `x_row`, into rows of `to_row` whose blocks start every `stride`. Adds the sums of
+    /// Turns the features `x` of a range, rows of `x_row`, into rows of `to_row` whose blocks start every `stride`. Adds the sums of
     /// their columns to `sums`, if it is not empty.
     #[allow(clippy::too_many_arguments)]
     pub fn rotate(
         &self,
-        span: &Span<'_>,
+        range: &TokenRange<'_>,
         (x, x_row): (Features<'_, T>, usize),
         (to, to_row): (&mut [T], usize),
         stride: usize,
         sums: &mut [T],
         buffers: &mut RotationBuffers<'_, T>,
     ) {
-        self.load(span, buffers);
-        dispatch(Rotate { r: &self.rotation(span, (x_row, stride), true, buffers), x, to, to_row, sums });
+        self.load(range, buffers);
+        dispatch(Rotate { r: &self.rotation(range, (x_row, stride), true, buffers), x, to, to_row, sums });
     }
 
     /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
@@ -436,7 +436,7 @@ impl<'a, T: Real> Rotations<'a, T> {
     #[allow(clippy::too_many_arguments)]
     pub fn unrotate(
         &self,
-        span: &Span<'_>,
+        range: &TokenRange<'_>,
         (x, x_row): (&[T], usize),
         (d, d_row): (&mut [T], usize),
         dx: &mut [T],
@@ -448,28 +448,28 @@ impl<'a, T: Real> Rotations<'a, T> {
         let (d_gain, sums) = sums.split_at_mut(width);
         let (d_rest, sums) = sums.split_at_mut(width);
         let (d_phase, d_rates) = sums.split_at_mut(width);
-        let gain = self.gain(span.side);
-        let wants_rest = matches!(span.side, Side::Query(_)) && !self.rests.is_empty();
+        let gain = self.gain(range.side);
+        let wants_rest = matches!(range.side, Side::Query(_)) && !self.rests.is_empty();
         let sums = (!self.given()).then(|| AngleSums {
-            position: T::from_f64(span.position),
+            position: T::from_f64(range.position),
             d_phase: &mut *d_phase,
             d_rate: &mut *d_rates,
         });
         let d_gain = if gain.is_some() { d_gain } else { &mut [] };
         let d_rest = if wants_rest { d_rest } else { &mut [] };
         let to = &mut Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
-        dispatch(Unrotate { r: &self.rotation(span, (x_row, width), false, buffers), x, to });
+        dispatch(Unrotate { r: &self.rotation(range, (x_row, width), false, buffers), x, to });
         if !self.given() {
             return;
         }
         let angles = self.angles;
-        for row in 0..span.count {
+        for row in 0..range.count {
             let angle = &d[row * d_row..][..angles];
             add_scaled(&mut d_phase[..angles], T::ONE, angle);
             for axis in 0..self.axes {
                 let to = &mut d_rates[axis * width..][..angles];
-                add_scaled(to, self.position(span, row, axis), angle);
-                let slopes = &self.slopes[span.kv_head * angles * self.axes..][..angles * self.axes];
+                add_scaled(to, self.position(range, row, axis), angle);
+                let slopes = &self.slopes[range.kv_head * angles * self.axes..][..angles * self.axes];
                 let d = if self.axes == 1 {
                     dot(angle, slopes)
                 } else {

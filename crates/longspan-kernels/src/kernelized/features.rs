@@ -8,7 +8,7 @@ use super::problem::{Problem, Unit};
 use crate::call::{Arena, SharedRows, ViewMut};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
-use crate::fourier::rotation::{RotationBuffers, Rotations, Side, Span};
+use crate::fourier::rotation::{RotationBuffers, Rotations, Side, TokenRange};
 use crate::simd::Real;
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{Rows, padded};
@@ -119,8 +119,8 @@ impl<'s, T: Real> Lift<'s, T> {
 }
 
 impl<'a, T: Real> Problem<'a, T> {
-    fn query_span(&self, unit: &Unit<'_, T>, head: usize, first: usize, count: usize) -> Span<'static> {
-        Span {
+    fn query_range(&self, unit: &Unit<'_, T>, head: usize, first: usize, count: usize) -> TokenRange<'static> {
+        TokenRange {
             side: Side::Query(head),
             batch: unit.sequence.batch,
             kv_head: unit.kv_head,
@@ -131,8 +131,8 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    fn key_span<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> Span<'x> {
-        Span {
+    fn key_range<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> TokenRange<'x> {
+        TokenRange {
             side: Side::Key,
             batch: unit.sequence.batch,
             kv_head: unit.kv_head,
@@ -156,9 +156,9 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let span = self.query_span(unit, head, first, count);
+        let range = self.query_range(unit, head, first, count);
         let shift = self.mapping.query_shift(&mut shifts[..count]);
-        self.load_rows(&span, MapSide::Query(head), self.queries(unit, head).skip(first), shift, to, lift);
+        self.load_rows(&range, MapSide::Query(head), self.queries(unit, head).skip(first), shift, to, lift);
     }
 
     /// Writes the features of `count` keys from key `first` of the sequence on; 0 for those ignored.
@@ -171,29 +171,29 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let span = self.key_span(unit, first, count);
-        self.load_rows(&span, MapSide::Key(unit.kv_head), unit.k.skip(first), shift, to, lift);
+        let range = self.key_range(unit, first, count);
+        self.load_rows(&range, MapSide::Key(unit.kv_head), unit.k.skip(first), shift, to, lift);
     }
 
-    /// Writes the features of the rows of a span.
+    /// Writes the features of the rows of a range.
     fn load_rows(
         &self,
-        span: &Span<'_>,
+        range: &TokenRange<'_>,
         side: MapSide,
         from: Rows<'_, T>,
         shift: Shift<'_, T>,
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let (stride, count, ignored) = (self.layout.stride, span.count, span.ignored);
+        let (stride, count, ignored) = (self.layout.stride, range.count, range.ignored);
         let Lift { rotation, mapped, taken_back, key_sums, map, .. } = lift;
         if let (Some(rotations), Some(buffers)) = (&self.rotations, rotation) {
-            let own = usize::from(span.side == Side::Key);
+            let own = usize::from(range.side == Side::Key);
             let block = (&mut *mapped[own], taken_back[own]);
             let x = self.mapping.features(side, from, count, ignored, shift, block, stride, map.work);
-            let sums = if span.side == Side::Key { &mut **key_sums } else { &mut [] };
+            let sums = if range.side == Side::Key { &mut **key_sums } else { &mut [] };
             sums.fill(T::ZERO);
-            rotations.rotate(span, (x, stride), (to, self.head_width), stride, sums, buffers);
+            rotations.rotate(range, (x, stride), (to, self.head_width), stride, sums, buffers);
         } else {
             self.mapping.write(side, from, count, ignored, shift, to, stride, map.work);
         }
@@ -215,9 +215,9 @@ impl<'a, T: Real> Problem<'a, T> {
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
         let raw = self.queries(unit, head).skip(first);
-        let span = self.query_span(unit, head, first, count);
+        let range = self.query_range(unit, head, first, count);
         self.pull_back(
-            &span,
+            &range,
             raw,
             (MapSide::Query(head), None),
             features,
@@ -241,15 +241,15 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Option<PositionSink<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let span = self.key_span(unit, first, count);
+        let range = self.key_range(unit, first, count);
         let side = (MapSide::Key(unit.kv_head), unit.padding(first, first + count));
-        self.pull_back(&span, unit.k.skip(first), side, features, d, sums, positions.map(|sink| sink.keys), lift)
+        self.pull_back(&range, unit.k.skip(first), side, features, d, sums, positions.map(|sink| sink.keys), lift)
     }
 
     #[allow(clippy::too_many_arguments)]
     fn pull_back<'x>(
         &self,
-        span: &Span<'_>,
+        range: &TokenRange<'_>,
         raw: Rows<'_, T>,
         (side, ignored): (MapSide, Option<&[bool]>),
         features: &[T],
@@ -258,22 +258,22 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Option<SharedRows<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let (stride, count) = (self.layout.stride, span.count);
+        let (stride, count) = (self.layout.stride, range.count);
         let (turning, sums) = sums.split_at_mut(self.turning_sums_len());
         let Lift { rotation, mapped, gradient, map, .. } = lift;
         let (features, d): (&[T], &'x mut [T]) = match (&self.rotations, rotation) {
             (Some(rotations), Some(buffers)) => {
-                let mapped = &*mapped[usize::from(span.side == Side::Key)];
+                let mapped = &*mapped[usize::from(range.side == Side::Key)];
                 let axes = self.position_axes();
                 let add = |row: usize, axis: usize, x: T| {
                     if let Some(positions) = &positions {
                         // SAFETY: a token's row belongs to the (batch, key/value head) of one unit, and within it to the
                         // task that takes its gradient back; no other slice of it lives here.
-                        let to = unsafe { positions.row(span.kv_head, span.batch, span.token + row, axes) };
+                        let to = unsafe { positions.row(range.kv_head, range.batch, range.token + row, axes) };
                         to[axis] += x;
                     }
                 };
-                rotations.unrotate(span, (mapped, stride), (d, self.head_width), gradient, turning, add, buffers);
+                rotations.unrotate(range, (mapped, stride), (d, self.head_width), gradient, turning, add, buffers);
                 (mapped, gradient)
             }
             _ => (features, d),

@@ -94,7 +94,7 @@ struct Block<'s, T> {
 
 /// A block of rows of one head, and the keys that its last one sees.
 #[derive(Clone, Copy)]
-struct Span {
+struct RowRange {
     head: usize,
     row: usize,
     rows: usize,
@@ -254,22 +254,22 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     }
 
     /// The next block of rows from `row` on. `carries` says whether rows hold a number that is not finite.
-    fn span(&self, head: usize, row: usize, carries: impl FnOnce(usize, usize) -> bool) -> Span {
+    fn range(&self, head: usize, row: usize, carries: impl FnOnce(usize, usize) -> bool) -> RowRange {
         let (problem, sequence) = (self.problem, &self.unit.sequence);
         let end = |row: usize| self.unit.clamp(row as isize + problem.offset + 1);
         let rows = (sequence.queries - row).min(TILE);
         if !problem.causal {
-            return Span { head, row, rows, end: sequence.keys };
+            return RowRange { head, row, rows, end: sequence.keys };
         }
         let (from, to) = (end(row), end(row + rows - 1));
         let rows = if from < to && (!self.unit.is_finite(problem, from, to) || carries(row, rows)) { 1 } else { rows };
-        Span { head, row, rows, end: end(row + rows - 1) }
+        RowRange { head, row, rows, end: end(row + rows - 1) }
     }
 
     /// Loads `φ(q)` of a block's rows and its products with the table.
-    fn load_rows(&self, span: Span, block: &mut Block<'_, T>, lift: &mut Lift<'_, T>) {
+    fn load_rows(&self, range: RowRange, block: &mut Block<'_, T>, lift: &mut Lift<'_, T>) {
         let problem = self.problem;
-        let Span { head, row, rows, .. } = span;
+        let RowRange { head, row, rows, .. } = range;
         let width = problem.head_width;
         problem.load_queries(&self.unit, head, row, rows, block.exponents, block.q, lift);
         let Some(table) = &self.table else { return };
@@ -277,11 +277,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             a: block.q,
             a_row: width,
             a_column: 1,
-            b: table.columns(span.head),
+            b: table.columns(range.head),
             b_row: table.width,
             c: block.relative,
             c_row: table.width,
-            rows: span.rows,
+            rows: range.rows,
             columns: table.width,
             depth: problem.depth,
             accumulate: false,
@@ -289,17 +289,17 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             c_band: Band::ALL,
         });
         if problem.exponential {
-            for row in 0..span.rows {
-                let position = self.sight(span.row + row).map_or(T::ONE, |sight| sight.position);
+            for row in 0..range.rows {
+                let position = self.sight(range.row + row).map_or(T::ONE, |sight| sight.position);
                 scale_by(&mut block.relative[row * table.width..][..table.width], position);
             }
         }
     }
 
     /// The elements of the tile at `key` that the rows of a block see.
-    fn band(&self, span: Span, key: usize) -> Band {
+    fn band(&self, range: RowRange, key: usize) -> Band {
         if self.problem.causal {
-            Band::up_to(span.row as isize + self.problem.offset - key as isize)
+            Band::up_to(range.row as isize + self.problem.offset - key as isize)
         } else {
             Band::ALL
         }
@@ -319,14 +319,14 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
 
     /// Fills the tile with the weights of the `keys` keys from `key` on, but for the rows' own decay; elements that a
     /// row does not see hold anything. With features of their own for denominators, `denominators` asks for those parts.
-    fn weigh(&self, span: Span, key: usize, keys: usize, denominators: bool, block: &mut Block<'_, T>) {
+    fn weigh(&self, range: RowRange, key: usize, keys: usize, denominators: bool, block: &mut Block<'_, T>) {
         let problem = self.problem;
         let (width, row_length) = (problem.head_width, self.tile_width);
         let features = if denominators { problem.layout.denominator()..width } else { 0..problem.depth };
         if !problem.content {
-            block.tile[..span.rows * row_length].fill(T::ZERO);
+            block.tile[..range.rows * row_length].fill(T::ZERO);
         } else if self.unit.sequence.keys < FEW_KEYS {
-            for row in 0..span.rows {
+            for row in 0..range.rows {
                 let line = &mut block.tile[row * row_length..][..row_length];
                 line.fill(T::ZERO);
                 let q = &block.q[row * width..][features.clone()];
@@ -341,19 +341,19 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                 b_row: row_length,
                 c: block.tile,
                 c_row: row_length,
-                rows: span.rows,
+                rows: range.rows,
                 columns: keys,
                 depth: features.len(),
                 accumulate: false,
                 a_band: Band::ALL,
-                c_band: self.band(span, key),
+                c_band: self.band(range, key),
             });
         }
         if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
         }
-        for row in 0..span.rows {
-            let Some(sight) = self.sight(span.row + row).filter(|sight| sight.end > key) else { continue };
+        for row in 0..range.rows {
+            let Some(sight) = self.sight(range.row + row).filter(|sight| sight.end > key) else { continue };
             let line = &mut block.tile[row * row_length..][..keys.min(sight.end - key)];
             self.content_factors(&sight, key, line.len(), block.factors, |factors| multiply(line, factors));
             if let (Some(table), Some((from, to, first))) = (&self.table, self.near(sight.stands, key, line.len())) {
@@ -462,27 +462,27 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         for head in problem.heads(&keys.unit) {
             let mut row = 0;
             while row < keys.unit.sequence.queries {
-                let span = keys.span(head, row, |_, _| false);
-                keys.load_rows(span, &mut block, &mut lift);
-                block.sums[..span.rows].fill(T::ZERO);
-                block.o[..span.rows * value_width].fill(T::ZERO);
-                for key in (0..span.end).step_by(keys.tile_width.max(1)) {
-                    let count = (span.end - key).min(keys.tile_width);
-                    let band = keys.band(span, key);
-                    keys.weigh(span, key, count, separate, &mut block);
+                let range = keys.range(head, row, |_, _| false);
+                keys.load_rows(range, &mut block, &mut lift);
+                block.sums[..range.rows].fill(T::ZERO);
+                block.o[..range.rows * value_width].fill(T::ZERO);
+                for key in (0..range.end).step_by(keys.tile_width.max(1)) {
+                    let count = (range.end - key).min(keys.tile_width);
+                    let band = keys.band(range, key);
+                    keys.weigh(range, key, count, separate, &mut block);
                     dispatch(MaskAndSum {
                         block: block.tile,
                         row_length: keys.tile_width,
                         columns: count,
                         band,
-                        sums: &mut block.sums[..span.rows],
+                        sums: &mut block.sums[..range.rows],
                     });
                     if separate {
-                        keys.weigh(span, key, count, false, &mut block);
+                        keys.weigh(range, key, count, false, &mut block);
                         dispatch(ZeroOutside {
                             block: block.tile,
                             row_length: keys.tile_width,
-                            rows: span.rows,
+                            rows: range.rows,
                             columns: count,
                             band,
                         });
@@ -495,7 +495,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                         b_row: value_width,
                         c: block.o,
                         c_row: value_width,
-                        rows: span.rows,
+                        rows: range.rows,
                         columns: value_width,
                         depth: count,
                         accumulate: true,
@@ -503,7 +503,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                         c_band: Band::ALL,
                     });
                 }
-                for at in 0..span.rows {
+                for at in 0..range.rows {
                     let sum = &mut block.o[at * value_width..][..value_width];
                     let (mut denominator, mut exponent) = (T::ZERO, T::ZERO);
                     if let Some(sight) = keys.sight(row + at) {
@@ -518,7 +518,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                     }
                     write_row(problem, &keys.unit, &sink, (head, row + at), (sum, denominator, exponent));
                 }
-                row += span.rows;
+                row += range.rows;
             }
         }
     });
@@ -590,23 +590,23 @@ pub(super) fn backward<T: Real>(
                     .map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));
                 let mut row = 0;
                 while row < sequence.queries {
-                    let span = keys.span(head, row, |row, rows| {
+                    let range = keys.range(head, row, |row, rows| {
                         !problem.mapping.all_finite(queries.skip(row), rows)
                             || !all_finite(d_out.skip(row), rows, value_dim)
                     });
-                    keys.load_rows(span, &mut block, &mut lift);
+                    keys.load_rows(range, &mut block, &mut lift);
                     let from = d_out.skip(row);
                     dispatch(LoadFeatures {
                         map: FeatureMap::Identity,
                         shift: T::ZERO,
                         from,
-                        count: span.rows,
+                        count: range.rows,
                         width: value_dim,
                         ignored: None,
                         to: block.o,
                         to_row: value_width,
                     });
-                    for at in 0..span.rows {
+                    for at in 0..range.rows {
                         let d = &mut block.o[at * value_width..][..value_width];
                         (gains[at], c[at]) = (T::ZERO, T::ZERO);
                         if let Some(sight) = keys.sight(row + at) {
@@ -632,16 +632,16 @@ pub(super) fn backward<T: Real>(
                             block.q[at * head_width..][..head_width].fill(T::ZERO);
                         }
                     }
-                    dw[..span.rows * table_width].fill(T::ZERO);
-                    dq[..span.rows * head_width].fill(T::ZERO);
-                    for key in (0..span.end).step_by(tile_width.max(1)) {
-                        let count = (span.end - key).min(tile_width);
-                        let band = keys.band(span, key);
-                        keys.weigh(span, key, count, false, &mut block);
+                    dw[..range.rows * table_width].fill(T::ZERO);
+                    dq[..range.rows * head_width].fill(T::ZERO);
+                    for key in (0..range.end).step_by(tile_width.max(1)) {
+                        let count = (range.end - key).min(tile_width);
+                        let band = keys.band(range, key);
+                        keys.weigh(range, key, count, false, &mut block);
                         dispatch(ZeroOutside {
                             block: block.tile,
                             row_length: tile_width,
-                            rows: span.rows,
+                            rows: range.rows,
                             columns: count,
                             band,
                         });
@@ -653,14 +653,14 @@ pub(super) fn backward<T: Real>(
                             b_row: tile_width,
                             c: d_tile,
                             c_row: tile_width,
-                            rows: span.rows,
+                            rows: range.rows,
                             columns: count,
                             depth: value_dim,
                             accumulate: false,
                             a_band: Band::ALL,
                             c_band: band,
                         });
-                        for at in 0..span.rows {
+                        for at in 0..range.rows {
                             let (line, d_line) =
                                 (&mut block.tile[at * tile_width..], &mut d_tile[at * tile_width..][..tile_width]);
                             let Some(sight) = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO)
@@ -702,7 +702,7 @@ pub(super) fn backward<T: Real>(
                                 c_row: width,
                                 rows: count,
                                 columns: columns.len(),
-                                depth: span.rows,
+                                depth: range.rows,
                                 accumulate: true,
                                 a_band: Band::ALL,
                                 c_band: Band::ALL,
@@ -717,7 +717,7 @@ pub(super) fn backward<T: Real>(
                                 b_row: head_width,
                                 c: &mut dq[columns.start..],
                                 c_row: head_width,
-                                rows: span.rows,
+                                rows: range.rows,
                                 columns: columns.len(),
                                 depth: count,
                                 accumulate: true,
@@ -733,7 +733,7 @@ pub(super) fn backward<T: Real>(
                         }
                         let Some(from) = separate else { continue };
                         // What a key adds to the denominator has its own features, and `c` for its gradient.
-                        for at in 0..span.rows {
+                        for at in 0..range.rows {
                             let d_line = &mut d_tile[at * tile_width..][..tile_width];
                             d_line.fill(T::ZERO);
                             let sight = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO);
@@ -758,7 +758,7 @@ pub(super) fn backward<T: Real>(
                             b_row: head_width,
                             c: dq,
                             c_row: head_width,
-                            rows: span.rows,
+                            rows: range.rows,
                             columns: head_width,
                             depth: table.count,
                             accumulate: true,
@@ -775,7 +775,7 @@ pub(super) fn backward<T: Real>(
                             c_row: head_width,
                             rows: table.count,
                             columns: head_width,
-                            depth: span.rows,
+                            depth: range.rows,
                             accumulate: true,
                             a_band: Band::ALL,
                             c_band: Band::ALL,
@@ -783,8 +783,8 @@ pub(super) fn backward<T: Real>(
                     }
                     let (sums, positions) = (&mut d_table[(n + 1) * entry - sums_len..][..sums_len], sink.positions);
                     let (raw, raw_row) =
-                        problem.pull_back_queries(unit, head, row, span.rows, block.q, dq, sums, positions, &mut lift);
-                    for at in 0..span.rows {
+                        problem.pull_back_queries(unit, head, row, range.rows, block.q, dq, sums, positions, &mut lift);
+                    for at in 0..range.rows {
                         let token = sequence.query_start + row + at;
                         // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
                         let to = unsafe { sink.dq.row(sequence.batch, head, token, head_dim) };
@@ -794,7 +794,7 @@ pub(super) fn backward<T: Real>(
                             store(&raw[at * raw_row..], T::ONE, to);
                         }
                     }
-                    row += span.rows;
+                    row += range.rows;
                 }
             }
             for key in 0..sequence.keys + sequence.absent {

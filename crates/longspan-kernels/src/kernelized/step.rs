@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Features, LoadFeatures};
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
-use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, Span};
+use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
 use crate::shaw::{RelativeMap, Shaw};
 use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, scale_by};
@@ -301,8 +301,9 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
             }
             None => Features::Mapped { map, shift, from, ignored: None, to: mapped, keep: false },
         };
-        let span = Span { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
-        rotations.rotate(&span, (features, mapped_row), (to, row), self.layout.mapped, &mut [], buffers);
+        let range =
+            TokenRange { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
+        rotations.rotate(&range, (features, mapped_row), (to, row), self.layout.mapped, &mut [], buffers);
     }
 
     /// The rows of a query head's table that a causal token meets: from "`R` or more before" to "here".

@@ -1,4 +1,4 @@
-//! What a stretch of keys leaves behind for later queries, in the layout of the kernels.
+//! What a range of keys leaves behind for later queries, in the layout of the kernels.
 
 use super::features::FeatureLayout;
 use super::problem::{Problem, Unit};

@@ -112,7 +112,7 @@ rates! {
     PiecewiseNumber = "toeplitz.piecewise.number", [202e-12, 888e-12];
     /// A pair of a row and a key near it.
     PiecewiseWeight = "toeplitz.piecewise.weight", [550e-12, 2.39e-9];
-    /// A number of the sums carried from strip to strip.
+    /// A number of the sums carried from chunk to chunk.
     PiecewiseState = "toeplitz.piecewise.state", [30.6e-12, 138e-12];
     /// A floating-point operation of tiles.
     PiecewiseFlop = "toeplitz.piecewise.flop", [2.99e-12, 11.4e-12];

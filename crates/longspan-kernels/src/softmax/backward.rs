@@ -52,8 +52,8 @@ pub(super) fn backward<T: Real>(
         let mut arena = Arena::new(scratch);
         let block = Block::new(problem, &mut arena);
         let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
-        let stretches = problem.stretches(sequence, kv_head);
-        let (past, own) = (stretches[0].keys, stretches[1].keys);
+        let segments = problem.segments(sequence, kv_head);
+        let (past, own) = (segments[0].keys, segments[1].keys);
         let (dk, dv) = (arena.take((past + own) * head_width), arena.take((past + own) * value_width));
         let (d_tile, o_columns) = (arena.take(ROWS * KEYS), arena.take(ROWS * value_width));
         let (dq, k_block, dots) = (arena.take(ROWS * head_width), arena.take(KEYS * head_width), arena.take(ROWS));
@@ -72,8 +72,8 @@ pub(super) fn backward<T: Real>(
                     all_finite(queries.skip(row), rows, dims.head_dim)
                         && all_finite(d_out.skip(row), rows, dims.value_dim)
                 };
-                let parted = problem.end(&stretches[1], row) < problem.end(&stretches[1], row + rows - 1);
-                let whole = !parted || (!problem.carries(&stretches[1], row, rows) && finite(row, rows));
+                let parted = problem.end(&segments[1], row) < problem.end(&segments[1], row + rows - 1);
+                let whole = !parted || (!problem.carries(&segments[1], row, rows) && finite(row, rows));
                 let rows = if whole { rows } else { 1 };
                 let columns = padded::<T>(rows);
 
@@ -89,26 +89,26 @@ pub(super) fn backward<T: Real>(
                     let logarithm = cotangent.denominators[place];
                     if logarithm != T::NEG_INFINITY {
                         block.sums[at] = logarithm;
-                        seen = seen.max(problem.end(&stretches[1], row + at));
+                        seen = seen.max(problem.end(&segments[1], row + at));
                         *to = dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
                     }
                 }
                 dq[..rows * head_width].fill(T::ZERO);
 
-                for stretch in &stretches {
-                    let end = problem.end(stretch, row + rows - 1);
-                    let first = if stretch.past { 0 } else { past };
+                for segment in &segments {
+                    let end = problem.end(segment, row + rows - 1);
+                    let first = if segment.past { 0 } else { past };
                     for key in (0..end).step_by(KEYS) {
                         let keys = (end - key).min(KEYS);
-                        let ahead = if stretch.past || !problem.causal {
+                        let ahead = if segment.past || !problem.causal {
                             isize::MAX / 2
                         } else {
                             row as isize + problem.offset - key as isize
                         };
                         let band = Band::starting_at(-ahead);
-                        let k = (stretch.k.skip(key), dims.head_dim);
-                        let v = (stretch.v.skip(key), dims.value_dim);
-                        let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
+                        let k = (segment.k.skip(key), dims.head_dim);
+                        let v = (segment.v.skip(key), dims.value_dim);
+                        let ignored = segment.padding.map(|padding| &padding[key..key + keys]);
                         against(k, keys, (block.q_columns, columns), block.tile, band);
                         against(v, keys, (o_columns, columns), d_tile, band);
                         dispatch(ExpColumns {

@@ -1,6 +1,6 @@
 //! The forward pass: blocks of queries against tiles of keys, with running maxima, so that no score is kept.
 
-use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Stretch, against, right_side};
+use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Segment, against, right_side};
 use crate::call::{Arena, Scratch, Sequence, SharedRows};
 use crate::simd::block::{scale_by, store};
 use crate::simd::product::{Band, Product};
@@ -19,7 +19,7 @@ pub(super) struct Sink<'a, T> {
 
 /// Rows of one head.
 #[derive(Clone, Copy)]
-struct Span {
+struct RowRange {
     head: usize,
     row: usize,
     rows: usize,
@@ -34,14 +34,14 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         let mut memory = Block::new(problem, &mut Arena::new(scratch));
         let (sequence, head, block) = blocks.task(task);
         let sequence = &problem.sequences[sequence];
-        let stretches = problem.stretches(sequence, head / problem.dims.group());
+        let segments = problem.segments(sequence, head / problem.dims.group());
         let (mut row, end) = (block * ROWS, (block * ROWS + ROWS).min(sequence.queries));
         while row < end {
-            let whole = !stretches.iter().any(|stretch| problem.carries(stretch, row, end - row));
-            let span = Span { head, row, rows: if whole { end - row } else { 1 } };
-            attend(problem, sequence, &stretches, span, &mut memory);
-            write(problem, sequence, span, &mut memory, sink);
-            row += span.rows;
+            let whole = !segments.iter().any(|segment| problem.carries(segment, row, end - row));
+            let range = RowRange { head, row, rows: if whole { end - row } else { 1 } };
+            attend(problem, sequence, &segments, range, &mut memory);
+            write(problem, sequence, range, &mut memory, sink);
+            row += range.rows;
         }
     });
 }
@@ -50,12 +50,12 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
 fn attend<T: Real>(
     problem: &Problem<'_, T>,
     sequence: &Sequence<'_>,
-    stretches: &[Stretch<'_, T>],
-    span: Span,
+    segments: &[Segment<'_, T>],
+    range: RowRange,
     memory: &mut Block<'_, T>,
 ) {
     let dims = &problem.dims;
-    let Span { head, row, rows } = span;
+    let RowRange { head, row, rows } = range;
     let (columns, value_width) = (padded::<T>(rows), problem.value_width);
     let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + row);
     let transposed = (&mut *memory.q_columns, columns);
@@ -64,19 +64,19 @@ fn attend<T: Real>(
     memory.sums.fill(T::ZERO);
     // The lowest finite number would do: what is subtracted from it stays a number.
     memory.highest.fill(-(T::ONE / T::MIN_POSITIVE));
-    for stretch in stretches {
-        let end = problem.end(stretch, row + rows - 1);
+    for segment in segments {
+        let end = problem.end(segment, row + rows - 1);
         for key in (0..end).step_by(KEYS) {
             let keys = (end - key).min(KEYS);
             // Column `i` sees the lines up to `i + ahead`.
-            let ahead = if stretch.past || !problem.causal {
+            let ahead = if segment.past || !problem.causal {
                 isize::MAX / 2
             } else {
                 row as isize + problem.offset - key as isize
             };
-            let k = (stretch.k.skip(key), dims.head_dim);
+            let k = (segment.k.skip(key), dims.head_dim);
             against(k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
-            let ignored = stretch.padding.map(|padding| &padding[key..key + keys]);
+            let ignored = segment.padding.map(|padding| &padding[key..key + keys]);
             for (line, scores) in memory.tile.chunks_exact_mut(columns).take(keys).enumerate() {
                 let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
                 let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
@@ -96,7 +96,7 @@ fn attend<T: Real>(
                     scale_by(sum, factor);
                 }
             }
-            let (v, v_row) = right_side((stretch.v.skip(key), dims.value_dim), keys, ignored, memory.v);
+            let (v, v_row) = right_side((segment.v.skip(key), dims.value_dim), keys, ignored, memory.v);
             dispatch(Product {
                 a: memory.tile,
                 a_row: 1,
@@ -119,15 +119,15 @@ fn attend<T: Real>(
 fn write<T: Real>(
     problem: &Problem<'_, T>,
     sequence: &Sequence<'_>,
-    span: Span,
+    range: RowRange,
     memory: &mut Block<'_, T>,
     sink: Sink<'_, T>,
 ) {
-    for at in 0..span.rows {
-        let token = sequence.query_start + span.row + at;
+    for at in 0..range.rows {
+        let token = sequence.query_start + range.row + at;
         let (sum, highest) = (memory.sums[at], memory.highest[at]);
         // SAFETY: each (batch, head, token) belongs to one block of rows, so to one task.
-        let out = unsafe { sink.out.row(sequence.batch, span.head, token, problem.dims.value_dim) };
+        let out = unsafe { sink.out.row(sequence.batch, range.head, token, problem.dims.value_dim) };
         if sum == T::ZERO {
             out.fill(T::ZERO);
         } else {
@@ -135,7 +135,7 @@ fn write<T: Real>(
         }
         if let Some(denominators) = sink.denominators {
             // SAFETY: as above.
-            let place = unsafe { denominators.row(sequence.batch, span.head, token, 1) };
+            let place = unsafe { denominators.row(sequence.batch, range.head, token, 1) };
             // The largest weight is 1, so the sum is 1 or more.
             place[0] = if sum == T::ZERO { T::NEG_INFINITY } else { highest + (sum - T::ONE).ln_1p() };
         }

@@ -36,7 +36,7 @@ pub(super) struct Problem<'a, T: 'static> {
 
 /// Keys of one head that stand one after the other.
 #[derive(Clone, Copy)]
-pub(super) struct Stretch<'a, T> {
+pub(super) struct Segment<'a, T> {
     pub k: Rows<'a, T>,
     pub v: Rows<'a, T>,
     pub keys: usize,
@@ -97,8 +97,8 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 
     /// The keys that rows of a head see: those of an initial state, then the call's own.
-    pub fn stretches(&self, sequence: &Sequence<'a>, kv_head: usize) -> [Stretch<'a, T>; 2] {
-        let own = Stretch {
+    pub fn segments(&self, sequence: &Sequence<'a>, kv_head: usize) -> [Segment<'a, T>; 2] {
+        let own = Segment {
             k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
             v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
             keys: sequence.keys,
@@ -106,10 +106,10 @@ impl<'a, T: Real> Problem<'a, T> {
             past: false,
         };
         let past = match self.call.initial_state {
-            None => Stretch { keys: 0, padding: None, past: true, ..own },
+            None => Segment { keys: 0, padding: None, past: true, ..own },
             Some(state) => {
                 let [keys, values, ..] = state.head(sequence.batch, kv_head);
-                Stretch {
+                Segment {
                     k: Rows { data: keys, stride: self.dims.head_dim },
                     v: Rows { data: values, stride: self.dims.value_dim },
                     keys: state::count(state, sequence.batch, kv_head),
@@ -121,23 +121,23 @@ impl<'a, T: Real> Problem<'a, T> {
         [past, own]
     }
 
-    /// Keys of a stretch before this one may be seen by row `row`.
-    pub fn end(&self, stretch: &Stretch<'_, T>, row: usize) -> usize {
-        if stretch.past || !self.causal {
-            return stretch.keys;
+    /// Keys of a segment before this one may be seen by row `row`.
+    pub fn end(&self, segment: &Segment<'_, T>, row: usize) -> usize {
+        if segment.past || !self.causal {
+            return segment.keys;
         }
-        (row as isize + self.offset + 1).clamp(0, stretch.keys as isize) as usize
+        (row as isize + self.offset + 1).clamp(0, segment.keys as isize) as usize
     }
 
     /// Whether keys that some of the rows see and others do not hold a number that is not finite, which a weight of 0
     /// would carry to all of them.
-    pub fn carries(&self, stretch: &Stretch<'_, T>, row: usize, rows: usize) -> bool {
-        let (from, to) = (self.end(stretch, row), self.end(stretch, row + rows - 1));
+    pub fn carries(&self, segment: &Segment<'_, T>, row: usize, rows: usize) -> bool {
+        let (from, to) = (self.end(segment, row), self.end(segment, row + rows - 1));
         let finite = |key| {
-            all_finite(stretch.v.skip(key), 1, self.dims.value_dim)
-                && all_finite(stretch.k.skip(key), 1, self.dims.head_dim)
+            all_finite(segment.v.skip(key), 1, self.dims.value_dim)
+                && all_finite(segment.k.skip(key), 1, self.dims.head_dim)
         };
-        let ignored = |key: usize| stretch.padding.is_some_and(|ignored| ignored[key]);
+        let ignored = |key: usize| segment.padding.is_some_and(|ignored| ignored[key]);
         !(from..to).all(|key| ignored(key) || finite(key))
     }
 
@@ -174,7 +174,7 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 }
 
-/// Products of the rows of a stretch with those of a block: `to = rows · blockᵀ`, a line for each key from `key` on.
+/// Products of the rows of a segment with those of a block: `to = rows · blockᵀ`, a line for each key from `key` on.
 pub(super) fn against<T: Real>(
     (rows, width): (Rows<'_, T>, usize),
     keys: usize,
@@ -199,7 +199,7 @@ pub(super) fn against<T: Real>(
     });
 }
 
-/// Rows of a stretch as the right side of a product: as they stand where that can be read in whole registers, else
+/// Rows of a segment as the right side of a product: as they stand where that can be read in whole registers, else
 /// through a block, with 0 for ignored ones.
 pub(super) fn right_side<'b, T: Real>(
     (rows, width): (Rows<'b, T>, usize),

@@ -79,12 +79,12 @@ pub(super) fn append<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) {
     clear(to);
     let (head_dim, value_dim, kv_heads) = (problem.dims.head_dim, problem.dims.value_dim, problem.dims.kv_heads);
     for (unit, [keys, values, held, ..]) in to.heads_mut().enumerate() {
-        let stretches = problem.stretches(&problem.sequences[unit / kv_heads], unit % kv_heads);
+        let segments = problem.segments(&problem.sequences[unit / kv_heads], unit % kv_heads);
         let mut place = 0;
-        for stretch in stretches {
-            for key in (0..stretch.keys).filter(|&key| !stretch.padding.is_some_and(|ignored| ignored[key])) {
-                keys[place * head_dim..][..head_dim].copy_from_slice(stretch.k.row(key, head_dim));
-                values[place * value_dim..][..value_dim].copy_from_slice(stretch.v.row(key, value_dim));
+        for segment in segments {
+            for key in (0..segment.keys).filter(|&key| !segment.padding.is_some_and(|ignored| ignored[key])) {
+                keys[place * head_dim..][..head_dim].copy_from_slice(segment.k.row(key, head_dim));
+                values[place * value_dim..][..value_dim].copy_from_slice(segment.v.row(key, value_dim));
                 place += 1;
             }
         }

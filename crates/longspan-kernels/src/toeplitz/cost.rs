@@ -2,7 +2,7 @@
 
 use super::fft::transform_length;
 use super::piecewise::ROWS;
-use super::problem::{STRIP, TILE};
+use super::problem::{CHUNK, TILE};
 use super::{Bias, Toeplitz};
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -20,16 +20,16 @@ fn numbers(dims: &Dims) -> f64 {
     (dims.queries + dims.keys) as f64 * (dims.head_dim + dims.value_dim) as f64
 }
 
-/// Near keys by tiles that are a strip of rows wider than the table reaches; one sum a strip for the others.
+/// Near keys by tiles that are a chunk of rows wider than the table reaches; one sum a chunk for the others.
 fn piecewise(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let heads = (dims.batch * dims.heads) as f64;
-    let Strips { strips, pairs, rows, summed } = Strips::count(&toeplitz.bias, dims, mask);
+    let Chunks { chunks, pairs, rows, summed } = Chunks::count(&toeplitz.bias, dims, mask);
     let sides = if mask.order == Order::Causal { 1.0 } else { 2.0 };
     let tiles = pairs * 2.0 * (d + dv);
     let far = (rows + summed) * 2.0 * d * (dv + 1.0);
-    // Sums are carried from strip to strip, and tiles load their keys for half as many rows as a long strip does.
-    let state = sides * strips * d * (dv + 1.0);
+    // Sums are carried from chunk to chunk, and tiles load their keys for half as many rows as a long chunk does.
+    let state = sides * chunks * d * (dv + 1.0);
     let counts = [
         (Rate::PiecewiseHead, 1.0),
         (Rate::PiecewiseNumber, numbers(dims)),
@@ -45,15 +45,15 @@ fn piecewise(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Estimate {
         published_elements: d * (dv + 1.0) * dims.keys as f64,
         scratch_bytes: 4.0 * state + tiled(dims, mask).scratch_bytes,
         work,
-        // Where all keys are near these are tiles of shorter strips.
+        // Where all keys are near these are tiles of shorter chunks.
         automatic: toeplitz.bias.far().is_some(),
     }
 }
 
-/// What the strips of a head meet.
+/// What the chunks of a head meet.
 #[derive(Debug, PartialEq)]
-struct Strips {
-    strips: f64,
+struct Chunks {
+    chunks: f64,
     /// Pairs in tiles.
     pairs: f64,
     /// Rows that read a sum, once for each that they read.
@@ -62,7 +62,7 @@ struct Strips {
     summed: f64,
 }
 
-impl Strips {
+impl Chunks {
     fn count(bias: &Bias, dims: &Dims, mask: &Mask<'_>) -> Self {
         let (queries, keys) = (dims.queries as isize, dims.keys as isize);
         let causal = mask.order == Order::Causal;
@@ -91,7 +91,7 @@ impl Strips {
             }
         }
         Self {
-            strips: (dims.queries as f64 / ROWS as f64).ceil(),
+            chunks: (dims.queries as f64 / ROWS as f64).ceil(),
             pairs: pairs as f64,
             rows: rows as f64,
             summed: (before + after) as f64,
@@ -141,7 +141,7 @@ fn tiled(dims: &Dims, mask: &Mask<'_>) -> Estimate {
         flops: heads * flops,
         published_elements: (dims.queries * dims.keys) as f64,
         scratch_bytes: 4.0
-            * (STRIP as f64 * (d + dv)
+            * (CHUNK as f64 * (d + dv)
                 + (TILE * TILE) as f64
                 + TILE as f64 * (2.0 * d + dv)
                 + (dims.queries + dims.keys) as f64),
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn strips_are_counted_as_they_are_walked() {
+    fn chunks_are_counted_as_they_are_walked() {
         for bias in [Bias::clipped(16), Bias::clipped(200), Bias::symmetric(900)] {
             for (queries, keys) in [(1, 1), (5, 300), (300, 5), (128, 128), (129, 129), (700, 700)] {
                 for (order, offset) in
@@ -178,9 +178,9 @@ mod tests {
                     let mask = Mask { order, offset, ..Mask::default() };
                     let (mut pairs, mut rows) = (0, 0);
                     for row in 0..queries as isize {
-                        let strip = row / ROWS as isize * ROWS as isize;
-                        let first = strip + offset;
-                        let last = (strip + ROWS as isize).min(queries as isize) - 1 + offset;
+                        let chunk = row / ROWS as isize * ROWS as isize;
+                        let first = chunk + offset;
+                        let last = (chunk + ROWS as isize).min(queries as isize) - 1 + offset;
                         let keys = 0..keys as isize;
                         let before = |key: &isize| bias.far().is_some() && *key <= first - bias.near() as isize;
                         let after = |key: &isize| match bias.after() {
@@ -192,7 +192,7 @@ mod tests {
                         rows += usize::from(keys.clone().any(|key| before(&key)));
                         rows += usize::from(keys.clone().any(|key| after(&key) && !before(&key)));
                     }
-                    let counted = Strips::count(&bias, &dims, &mask);
+                    let counted = Chunks::count(&bias, &dims, &mask);
                     assert_eq!(
                         (counted.pairs, counted.rows),
                         (pairs as f64, rows as f64),

@@ -100,14 +100,14 @@ impl Line {
             (0..count as isize).map(|n| (place(first + n) - place(first)) as usize).collect()
         };
         let (mut key_places, mut query_places) = (None, None);
-        let (mut key_span, mut query_span) = (keys, queries);
+        let (mut key_range, mut query_range) = (keys, queries);
         if problem.is_grid() {
-            let span = |places: &[usize]| places.last().map_or(0, |last| last + 1);
+            let range = |places: &[usize]| places.last().map_or(0, |last| last + 1);
             let (of_keys, of_queries) = (places(0, keys), places(problem.offset, queries));
-            (key_span, query_span) = (span(&of_keys), span(&of_queries));
+            (key_range, query_range) = (range(&of_keys), range(&of_queries));
             (key_places, query_places) = (Some(of_keys), Some(of_queries));
         }
-        let length = transform_length(key_span, query_span);
+        let length = transform_length(key_range, query_range);
         Self {
             origin: place(problem.offset) - place(0),
             key_count: keys,
@@ -276,10 +276,10 @@ impl Line {
 
     /// The least and largest `key − query` of places.
     fn differences(&self) -> (isize, isize) {
-        let span = |places: &Option<Vec<usize>>, count: usize| {
+        let range = |places: &Option<Vec<usize>>, count: usize| {
             places.as_ref().map_or(count, |places| places.last().map_or(0, |last| last + 1)) as isize
         };
-        let (keys, queries) = (span(&self.keys, self.key_count), span(&self.queries, self.query_count));
+        let (keys, queries) = (range(&self.keys, self.key_count), range(&self.queries, self.query_count));
         (1 - queries - self.origin, keys - 1 - self.origin)
     }
 }
@@ -476,7 +476,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
             }
             _ => {
                 for head in problem.heads(&unit) {
-                    tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+                    tiled::push_chunks(&mut tasks, unit.index, head, 0..unit.sequence.queries);
                 }
             }
         }
@@ -582,7 +582,7 @@ impl<T: Real> HeadRows<'_, '_, T> {
             while row < rows.end {
                 let run = (row..rows.end).take_while(&fails).count();
                 if run > 0 {
-                    tiled::push_strips(tasks, unit.index, head, row..row + run);
+                    tiled::push_chunks(tasks, unit.index, head, row..row + run);
                 }
                 row += run.max(1);
             }
@@ -640,7 +640,7 @@ pub(super) fn backward<T: Real>(
                 let line = lines[unit.index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
                 let Some(line) = line else {
                     for head in problem.heads(&unit) {
-                        tiled::push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+                        tiled::push_chunks(&mut tasks, unit.index, head, 0..unit.sequence.queries);
                     }
                     units.push(KeyUnit::whole(unit.index));
                     continue;
@@ -1011,7 +1011,7 @@ impl<'x, T: Real> Whole<'x, '_, T> {
         for first in (0..dq.count).step_by(TILE) {
             let rows = (dq.count - first).min(TILE);
             if (first..first + rows).any(|row| sees(row) && bound > scales[row].abs()) {
-                tiled::push_strips(tasks, unit.index, head, first..first + rows);
+                tiled::push_chunks(tasks, unit.index, head, first..first + rows);
                 continue;
             }
             problem.load_queries(unit, head, first, rows, phi, &mut shifts, &mut map);

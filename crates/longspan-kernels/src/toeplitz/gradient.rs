@@ -1,11 +1,11 @@
-//! Gradients of keys, values and biases by tiles: a task takes strips of keys of one unit and passes over the rows.
+//! Gradients of keys, values and biases by tiles: a task takes chunks of keys of one unit and passes over the rows.
 //!
 //! With `p_ij = e^{b_δ} φ(q_i)·φ(k_j)` and `E_ij = dN⁺_i·v⁺_j`: `dv_j = Σ_i p_ij dN_i`, `dk̄_j = Σ_i e^{b_δ} E_ij q̄_i`,
 //! `db_δ = Σ_{j−i=δ} p_ij E_ij`.
 
 use super::map_sums::MapSums;
 use super::piecewise::{self, Sums};
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
+use super::problem::{Block, CHUNK, Problem, Shared, TILE, Unit};
 use super::state::{EXPONENT, Last, StateGradients};
 use super::tiled::{Far, GradientSink, KeyBlock, Weights, add_keys, each_run, load_cotangent, scores, value_products};
 use crate::call::{Arena, Cotangent, ViewMut};
@@ -24,7 +24,7 @@ const SEGMENTS: usize = 8;
 
 /// Tasks that share the keys of a unit.
 pub(super) fn segments<T: Real>(problem: &Problem<'_, T>) -> usize {
-    problem.most_keys().div_ceil(STRIP).clamp(1, SEGMENTS)
+    problem.most_keys().div_ceil(CHUNK).clamp(1, SEGMENTS)
 }
 
 /// Numbers of one line of biases' gradients: of each index of the line, then of the weights of the farthest keys before
@@ -39,7 +39,7 @@ pub(super) fn lines_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Key blocks that are kept while rows pass by.
-const KEPT: usize = STRIP / TILE;
+const KEPT: usize = CHUNK / TILE;
 
 /// Working memory of a task.
 pub(super) struct Buffers<'s, T> {
@@ -61,7 +61,7 @@ pub(super) struct Buffers<'s, T> {
     pub map: MapBuffers<'s, T>,
     /// Where the gradient of a learned map is summed.
     map_sums: &'s mut [T],
-    /// Gradients of a strip of rows, where they are taken in the same pass.
+    /// Gradients of a chunk of rows, where they are taken in the same pass.
     pub dq: &'s mut [T],
 }
 
@@ -99,7 +99,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             last: arena.take(sums * problem.head_width * (problem.value_width + 1)),
             map: MapBuffers::new(&problem.mapping, TILE, arena),
             map_sums,
-            dq: arena.take(if beside == Beside::Queries { STRIP * problem.head_width } else { 0 }),
+            dq: arena.take(if beside == Beside::Queries { CHUNK * problem.head_width } else { 0 }),
         }
     }
 }
@@ -110,7 +110,7 @@ pub(super) struct KeyPass<'x, 'a, T: 'static> {
     pub shared: &'x Shared<'x, T>,
     pub cotangent: &'x Cotangent<'x, T>,
     pub sink: GradientSink<'x, T>,
-    /// The rows that lie far from each strip of keys; without them all rows are met by tiles.
+    /// The rows that lie far from each chunk of keys; without them all rows are met by tiles.
     pub rows: Option<&'x Sums<'x, T>>,
     pub states: StateGradients<'x, T>,
     pub sums: MapSums<'x, T>,
@@ -198,10 +198,10 @@ impl Left {
 }
 
 /// Where a task stands.
-pub(super) struct Strip<'x, 'a, T> {
+pub(super) struct Chunk<'x, 'a, T> {
     pub unit: Unit<'a, T>,
     pub left: Option<&'x Left>,
-    /// The strip of the unit's keys.
+    /// The chunk of the unit's keys.
     pub index: usize,
     pub keys: std::ops::Range<isize>,
     /// What the final state gives.
@@ -222,9 +222,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 *last = Some(Last::new(problem, &problem.unit(unit.index), state));
             });
         }
-        let (strip_len, beside) = match self.rows {
+        let (chunk_len, beside) = match self.rows {
             Some(_) => (piecewise::ROWS, Beside::Sums),
-            None => (STRIP, Beside::Nothing),
+            None => (CHUNK, Beside::Nothing),
         };
         parallel(units.len() * segments, scratch, per_worker, |task, scratch| {
             let KeyUnit { index, left } = &units[task / segments];
@@ -239,16 +239,16 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 self.load_last(last, &mut buffers);
             }
             let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
-            // Strips by turns, because later keys are seen by fewer rows.
-            for index in (segment..((keys - begin) as usize).div_ceil(strip_len)).step_by(segments) {
-                let from = begin + (index * strip_len) as isize;
-                let strip = Strip { unit, left, index, keys: from..(from + strip_len as isize).min(keys), last };
+            // Chunks by turns, because later keys are seen by fewer rows.
+            for index in (segment..((keys - begin) as usize).div_ceil(chunk_len)).step_by(segments) {
+                let from = begin + (index * chunk_len) as isize;
+                let chunk = Chunk { unit, left, index, keys: from..(from + chunk_len as isize).min(keys), last };
                 // What is beyond the final ring does not share a block, and so an exponent, with what is not.
                 let ring_from = last.map_or(begin, |last| last.ring_from);
                 let mut from = from;
-                while from < strip.keys.end {
-                    let end = if from < ring_from { ring_from.min(strip.keys.end) } else { strip.keys.end };
-                    from = self.key_blocks(&strip, (from, end), lines, &mut buffers);
+                while from < chunk.keys.end {
+                    let end = if from < ring_from { ring_from.min(chunk.keys.end) } else { chunk.keys.end };
+                    from = self.key_blocks(&chunk, (from, end), lines, &mut buffers);
                 }
             }
             if segment == 0 && left.is_none() {
@@ -277,13 +277,13 @@ impl<T: Real> KeyPass<'_, '_, T> {
         }
     }
 
-    /// The sum of the rows far on one side of a strip of keys (strip 0 is what lies before all keys).
-    fn far(&self, unit: &Unit<'_, T>, head: usize, side: usize, strip: usize) -> Option<Far<'_, T>> {
+    /// The sum of the rows far on one side of a chunk of keys (chunk 0 is what lies before all keys).
+    fn far(&self, unit: &Unit<'_, T>, head: usize, side: usize, chunk: usize) -> Option<Far<'_, T>> {
         let (problem, group) = (self.problem, self.problem.dims.group());
         let bias = &problem.toeplitz.bias;
         let entry = if side == 0 { bias.far() } else { bias.after().map(|(_, entry)| entry) };
         let bias = entry.map(|entry| problem.table(head)[entry]);
-        self.rows?.get(unit.index * group + head % group, side, strip, bias)
+        self.rows?.get(unit.index * group + head % group, side, chunk, bias)
     }
 
     /// The gradient of the initial state's sums, and what they add to that of their bias.
@@ -319,8 +319,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
     }
 
     /// Adds to the gradients of a block of keys and of the biases what far rows give, and then what the final state does.
-    fn add_fars(&self, strip: &Strip<'_, '_, T>, which: usize, lines: &mut [T], buffers: &mut Buffers<'_, T>) {
-        let (problem, unit) = (self.problem, &strip.unit);
+    fn add_fars(&self, chunk: &Chunk<'_, '_, T>, which: usize, lines: &mut [T], buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (self.problem, &chunk.unit);
         let Buffers { keys, dk, dv, turned, far_tile, last, .. } = buffers;
         let (keys, dk, dv) = (&keys[which], &mut *dk[which], &mut *dv[which]);
         let mut add = |far: Far<'_, T>| {
@@ -333,12 +333,12 @@ impl<T: Real> KeyPass<'_, '_, T> {
         };
         for (n, head) in problem.heads(unit).enumerate() {
             for side in 0..2 {
-                if let Some(far) = self.far(unit, head, side, strip.index + 1) {
+                if let Some(far) = self.far(unit, head, side, chunk.index + 1) {
                     lines[n * line_len(problem) + problem.line_width() + side] += add(far);
                 }
             }
         }
-        if let Some(ends) = strip.last.filter(|ends| keys.from < ends.ring_from && ends.exponent > T::NEG_INFINITY) {
+        if let Some(ends) = chunk.last.filter(|ends| keys.from < ends.ring_from && ends.exponent > T::NEG_INFINITY) {
             let (outer, features) = last.split_at(problem.head_width * problem.value_width);
             add(Far { outer, features, exponent: -ends.exponent, bias: T::ZERO });
         }
@@ -347,13 +347,13 @@ impl<T: Real> KeyPass<'_, '_, T> {
     /// Computes the gradients of the next few blocks of keys from `from` on and before `end`; returns where they end.
     fn key_blocks(
         &self,
-        strip: &Strip<'_, '_, T>,
+        chunk: &Chunk<'_, '_, T>,
         (from, end): (isize, isize),
         lines: &mut [T],
         buffers: &mut Buffers<'_, T>,
     ) -> isize {
         let problem = self.problem;
-        let unit = &strip.unit;
+        let unit = &chunk.unit;
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let rows = unit.sequence.queries;
         let mut loaded = 0;
@@ -367,15 +367,15 @@ impl<T: Real> KeyPass<'_, '_, T> {
         }
         // Rows before the first see none of the keys.
         let first = if problem.causal { (from - problem.offset).clamp(0, rows as isize) as usize } else { 0 };
-        let near = if self.rows.is_some() { piecewise::near_rows(problem, unit, &strip.keys) } else { 0..rows };
+        let near = if self.rows.is_some() { piecewise::near_rows(problem, unit, &chunk.keys) } else { 0..rows };
         let near = first.max(near.start)..near.end;
         for (n, head) in problem.heads(unit).enumerate() {
             let d_line = &mut lines[n * line_len(problem)..][..problem.line_width()];
-            self.tiles(strip, (n, head), near.clone(), loaded, (d_line, 0), buffers);
+            self.tiles(chunk, (n, head), near.clone(), loaded, (d_line, 0), buffers);
         }
         let seen = if rows == 0 { unit.begin() } else { problem.end(unit, rows - 1) };
         for which in 0..loaded {
-            if strip.left.is_some_and(|left| !left.keys_of(&buffers.keys[which])) {
+            if chunk.left.is_some_and(|left| !left.keys_of(&buffers.keys[which])) {
                 continue;
             }
             for row in (0..buffers.keys[which].count).filter(|&row| buffers.keys[which].from + row as isize >= seen) {
@@ -384,9 +384,9 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 buffers.dv[which][row * value_width..][..value_width].fill(T::ZERO);
             }
             if self.rows.is_some() {
-                self.add_fars(strip, which, lines, buffers);
+                self.add_fars(chunk, which, lines, buffers);
             }
-            self.write_block(strip, which, seen, buffers);
+            self.write_block(chunk, which, seen, buffers);
         }
         next
     }
@@ -396,7 +396,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
     /// them, to those of the rows.
     pub fn tiles(
         &self,
-        strip: &Strip<'_, '_, T>,
+        chunk: &Chunk<'_, '_, T>,
         (n, head): (usize, usize),
         near: std::ops::Range<usize>,
         loaded: usize,
@@ -404,33 +404,33 @@ impl<T: Real> KeyPass<'_, '_, T> {
         buffers: &mut Buffers<'_, T>,
     ) {
         let Self { problem, shared, cotangent, .. } = *self;
-        let (unit, line) = (&strip.unit, shared.line(head));
+        let (unit, line) = (&chunk.unit, shared.line(head));
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
             let Buffers { q, q_shifts, d, c, tile, products, keys, dk, dv, weights, map, dq, .. } = &mut *buffers;
-            let span = row.max(near.start)..(row + TILE).min(near.end);
-            let row = span.start;
+            let range = row.max(near.start)..(row + TILE).min(near.end);
+            let row = range.start;
             let wanted = |keys: &KeyBlock<'_, T>| {
-                let rows = (problem.stands(row), span.len());
-                strip.left.is_none_or(|left| left.keys_of(keys) || left.distances_of(problem, n, keys, rows))
+                let rows = (problem.stands(row), range.len());
+                chunk.left.is_none_or(|left| left.keys_of(keys) || left.distances_of(problem, n, keys, rows))
             };
             if !keys[..loaded].iter().any(wanted) {
                 continue;
             }
-            problem.load_queries(unit, head, row, span.len(), q, q_shifts, map);
-            load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
-            let finite = all_finite(Rows { data: q, stride: head_width }, span.len(), head_width)
-                && all_finite(Rows { data: d, stride: value_width }, span.len(), value_width)
-                && c[..span.len()].iter().all(|c| c.is_finite());
+            problem.load_queries(unit, head, row, range.len(), q, q_shifts, map);
+            load_cotangent(problem, shared, cotangent, unit, head, range.clone(), q_shifts, d, c);
+            let finite = all_finite(Rows { data: q, stride: head_width }, range.len(), head_width)
+                && all_finite(Rows { data: d, stride: value_width }, range.len(), value_width)
+                && c[..range.len()].iter().all(|c| c.is_finite());
             let mut tile_of = |block: Block<T>, which: usize| {
                 let keys = &keys[which];
                 let visible = keys.visible(&block);
                 if visible == 0 {
                     return;
                 }
-                let keys_wanted = strip.left.is_none_or(|left| left.keys_of(keys));
+                let keys_wanted = chunk.left.is_none_or(|left| left.keys_of(keys));
                 let rows = (block.stands, block.rows);
-                let bias_wanted = strip.left.is_none_or(|left| left.distances_of(problem, n, keys, rows));
+                let bias_wanted = chunk.left.is_none_or(|left| left.distances_of(problem, n, keys, rows));
                 if !keys_wanted && !bias_wanted {
                     return;
                 }
@@ -468,7 +468,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     multiply(weights, &products[r * TILE..][..visible]);
                     each_run(problem, unit, block.row + r, keys.from, visible, |column, index, len| {
                         let (to, from) = (&mut d_line[index - first..][..len], &weights[column..][..len]);
-                        match strip.left {
+                        match chunk.left {
                             None => add_scaled(to, T::ONE, from),
                             Some(left) => (0..len).for_each(|at| {
                                 if left.distance(n, index + at) {
@@ -509,7 +509,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     c_band: Band::ALL,
                 });
             };
-            shared.blocks(problem, unit, head, span, |block| {
+            shared.blocks(problem, unit, head, range, |block| {
                 if finite || !problem.causal {
                     (0..loaded).for_each(|which| tile_of(block, which));
                     return;
@@ -525,13 +525,13 @@ impl<T: Real> KeyPass<'_, '_, T> {
     }
 
     /// Writes the gradients of a block of keys and values, those of an initial state to its ring.
-    fn write_block(&self, strip: &Strip<'_, '_, T>, which: usize, seen: isize, buffers: &mut Buffers<'_, T>) {
-        let (problem, unit) = (self.problem, &strip.unit);
+    fn write_block(&self, chunk: &Chunk<'_, '_, T>, which: usize, seen: isize, buffers: &mut Buffers<'_, T>) {
+        let (problem, unit) = (self.problem, &chunk.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let (features, value_dim) = (problem.features, problem.dims.value_dim);
         let Buffers { q, keys, dk, dv, map, map_sums, .. } = buffers;
         let (block, dk, dv) = (&mut keys[which], &mut *dk[which], &*dv[which]);
-        let ring = |key: isize| strip.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
+        let ring = |key: isize| chunk.last.filter(|last| key >= last.ring_from).map(|last| last.ring_row(problem, key));
         let kept = ((-block.from).max(0) as usize).min(block.count);
         for row in 0..kept {
             let key = block.from + row as isize;
@@ -559,7 +559,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let (start, rows) = ((block.from + kept as isize) as usize, block.count - kept);
         let counts = |row: usize| {
             let key = start + row;
-            !unit.ignores(key) && ((key as isize) < seen || strip.last.is_some())
+            !unit.ignores(key) && ((key as isize) < seen || chunk.last.is_some())
         };
         let (own, phi) = (&mut dk[kept * head_width..], &mut block.k[kept * head_width..]);
         let (side, raw) = (Side::Key(unit.kv_head), unit.k.skip(start));

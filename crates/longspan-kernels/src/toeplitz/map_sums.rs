@@ -6,7 +6,7 @@ use super::problem::Problem;
 use crate::call::{SharedRows, ViewMut};
 use crate::simd::Real;
 
-/// Lanes that the strips of one head's queries are dealt to: as many tasks as a head can keep busy under a learned map.
+/// Lanes that the chunks of one head's queries are dealt to: as many tasks as a head can keep busy under a learned map.
 const LANES: usize = 8;
 
 /// Where tasks add to; nothing but for learned maps.
@@ -45,14 +45,14 @@ impl<'s, T: Real> MapSums<'s, T> {
         }
     }
 
-    /// Into how many lanes of tasks the strips of one head's rows are dealt in turn: each its own but for learned maps.
-    pub fn lanes(&self, strips: usize) -> usize {
-        if self.len == 0 { strips } else { strips.min(LANES) }
+    /// Into how many lanes of tasks the chunks of one head's rows are dealt in turn: each its own but for learned maps.
+    pub fn lanes(&self, chunks: usize) -> usize {
+        if self.len == 0 { chunks } else { chunks.min(LANES) }
     }
 
-    /// The lane of a strip.
-    pub fn lane(&self, strip: usize) -> usize {
-        if self.len == 0 { strip } else { strip % LANES }
+    /// The lane of a chunk.
+    pub fn lane(&self, chunk: usize) -> usize {
+        if self.len == 0 { chunk } else { chunk % LANES }
     }
 
     /// The sum of a lane of the queries of one of a unit's heads.

@@ -1,15 +1,15 @@
 //! All gradients in one pass over tiles: five products a pair, where a pass of queries and one of keys take six.
 //!
-//! Strips of keys meet strips of queries in phases: in phase `p` strip `s` of keys meets strip `s + p` of queries, round the
-//! end. Within a phase every strip belongs to one task, and a strip's phases come in their order, so sums do not depend on
+//! Chunks of keys meet chunks of queries in phases: in phase `p` chunk `s` of keys meets chunk `s + p` of queries, round the
+//! end. Within a phase every chunk belongs to one task, and a chunk's phases come in their order, so sums do not depend on
 //! threads. Between phases the gradients of features stand where those of queries, keys and values are to be written: maps
 //! of whole rows, whose features have no room there, take two passes.
 
 use std::ops::Range;
 
-use super::gradient::{self, Beside, Buffers, KeyPass, Strip, places};
+use super::gradient::{self, Beside, Buffers, Chunk, KeyPass, places};
 use super::map_sums::MapSums;
-use super::problem::{Problem, STRIP, TILE, Unit};
+use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::state::StateGradients;
 use super::tiled::GradientSink;
 use crate::call::{Arena, Cotangent, Scratch, SharedRows, ViewMut};
@@ -19,8 +19,8 @@ use crate::simd::block::{add_scaled, store};
 use crate::simd::rows::padded;
 use crate::threads::{self, parallel};
 
-/// Distances between two strips, one more to be even.
-const DISTANCES: usize = 2 * STRIP;
+/// Distances between two chunks, one more to be even.
+const DISTANCES: usize = 2 * CHUNK;
 
 /// Tasks of a phase for each thread: as many units go through their phases together as make them, and no more, so that what
 /// their phases read and write again stays in the cache.
@@ -43,16 +43,16 @@ pub(super) fn backward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let longest = problem.sequences.iter().map(|sequence| sequence.keys.max(sequence.queries)).max().unwrap_or(0);
-    // Without a strip there may be keys that no sequence has, and their gradients.
-    let (units, strips) = (problem.units(), longest.div_ceil(STRIP).max(1));
+    // Without a chunk there may be keys that no sequence has, and their gradients.
+    let (units, chunks) = (problem.units(), longest.div_ceil(CHUNK).max(1));
     let window_len = problem.dims.group() * DISTANCES;
-    let together = (TASKS * threads::count()).div_ceil(strips).min(units);
-    let (windows_len, lines_len) = (padded::<T>(together * strips * window_len), gradient::lines_len(problem));
+    let together = (TASKS * threads::count()).div_ceil(chunks).min(units);
+    let (windows_len, lines_len) = (padded::<T>(together * chunks * window_len), gradient::lines_len(problem));
     let per_worker = gradient::buffers_len(problem, Beside::Queries);
     let len = problem.shared_len() + lines_len + windows_len + threads::count() * per_worker;
     let mut arena = Arena::new(scratch.take(len));
     let shared = problem.shared(&mut arena);
-    let (lines, windows) = (arena.take(lines_len), arena.take(together * strips * window_len));
+    let (lines, windows) = (arena.take(lines_len), arena.take(together * chunks * window_len));
     lines.fill(T::ZERO);
     let memory = arena.rest();
     // There is no learned map.
@@ -61,27 +61,27 @@ pub(super) fn backward<T: Real>(
     let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states, sums };
     for first in (0..units).step_by(together.max(1)) {
         let count = together.min(units - first);
-        for phase in 0..strips {
+        for phase in 0..chunks {
             let mut view = ViewMut::strided(&mut *windows, [window_len, 0, 1]);
             let view = view.shared();
-            parallel(count * strips, &mut *memory, per_worker, |task, memory| {
+            parallel(count * chunks, &mut *memory, per_worker, |task, memory| {
                 // SAFETY: each window is one task's own.
                 let window = unsafe { view.row(task, 0, 0, window_len) };
-                let (unit, strip) = (problem.unit(first + task / strips), task % strips);
-                let meeting = Meeting::new(unit, strip, (strip + phase) % strips);
+                let (unit, chunk) = (problem.unit(first + task / chunks), task % chunks);
+                let meeting = Meeting::new(unit, chunk, (chunk + phase) % chunks);
                 meeting.compute(&pass, phase == 0, window, &mut Arena::new(memory));
             });
-            add_windows(problem, first..first + count, (strips, phase), windows, lines);
+            add_windows(problem, first..first + count, (chunks, phase), windows, lines);
         }
     }
-    parallel(units * strips, memory, per_worker, |task, memory| {
-        let (unit, strip) = (problem.unit(task / strips), task % strips);
-        Meeting::new(unit, strip, strip).finish(&pass, strip == 0, &mut Arena::new(memory));
+    parallel(units * chunks, memory, per_worker, |task, memory| {
+        let (unit, chunk) = (problem.unit(task / chunks), task % chunks);
+        Meeting::new(unit, chunk, chunk).finish(&pass, chunk == 0, &mut Arena::new(memory));
     });
     gradient::reduce(problem, lines, d_bias);
 }
 
-/// A strip of keys and one of queries of a unit.
+/// A chunk of keys and one of queries of a unit.
 struct Meeting<'a, T> {
     unit: Unit<'a, T>,
     keys: Range<usize>,
@@ -89,10 +89,10 @@ struct Meeting<'a, T> {
 }
 
 impl<'a, T: Real> Meeting<'a, T> {
-    fn new(unit: Unit<'a, T>, key_strip: usize, query_strip: usize) -> Self {
-        let strip = |strip: usize, count: usize| (strip * STRIP).min(count)..((strip + 1) * STRIP).min(count);
+    fn new(unit: Unit<'a, T>, key_chunk: usize, query_chunk: usize) -> Self {
+        let chunk = |chunk: usize, count: usize| (chunk * CHUNK).min(count)..((chunk + 1) * CHUNK).min(count);
         let sequence = &unit.sequence;
-        Self { keys: strip(key_strip, sequence.keys), queries: strip(query_strip, sequence.queries), unit }
+        Self { keys: chunk(key_chunk, sequence.keys), queries: chunk(query_chunk, sequence.queries), unit }
     }
 
     /// Whether any of the queries sees any of the keys.
@@ -107,8 +107,8 @@ impl<'a, T: Real> Meeting<'a, T> {
         (first as usize, self.keys.len() + self.queries.len() - 1)
     }
 
-    /// Adds what the pairs give, to nothing yet in the `first` phase, in which strips of the same number meet; the gradients
-    /// of biases are written by distance, one stretch of [`DISTANCES`] a head.
+    /// Adds what the pairs give, to nothing yet in the `first` phase, in which chunks of the same number meet; the gradients
+    /// of biases are written by distance, one range of [`DISTANCES`] a head.
     fn compute(&self, pass: &KeyPass<'_, 'a, T>, first: bool, window: &mut [T], arena: &mut Arena<'_, T>) {
         let (problem, sink) = (pass.problem, &pass.sink);
         window.fill(T::ZERO);
@@ -120,7 +120,7 @@ impl<'a, T: Real> Meeting<'a, T> {
         let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let from = self.keys.start as isize;
-        let strip = Strip { unit: self.unit, left: None, index: 0, keys: from..self.keys.end as isize, last: None };
+        let chunk = Chunk { unit: self.unit, left: None, index: 0, keys: from..self.keys.end as isize, last: None };
         let batch = self.unit.sequence.batch;
         let key_rows = |first: usize| (batch, self.unit.kv_head, self.unit.sequence.key_start + first);
         let blocks = || self.keys.clone().step_by(TILE).enumerate();
@@ -136,7 +136,7 @@ impl<'a, T: Real> Meeting<'a, T> {
             take(sink.dq, rows, self.queries.len(), head_dim, first, (&mut *buffers.dq, head_width));
             if seen {
                 let line = (&mut window[n * DISTANCES..][..DISTANCES], self.distances(problem).0);
-                pass.tiles(&strip, (n, head), self.queries.clone(), blocks().count(), line, &mut buffers);
+                pass.tiles(&chunk, (n, head), self.queries.clone(), blocks().count(), line, &mut buffers);
             }
             put(sink.dq, rows, self.queries.len(), head_dim, (&*buffers.dq, head_width));
         }
@@ -147,7 +147,7 @@ impl<'a, T: Real> Meeting<'a, T> {
         }
     }
 
-    /// Takes the gradients of the features of both strips back to rows; with `absent` those of keys beyond a sequence's
+    /// Takes the gradients of the features of both chunks back to rows; with `absent` those of keys beyond a sequence's
     /// last, too.
     fn finish(&self, pass: &KeyPass<'_, 'a, T>, absent: bool, arena: &mut Arena<'_, T>) {
         let (problem, unit, sink) = (pass.problem, &self.unit, &pass.sink);
@@ -236,15 +236,15 @@ fn put<T: Real>(
 fn add_windows<T: Real>(
     problem: &Problem<'_, T>,
     units: Range<usize>,
-    (strips, phase): (usize, usize),
+    (chunks, phase): (usize, usize),
     windows: &[T],
     lines: &mut [T],
 ) {
     let (group, len, unit_len) = (problem.dims.group(), gradient::line_len(problem), gradient::unit_lines_len(problem));
     let lines = lines[units.start * unit_len..units.end * unit_len].chunks_exact_mut(unit_len).enumerate();
     threads::share(lines, |(n, lines)| {
-        for strip in 0..strips {
-            let meeting = Meeting::new(problem.unit(units.start + n), strip, (strip + phase) % strips);
+        for chunk in 0..chunks {
+            let meeting = Meeting::new(problem.unit(units.start + n), chunk, (chunk + phase) % chunks);
             if !meeting.is_seen(problem) {
                 continue;
             }
@@ -252,7 +252,7 @@ fn add_windows<T: Real>(
             // Beyond the line there are only pairs that no row sees.
             let count = count.min(problem.line_width() - first);
             for (head, line) in lines.chunks_exact_mut(len).take(group).enumerate() {
-                let from = &windows[((n * strips + strip) * group + head) * DISTANCES..][..count];
+                let from = &windows[((n * chunks + chunk) * group + head) * DISTANCES..][..count];
                 add_scaled(&mut line[first..][..count], T::ONE, from);
             }
         }

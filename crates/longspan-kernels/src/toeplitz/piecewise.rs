@@ -1,5 +1,5 @@
-//! Tables that end in one weight for all farther keys, in linear time: those keys enter as one sum `Σ k̄_j v⁺_jᵀ` a strip
-//! of rows, the nearer ones by tiles. Rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each strip of keys that they lie so far from.
+//! Tables that end in one weight for all farther keys, in linear time: those keys enter as one sum `Σ k̄_j v⁺_jᵀ` a chunk
+//! of rows, the nearer ones by tiles. Rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each chunk of keys that they lie so far from.
 //!
 //! Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from a sum.
 
@@ -23,7 +23,7 @@ use crate::threads::{self, parallel};
 pub(super) const ROWS: usize = 128;
 
 /// The keys that some rows meet by tiles; those before and after have one weight each.
-fn span<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: &Range<usize>) -> (isize, isize) {
+fn range<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: &Range<usize>) -> (isize, isize) {
     let bias = &problem.toeplitz.bias;
     let (first, last) = (problem.stands(rows.start), problem.stands(rows.end - 1));
     let (begin, keys) = (unit.begin(), unit.sequence.keys as isize);
@@ -51,37 +51,37 @@ pub(super) fn near_rows<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, k
     start as usize..end as usize
 }
 
-/// The rows of a strip.
-fn rows(strip: usize, queries: usize) -> Range<usize> {
-    strip * ROWS..((strip + 1) * ROWS).min(queries)
+/// The rows of a chunk.
+fn rows(chunk: usize, queries: usize) -> Range<usize> {
+    chunk * ROWS..((chunk + 1) * ROWS).min(queries)
 }
 
-/// The keys of a strip.
-pub(super) fn keys<T>(unit: &Unit<'_, T>, strip: usize) -> Range<isize>
+/// The keys of a chunk.
+pub(super) fn keys<T>(unit: &Unit<'_, T>, chunk: usize) -> Range<isize>
 where
     T: Real,
 {
-    let (first, end) = (unit.begin() + (strip * ROWS) as isize, unit.sequence.keys as isize);
+    let (first, end) = (unit.begin() + (chunk * ROWS) as isize, unit.sequence.keys as isize);
     first.min(end)..(first + ROWS as isize).min(end)
 }
 
-/// Sums on both sides of every strip of several owners.
+/// Sums on both sides of every chunk of several owners.
 #[derive(Clone, Copy)]
 pub(super) struct Sums<'s, T> {
     numbers: &'s [T],
     sides: usize,
-    strips: usize,
+    chunks: usize,
     head_width: usize,
     len: usize,
 }
 
 impl<'s, T: Real> Sums<'s, T> {
-    /// One side's sum of a strip, if there is anything in it, with the bias of its keys.
-    pub fn get(&self, owner: usize, side: usize, strip: usize, bias: Option<T>) -> Option<Far<'s, T>> {
+    /// One side's sum of a chunk, if there is anything in it, with the bias of its keys.
+    pub fn get(&self, owner: usize, side: usize, chunk: usize, bias: Option<T>) -> Option<Far<'s, T>> {
         if side >= self.sides {
             return None;
         }
-        let numbers = &self.numbers[((owner * self.sides + side) * self.strips + strip) * self.len..][..self.len];
+        let numbers = &self.numbers[((owner * self.sides + side) * self.chunks + chunk) * self.len..][..self.len];
         let (numbers, exponent) = numbers.split_at(self.len - padded::<T>(1));
         let (outer, features) = numbers.split_at(numbers.len() - self.head_width);
         let exponent = exponent[0];
@@ -176,32 +176,32 @@ fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut [T]
     }
 }
 
-/// Sums the keys before and after each strip of rows.
+/// Sums the keys before and after each chunk of rows.
 fn key_sums<'s, T: Real>(
     problem: &Problem<'_, T>,
     numbers: &'s mut [T],
     (scratch, per_worker): (&mut [T], usize),
 ) -> Sums<'s, T> {
-    let (len, sides, strips) = (sum_len(problem), sides(problem), problem.most_queries().div_ceil(ROWS));
+    let (len, sides, chunks) = (sum_len(problem), sides(problem), problem.most_queries().div_ceil(ROWS));
     let mut places = ViewMut::strided(&mut *numbers, [len, 0, 0]);
     let places = places.shared();
-    parallel(problem.units() * sides * strips, scratch, per_worker, |task, scratch| {
-        let (unit, side, strip) = (problem.unit(task / strips / sides), task / strips % sides, task % strips);
+    parallel(problem.units() * sides * chunks, scratch, per_worker, |task, scratch| {
+        let (unit, side, chunk) = (problem.unit(task / chunks / sides), task / chunks % sides, task % chunks);
         let queries = unit.sequence.queries;
         // SAFETY: each sum is one task's own.
         let sum = unsafe { places.row(task, 0, 0, len) };
         clear(sum);
-        if strip * ROWS >= queries {
+        if chunk * ROWS >= queries {
             return;
         }
-        let span = |strip: usize| span(problem, &unit, &rows(strip, queries));
+        let range = |chunk: usize| range(problem, &unit, &rows(chunk, queries));
         let own = match side {
-            0 if strip == 0 => (unit.begin(), span(0).0),
-            0 => (span(strip - 1).0, span(strip).0),
-            _ if (strip + 1) * ROWS < queries => (span(strip).1, span(strip + 1).1),
-            _ => (span(strip).1, unit.sequence.keys as isize),
+            0 if chunk == 0 => (unit.begin(), range(0).0),
+            0 => (range(chunk - 1).0, range(chunk).0),
+            _ if (chunk + 1) * ROWS < queries => (range(chunk).1, range(chunk + 1).1),
+            _ => (range(chunk).1, unit.sequence.keys as isize),
         };
-        if side == 0 && strip == 0 {
+        if side == 0 && chunk == 0 {
             add_past(problem, &unit, sum);
         }
         let mut arena = Arena::new(scratch);
@@ -209,41 +209,41 @@ fn key_sums<'s, T: Real>(
         let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
         add_keys(problem, &unit, own, (&mut keys, &mut map), sum);
     });
-    accumulate(problem, numbers, problem.units(), strips, |side, n| match side {
-        // What lies before a strip is all that lies before the one above it, and more.
+    accumulate(problem, numbers, problem.units(), chunks, |side, n| match side {
+        // What lies before a chunk is all that lies before the one above it, and more.
         0 => (n, n - 1),
-        _ => (strips - 1 - n, strips - n),
+        _ => (chunks - 1 - n, chunks - n),
     });
-    Sums { numbers, sides, strips, head_width: problem.head_width, len }
+    Sums { numbers, sides, chunks, head_width: problem.head_width, len }
 }
 
-/// Parts that the numbers of a sum are dealt to: a running sum has an order along the strips and none across a sum.
+/// Parts that the numbers of a sum are dealt to: a running sum has an order along the chunks and none across a sum.
 const PARTS: usize = 8;
 
-/// Adds to the sum of one strip after the other that of its neighbour: `order(side, n)` says which, `1 ≤ n < strips`.
+/// Adds to the sum of one chunk after the other that of its neighbour: `order(side, n)` says which, `1 ≤ n < chunks`.
 fn accumulate<T: Real>(
     problem: &Problem<'_, T>,
     numbers: &mut [T],
     owners: usize,
-    strips: usize,
+    chunks: usize,
     order: impl Fn(usize, usize) -> (usize, usize) + Sync,
 ) {
     let (sides, len) = (sides(problem), sum_len(problem));
     let (end, all) = (len - padded::<T>(1), owners * sides);
     let part = padded::<T>(end.div_ceil(PARTS));
     let own: Vec<T> = numbers.chunks_exact(len).map(|sum| sum[end]).collect();
-    let mut places = ViewMut::strided(&mut *numbers, [strips * len, len, 1]);
+    let mut places = ViewMut::strided(&mut *numbers, [chunks * len, len, 1]);
     let places = places.shared();
     threads::share(0..all * PARTS, |task| {
         let (owner, from) = (task / PARTS, (task % PARTS * part).min(end));
         let width = part.min(end - from);
         // SAFETY: these numbers of an owner's sums are one task's own, and no two rows are the same.
-        let row = |strip: usize| unsafe { places.row(owner, strip, from, width) };
+        let row = |chunk: usize| unsafe { places.row(owner, chunk, from, width) };
         let mut running = None;
-        for n in 1..strips {
+        for n in 1..chunks {
             let (to, before) = order(owner % sides, n);
-            let old = running.unwrap_or(own[owner * strips + before]);
-            let new = own[owner * strips + to];
+            let old = running.unwrap_or(own[owner * chunks + before]);
+            let new = own[owner * chunks + to];
             let highest = old.max(new);
             if new < highest {
                 scale_by(row(to), factor(new, highest));
@@ -255,9 +255,9 @@ fn accumulate<T: Real>(
         }
     });
     for owner in 0..all {
-        for n in 1..strips {
+        for n in 1..chunks {
             let (to, before) = order(owner % sides, n);
-            let sum = |strip: usize| (owner * strips + strip) * len + end;
+            let sum = |chunk: usize| (owner * chunks + chunk) * len + end;
             numbers[sum(to)] = numbers[sum(to)].max(numbers[sum(before)]);
         }
     }
@@ -273,34 +273,34 @@ fn key_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.units() * sides(problem) * problem.most_queries().div_ceil(ROWS) * sum_len(problem)
 }
 
-/// The sums before and after one strip of rows of a head.
+/// The sums before and after one chunk of rows of a head.
 fn fars<'s, T: Real>(
     problem: &Problem<'_, T>,
     sums: &Sums<'s, T>,
     owner: usize,
     head: usize,
-    strip: usize,
+    chunk: usize,
 ) -> [Option<Far<'s, T>>; 2] {
     [(0, problem.toeplitz.bias.far()), (1, problem.toeplitz.bias.after().map(|(_, entry)| entry))]
-        .map(|(side, entry)| sums.get(owner, side, strip, entry.map(|entry| problem.table(head)[entry])))
+        .map(|(side, entry)| sums.get(owner, side, chunk, entry.map(|entry| problem.table(head)[entry])))
 }
 
-/// Calls `body` for every strip of rows of every head, for those of a lane one after the other.
-fn each_strip<T: Real>(
+/// Calls `body` for every chunk of rows of every head, for those of a lane one after the other.
+fn each_chunk<T: Real>(
     problem: &Problem<'_, T>,
     lanes: impl Fn(usize) -> usize,
     (scratch, per_worker): (&mut [T], usize),
     body: impl Fn(Unit<'_, T>, usize, usize, Range<usize>, &mut [T]) + Sync,
 ) {
-    let (group, strips) = (problem.dims.group(), problem.most_queries().div_ceil(ROWS));
-    let lanes = lanes(strips);
+    let (group, chunks) = (problem.dims.group(), problem.most_queries().div_ceil(ROWS));
+    let lanes = lanes(chunks);
     parallel(problem.units() * group * lanes, scratch, per_worker, |task, scratch| {
         let unit = problem.unit(task / (group * lanes));
         let head = unit.kv_head * group + task / lanes % group;
-        for strip in (task % lanes..strips).step_by(lanes) {
-            let rows = rows(strip, unit.sequence.queries);
+        for chunk in (task % lanes..chunks).step_by(lanes) {
+            let rows = rows(chunk, unit.sequence.queries);
             if !rows.is_empty() {
-                body(unit, head, strip, rows, scratch);
+                body(unit, head, chunk, rows, scratch);
             }
         }
     });
@@ -316,14 +316,14 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let sums = arena.take(sums_len);
     let rest = arena.rest();
     let sums = key_sums(problem, sums, (&mut *rest, per_worker));
-    each_strip(
+    each_chunk(
         problem,
-        |strips| strips,
+        |chunks| chunks,
         (rest, per_worker),
-        |unit, head, strip, rows, scratch| {
-            let span = span(problem, &unit, &rows);
-            let fars = fars(problem, &sums, unit.index, head, strip);
-            tiled::far_strip(problem, &shared, &unit, head, rows, span, fars, sink, scratch);
+        |unit, head, chunk, rows, scratch| {
+            let range = range(problem, &unit, &rows);
+            let fars = fars(problem, &sums, unit.index, head, chunk);
+            tiled::far_chunk(problem, &shared, &unit, head, rows, range, fars, sink, scratch);
         },
     );
 }
@@ -369,11 +369,11 @@ fn add_rows<T: Real>(
     let exponent = sum[sum.len() - padded::<T>(1)];
     let (outer, features) = sum.split_at_mut(head_width * value_width);
     for first in rows.clone().step_by(TILE) {
-        let span = first..(first + TILE).min(rows.end);
+        let range = first..(first + TILE).min(rows.end);
         let RowBlock { q, q_shifts, d, c, map } = &mut *block;
-        problem.load_queries(unit, head, first, span.len(), q, q_shifts, map);
-        load_cotangent(problem, shared, cotangent, unit, head, span.clone(), q_shifts, d, c);
-        for (at, row) in span.clone().enumerate() {
+        problem.load_queries(unit, head, first, range.len(), q, q_shifts, map);
+        load_cotangent(problem, shared, cotangent, unit, head, range.clone(), q_shifts, d, c);
+        for (at, row) in range.clone().enumerate() {
             // A row that sees nothing has gradients of 0, whatever it counts from.
             let factor =
                 if problem.sees(unit, row) { (-shared.level(unit, head, row) - exponent).exp() } else { T::ZERO };
@@ -383,22 +383,22 @@ fn add_rows<T: Real>(
             }
             add_scaled(&mut features[..head_width], c[at], &q[at * head_width..][..head_width]);
         }
-        add_outer(problem, q, d, span.len(), outer);
+        add_outer(problem, q, d, range.len(), outer);
     }
 }
 
-/// Strips of sums over rows: one for each strip of keys, and before them one of all rows, for the tokens beyond the ring
+/// Chunks of sums over rows: one for each chunk of keys, and before them one of all rows, for the tokens beyond the ring
 /// of an initial state.
-fn row_strips<T: Real>(problem: &Problem<'_, T>) -> usize {
+fn row_chunks<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.most_keys().div_ceil(ROWS) + 1
 }
 
 /// Numbers of all sums over rows.
 fn row_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    problem.units() * problem.dims.group() * sides(problem) * row_strips(problem) * sum_len(problem)
+    problem.units() * problem.dims.group() * sides(problem) * row_chunks(problem) * sum_len(problem)
 }
 
-/// Sums the rows that each strip of keys is far from: strip `n` of keys finds them in strip `n + 1`.
+/// Sums the rows that each chunk of keys is far from: chunk `n` of keys finds them in chunk `n + 1`.
 fn row_sums<'s, T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
@@ -406,39 +406,39 @@ fn row_sums<'s, T: Real>(
     numbers: &'s mut [T],
     (scratch, per_worker): (&mut [T], usize),
 ) -> Sums<'s, T> {
-    let (len, sides, strips, group) = (sum_len(problem), sides(problem), row_strips(problem), problem.dims.group());
+    let (len, sides, chunks, group) = (sum_len(problem), sides(problem), row_chunks(problem), problem.dims.group());
     let mut places = ViewMut::strided(&mut *numbers, [len, 0, 0]);
     let places = places.shared();
     let owners = problem.units() * group;
-    parallel(owners * sides * strips, scratch, per_worker, |task, scratch| {
-        let (owner, side, strip) = (task / strips / sides, task / strips % sides, task % strips);
+    parallel(owners * sides * chunks, scratch, per_worker, |task, scratch| {
+        let (owner, side, chunk) = (task / chunks / sides, task / chunks % sides, task % chunks);
         let unit = problem.unit(owner / group);
-        let near = |strip: usize| match strip {
+        let near = |chunk: usize| match chunk {
             0 => 0..0,
-            _ => near_rows(problem, &unit, &keys(&unit, strip - 1)),
+            _ => near_rows(problem, &unit, &keys(&unit, chunk - 1)),
         };
         // SAFETY: each sum is one task's own.
         let sum = unsafe { places.row(task, 0, 0, len) };
         clear(sum);
-        // Strips beyond the last key are no one's.
+        // Chunks beyond the last key are no one's.
         let used = (unit.sequence.keys as isize - unit.begin()) as usize;
         let used = used.div_ceil(ROWS) + 1;
         let own = match side {
-            _ if strip >= used || (strip == 0 && !unit.has_far()) => 0..0,
-            0 if strip + 1 < used => near(strip).end..near(strip + 1).end,
-            0 => near(strip).end..unit.sequence.queries,
-            _ if strip == 0 => 0..0,
-            _ => near(strip - 1).start..near(strip).start,
+            _ if chunk >= used || (chunk == 0 && !unit.has_far()) => 0..0,
+            0 if chunk + 1 < used => near(chunk).end..near(chunk + 1).end,
+            0 => near(chunk).end..unit.sequence.queries,
+            _ if chunk == 0 => 0..0,
+            _ => near(chunk - 1).start..near(chunk).start,
         };
         let head = unit.kv_head * group + owner % group;
         let mut block = RowBlock::new(problem, &mut Arena::new(scratch));
         add_rows(problem, shared, cotangent, (&unit, head), own, &mut block, sum);
     });
-    accumulate(problem, numbers, owners, strips, |side, n| match side {
-        0 => (strips - 1 - n, strips - n),
+    accumulate(problem, numbers, owners, chunks, |side, n| match side {
+        0 => (chunks - 1 - n, chunks - n),
         _ => (n, n - 1),
     });
-    Sums { numbers, sides, strips, head_width: problem.head_width, len }
+    Sums { numbers, sides, chunks, head_width: problem.head_width, len }
 }
 
 /// Computes every gradient of a call.
@@ -468,13 +468,13 @@ pub(super) fn backward<T: Real>(
     let numbers = arena.take(sums_len);
     let rest = arena.rest();
     let sums = key_sums(problem, &mut *numbers, (&mut *rest, per_worker));
-    let lanes = |strips| map_sums.lanes(strips);
-    each_strip(problem, lanes, (&mut *rest, per_worker), |unit, head, strip, rows, scratch| {
-        let span = span(problem, &unit, &rows);
-        let fars = fars(problem, &sums, unit.index, head, strip);
-        // SAFETY: the strips of a lane are one task's.
-        let memory = (unsafe { map_sums.of_queries(unit.index, head, strip) }, scratch);
-        tiled::far_query_strip(problem, &shared, cotangent, &unit, head, rows, span, fars, sink, memory);
+    let lanes = |chunks| map_sums.lanes(chunks);
+    each_chunk(problem, lanes, (&mut *rest, per_worker), |unit, head, chunk, rows, scratch| {
+        let range = range(problem, &unit, &rows);
+        let fars = fars(problem, &sums, unit.index, head, chunk);
+        // SAFETY: the chunks of a lane are one task's.
+        let memory = (unsafe { map_sums.of_queries(unit.index, head, chunk) }, scratch);
+        tiled::far_query_chunk(problem, &shared, cotangent, &unit, head, rows, range, fars, sink, memory);
     });
     let sums = row_sums(problem, &shared, cotangent, &mut *numbers, (&mut *rest, per_worker));
     let units: Vec<KeyUnit> = (0..problem.units()).map(KeyUnit::whole).collect();

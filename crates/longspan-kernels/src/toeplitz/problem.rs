@@ -14,12 +14,12 @@ use crate::simd::rows::{Rows, padded};
 use crate::threads;
 
 /// Rows and keys of a tile: 64 × 64 scores of `f32` are 16 KiB, so a tile, its keys and its values stay in the
-/// second-level cache while the rows of a [`STRIP`] pass by.
+/// second-level cache while the rows of a [`CHUNK`] pass by.
 pub(super) const TILE: usize = 64;
 
 /// Rows that meet a loaded block of keys before the next is loaded: mapping and transposing 64 keys takes about the
-/// sixth part of one tile's products, and a strip spreads that over four.
-pub(super) const STRIP: usize = 4 * TILE;
+/// sixth part of one tile's products, and a chunk spreads that over four.
+pub(super) const CHUNK: usize = 4 * TILE;
 
 /// How far the exponents of rows in one tile, or of keys in one block, may lie apart: beyond it they are taken one row
 /// at a time, so that e⁻³⁰ of the precision range is the most that a row can lose to its neighbours.

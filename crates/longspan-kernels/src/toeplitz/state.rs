@@ -135,7 +135,7 @@ pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: u
     )
 }
 
-/// The state after two stretches of tokens: those of `later` enter that of `earlier`.
+/// The state after two ranges of tokens: those of `later` enter that of `earlier`.
 pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
     let shape = earlier.shape();
     let near = toeplitz.bias.near();

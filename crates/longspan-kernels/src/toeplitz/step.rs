@@ -104,9 +104,9 @@ impl<T: Real> HeadToken<'_, T> {
         let state = writer.head;
         let tokens = state.mark(TOKENS);
         let oldest = (state.mark(SLOT) + near - tokens) % near.max(1);
-        // The tokens in their order stand in two stretches of the ring.
+        // The tokens in their order stand in two ranges of the ring.
         let until = (oldest + tokens).min(near);
-        let stretches = [(oldest..until, 0), (0..tokens - (until - oldest), until - oldest)];
+        let ranges = [(oldest..until, 0), (0..tokens - (until - oldest), until - oldest)];
         let (weights, dots) = (arena.take(tokens), arena.take(tokens));
         let (exponentials, far_sum) = (arena.take(padded::<T>(tokens)), arena.take(value_dim));
         let entries = self.toeplitz.bias.entries();
@@ -124,8 +124,7 @@ impl<T: Real> HeadToken<'_, T> {
                     }
                 }
             }
-            let own =
-                stretches.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
+            let own = ranges.clone().into_iter().flat_map(|(slots, _)| state.ring_exponents.get(slots).unwrap_or(&[]));
             let mut level = if state.ring_exponents.is_empty() {
                 largest(weights)
             } else {
@@ -156,7 +155,7 @@ impl<T: Real> HeadToken<'_, T> {
             });
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
-            for (slots, first) in &stretches {
+            for (slots, first) in &ranges {
                 let dots = &mut dots[*first..][..slots.len()];
                 let exponentials = &exponentials[*first..][..slots.len()];
                 let keys = &state.ring_keys[slots.start * features..];

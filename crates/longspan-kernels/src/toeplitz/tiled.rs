@@ -4,7 +4,7 @@
 use super::gradient::{KeyPass, KeyUnit};
 use super::map_sums::{self, MapSums};
 use super::one_pass;
-use super::problem::{Block, Problem, STRIP, Shared, TILE, Unit};
+use super::problem::{Block, CHUNK, Problem, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::call::{Arena, Cotangent, Scratch, SharedRows, State};
 use crate::feature_map::FeatureMap;
@@ -215,7 +215,7 @@ pub(super) fn each_run<T: Real>(
     }
 }
 
-/// Rows of one head that one task computes: at most a [`STRIP`].
+/// Rows of one head that one task computes: at most a [`CHUNK`].
 pub(super) struct Task {
     unit: usize,
     head: usize,
@@ -223,17 +223,17 @@ pub(super) struct Task {
 }
 
 /// Adds the tasks for some rows of one head.
-pub(super) fn push_strips(tasks: &mut Vec<Task>, unit: usize, head: usize, rows: std::ops::Range<usize>) {
+pub(super) fn push_chunks(tasks: &mut Vec<Task>, unit: usize, head: usize, rows: std::ops::Range<usize>) {
     let end = rows.end;
-    tasks.extend(rows.step_by(STRIP).map(|row| Task { unit, head, rows: row..(row + STRIP).min(end) }));
+    tasks.extend(rows.step_by(CHUNK).map(|row| Task { unit, head, rows: row..(row + CHUNK).min(end) }));
 }
 
 /// The tasks for all rows of some units.
-fn strips<T: Real>(problem: &Problem<'_, T>, units: impl Iterator<Item = usize>) -> Vec<Task> {
+fn chunks<T: Real>(problem: &Problem<'_, T>, units: impl Iterator<Item = usize>) -> Vec<Task> {
     let mut tasks = Vec::new();
     for unit in units.map(|index| problem.unit(index)) {
         for head in problem.heads(&unit) {
-            push_strips(&mut tasks, unit.index, head, 0..unit.sequence.queries);
+            push_chunks(&mut tasks, unit.index, head, 0..unit.sequence.queries);
         }
     }
     tasks
@@ -254,10 +254,10 @@ struct Buffers<'s, T> {
 impl<'s, T: Real> Buffers<'s, T> {
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         Self {
-            q: arena.take(STRIP * problem.head_width),
-            q_shifts: arena.take(STRIP),
-            o: arena.take(STRIP * problem.value_width),
-            sums: arena.take(STRIP),
+            q: arena.take(CHUNK * problem.head_width),
+            q_shifts: arena.take(CHUNK),
+            o: arena.take(CHUNK * problem.value_width),
+            sums: arena.take(CHUNK),
             tile: arena.take(TILE * TILE.max(problem.value_width)),
             keys: KeyBlock::new(problem, false, arena),
             weights: Weights::new(problem, arena),
@@ -277,10 +277,10 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     let workers = threads::count();
     let mut arena = Arena::new(scratch.take(problem.shared_len() + workers * per_worker));
     let shared = problem.shared(&mut arena);
-    run(problem, &shared, &strips(problem, 0..problem.units()), sink, (arena.rest(), per_worker));
+    run(problem, &shared, &chunks(problem, 0..problem.units()), sink, (arena.rest(), per_worker));
 }
 
-/// Computes the outputs of some strips.
+/// Computes the outputs of some chunks.
 pub(super) fn run<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
@@ -292,8 +292,8 @@ pub(super) fn run<T: Real>(
         let Task { unit, head, rows } = &tasks[task];
         let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
         let unit = problem.unit(*unit);
-        let span = (unit.begin(), problem.end(&unit, rows.end - 1));
-        strip(problem, shared, &unit, *head, rows.clone(), span, [None, None], sink, &mut buffers);
+        let range = (unit.begin(), problem.end(&unit, rows.end - 1));
+        chunk(problem, shared, &unit, *head, rows.clone(), range, [None, None], sink, &mut buffers);
     });
 }
 
@@ -383,26 +383,26 @@ impl<T: Real> Far<'_, T> {
     }
 }
 
-/// Computes the outputs of one strip of rows from the keys of a span by tiles and from sums of all others.
+/// Computes the outputs of one chunk of rows from the keys of a range by tiles and from sums of all others.
 #[allow(clippy::too_many_arguments)]
-pub(super) fn far_strip<T: Real>(
+pub(super) fn far_chunk<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     unit: &Unit<'_, T>,
     head: usize,
     rows: std::ops::Range<usize>,
-    span: (isize, isize),
+    range: (isize, isize),
     fars: [Option<Far<'_, T>>; 2],
     sink: Sink<'_, T>,
     scratch: &mut [T],
 ) {
     let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
-    strip(problem, shared, unit, head, rows, span, fars, sink, &mut buffers);
+    chunk(problem, shared, unit, head, rows, range, fars, sink, &mut buffers);
 }
 
-/// Computes the outputs of one strip of rows.
+/// Computes the outputs of one chunk of rows.
 #[allow(clippy::too_many_arguments)]
-fn strip<T: Real>(
+fn chunk<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     unit: &Unit<'_, T>,
@@ -684,12 +684,12 @@ pub(super) fn backward<T: Real>(
         return;
     }
     backward_with(problem, cotangent, sink, parameters, states, scratch, 0, |_, _, _, _, _| {
-        (strips(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
+        (chunks(problem, 0..problem.units()), (0..problem.units()).map(KeyUnit::whole).collect())
     });
 }
 
 /// Computes the gradients that `others` leaves: first those of the queries in the tasks that it gives, then those of
-/// keys, values and biases of the units that it gives, strip of keys by strip. Both passes form the weights anew.
+/// keys, values and biases of the units that it gives, chunk of keys by chunk. Both passes form the weights anew.
 /// `others` is given lines of 0 for the gradients of biases, sums for those of a learned map, a worker's memory, and as many
 /// doubles as it wants.
 #[allow(clippy::too_many_arguments)]
@@ -719,24 +719,24 @@ pub(super) fn backward_with<T: Real>(
     let rest = arena.rest();
     let (mut tasks, units) = others(&shared, d_lines, sums, &mut *rest, doubles);
     // Tasks of one lane add to one sum, one after the other.
-    let lane = |task: &Task| (task.unit, task.head, sums.lane(task.rows.start / STRIP));
+    let lane = |task: &Task| (task.unit, task.head, sums.lane(task.rows.start / CHUNK));
     tasks.sort_by_key(lane);
     let runs: Vec<&[Task]> = tasks.chunk_by(|a, b| lane(a) == lane(b)).collect();
     parallel(runs.len(), rest, per_worker, |run, scratch| {
         for Task { unit, head, rows } in runs[run] {
             // SAFETY: each lane of a head's rows is one run's own.
-            let sums = unsafe { sums.of_queries(*unit, *head, rows.start / STRIP) };
+            let sums = unsafe { sums.of_queries(*unit, *head, rows.start / CHUNK) };
             let mut buffers = QueryBuffers::new(problem, false, sums, &mut Arena::new(scratch));
             let unit = problem.unit(*unit);
-            let span = (unit.begin(), problem.end(&unit, rows.end - 1));
-            query_strip(
+            let range = (unit.begin(), problem.end(&unit, rows.end - 1));
+            query_chunk(
                 problem,
                 &shared,
                 cotangent,
                 &unit,
                 *head,
                 rows.clone(),
-                span,
+                range,
                 [None, None],
                 sink,
                 &mut buffers,
@@ -767,7 +767,7 @@ struct QueryBuffers<'s, T> {
     sums: &'s mut [T],
 }
 
-/// Numbers of working memory of a worker of [`far_query_strip`].
+/// Numbers of working memory of a worker of [`far_query_chunk`].
 pub(super) fn query_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     Arena::measure(|arena| QueryBuffers::new(problem, true, &mut [], arena))
 }
@@ -775,11 +775,11 @@ pub(super) fn query_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 impl<'s, T: Real> QueryBuffers<'s, T> {
     fn new(problem: &Problem<'_, T>, far: bool, sums: &'s mut [T], arena: &mut Arena<'s, T>) -> Self {
         Self {
-            q: arena.take(STRIP * problem.head_width),
-            q_shifts: arena.take(STRIP),
-            d: arena.take(STRIP * problem.value_width),
-            c: arena.take(STRIP),
-            dq: arena.take(STRIP * problem.head_width),
+            q: arena.take(CHUNK * problem.head_width),
+            q_shifts: arena.take(CHUNK),
+            d: arena.take(CHUNK * problem.value_width),
+            c: arena.take(CHUNK),
+            dq: arena.take(CHUNK * problem.head_width),
             tile: arena.take(TILE * TILE.max(problem.head_width)),
             keys: KeyBlock::new(problem, true, arena),
             weights: Weights::new(problem, arena),
@@ -790,27 +790,27 @@ impl<'s, T: Real> QueryBuffers<'s, T> {
     }
 }
 
-/// Computes the gradients of one strip of queries from the keys of a span by tiles and from sums of all others.
+/// Computes the gradients of one chunk of queries from the keys of a range by tiles and from sums of all others.
 #[allow(clippy::too_many_arguments)]
-pub(super) fn far_query_strip<T: Real>(
+pub(super) fn far_query_chunk<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     cotangent: &Cotangent<'_, T>,
     unit: &Unit<'_, T>,
     head: usize,
     rows: std::ops::Range<usize>,
-    span: (isize, isize),
+    range: (isize, isize),
     fars: [Option<Far<'_, T>>; 2],
     sink: GradientSink<'_, T>,
     (sums, scratch): (&mut [T], &mut [T]),
 ) {
     let mut buffers = QueryBuffers::new(problem, true, sums, &mut Arena::new(scratch));
-    query_strip(problem, shared, cotangent, unit, head, rows, span, fars, sink, &mut buffers);
+    query_chunk(problem, shared, cotangent, unit, head, rows, range, fars, sink, &mut buffers);
 }
 
-/// Computes the gradients of one strip of queries.
+/// Computes the gradients of one chunk of queries.
 #[allow(clippy::too_many_arguments)]
-fn query_strip<T: Real>(
+fn query_chunk<T: Real>(
     problem: &Problem<'_, T>,
     shared: &Shared<'_, T>,
     cotangent: &Cotangent<'_, T>,

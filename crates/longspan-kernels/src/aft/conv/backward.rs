@@ -186,9 +186,9 @@ fn block<'a, T: Real>(
         clear(all);
         for local in own_head * dims.group()..(own_head + 1) * dims.group() {
             let field = turned.field(keys[index], 0, &[]);
-            let span = (0, sequence.queries as isize);
+            let range = (0, sequence.queries as isize);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            sum(&source(index, local), &field, span, &mut work, own);
+            sum(&source(index, local), &field, range, &mut work, own);
             join(all, own);
         }
         if let Some(last) = links.last_item(sequence, kv_head) {

@@ -2,9 +2,9 @@
 //! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
 //! [`common_max`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
-use super::walk::{Field, SPAN, Source, Work, header, rows, split};
+use super::walk::{Field, REACH, Source, Work, header, rows, split};
 use crate::aft::conv::window::{
-    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindSpanMax, ScaleRows, SpanMax, SpanWeights,
+    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindReachMax, ReachMax, ReachWeights, ScaleRows,
     TapGradients,
 };
 use crate::aft::problem::{CHUNK, Window};
@@ -31,10 +31,10 @@ pub(super) fn common_max<T: Real>(
     (low, high): (usize, usize),
     sides: Sides<'_, T>,
     items: &[T],
-) -> Option<SpanMax<T>> {
+) -> Option<ReachMax<T>> {
     let deepest = T::from_f64(DEEPEST);
     let (least, most) = range(kernel);
-    let mut top = dispatch(FindSpanMax { line: split(items) });
+    let mut top = dispatch(FindReachMax { line: split(items) });
     // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ serves nobody.
     let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
     let fits = |depth: T| depth + (most - least) <= deepest;
@@ -60,7 +60,7 @@ pub(super) fn common_max<T: Real>(
     };
     let mut depth = (top.x - side[0]) + (top.b - side[1]);
     for n in (first..first + kernel.len()).filter(|n| (low..high).contains(n)) {
-        let own = (top.x - items[n]) + (top.b - items[SPAN + n]);
+        let own = (top.x - items[n]) + (top.b - items[REACH + n]);
         if own < depth {
             depth = own;
         }
@@ -70,7 +70,7 @@ pub(super) fn common_max<T: Real>(
 
 /// A chunk as [`walk`] takes it.
 pub(super) struct Chunk<'a, T> {
-    pub top: SpanMax<T>,
+    pub top: ReachMax<T>,
     pub kernel: &'a [T],
     pub count: usize,
     pub sides: Sides<'a, T>,
@@ -101,7 +101,7 @@ pub(super) fn walk<T: Real>(
     dispatch(ExpAll { block: factors });
     let outside = (-most).exp();
     let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
-    dispatch(SpanWeights { line: split(items), top, weights: item_weights, products });
+    dispatch(ReachWeights { line: split(items), top, weights: item_weights, products });
     let share = |side: &[T]| outside * ((side[0] - top.x) + (side[1] - top.b)).exp();
 
     x.fill(top.x);

@@ -10,7 +10,7 @@ pub(crate) mod window;
 pub(super) use backward::backward;
 pub(super) use forward::forward;
 
-use walk::{Edges, Field, SPAN, Source, Work, header};
+use walk::{Edges, Field, REACH, Source, Work, header};
 
 use super::keys::KeyItems;
 use super::problem::{Bias, Block, CHUNK, Problem, Window};
@@ -137,8 +137,8 @@ impl Geometry {
             let line = Field { window: windows[index], first_line: index % self.lines, lines: 1, kernel: &[], taps: 1 };
             // SAFETY: every line of every head has a place of its own.
             let to = unsafe { sums.row(0, 0, task, len) };
-            let span = (0, self.places as isize);
-            walk::sum(&of(index, task % heads), &line, span, &mut Work::new(work, most, width), to);
+            let range = (0, self.places as isize);
+            walk::sum(&of(index, task % heads), &line, range, &mut Work::new(work, most, width), to);
         });
         below.copy_from_slice(above);
         let image = self.lines * heads * len;
@@ -214,7 +214,7 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
     fn rows_in_place(&self, line: usize, from: isize, count: usize, width: usize) -> Option<&[T]> {
         let tokens = self.items.tokens(self.token(line, from), count)?;
         let adjacent = tokens.values.stride == width && tokens.head_dim == width;
-        tokens.values.data.get(..SPAN * width).filter(|_| adjacent)
+        tokens.values.data.get(..REACH * width).filter(|_| adjacent)
     }
 
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {
@@ -261,7 +261,7 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
     }
 
     fn rows_in_place(&self, line: usize, from: isize, _: usize, width: usize) -> Option<&[T]> {
-        self.rows[(line * self.places + from as usize) * width..].get(..SPAN * width)
+        self.rows[(line * self.places + from as usize) * width..].get(..REACH * width)
     }
 
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {

@@ -8,7 +8,7 @@
 
 use super::band;
 use crate::aft::conv::window::{
-    AddWindow, Entering, ExpAll, FindSpanMax, Line, MARGIN, RunRows, RunningMax, SpanWeights, SumRows, WindowDots,
+    AddWindow, Entering, ExpAll, FindReachMax, Line, MARGIN, ReachWeights, RunRows, RunningMax, SumRows, WindowDots,
     WindowMax, WindowWeights,
 };
 use crate::aft::problem::{CHUNK, Chunks, Window};
@@ -19,7 +19,7 @@ use crate::simd::{Real, dispatch};
 use crate::threads::parallel;
 
 /// Items that the windows of a chunk reach with [`CHUNK`] taps, and more.
-pub(super) const SPAN: usize = 2 * CHUNK;
+pub(super) const REACH: usize = 2 * CHUNK;
 
 /// Numbers of a sum before its row: exponent in two parts, weight, and what fills a cache line.
 pub(super) fn header<T>() -> usize {
@@ -31,7 +31,7 @@ pub(super) trait Source<T> {
     /// Exponent in two parts and weight of the items from `from` on; −∞ where there is nothing.
     fn exponents(&self, line: usize, from: isize, x: &mut [T], b: &mut [T], d: &mut [T]);
 
-    /// The rows of [`SPAN`] items from `from` on, if they stand one after the other and the first `count` count.
+    /// The rows of [`REACH`] items from `from` on, if they stand one after the other and the first `count` count.
     fn rows_in_place(&self, line: usize, from: isize, count: usize, width: usize) -> Option<&[T]>;
 
     /// The rows of `count` items from `from` on, `width` numbers each; 0 where there is nothing.
@@ -77,7 +77,7 @@ fn block(window: &Window, index: usize) -> (isize, isize) {
 
 /// Working memory of one task.
 pub(super) struct Work<'w, T> {
-    /// Exponents of every piece of every line in view: three lines of [`SPAN`] each.
+    /// Exponents of every piece of every line in view: three lines of [`REACH`] each.
     pub(super) items: &'w mut [T],
     /// The same of the columns that enter before and after.
     columns: [&'w mut [T]; 2],
@@ -115,29 +115,29 @@ impl<'w, T: Real> Work<'w, T> {
 
     fn lay_out(arena: &mut Arena<'w, T>, [lines, taps]: [usize; 2], width: usize) -> Self {
         let mut running = || Running {
-            x: arena.take(SPAN),
-            b: arena.take(SPAN),
-            d: arena.take(SPAN),
-            keep: arena.take(SPAN),
-            enter: arena.take(SPAN),
-            share: arena.take(SPAN),
+            x: arena.take(REACH),
+            b: arena.take(REACH),
+            d: arena.take(REACH),
+            keep: arena.take(REACH),
+            enter: arena.take(REACH),
+            share: arena.take(REACH),
             sum: arena.take(width),
         };
         let running = [running(), running()];
         let several = usize::from(lines > 1);
         Self {
-            items: arena.take(lines * taps.div_ceil(CHUNK) * 3 * SPAN),
-            columns: [(); 2].map(|()| arena.take(several * 3 * SPAN)),
-            spare: arena.take(3 * SPAN),
-            rows: arena.take(SPAN * width),
-            column_rows: arena.take(several * SPAN * width),
+            items: arena.take(lines * taps.div_ceil(CHUNK) * 3 * REACH),
+            columns: [(); 2].map(|()| arena.take(several * 3 * REACH)),
+            spare: arena.take(3 * REACH),
+            rows: arena.take(REACH * width),
+            column_rows: arena.take(several * REACH * width),
             weights: arena.take((CHUNK + 2 * MARGIN) * CHUNK),
             running,
             x: arena.take(CHUNK),
             b: arena.take(CHUNK),
             d: arena.take(CHUNK),
             sums: arena.take(CHUNK * width),
-            turned: [SPAN, CHUNK].map(|lanes| arena.take(lanes * width)),
+            turned: [REACH, CHUNK].map(|lanes| arena.take(lanes * width)),
         }
     }
 
@@ -149,9 +149,9 @@ impl<'w, T: Real> Work<'w, T> {
 
 /// Three lines of exponents.
 pub(super) fn split<T>(items: &[T]) -> Line<'_, T> {
-    let (x, rest) = items.split_at(SPAN);
-    let (b, d) = rest.split_at(SPAN);
-    Line { x, b, d: &d[..SPAN] }
+    let (x, rest) = items.split_at(REACH);
+    let (b, d) = rest.split_at(REACH);
+    Line { x, b, d: &d[..REACH] }
 }
 
 /// Reads exponents of the items `from..from + count` of a line, nothing where there are none.
@@ -163,8 +163,8 @@ fn exponents<T: Real>(
     count: usize,
     items: &mut [T],
 ) {
-    let (x, rest) = items[..3 * SPAN].split_at_mut(SPAN);
-    let (b, d) = rest.split_at_mut(SPAN);
+    let (x, rest) = items[..3 * REACH].split_at_mut(REACH);
+    let (b, d) = rest.split_at_mut(REACH);
     let (low, high) = present(window, from, count);
     x[..low].fill(T::NEG_INFINITY);
     x[high..].fill(T::NEG_INFINITY);
@@ -184,7 +184,7 @@ pub(super) fn present(window: &Window, from: isize, count: usize) -> (usize, usi
     (low, high)
 }
 
-/// The rows of the same items, [`SPAN`] of them; none of width 0. Those from `count` on are 0, or of any contents if none of them is
+/// The rows of the same items, [`REACH`] of them; none of width 0. Those from `count` on are 0, or of any contents if none of them is
 /// multiplied (`whole`): then rows that stand one after the other are not copied to `to`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn rows<'a, T: Real>(
@@ -206,7 +206,7 @@ pub(super) fn rows<'a, T: Real>(
         return rows;
     }
     to[..low * width].fill(T::ZERO);
-    to[high * width..SPAN * width].fill(T::ZERO);
+    to[high * width..REACH * width].fill(T::ZERO);
     if low < high {
         source.rows(line, from + low as isize, high - low, width, &mut to[low * width..high * width]);
     }
@@ -222,33 +222,33 @@ fn column_exponents<T: Real>(
     spare: &mut [T],
     columns: &mut [T],
 ) {
-    let (x, rest) = columns[..3 * SPAN].split_at_mut(SPAN);
-    let (b, d) = rest.split_at_mut(SPAN);
+    let (x, rest) = columns[..3 * REACH].split_at_mut(REACH);
+    let (b, d) = rest.split_at_mut(REACH);
     x.fill(floor());
     b.fill(T::ZERO);
     d.fill(T::ZERO);
     let lines = || field.first_line..field.first_line + field.lines;
     for line in lines() {
         exponents(source, &field.window, line, from, count, spare);
-        for n in 0..SPAN {
-            let rise = (spare[n] - x[n]) + (spare[SPAN + n] - b[n]);
+        for n in 0..REACH {
+            let rise = (spare[n] - x[n]) + (spare[REACH + n] - b[n]);
             if rise > T::ZERO {
-                (x[n], b[n]) = (spare[n], spare[SPAN + n]);
+                (x[n], b[n]) = (spare[n], spare[REACH + n]);
             }
         }
     }
     for line in lines() {
         exponents(source, &field.window, line, from, count, spare);
         weigh(spare, &|n| (x[n], b[n]));
-        for n in 0..SPAN {
-            d[n] += spare[n] * spare[2 * SPAN + n];
+        for n in 0..REACH {
+            d[n] += spare[n] * spare[2 * REACH + n];
         }
     }
 }
 
 /// Turns exponents into weights relative to `top`.
 fn weigh<T: Real>(items: &mut [T], top: &impl Fn(usize) -> (T, T)) {
-    let (weights, b) = items.split_at_mut(SPAN);
+    let (weights, b) = items.split_at_mut(REACH);
     for (n, (x, &mut b)) in weights.iter_mut().zip(b).enumerate() {
         let (top_x, top_b) = top(n);
         *x = (*x - top_x) + (b - top_b);
@@ -268,13 +268,13 @@ fn column_rows<T: Real>(
     width: usize,
     to: &mut [T],
 ) {
-    to[..SPAN * width].fill(T::ZERO);
+    to[..REACH * width].fill(T::ZERO);
     if width == 0 {
         return;
     }
     for line in field.first_line..field.first_line + field.lines {
         exponents(source, &field.window, line, from, count, spare);
-        weigh(spare, &|n| (columns[n], columns[SPAN + n]));
+        weigh(spare, &|n| (columns[n], columns[REACH + n]));
         let block = rows(source, &field.window, line, from, count, width, true, block);
         let (low, high) = present(&field.window, from, count);
         for n in low..high {
@@ -313,8 +313,8 @@ pub(super) fn sum<T: Real>(
 ) {
     clear(sum);
     let width = sum.len() - header::<T>();
-    for at in (from..to).step_by(SPAN) {
-        let count = ((to - at) as usize).min(SPAN);
+    for at in (from..to).step_by(REACH) {
+        let count = ((to - at) as usize).min(REACH);
         let (items, rows) = if field.lines == 1 {
             exponents(source, &field.window, field.first_line, at, count, work.spare);
             let rows = rows(source, &field.window, field.first_line, at, count, width, true, work.rows);
@@ -326,12 +326,12 @@ pub(super) fn sum<T: Real>(
             column_rows(source, field, at, count, columns, spare, width, work.rows);
             (columns, &*work.rows)
         };
-        let top = dispatch(FindSpanMax { line: split(items) });
+        let top = dispatch(FindReachMax { line: split(items) });
         let Running { keep: weights, enter: products, sum: part, .. } = &mut work.running[0];
-        dispatch(SpanWeights { line: split(items), top: &top, weights, products });
+        dispatch(ReachWeights { line: split(items), top: &top, weights, products });
         let part = &mut part[..width];
         dispatch(SumRows { weights: &weights[..count], rows, to: part });
-        let (weight, top) = (dot(weights, &items[2 * SPAN..3 * SPAN]), (top.x, top.b));
+        let (weight, top) = (dot(weights, &items[2 * REACH..3 * REACH]), (top.x, top.b));
         // As `join`, of parts that lie apart.
         let rise = (top.0 - sum[0]) + (top.1 - sum[1]);
         let small = (-rise.abs()).exp();
@@ -516,7 +516,7 @@ pub(super) fn walk<T: Real>(
     };
     let place = |piece: usize| base + (piece * CHUNK) as isize;
 
-    for (index, items) in work.items.chunks_exact_mut(3 * SPAN).take(field.lines * pieces).enumerate() {
+    for (index, items) in work.items.chunks_exact_mut(3 * REACH).take(field.lines * pieces).enumerate() {
         let piece = index % pieces;
         exponents(source, window, field.first_line + index / pieces, place(piece), reach(piece), items);
     }
@@ -538,7 +538,7 @@ pub(super) fn walk<T: Real>(
         let own = &field.kernel[line * field.taps..][..field.taps];
         &own[piece * CHUNK..((piece + 1) * CHUNK).min(field.taps)]
     };
-    for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
+    for (index, items) in work.items.chunks_exact(3 * REACH).take(field.lines * pieces).enumerate() {
         dispatch(WindowMax {
             line: split(items),
             taps: taps(index),
@@ -553,7 +553,7 @@ pub(super) fn walk<T: Real>(
         column_exponents(source, field, place(pieces - 1), end.max(count) + behind, work.spare, work.columns[1]);
     }
     let entering: [&[T]; 2] =
-        if single { [work.items, &work.items[(pieces - 1) * 3 * SPAN..]] } else { [work.columns[0], work.columns[1]] };
+        if single { [work.items, &work.items[(pieces - 1) * 3 * REACH..]] } else { [work.columns[0], work.columns[1]] };
     if window.before {
         run(split(entering[0]), before, 0, count, false, early);
     }
@@ -603,7 +603,7 @@ pub(super) fn walk<T: Real>(
             }
         }
     }
-    for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
+    for (index, items) in work.items.chunks_exact(3 * REACH).take(field.lines * pieces).enumerate() {
         let (taps, piece) = (taps(index), index % pieces);
         let weights = &mut work.weights[..(taps.len() + 2 * MARGIN) * CHUNK];
         let own = MARGIN * CHUNK..(MARGIN + taps.len()) * CHUNK;
@@ -670,7 +670,7 @@ pub(super) fn add_tap_gradients<T: Real>(
         to: turned_own,
         to_row: CHUNK,
     });
-    for (index, items) in work.items.chunks_exact(3 * SPAN).take(field.lines * pieces).enumerate() {
+    for (index, items) in work.items.chunks_exact(3 * REACH).take(field.lines * pieces).enumerate() {
         let (line, piece) = (index / pieces, index % pieces);
         let taps = piece * CHUNK..((piece + 1) * CHUNK).min(field.taps);
         let place = base + (piece * CHUNK) as isize;
@@ -696,16 +696,16 @@ pub(super) fn add_tap_gradients<T: Real>(
             dispatch(Transpose {
                 from: rows,
                 from_row: width,
-                rows: SPAN,
+                rows: REACH,
                 columns: width,
                 to: turned_rows,
-                to_row: SPAN,
+                to_row: REACH,
             });
             dispatch(WindowDots {
                 weights: work.weights,
                 outputs: turned_own,
                 rows: turned_rows,
-                items: SPAN,
+                items: REACH,
                 width,
                 c,
                 d_taps: to,

@@ -331,9 +331,9 @@ impl<T: Real> Operation for WindowDots<'_, T> {
     }
 }
 
-/// What the exponents of a span of items may be relative to.
+/// What the exponents of a range of items may be relative to.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SpanMax<T> {
+pub(crate) struct ReachMax<T> {
     /// The largest exponent, in two parts; the floor if there is nothing.
     pub x: T,
     pub b: T,
@@ -344,16 +344,16 @@ pub(crate) struct SpanMax<T> {
 }
 
 /// The largest exponent of a line.
-pub(crate) struct FindSpanMax<'a, T> {
+pub(crate) struct FindReachMax<'a, T> {
     pub line: Line<'a, T>,
 }
 
-impl<T: Real> Operation for FindSpanMax<'_, T> {
+impl<T: Real> Operation for FindReachMax<'_, T> {
     type Element = T;
-    type Output = SpanMax<T>;
+    type Output = ReachMax<T>;
 
     #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> SpanMax<T> {
+    unsafe fn run<V: Vector<Element = T>>(self) -> ReachMax<T> {
         let Self { line } = self;
         let len = line.x.len();
         assert!(len.is_multiple_of(V::LANES) && line.b.len() >= len);
@@ -382,20 +382,20 @@ impl<T: Real> Operation for FindSpanMax<'_, T> {
                 let own = V::splat(top.0).sub(own_x).add(V::splat(top.1).sub(own_b));
                 depth = own_x.sub(bottom).if_positive(own, zero).max(depth);
             }
-            SpanMax { x: top.0, b: top.1, depth: depth.largest(), count: count.sum().to_f64() as usize }
+            ReachMax { x: top.0, b: top.1, depth: depth.largest(), count: count.sum().to_f64() as usize }
         }
     }
 }
 
 /// Writes the weight `e^{x+b−top}` of each item, and its product with `d`.
-pub(crate) struct SpanWeights<'a, T> {
+pub(crate) struct ReachWeights<'a, T> {
     pub line: Line<'a, T>,
-    pub top: &'a SpanMax<T>,
+    pub top: &'a ReachMax<T>,
     pub weights: &'a mut [T],
     pub products: &'a mut [T],
 }
 
-impl<T: Real> Operation for SpanWeights<'_, T> {
+impl<T: Real> Operation for ReachWeights<'_, T> {
     type Element = T;
     type Output = ();
 

@@ -3,7 +3,7 @@
 use super::super::problem::{Problem, Unit};
 use crate::simd::Real;
 
-/// A stretch of rows of one unit that forms its state from zero.
+/// A range of rows of one unit that forms its state from zero.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::kernelized) struct Segment {
     /// Rows `from..to`, where row `i` stands at key `i + offset`.
