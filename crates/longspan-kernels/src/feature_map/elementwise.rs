@@ -5,6 +5,29 @@ use crate::simd::block::WIDEST;
 use crate::simd::rows::Rows;
 use crate::simd::{Operation, Real, Vector, exp_nonpositive, ln_1p_unit};
 
+/// One loop for each elementwise map, in which it is a constant: a choice inside the loop would be made for every register. Maps of
+/// whole rows are not made here and count as the identity.
+macro_rules! for_each_map {
+    ($map:expr, $constant:ident => $loop:expr) => {
+        $crate::feature_map::elementwise::for_each_map!(
+            $map, $constant => $loop, EluPlusOne Relu Softplus Exp; Identity
+        )
+    };
+    ($map:expr, $constant:ident => $loop:expr, $($name:ident)*; $other:ident) => {
+        match $map {
+            $(FeatureMap::$name => {
+                const $constant: FeatureMap = FeatureMap::$name;
+                $loop
+            })*
+            _ => {
+                const $constant: FeatureMap = FeatureMap::$other;
+                $loop
+            }
+        }
+    };
+}
+pub(crate) use for_each_map;
+
 /// `φ(x − shift)` of a register.
 #[inline(always)]
 pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
@@ -61,21 +84,10 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
     unsafe fn run<V: Vector<Element = T>>(self) {
         let Self { map, shift, from, count, width, ignored, to, to_row } = self;
         assert!(count == 0 || width.next_multiple_of(V::LANES) <= to_row);
-        // The map is looked at once, not for every register.
-        macro_rules! load_as {
-            ($map:ident) => {
-                // SAFETY: forwarded to the caller.
-                unsafe { load_through::<V>(FeatureMap::$map, shift, from, count, width, ignored, to, to_row) }
-            };
-        }
-        match map {
-            FeatureMap::EluPlusOne => load_as!(EluPlusOne),
-            FeatureMap::Relu => load_as!(Relu),
-            FeatureMap::Softplus => load_as!(Softplus),
-            FeatureMap::Exp => load_as!(Exp),
-            // Maps of whole rows are not made here.
-            _ => load_as!(Identity),
-        }
+        // SAFETY: forwarded to the caller.
+        for_each_map!(map, MAP => unsafe {
+            load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
+        });
     }
 }
 
@@ -196,18 +208,9 @@ impl<T: Real> Operation for FeatureDots<'_, T> {
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
         let Self { map, shift, rows, width, q, to } = self;
-        // One loop for each map: a choice inside it would be made for every register.
-        macro_rules! each {
-            ($($map:ident),*) => {
-                match map {
-                    // SAFETY: forwarded to the caller.
-                    $(FeatureMap::$map => unsafe { dots_of::<V>(FeatureMap::$map, shift, rows, width, q, to) },)*
-                    // Maps of whole rows are not made here.
-                    _ => {}
-                }
-            };
-        }
-        each!(EluPlusOne, Relu, Softplus, Exp, Identity);
+        // Features of whole rows stand in the state as they are.
+        // SAFETY: forwarded to the caller.
+        for_each_map!(map, MAP => unsafe { dots_of::<V>(MAP, shift, rows, width, q, to) });
     }
 }
 

@@ -4,7 +4,7 @@
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{Features, LoadFeatures, feature};
+use crate::feature_map::elementwise::{Features, LoadFeatures, feature, for_each_map};
 use crate::simd::block::AddColumnSums;
 use crate::simd::rows::{covers, put};
 use crate::simd::{Constants, Operation, Real, Vector};
@@ -343,32 +343,20 @@ impl<T: Real> Operation for Rotate<'_, T> {
                 r.check(x.len());
                 assert!(covers(&from, r.count, width));
                 let x = x.as_mut_ptr();
-                // Exponentials and the memory that rotation waits for take their time together. The map is looked at once.
-                macro_rules! rotate_as {
-                    ($map:ident) => {
-                        // SAFETY: every number that is read or written is there by the assertions above.
-                        unsafe {
-                            let shift = V::splat(shift);
-                            let mapped = |row: usize, column: usize| {
-                                let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
-                                let feature = feature(FeatureMap::$map, raw, shift);
-                                if keep {
-                                    feature.store(x.add(row * x_row + column));
-                                }
-                                feature
-                            };
-                            rotate_registers::<V>(r, registers, mapped, to, to_row, sums)
+                // Exponentials and the memory that rotation waits for take their time together.
+                // SAFETY: every number that is read or written is there by the assertions above.
+                for_each_map!(map, MAP => unsafe {
+                    let shift = V::splat(shift);
+                    let mapped = |row: usize, column: usize| {
+                        let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
+                        let feature = feature(MAP, raw, shift);
+                        if keep {
+                            feature.store(x.add(row * x_row + column));
                         }
+                        feature
                     };
-                }
-                match map {
-                    FeatureMap::EluPlusOne => rotate_as!(EluPlusOne),
-                    FeatureMap::Relu => rotate_as!(Relu),
-                    FeatureMap::Softplus => rotate_as!(Softplus),
-                    FeatureMap::Exp => rotate_as!(Exp),
-                    // Maps of whole rows are not made here.
-                    _ => rotate_as!(Identity),
-                }
+                    rotate_registers::<V>(r, registers, mapped, to, to_row, sums);
+                });
                 return;
             }
             Features::Mapped { map, shift, from, ignored, to, .. } => {
