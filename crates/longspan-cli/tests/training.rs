@@ -279,6 +279,31 @@ fn long_examples_take_little_memory_and_a_signal_is_soon_seen() {
 }
 
 #[test]
+fn the_best_weights_are_kept_and_overfitting_is_said() {
+    let place = Place::new();
+    // Targets that only remembering gives: training makes the development loss worse.
+    let pairs: String = (0..60u64).map(|i| format!("{i}\t{}\n", i.wrapping_mul(0x9e37_79b9_7f4a_7c15))).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    let more = ["--set", "checkpoint_steps=20", "--set", "d_model=32", "--learning-rate", "0.02"];
+    let output = place.run(&place.train("run", "400", &more));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let metrics = text(&place.read("run/metrics.jsonl"));
+    let losses = metrics.lines().filter_map(|line| {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap();
+        Some((value["development_loss"].as_f64()?, value["step"].as_u64()?))
+    });
+    let (loss, step) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).expect("checkpoints");
+    assert!(step < 400, "{metrics}");
+    let said = format!("the weights of step {step} are kept: their development loss was {loss:.3}");
+    assert!(text(&output.stderr).contains(&said), "{said}: {}", text(&output.stderr));
+    assert_eq!(place.info("run")["best_step"], step);
+    assert!(place.ok(&["info", "run"]).contains(&format!("weights     of step {step}, the best")));
+    let kept = place.read("run/model.safetensors");
+    place.ok(&["train", "--resume", "run"]);
+    assert_eq!(place.read("run/model.safetensors"), kept, "resuming keeps them");
+}
+
+#[test]
 fn few_pairs_get_fewer_steps() {
     let place = Place::new();
     let mut arguments = place.train("run", "1", &[]);

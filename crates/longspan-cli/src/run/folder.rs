@@ -33,7 +33,7 @@ pub struct Lock {
 }
 
 /// Writes the contents of a file to a path.
-type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
+pub type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 impl RunFolder {
     /// An existing run. Its files are compared with its seal as they are read.

@@ -60,6 +60,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             "run": run.display().to_string(),
             "step": saved.step,
             "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
+            "best_step": saved.best.map_or(saved.step, |best| best.step),
             "seconds": saved.seconds,
             "parameters": trained.model.num_params(),
             "loss": last("loss"),
@@ -95,6 +96,13 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         steps.map_or("?".into(), |steps| steps.to_string()),
         duration(saved.seconds)
     )?;
+    if let Some(best) = saved.best.filter(|best| best.step < saved.step) {
+        writeln!(
+            out,
+            "weights     of step {}, the best on development examples ({:.3} nats per token)",
+            best.step, best.loss
+        )?;
+    }
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
         writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
     }

@@ -164,7 +164,18 @@ fn introduce<T: Task>(session: &Session<T>) {
 
 /// Scores held-out examples and prints what to do next.
 fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
-    let model = session.model.valid();
+    let mut model = session.model.valid();
+    if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
+        model = session.folder.load_weights(model)?;
+        let last = session.log.development.last().map_or(f64::NAN, |point| point.1);
+        note(format_args!(
+            "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}; the steps since \
+             overfit, so fewer --steps or more data would do better",
+            best.step,
+            best.loss,
+            session.step()
+        ));
+    }
     let how = Answering { config: &session.config, beam: 1, workers: &session.workers };
     let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
     let held_out = spread(&session.data.held_out, limit);
