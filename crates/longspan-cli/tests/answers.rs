@@ -96,7 +96,7 @@ fn output_that_cannot_be_written_is_an_error() {
     place.trained("run");
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
     let output = place.command(&["predict", "run", "pairs.tsv"]).stdout(full).stderr(Stdio::piped()).output().unwrap();
-    failed(&output, &["No space left on device"]);
+    failed(&output, &["cannot write to standard output", "No space left on device"]);
 }
 
 #[test]

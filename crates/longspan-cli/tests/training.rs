@@ -304,6 +304,30 @@ fn the_best_weights_are_kept_and_overfitting_is_said() {
 }
 
 #[test]
+fn runs_that_start_at_the_same_time_take_different_folders() {
+    let place = Place::new();
+    let mut arguments = place.train("", "3", &[]);
+    let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
+    arguments.drain(at..at + 2);
+    let start = || place.command(&arguments).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    for child in [start(), start(), start()] {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    assert_eq!(place.names("runs"), ["pairs", "pairs-2", "pairs-3"]);
+    // Of several that want one folder one gets it, and the others say so.
+    let start =
+        || place.command(&place.train("one", "3", &[])).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let outputs = [start(), start(), start()].map(|child| child.wait_with_output().unwrap());
+    assert_eq!(outputs.iter().filter(|output| output.status.success()).count(), 1);
+    for output in outputs.iter().filter(|output| !output.status.success()) {
+        let error = failed(output, &["one", "--out"]);
+        assert!(error.contains("another process is making one") || error.contains("one holds a run"), "{error}");
+    }
+    place.info("one");
+}
+
+#[test]
 fn few_pairs_get_fewer_steps() {
     let place = Place::new();
     let mut arguments = place.train("run", "1", &[]);

@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::run::config::{self, RunConfig, Settings};
+use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::tasks::attention;
 use crate::tasks::task::Answering;
@@ -87,15 +88,16 @@ fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
     let mut settings = Settings::new()?;
     gather(&mut settings, arguments)?;
     let config = settings.finish()?;
-    let path = arguments.out.clone().unwrap_or_else(|| unused_default(&config));
-    if path.join("config.json").exists() {
-        let name = path.display();
-        bail!("{name} holds a run already; go on with --resume {name}, or choose another folder with --out");
+    let draft = match &arguments.out {
+        Some(path) => Draft::claim(path)?.ok_or_else(|| {
+            anyhow!("another process is making {} at this moment; choose another folder with --out", path.display())
+        })?,
+        None => claim_default(&config)?,
+    };
+    fn with<T: Task>(draft: Draft, config: RunConfig, stop: &Stop) -> Result<Outcome> {
+        finish(Session::<T>::begin(draft, config)?, stop)
     }
-    fn with<T: Task>(path: &Path, config: RunConfig, stop: &Stop) -> Result<Outcome> {
-        finish(Session::<T>::begin(path, config)?, stop)
-    }
-    for_task!(&config, with(&path, config, stop))
+    for_task!(&config, with(draft, config, stop))
 }
 
 /// A run that goes on from its last checkpoint.
@@ -259,15 +261,26 @@ fn number(flag: &str, value: f64) -> Result<Value> {
     if value.is_finite() { Ok(json!(value)) } else { bail!("{flag} {value}: expected a finite number") }
 }
 
-/// A folder under `runs/` that does not exist yet.
-fn unused_default(config: &RunConfig) -> PathBuf {
+/// The first folder of `runs/NAME`, `runs/NAME-2`, … that nobody has.
+fn claim_default(config: &RunConfig) -> Result<Draft> {
     let stem = match config.data() {
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
         None => "cmudict".into(),
     };
-    let first = Path::new("runs").join(&stem);
-    let numbered = (2..).map(|n: u32| Path::new("runs").join(format!("{stem}-{n}")));
-    std::iter::once(first.clone()).chain(numbered).find(|path| !path.exists()).unwrap_or(first)
+    for n in 1u32.. {
+        let path = Path::new("runs").join(if n == 1 { stem.clone() } else { format!("{stem}-{n}") });
+        if path.exists() {
+            continue;
+        }
+        match Draft::claim(&path) {
+            Ok(Some(draft)) => return Ok(draft),
+            Ok(None) => {}
+            // Another process has just taken it.
+            Err(_) if path.exists() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    bail!("runs/ has no free name left; choose a folder with --out")
 }
 
 /// At most `limit` examples, evenly from all.

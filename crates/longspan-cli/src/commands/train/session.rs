@@ -1,6 +1,5 @@
 //! A run while it trains: steps, checkpoints, the log.
 
-use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, bail};
@@ -12,6 +11,7 @@ use super::schedule::{TIMED_STEPS, relative_rate};
 use crate::commands::Outcome;
 use crate::run::checkpoint::{Best, Saved, optimizer};
 use crate::run::config::RunConfig;
+use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
 use crate::run::write::write_atomic;
@@ -48,7 +48,7 @@ enum Probe {
 
 impl<T: Task> Session<T> {
     /// A new run.
-    pub fn begin(path: &Path, mut config: RunConfig) -> Result<Self> {
+    pub fn begin(draft: Draft, mut config: RunConfig) -> Result<Self> {
         let (task, data) = T::begin(&mut config)?;
         let per_epoch = data.train.len().div_ceil(config.batch_size);
         config.steps.get_or_insert(8000.min((60 * per_epoch).max(1000)));
@@ -56,11 +56,11 @@ impl<T: Task> Session<T> {
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
         let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone() };
-        let (folder, lock) = RunFolder::create(path, |draft| {
-            draft.save_config(&config)?;
-            task.store(draft)?;
-            write_atomic(&draft.metrics(), b"")?;
-            draft.save(&model, &optimizer, &saved)
+        let (folder, lock) = draft.finish(|folder| {
+            folder.save_config(&config)?;
+            task.store(folder)?;
+            write_atomic(&folder.metrics(), b"")?;
+            folder.save(&model, &optimizer, &saved)
         })?;
         let log = MetricsLog::open(&folder, 0)?;
         Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
