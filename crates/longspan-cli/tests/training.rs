@@ -17,6 +17,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     assert!(stderr.contains("step 12/12"), "{stderr}");
+    assert!(!stderr.contains("come again"), "{stderr}");
     assert_eq!(
         place.names("run"),
         [
@@ -119,7 +120,7 @@ fn an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not() {
         let status = child.wait().unwrap();
         let stderr = std::io::read_to_string(child.stderr.take().unwrap()).unwrap();
         assert_eq!(status.code(), Some(130), "{stderr}");
-        assert!(stderr.contains(&format!("go on with: longspan train --resume {parts}")), "{stderr}");
+        assert!(stderr.contains(&format!(" train --resume {parts}")), "{stderr}");
         let step = place.info(&parts)["step"].as_u64().unwrap();
         assert!((1..60).contains(&step), "stopped at step {step}");
         let stdout = place.ok(&["train", "--resume", &parts]);
@@ -248,7 +249,8 @@ fn a_closed_standard_error_does_not_end_training() {
 fn empty_texts_are_legal() {
     let place = Place::new();
     place.write("pairs.tsv", "ab\t\n\tba\nabc\tcba\nb\tb\na\ta\n\t\nca\tac\nd\td\n".repeat(2).as_bytes());
-    place.ok(&place.train("run", "4", &[]));
+    let output = place.run(&place.train("run", "4", &[]));
+    assert!(output.status.success() && text(&output.stderr).contains("pairs.tsv: 8 pairs come again and count once"));
     place.write("lines", b"\nab\n\n");
     let answers = place.ok(&["predict", "run", "lines"]);
     let lines: Vec<&str> = answers.lines().collect();
@@ -325,6 +327,34 @@ fn runs_that_start_at_the_same_time_take_different_folders() {
         assert!(error.contains("another process is making one") || error.contains("one holds a run"), "{error}");
     }
     place.info("one");
+}
+
+#[test]
+fn the_next_command_can_be_pasted() {
+    let place = Place::new();
+    let pairs: String = (0..60).map(|i| format!("-n it's \\\"{i}\t{i}\n")).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    for run in ["my run's", "-run"] {
+        let out = format!("--out={run}");
+        let mut arguments = place.train("x", "3", &[&out]);
+        let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
+        arguments.drain(at..at + 2);
+        let printed = place.ok(&arguments);
+        assert!(printed.contains("(expected "), "{printed}");
+        let next = printed.lines().last().expect("a command");
+        // As a shell finds `longspan` on its path.
+        let folder = std::path::Path::new(env!("CARGO_BIN_EXE_longspan")).parent().expect("a folder");
+        let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+        let next = next.replace("cargo run --release --", "longspan");
+        let output = std::process::Command::new("sh")
+            .args(["-c", &next])
+            .current_dir(place.path(""))
+            .env("PATH", path)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{next}: {}", text(&output.stderr));
+        assert_eq!(text(&output.stdout).lines().count(), 1, "{next}");
+    }
 }
 
 #[test]

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::config::RunConfig;
 use super::folder::{CHECKPOINT, MODEL, RunFolder, Write};
 use super::write::{cannot_write, write_error};
+use crate::terminal::shell;
 
 /// How far a run has come: stored with its weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,7 +59,7 @@ impl RunFolder {
 
     /// Reads the weights into a model made from the same settings.
     pub fn load_weights<M: Module>(&self, model: M) -> Result<M> {
-        let name = self.path().display();
+        let name = shell::path(self.path());
         let anew = |error: anyhow::Error| {
             anyhow!("{error}; `longspan train --resume {name}` writes it anew from the checkpoint")
         };

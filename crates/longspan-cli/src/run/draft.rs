@@ -8,6 +8,7 @@ use anyhow::{Result, anyhow, bail};
 
 use super::folder::{LOCK, Lock, RunFolder};
 use super::write::mend;
+use crate::terminal::shell;
 
 /// A hidden folder beside the one that is wanted. It takes its name when all of it is there, and is removed if that never
 /// happens.
@@ -77,7 +78,10 @@ fn free(path: &Path) -> Result<()> {
     let name = path.display();
     let empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
     if path.join("config.json").exists() {
-        bail!("{name} holds a run already; go on with --resume {name}, or choose another folder with --out");
+        bail!(
+            "{name} holds a run already; go on with --resume {}, or choose another folder with --out",
+            shell::path(path)
+        );
     }
     if path.symlink_metadata().is_ok() && !empty() {
         bail!("{name} exists already and is no run folder; choose another one with --out");

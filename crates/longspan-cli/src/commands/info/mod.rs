@@ -15,6 +15,7 @@ use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::tasks::{Task, Trained, for_task};
 use crate::terminal::progress::duration;
+use crate::terminal::shell;
 
 /// What `longspan info` takes.
 #[derive(Args)]
@@ -115,7 +116,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {
-        writeln!(out, "unfinished  go on with: longspan train --resume {}", run.display())?;
+        writeln!(out, "unfinished  go on with: {} train --resume {}", shell::program(), shell::path(run))?;
     }
     Ok(Outcome::Done)
 }

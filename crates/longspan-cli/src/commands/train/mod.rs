@@ -22,7 +22,8 @@ use crate::tasks::attention;
 use crate::tasks::task::Answering;
 use crate::tasks::{Task, for_task};
 use crate::terminal::notes::note;
-use crate::terminal::samples;
+use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 use session::Session;
 
@@ -125,11 +126,8 @@ fn resume(arguments: &Arguments, path: &Path, stop: &Stop) -> Result<Outcome> {
 fn finish<T: Task>(mut session: Session<T>, stop: &Stop) -> Result<Outcome> {
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
-        let name = session.folder.path().display();
-        note(format_args!(
-            "stopped after step {} and saved; go on with: longspan train --resume {name}",
-            session.step()
-        ));
+        let (step, program, folder) = (session.step(), shell::program(), shell::path(session.folder.path()));
+        note(format_args!("stopped after step {step} and saved; go on with: {program} train --resume {folder}"));
         return Ok(Outcome::Interrupted);
     }
     stop.nothing_to_save();
@@ -191,27 +189,29 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
-    let sources = T::samples(&session.config, &held_out);
+    let wanted = T::samples(&session.config, &held_out);
+    let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
     if !sources.is_empty() {
-        let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
-        let answers = session.task.answer(&model, &sources, &how)?.into_iter().map(|beam| beam.into_iter().next());
-        let answers = answers.map(|best| best.map(|answer| answer.target).unwrap_or_default());
-        let samples: Vec<(String, String)> = sources.iter().map(|&source| source.into()).zip(answers).collect();
+        let answers = session.task.answer(&model, &sources, &how)?;
+        let samples: Vec<Sample> = wanted
+            .iter()
+            .zip(answers)
+            .map(|((source, expected), beam)| {
+                let answer = beam.into_iter().next().map(|best| best.target).unwrap_or_default();
+                Sample { source: source.clone(), answer, expected: expected.clone() }
+            })
+            .collect();
         text.push_str(&format!("\nIt says:\n{}", samples::table(&samples)));
     }
-    let name = session.folder.path().display();
-    let example = sources.iter().find(|sample| !sample.contains('\'')).map_or("hello", String::as_str);
-    text.push_str(&format!("\nThe run is in {name}; its loss curve is {name}/loss.svg. Next:\n"));
-    text.push_str(&format!("  echo '{example}' | {} predict {name}\n", program()));
+    let (folder, program) = (shell::path(session.folder.path()), shell::program());
+    let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
+    let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
+    let curve = shell::path(&session.folder.loss_curve("svg"));
+    text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n"));
+    text.push_str(&format!("  printf '%s\\n' {example} | {program} predict {folder}\n"));
     use std::io::Write as _;
     write!(std::io::stdout(), "{text}")?;
     Ok(())
-}
-
-/// How this program was called, for commands that can be typed as they are.
-fn program() -> &'static str {
-    // `cargo run` sets this for the programs it starts.
-    if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "longspan" }
 }
 
 /// Gathers settings: flags win over --set, --set wins over the file.
