@@ -19,6 +19,7 @@ use clap::{Parser, Subcommand};
 
 use crate::commands::{Outcome, bench, eval, explain, info, predict, train};
 use crate::terminal::notes::note;
+use crate::terminal::signals;
 
 /// The version, and the notice that the embedded dictionary asks to be passed on with it.
 const LONG_VERSION: &str = concat!(
@@ -52,6 +53,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    signals::report_large_files();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),
@@ -71,7 +73,9 @@ fn main() -> ExitCode {
         // A closed pipe, as after `| head`, is not an error.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            note(format!("error: {error:#}").replace('\n', " "));
+            // All other files are named where they are written.
+            let what = if error.is::<io::Error>() { "cannot write to standard output: " } else { "" };
+            note(format!("error: {what}{error:#}").replace('\n', " "));
             ExitCode::FAILURE
         }
     }
@@ -80,7 +84,13 @@ fn main() -> ExitCode {
 /// Help and version as asked for; a mistake in the arguments as one line.
 fn usage(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        return match error.print() {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                note(format_args!("error: cannot write to standard output: {error}"));
+                ExitCode::FAILURE
+            }
+            _ => ExitCode::SUCCESS,
+        };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         note("error: no subcommand; give train, predict, eval, explain, bench or info, or see longspan --help");

@@ -77,6 +77,36 @@ fn unknown_characters_are_said_once_and_answered() {
 }
 
 #[test]
+fn many_unknown_characters_are_one_note() {
+    let place = Place::new();
+    place.trained("run");
+    let lines: String = (0..300u32).filter_map(|i| char::from_u32(0x4e00 + i)).map(|c| format!("{c}\n")).collect();
+    place.write("lines", lines.as_bytes());
+    let output = place.run(&["predict", "run", "lines"]);
+    let notes = text(&output.stderr);
+    assert_eq!(notes.matches("did not occur").count(), 1, "{notes}");
+    assert!(notes.contains("and 295 others did not occur in training"), "{notes}");
+}
+
+#[test]
+fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
+    let place = Place::new();
+    let pairs: String = (0..60).map(|i| format!("{{\"source\":\"{i}\",\"target\":\"a\\na\\na\\na\"}}\n")).collect();
+    place.write("pairs.jsonl", pairs.as_bytes());
+    let mut arguments = place.train("run", "60", &["--learning-rate", "0.01", "--set", "answer_tokens=3"]);
+    arguments[2] = "pairs.jsonl";
+    place.ok(&arguments);
+    place.write("lines", b"1\n2\n3\n");
+    let output = place.run(&["predict", "run", "lines"]);
+    assert_eq!(text(&output.stdout), "a\\na\n".repeat(3));
+    assert!(
+        text(&output.stderr).contains("cut at 3 tokens, 3 of them, the first in line 1"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
 fn a_reader_that_has_had_enough_is_no_error() {
     let place = Place::new();
     place.trained("run");
@@ -96,7 +126,7 @@ fn output_that_cannot_be_written_is_an_error() {
     place.trained("run");
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
     let output = place.command(&["predict", "run", "pairs.tsv"]).stdout(full).stderr(Stdio::piped()).output().unwrap();
-    failed(&output, &["No space left on device"]);
+    failed(&output, &["cannot write to standard output", "No space left on device"]);
 }
 
 #[test]

@@ -17,6 +17,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     assert!(stderr.contains("step 12/12"), "{stderr}");
+    assert!(!stderr.contains("come again"), "{stderr}");
     assert_eq!(
         place.names("run"),
         [
@@ -119,7 +120,7 @@ fn an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not() {
         let status = child.wait().unwrap();
         let stderr = std::io::read_to_string(child.stderr.take().unwrap()).unwrap();
         assert_eq!(status.code(), Some(130), "{stderr}");
-        assert!(stderr.contains(&format!("go on with: longspan train --resume {parts}")), "{stderr}");
+        assert!(stderr.contains(&format!(" train --resume {parts}")), "{stderr}");
         let step = place.info(&parts)["step"].as_u64().unwrap();
         assert!((1..60).contains(&step), "stopped at step {step}");
         let stdout = place.ok(&["train", "--resume", &parts]);
@@ -248,7 +249,8 @@ fn a_closed_standard_error_does_not_end_training() {
 fn empty_texts_are_legal() {
     let place = Place::new();
     place.write("pairs.tsv", "ab\t\n\tba\nabc\tcba\nb\tb\na\ta\n\t\nca\tac\nd\td\n".repeat(2).as_bytes());
-    place.ok(&place.train("run", "4", &[]));
+    let output = place.run(&place.train("run", "4", &[]));
+    assert!(output.status.success() && text(&output.stderr).contains("pairs.tsv: 8 pairs come again and count once"));
     place.write("lines", b"\nab\n\n");
     let answers = place.ok(&["predict", "run", "lines"]);
     let lines: Vec<&str> = answers.lines().collect();
@@ -276,6 +278,83 @@ fn long_examples_take_little_memory_and_a_signal_is_soon_seen() {
     assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse().ok());
     assert!(peak.is_none_or(|kilobytes: usize| kilobytes < 1_000_000), "{peak:?}");
+}
+
+#[test]
+fn the_best_weights_are_kept_and_overfitting_is_said() {
+    let place = Place::new();
+    // Targets that only remembering gives: training makes the development loss worse.
+    let pairs: String = (0..60u64).map(|i| format!("{i}\t{}\n", i.wrapping_mul(0x9e37_79b9_7f4a_7c15))).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    let more = ["--set", "checkpoint_steps=20", "--set", "d_model=32", "--learning-rate", "0.02"];
+    let output = place.run(&place.train("run", "400", &more));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let metrics = text(&place.read("run/metrics.jsonl"));
+    let losses = metrics.lines().filter_map(|line| {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap();
+        Some((value["development_loss"].as_f64()?, value["step"].as_u64()?))
+    });
+    let (loss, step) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).expect("checkpoints");
+    assert!(step < 400, "{metrics}");
+    let said = format!("the weights of step {step} are kept: their development loss was {loss:.3}");
+    assert!(text(&output.stderr).contains(&said), "{said}: {}", text(&output.stderr));
+    assert_eq!(place.info("run")["best_step"], step);
+    assert!(place.ok(&["info", "run"]).contains(&format!("weights     of step {step}, the best")));
+    let kept = place.read("run/model.safetensors");
+    place.ok(&["train", "--resume", "run"]);
+    assert_eq!(place.read("run/model.safetensors"), kept, "resuming keeps them");
+}
+
+#[test]
+fn runs_that_start_at_the_same_time_take_different_folders() {
+    let place = Place::new();
+    let mut arguments = place.train("", "3", &[]);
+    let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
+    arguments.drain(at..at + 2);
+    let start = || place.command(&arguments).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    for child in [start(), start(), start()] {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    assert_eq!(place.names("runs"), ["pairs", "pairs-2", "pairs-3"]);
+    // Of several that want one folder one gets it, and the others say so.
+    let start =
+        || place.command(&place.train("one", "3", &[])).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let outputs = [start(), start(), start()].map(|child| child.wait_with_output().unwrap());
+    assert_eq!(outputs.iter().filter(|output| output.status.success()).count(), 1);
+    for output in outputs.iter().filter(|output| !output.status.success()) {
+        let error = failed(output, &["one", "--out"]);
+        assert!(error.contains("another process is making one") || error.contains("one holds a run"), "{error}");
+    }
+    place.info("one");
+}
+
+#[test]
+fn the_next_command_can_be_pasted() {
+    let place = Place::new();
+    let pairs: String = (0..60).map(|i| format!("-n it's \\\"{i}\t{i}\n")).collect();
+    place.write("pairs.tsv", pairs.as_bytes());
+    for run in ["my run's", "-run"] {
+        let out = format!("--out={run}");
+        let mut arguments = place.train("x", "3", &[&out]);
+        let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
+        arguments.drain(at..at + 2);
+        let printed = place.ok(&arguments);
+        assert!(printed.contains("(expected "), "{printed}");
+        let next = printed.lines().last().expect("a command");
+        // As a shell finds `longspan` on its path.
+        let folder = std::path::Path::new(env!("CARGO_BIN_EXE_longspan")).parent().expect("a folder");
+        let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+        let next = next.replace("cargo run --release --", "longspan");
+        let output = std::process::Command::new("sh")
+            .args(["-c", &next])
+            .current_dir(place.path(""))
+            .env("PATH", path)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{next}: {}", text(&output.stderr));
+        assert_eq!(text(&output.stdout).lines().count(), 1, "{next}");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `longspan predict`: answers lines as they come.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -55,7 +55,8 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     };
     let lines = read_ahead(reader);
     let mut out = io::stdout().lock();
-    let mut reported = HashSet::new();
+    let mut unknown = BTreeSet::new();
+    let mut cut = Vec::new();
     let mut number = 0;
     while let Some((batch, failure)) = next_batch(&lines) {
         let mut texts = Vec::with_capacity(batch.len());
@@ -72,14 +73,19 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
         }
         // What came before a bad line is still answered.
         let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-        warn_unknown(&trained.task, &texts, &mut reported);
-        for (text, answers) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?) {
+        unknown.extend(texts.iter().flat_map(|text| trained.task.unknown_pieces(text)).map(String::from));
+        let first = number - texts.len() + 1 - usize::from(bad_line.is_some());
+        for ((text, answers), line) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?).zip(first..)
+        {
             let best = answers.first();
+            if best.is_some_and(|answer| !answer.finished) {
+                cut.push(line);
+            }
             if arguments.json {
                 let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
                 writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
             } else {
-                writeln!(out, "{}", best.map_or("", |answer| &answer.target))?;
+                writeln!(out, "{}", best.map_or_else(String::new, |answer| in_one_line(&answer.target)))?;
             }
         }
         out.flush()?;
@@ -89,6 +95,14 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
         if let Some(error) = failure {
             bail!("cannot read {name} after line {number}: {error}; check that it is a file of text");
         }
+    }
+    say_unknown(&unknown);
+    if let [first, ..] = cut[..] {
+        let limit = trained.config.answer_tokens.unwrap_or(trained.config.max_tokens);
+        note(format_args!(
+            "note: answers are cut at {limit} tokens, {} of them, the first in line {first}; --json marks each",
+            cut.len()
+        ));
     }
     Ok(Outcome::Done)
 }
@@ -140,13 +154,24 @@ fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Op
     }
 }
 
-/// Says once for each piece that it did not occur in training.
-fn warn_unknown(task: &impl Task, texts: &[&str], reported: &mut HashSet<String>) {
-    for text in texts {
-        for piece in task.unknown_pieces(text) {
-            if reported.insert(piece.to_string()) {
-                note(format_args!("note: {piece:?} did not occur in training; it is taken as unknown"));
-            }
+/// Pieces that are named one by one.
+const NAMED: usize = 5;
+
+/// Says which pieces did not occur in training.
+fn say_unknown(pieces: &BTreeSet<String>) {
+    let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
+    match pieces.len() {
+        0 => {}
+        1 => note(format_args!("note: {} did not occur in training; it is taken as unknown", named[0])),
+        count => {
+            let rest = count.saturating_sub(NAMED);
+            let rest = if rest > 0 { format!(" and {rest} others") } else { String::new() };
+            note(format_args!("note: {}{rest} did not occur in training; they are taken as unknown", named.join(", ")));
         }
     }
+}
+
+/// An answer in one line: line ends as `\\n` and `\\r`.
+fn in_one_line(answer: &str) -> String {
+    answer.replace('\n', "\\n").replace('\r', "\\r")
 }

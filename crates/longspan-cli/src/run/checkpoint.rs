@@ -1,6 +1,7 @@
 //! Weights, optimiser and progress of a run.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use burn::module::Module;
@@ -9,8 +10,9 @@ use longspan::checkpoint;
 use serde::{Deserialize, Serialize};
 
 use super::config::RunConfig;
-use super::folder::{CHECKPOINT, MODEL, RunFolder};
+use super::folder::{CHECKPOINT, MODEL, RunFolder, Write};
 use super::write::{cannot_write, write_error};
+use crate::terminal::shell;
 
 /// How far a run has come: stored with its weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -19,8 +21,18 @@ pub struct Saved {
     pub step: usize,
     /// Seconds spent on them.
     pub seconds: f64,
+    /// The weights that answer, if they are not those of this step.
+    #[serde(default)]
+    pub best: Option<Best>,
     /// Of the training examples: a run is resumed only with the examples it began with.
     pub data_sha256: String,
+}
+
+/// The checkpoint with the least loss on the development examples.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    pub step: usize,
+    pub loss: f64,
 }
 
 /// The optimiser that the settings name.
@@ -35,18 +47,19 @@ pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
 }
 
 impl RunFolder {
-    /// Writes a checkpoint and the weights alone, and seals both. A process that is killed between the two leaves weights
-    /// that are one checkpoint older.
+    /// Writes a checkpoint, and its weights alone where they are the best so far, and seals both. A process that is killed
+    /// between the two leaves weights that are one checkpoint older.
     pub fn save(&self, model: &impl Module, optimizer: &ModuleOptimizer, saved: &Saved) -> Result<()> {
-        self.replace(&[
-            (CHECKPOINT, &|path| checkpoint::save_training(path, model, optimizer, saved).map_err(write_error)),
-            (MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error)),
-        ])
+        let training = |path: &Path| checkpoint::save_training(path, model, optimizer, saved).map_err(write_error);
+        let weights = |path: &Path| checkpoint::save_weights(path, model).map_err(write_error);
+        let files: [(&str, Write<'_>); 2] = [(CHECKPOINT, &training), (MODEL, &weights)];
+        let are_best = saved.best.is_none_or(|best| best.step == saved.step);
+        self.replace(if are_best { &files } else { &files[..1] })
     }
 
     /// Reads the weights into a model made from the same settings.
     pub fn load_weights<M: Module>(&self, model: M) -> Result<M> {
-        let name = self.path().display();
+        let name = shell::path(self.path());
         let anew = |error: anyhow::Error| {
             anyhow!("{error}; `longspan train --resume {name}` writes it anew from the checkpoint")
         };
@@ -66,9 +79,17 @@ impl RunFolder {
         Ok(loaded)
     }
 
-    /// Rewrites the weights from the checkpoint that was just read, and removes temporary files of a killed process.
-    pub fn repair(&self, model: &impl Module) -> Result<()> {
-        self.replace(&[(MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error))])?;
+    /// Brings the weights in line with the checkpoint that was just read, and removes temporary files of a killed process.
+    /// Damaged weights are replaced by those of the checkpoint, though others were better.
+    pub fn repair(&self, model: &impl Module, saved: &mut Saved) -> Result<()> {
+        let are_best = saved.best.is_none_or(|best| best.step == saved.step);
+        let damaged = self.verify(|name| name == MODEL).is_err();
+        if are_best || damaged {
+            self.replace(&[(MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error))])?;
+        }
+        if damaged && !are_best {
+            saved.best = None;
+        }
         let failed = |error| cannot_write(self.path(), error);
         for entry in fs::read_dir(self.path()).map_err(failed)? {
             let path = entry.map_err(failed)?.path();

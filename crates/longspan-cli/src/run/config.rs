@@ -181,7 +181,7 @@ impl Settings {
             if let Some(old) = old {
                 self.values.insert(key.to_string(), old);
             }
-            bail!("{origin}: `{key}` = {value}: {error}; see the table of keys in `longspan train --help`");
+            bail!("{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`", plain(&error));
         }
         Ok(())
     }
@@ -307,13 +307,25 @@ impl RunConfig {
         let text = std::fs::read_to_string(path)
             .map_err(|error| anyhow!("cannot read {name}: {error}; the run folder is incomplete"))?;
         let config: Self = serde_json::from_str(&text)
-            .map_err(|error| anyhow!("{name}: {error}; the file is damaged: restore it or train again"))?;
+            .map_err(|error| anyhow!("{name}: {}; the file is damaged: restore it or train again", plain(&error)))?;
         config.check().map_err(|error| anyhow!("{name}: {error:#}"))?;
         if config.steps.is_none() && config.minutes.is_none() {
             bail!("{name}: neither steps nor minutes are given; the file is damaged: restore it or train again");
         }
         Ok(config)
     }
+}
+
+/// An error of `serde_json` without the names of Rust's types.
+fn plain(error: &serde_json::Error) -> String {
+    let names = [
+        ("expected usize", "expected a whole number from 0"),
+        ("expected u64", "expected a whole number from 0"),
+        ("expected f64", "expected a number"),
+        ("expected a map", "expected a table such as {relative = {shared = true}}"),
+        ("invalid type: map", "invalid type: table"),
+    ];
+    names.iter().fold(error.to_string(), |text, (rust, words)| text.replace(rust, words))
 }
 
 /// The known name closest to `name`, if one is close enough to be meant.

@@ -24,7 +24,7 @@ pub const CHECKPOINT: &str = "checkpoint.safetensors";
 const CONFIG: &str = "config.json";
 
 /// The file that is locked, within a run folder.
-const LOCK: &str = ".lock";
+pub const LOCK: &str = ".lock";
 
 /// Keeps other processes from training in the same folder. The system releases it when the process ends.
 #[derive(Debug)]
@@ -33,9 +33,14 @@ pub struct Lock {
 }
 
 /// Writes the contents of a file to a path.
-type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
+pub type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 impl RunFolder {
+    /// The folder at a path, whatever it holds; `sealed` if its files are compared with its seal.
+    pub fn at(path: &Path, sealed: bool) -> Self {
+        Self { path: path.to_path_buf(), sealed }
+    }
+
     /// An existing run. Its files are compared with its seal as they are read.
     pub fn open(path: &Path) -> Result<Self> {
         Ok(Self { sealed: true, ..Self::open_changed(path)? })
@@ -49,54 +54,11 @@ impl RunFolder {
             Ok(data) if !data.is_dir() => bail!("{name} is not a folder; give the folder that `longspan train` made"),
             Ok(_) => {}
         }
-        let folder = Self { path: path.to_path_buf(), sealed: false };
+        let folder = Self::at(path, false);
         if !folder.config().exists() {
             bail!("{name} is not a run folder: it has no config.json; give the folder that `longspan train` made");
         }
         Ok(folder)
-    }
-
-    /// Makes a run folder: `fill` writes into a hidden folder beside it, which is renamed when all of it is there.
-    pub fn create(path: &Path, fill: impl FnOnce(&Self) -> Result<()>) -> Result<(Self, Lock)> {
-        let name = path.display();
-        if path.symlink_metadata().is_ok() && !is_empty_folder(path) {
-            bail!("{name} exists already; go on with --resume {name}, or choose another folder with --out");
-        }
-        let Some(last) = path.file_name() else {
-            bail!("{name} names no folder that could be made; give one such as --out runs/mine");
-        };
-        let parent = parent_of(path);
-        let failed = |error: io::Error| anyhow!("cannot make the run folder {name}: {error}; {}", mend(&error));
-        let draft = Self { path: parent.join(format!(".{}.draft", last.display())), sealed: false };
-        fs::create_dir_all(&draft.path).map_err(failed)?;
-        // The lock is on an open file inside the folder, so it outlasts the renaming.
-        let lock = draft.lock()?;
-        let filled = draft
-            .clear()
-            .map_err(failed)
-            .and_then(|()| fill(&draft))
-            .and_then(|()| draft.seal())
-            .and_then(|()| sync_folder(&draft.path).map_err(failed))
-            .and_then(|()| fs::rename(&draft.path, path).map_err(failed))
-            .and_then(|()| sync_folder(parent).map_err(failed));
-        if let Err(error) = filled {
-            // Best effort: the error that matters is the first.
-            let _ = fs::remove_dir_all(&draft.path);
-            let of_draft = draft.path.display().to_string();
-            bail!("{}", format!("{error:#}").replace(&of_draft, &name.to_string()));
-        }
-        Ok((Self { path: path.to_path_buf(), sealed: true }, lock))
-    }
-
-    /// Removes what a killed process left behind.
-    fn clear(&self) -> io::Result<()> {
-        for entry in fs::read_dir(&self.path)? {
-            let path = entry?.path();
-            if path.file_name().is_some_and(|name| name != LOCK) {
-                fs::remove_file(path)?;
-            }
-        }
-        Ok(())
     }
 
     /// Where it is.
@@ -180,69 +142,20 @@ impl RunFolder {
 
     /// Locks the folder for this process.
     pub fn lock(&self) -> Result<Lock> {
-        let path = self.path.join(LOCK);
         let name = self.path.display();
-        let file = File::options().create(true).truncate(false).write(true).open(&path);
-        let file = file.map_err(|error| anyhow!("cannot write to the run folder {name}: {error}; {}", mend(&error)))?;
+        let failed = |error| anyhow!("cannot write to the run folder {name}: {error}; {}", mend(&error));
+        self.try_lock().map_err(failed)?.ok_or_else(|| {
+            anyhow!("another process is training in {name}; wait for it, or choose another folder with --out")
+        })
+    }
+
+    /// As [`lock`](Self::lock); `None` if another process has it.
+    pub fn try_lock(&self) -> io::Result<Option<Lock>> {
+        let file = File::options().create(true).truncate(false).write(true).open(self.path.join(LOCK))?;
         match file.try_lock() {
-            Ok(()) => Ok(Lock { _file: file }),
-            Err(TryLockError::WouldBlock) => {
-                bail!("another process is training in {name}; wait for it, or choose another folder with --out")
-            }
+            Err(TryLockError::WouldBlock) => Ok(None),
             // Some network file systems have no locks; training alone there is safe.
-            Err(TryLockError::Error(_)) => Ok(Lock { _file: file }),
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(Some(Lock { _file: file })),
         }
-    }
-}
-
-/// Waits until the names in a folder are on the disk.
-fn sync_folder(path: &Path) -> io::Result<()> {
-    if cfg!(unix) { fs::File::open(path)?.sync_all() } else { Ok(()) }
-}
-
-/// The folder a path lies in.
-fn parent_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
-fn is_empty_folder(path: &Path) -> bool {
-    fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_failed_fill_leaves_nothing() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("run");
-        let result = RunFolder::create(&path, |folder| {
-            write_atomic(&folder.config(), b"{}")?;
-            bail!("cannot write {}", folder.config().display())
-        });
-        assert_eq!(result.unwrap_err().to_string(), format!("cannot write {}", path.join("config.json").display()));
-        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn a_folder_in_use_is_refused_and_an_empty_one_taken() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("run");
-        fs::create_dir(&path).unwrap();
-        // As a process that was killed leaves it.
-        fs::create_dir(place.path().join(".run.draft")).unwrap();
-        fs::write(place.path().join(".run.draft/half"), b"").unwrap();
-        let (folder, lock) = RunFolder::create(&path, |folder| write_atomic(&folder.config(), b"{}")).unwrap();
-        assert!(path.join("seal.json").exists());
-        assert!(!path.join("half").exists());
-        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
-        assert!(RunFolder::create(&path, |_| Ok(())).unwrap_err().to_string().contains("--resume"));
-        assert!(folder.lock().unwrap_err().to_string().contains("another process"));
-        drop(lock);
-        folder.lock().unwrap();
     }
 }

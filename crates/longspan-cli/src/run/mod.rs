@@ -15,10 +15,11 @@
 //! `checkpoint.safetensors`; `model.safetensors` repeats its weights. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
-//! Reading order: [`config`], [`write`], [`seal`], [`folder`], [`checkpoint`], [`log`].
+//! Reading order: [`config`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
 
 pub mod checkpoint;
 pub mod config;
+pub mod draft;
 pub mod folder;
 pub mod log;
 pub mod seal;

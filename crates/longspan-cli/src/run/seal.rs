@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::write::{cannot_write, write_atomic};
+use crate::terminal::shell;
 
 /// The file of the seal, within a run folder.
 const NAME: &str = "seal.json";
@@ -43,7 +44,7 @@ fn of_file(path: &Path) -> Result<String> {
 
 /// How a person says that a change was meant.
 fn accept(folder: &Path) -> String {
-    format!("if the change was meant, accept it with: longspan info {} --accept-changes", folder.display())
+    format!("if the change was meant, accept it with: longspan info {} --accept-changes", shell::path(folder))
 }
 
 fn load(folder: &Path) -> Result<Seal> {

@@ -56,8 +56,8 @@ pub trait Task: Sized + Sync {
     /// Answers texts and scores the likeliest answer to each.
     fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &Answering<'_>) -> Result<Self::Scores>;
 
-    /// A few texts whose answers tell a person what has been learnt.
-    fn samples(config: &RunConfig, held_out: &[Self::Text]) -> Vec<String>;
+    /// A few texts whose answers tell a person what has been learnt, with what would be right where that is known.
+    fn samples(config: &RunConfig, held_out: &[Self::Text]) -> Vec<(String, Option<String>)>;
 
     /// The pieces of a text that the model does not know, in order.
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str>;

@@ -4,4 +4,5 @@ pub mod notes;
 pub mod plot;
 pub mod progress;
 pub mod samples;
+pub mod shell;
 pub mod signals;

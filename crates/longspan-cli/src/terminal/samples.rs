@@ -1,6 +1,58 @@
-//! A few answers of a model, as a table.
+//! A few answers of a model, as a table that fits the terminal.
 
-/// Sources and answers in two columns.
-pub fn table(samples: &[(String, String)]) -> String {
-    samples.iter().map(|(source, answer)| format!("  {source:<14} {answer}\n")).collect()
+use console::{Term, measure_text_width, truncate_str};
+
+/// Columns where there is no terminal.
+const WIDTH: usize = 100;
+
+/// Columns that a source is padded to.
+const SOURCE: usize = 14;
+
+/// What is shown of an answer.
+pub struct Sample {
+    pub source: String,
+    pub answer: String,
+    /// What would be right, where that is known.
+    pub expected: Option<String>,
+}
+
+/// Sources, answers, and what was expected of those that are wrong.
+pub fn table(samples: &[Sample]) -> String {
+    let width = Term::stdout().size_checked().map_or(WIDTH, |(_, columns)| usize::from(columns).max(40));
+    samples.iter().map(|sample| line(sample, width)).collect()
+}
+
+fn line(sample: &Sample, width: usize) -> String {
+    let cell = |text: &str, columns: usize| truncate_str(&visible(text), columns, "…").into_owned();
+    // Margins and the words between take 20 columns.
+    let each = width.saturating_sub(20) / 3;
+    let source = cell(&sample.source, each);
+    let padding = " ".repeat(SOURCE.min(each).saturating_sub(measure_text_width(&source)));
+    let wrong = sample.expected.as_ref().filter(|expected| **expected != sample.answer);
+    let wrong = wrong.map(|expected| format!("  (expected {})", cell(expected, each))).unwrap_or_default();
+    format!("  {source}{padding} {}{wrong}\n", cell(&sample.answer, each))
+}
+
+/// A text in one line, without characters that a terminal would obey.
+pub fn visible(text: &str) -> String {
+    text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_fits_one_line_and_sends_no_control_character() {
+        let long = |c: &str| c.repeat(200);
+        let sample =
+            Sample { source: long("猫"), answer: format!("\u{1b}[2J\n{}", long("b")), expected: Some(long("c")) };
+        for width in [40, 80, 100] {
+            let line = line(&sample, width);
+            assert!(measure_text_width(line.trim_end()) <= width, "{line}");
+            assert!(line.trim_end().chars().all(|c| !c.is_control()) && line.contains("expected c"), "{line}");
+        }
+        let right = Sample { source: "a".into(), answer: "b".into(), expected: Some("b".into()) };
+        assert_eq!(line(&right, 80), format!("  a{} b\n", " ".repeat(13)));
+    }
 }

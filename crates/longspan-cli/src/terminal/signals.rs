@@ -40,3 +40,11 @@ impl Stop {
         self.0.load(Ordering::SeqCst)
     }
 }
+
+/// Makes a write beyond the limit of file sizes (`ulimit -f`) an error that can be reported, instead of the end of the
+/// process.
+pub fn report_large_files() {
+    // With any handler the write fails. Without one, where it cannot be set, the system ends the process as usual.
+    #[cfg(unix)]
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)));
+}

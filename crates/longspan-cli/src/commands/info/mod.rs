@@ -15,6 +15,7 @@ use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::tasks::{Task, Trained, for_task};
 use crate::terminal::progress::duration;
+use crate::terminal::shell;
 
 /// What `longspan info` takes.
 #[derive(Args)]
@@ -60,6 +61,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             "run": run.display().to_string(),
             "step": saved.step,
             "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
+            "best_step": saved.best.map_or(saved.step, |best| best.step),
             "seconds": saved.seconds,
             "parameters": trained.model.num_params(),
             "loss": last("loss"),
@@ -95,6 +97,13 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         steps.map_or("?".into(), |steps| steps.to_string()),
         duration(saved.seconds)
     )?;
+    if let Some(best) = saved.best.filter(|best| best.step < saved.step) {
+        writeln!(
+            out,
+            "weights     of step {}, the best on development examples ({:.3} nats per token)",
+            best.step, best.loss
+        )?;
+    }
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
         writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
     }
@@ -107,7 +116,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {
-        writeln!(out, "unfinished  go on with: longspan train --resume {}", run.display())?;
+        writeln!(out, "unfinished  go on with: {} train --resume {}", shell::program(), shell::path(run))?;
     }
     Ok(Outcome::Done)
 }

@@ -16,12 +16,14 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::run::config::{self, RunConfig, Settings};
+use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::tasks::attention;
 use crate::tasks::task::Answering;
 use crate::tasks::{Task, for_task};
 use crate::terminal::notes::note;
-use crate::terminal::samples;
+use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 use session::Session;
 
@@ -87,15 +89,16 @@ fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
     let mut settings = Settings::new()?;
     gather(&mut settings, arguments)?;
     let config = settings.finish()?;
-    let path = arguments.out.clone().unwrap_or_else(|| unused_default(&config));
-    if path.join("config.json").exists() {
-        let name = path.display();
-        bail!("{name} holds a run already; go on with --resume {name}, or choose another folder with --out");
+    let draft = match &arguments.out {
+        Some(path) => Draft::claim(path)?.ok_or_else(|| {
+            anyhow!("another process is making {} at this moment; choose another folder with --out", path.display())
+        })?,
+        None => claim_default(&config)?,
+    };
+    fn with<T: Task>(draft: Draft, config: RunConfig, stop: &Stop) -> Result<Outcome> {
+        finish(Session::<T>::begin(draft, config)?, stop)
     }
-    fn with<T: Task>(path: &Path, config: RunConfig, stop: &Stop) -> Result<Outcome> {
-        finish(Session::<T>::begin(path, config)?, stop)
-    }
-    for_task!(&config, with(&path, config, stop))
+    for_task!(&config, with(draft, config, stop))
 }
 
 /// A run that goes on from its last checkpoint.
@@ -123,11 +126,8 @@ fn resume(arguments: &Arguments, path: &Path, stop: &Stop) -> Result<Outcome> {
 fn finish<T: Task>(mut session: Session<T>, stop: &Stop) -> Result<Outcome> {
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
-        let name = session.folder.path().display();
-        note(format_args!(
-            "stopped after step {} and saved; go on with: longspan train --resume {name}",
-            session.step()
-        ));
+        let (step, program, folder) = (session.step(), shell::program(), shell::path(session.folder.path()));
+        note(format_args!("stopped after step {step} and saved; go on with: {program} train --resume {folder}"));
         return Ok(Outcome::Interrupted);
     }
     stop.nothing_to_save();
@@ -164,7 +164,18 @@ fn introduce<T: Task>(session: &Session<T>) {
 
 /// Scores held-out examples and prints what to do next.
 fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
-    let model = session.model.valid();
+    let mut model = session.model.valid();
+    if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
+        model = session.folder.load_weights(model)?;
+        let last = session.log.development.last().map_or(f64::NAN, |point| point.1);
+        note(format_args!(
+            "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}; the steps since \
+             overfit, so fewer --steps or more data would do better",
+            best.step,
+            best.loss,
+            session.step()
+        ));
+    }
     let how = Answering { config: &session.config, beam: 1, workers: &session.workers };
     let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
     let held_out = spread(&session.data.held_out, limit);
@@ -178,27 +189,29 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
-    let sources = T::samples(&session.config, &held_out);
+    let wanted = T::samples(&session.config, &held_out);
+    let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
     if !sources.is_empty() {
-        let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
-        let answers = session.task.answer(&model, &sources, &how)?.into_iter().map(|beam| beam.into_iter().next());
-        let answers = answers.map(|best| best.map(|answer| answer.target).unwrap_or_default());
-        let samples: Vec<(String, String)> = sources.iter().map(|&source| source.into()).zip(answers).collect();
+        let answers = session.task.answer(&model, &sources, &how)?;
+        let samples: Vec<Sample> = wanted
+            .iter()
+            .zip(answers)
+            .map(|((source, expected), beam)| {
+                let answer = beam.into_iter().next().map(|best| best.target).unwrap_or_default();
+                Sample { source: source.clone(), answer, expected: expected.clone() }
+            })
+            .collect();
         text.push_str(&format!("\nIt says:\n{}", samples::table(&samples)));
     }
-    let name = session.folder.path().display();
-    let example = sources.iter().find(|sample| !sample.contains('\'')).map_or("hello", String::as_str);
-    text.push_str(&format!("\nThe run is in {name}; its loss curve is {name}/loss.svg. Next:\n"));
-    text.push_str(&format!("  echo '{example}' | {} predict {name}\n", program()));
+    let (folder, program) = (shell::path(session.folder.path()), shell::program());
+    let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
+    let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
+    let curve = shell::path(&session.folder.loss_curve("svg"));
+    text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n"));
+    text.push_str(&format!("  printf '%s\\n' {example} | {program} predict {folder}\n"));
     use std::io::Write as _;
     write!(std::io::stdout(), "{text}")?;
     Ok(())
-}
-
-/// How this program was called, for commands that can be typed as they are.
-fn program() -> &'static str {
-    // `cargo run` sets this for the programs it starts.
-    if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "longspan" }
 }
 
 /// Gathers settings: flags win over --set, --set wins over the file.
@@ -248,15 +261,26 @@ fn number(flag: &str, value: f64) -> Result<Value> {
     if value.is_finite() { Ok(json!(value)) } else { bail!("{flag} {value}: expected a finite number") }
 }
 
-/// A folder under `runs/` that does not exist yet.
-fn unused_default(config: &RunConfig) -> PathBuf {
+/// The first folder of `runs/NAME`, `runs/NAME-2`, … that nobody has.
+fn claim_default(config: &RunConfig) -> Result<Draft> {
     let stem = match config.data() {
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
         None => "cmudict".into(),
     };
-    let first = Path::new("runs").join(&stem);
-    let numbered = (2..).map(|n: u32| Path::new("runs").join(format!("{stem}-{n}")));
-    std::iter::once(first.clone()).chain(numbered).find(|path| !path.exists()).unwrap_or(first)
+    for n in 1u32.. {
+        let path = Path::new("runs").join(if n == 1 { stem.clone() } else { format!("{stem}-{n}") });
+        if path.exists() {
+            continue;
+        }
+        match Draft::claim(&path) {
+            Ok(Some(draft)) => return Ok(draft),
+            Ok(None) => {}
+            // Another process has just taken it.
+            Err(_) if path.exists() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    bail!("runs/ has no free name left; choose a folder with --out")
 }
 
 /// At most `limit` examples, evenly from all.

@@ -1,6 +1,5 @@
 //! A run while it trains: steps, checkpoints, the log.
 
-use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, bail};
@@ -10,8 +9,9 @@ use burn::tensor::Device;
 use super::gradients::{clip, draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
 use crate::commands::Outcome;
-use crate::run::checkpoint::{Saved, optimizer};
+use crate::run::checkpoint::{Best, Saved, optimizer};
 use crate::run::config::RunConfig;
+use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
 use crate::run::write::write_atomic;
@@ -48,19 +48,19 @@ enum Probe {
 
 impl<T: Task> Session<T> {
     /// A new run.
-    pub fn begin(path: &Path, mut config: RunConfig) -> Result<Self> {
+    pub fn begin(draft: Draft, mut config: RunConfig) -> Result<Self> {
         let (task, data) = T::begin(&mut config)?;
         let per_epoch = data.train.len().div_ceil(config.batch_size);
         config.steps.get_or_insert(8000.min((60 * per_epoch).max(1000)));
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
-        let saved = Saved { step: 0, seconds: 0.0, data_sha256: data.sha256.clone() };
-        let (folder, lock) = RunFolder::create(path, |draft| {
-            draft.save_config(&config)?;
-            task.store(draft)?;
-            write_atomic(&draft.metrics(), b"")?;
-            draft.save(&model, &optimizer, &saved)
+        let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone() };
+        let (folder, lock) = draft.finish(|folder| {
+            folder.save_config(&config)?;
+            task.store(folder)?;
+            write_atomic(&folder.metrics(), b"")?;
+            folder.save(&model, &optimizer, &saved)
         })?;
         let log = MetricsLog::open(&folder, 0)?;
         Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
@@ -70,13 +70,13 @@ impl<T: Task> Session<T> {
     pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
-        let (model, optimizer, saved) = folder.load_checkpoint(model, optimizer(&config))?;
+        let (model, optimizer, mut saved) = folder.load_checkpoint(model, optimizer(&config))?;
         let data = task.data(&config)?;
         if data.sha256 != saved.data_sha256 {
             let name = config.data_name();
             bail!("{name} is not what this run began with; restore the file, or train a new run with --out");
         }
-        folder.repair(&model)?;
+        folder.repair(&model, &mut saved)?;
         folder.save_config(&config)?;
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
@@ -196,11 +196,15 @@ impl<T: Task> Session<T> {
         if !loss.is_finite() {
             return Err(self.diverged(step, "held-out loss", loss));
         }
+        let mut best = self.saved.best;
         if probe == Probe::All && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
+            if best.is_none_or(|best| loss < best.loss) {
+                best = Some(Best { step, loss });
+            }
         }
         self.log.sync(&self.title())?;
-        let saved = Saved { step, seconds, ..self.saved.clone() };
+        let saved = Saved { step, seconds, best, ..self.saved.clone() };
         self.folder.save(&self.model, &self.optimizer, &saved)?;
         self.saved = saved;
         Ok(())

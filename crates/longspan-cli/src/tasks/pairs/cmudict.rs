@@ -7,7 +7,7 @@ const DICTIONARY: &str = include_str!(env!("LONGSPAN_CMUDICT"));
 
 /// Every word with all its pronunciations, phonemes separated by spaces, without stress marks.
 pub fn examples() -> Vec<Example> {
-    group(DICTIONARY.lines().filter_map(entry))
+    group(DICTIONARY.lines().filter_map(entry)).0
 }
 
 /// Splits one line into word and phonemes.

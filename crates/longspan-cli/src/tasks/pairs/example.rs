@@ -24,8 +24,9 @@ impl Pair {
     }
 }
 
-/// Gathers pairs by source, in the order of first appearance; a pair that comes again is dropped.
-pub fn group(pairs: impl IntoIterator<Item = (String, String)>) -> Vec<Example> {
+/// Gathers pairs by source, in the order of first appearance. A pair that comes again is dropped; also how many were.
+pub fn group(pairs: impl IntoIterator<Item = (String, String)>) -> (Vec<Example>, usize) {
+    let mut dropped = 0;
     let mut examples: Vec<Example> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();
     for (source, target) in pairs {
@@ -34,11 +35,13 @@ pub fn group(pairs: impl IntoIterator<Item = (String, String)>) -> Vec<Example> 
             examples.len() - 1
         });
         let targets = &mut examples[place].targets;
-        if !targets.contains(&target) {
+        if targets.contains(&target) {
+            dropped += 1;
+        } else {
             targets.push(target);
         }
     }
-    examples
+    (examples, dropped)
 }
 
 #[cfg(test)]
@@ -48,8 +51,8 @@ mod tests {
     #[test]
     fn targets_of_one_source_stay_together_and_unique() {
         let pair = |a: &str, b: &str| (a.to_string(), b.to_string());
-        let examples = group([pair("x", "1"), pair("y", "2"), pair("x", "3"), pair("x", "1")]);
-        assert_eq!(examples.len(), 2);
+        let (examples, dropped) = group([pair("x", "1"), pair("y", "2"), pair("x", "3"), pair("x", "1")]);
+        assert_eq!((examples.len(), dropped), (2, 1));
         assert_eq!(examples[0], Example { source: "x".into(), targets: vec!["1".into(), "3".into()] });
     }
 }

@@ -3,24 +3,11 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde::Deserialize;
+use serde_json::Value;
 
 use super::example::{Example, group};
 use crate::tasks::lines::utf8;
-
-/// One line of a JSON-lines file; other keys are not looked at.
-#[derive(Deserialize)]
-struct JsonPair {
-    source: String,
-    target: JsonTarget,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum JsonTarget {
-    One(String),
-    Several(Vec<String>),
-}
+use crate::terminal::notes::note;
 
 /// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, otherwise tab-separated.
 ///
@@ -31,10 +18,17 @@ pub fn read(path: &Path) -> Result<Vec<Example>> {
         .map_err(|error| anyhow!("{error:#}; check the name and the permissions"))?;
     let json = path.extension().is_some_and(|e| e == "jsonl" || e == "ndjson");
     let pairs = parse(&bytes, json, &path.display().to_string())?;
-    Ok(group(pairs))
+    let (examples, dropped) = group(pairs);
+    if dropped > 0 {
+        note(format_args!("{}: {dropped} pairs come again and count once", path.display()));
+    }
+    Ok(examples)
 }
 
 fn parse(bytes: &[u8], json: bool, name: &str) -> Result<Vec<(String, String)>> {
+    if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
+        bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
+    }
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
     let mut pairs = Vec::new();
     for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
@@ -45,19 +39,10 @@ fn parse(bytes: &[u8], json: bool, name: &str) -> Result<Vec<(String, String)>> 
         let at = format!("{name}, line {}", index + 1);
         let text = utf8(line, &at)?;
         if json {
-            let pair: JsonPair = serde_json::from_str(text).map_err(|error| {
-                // serde_json counts from the line it was given: its own "line 1" would mislead.
-                let problem = error.to_string();
-                let problem = problem.split(" at line ").next().unwrap_or_default();
+            let (source, targets) = json_pair(text).map_err(|problem| {
                 anyhow!("{at}: {problem}; expected an object such as {{\"source\": \"cat\", \"target\": \"K AE T\"}}")
             })?;
-            match pair.target {
-                JsonTarget::One(target) => pairs.push((pair.source, target)),
-                JsonTarget::Several(targets) if targets.is_empty() => {
-                    bail!("{at}: the list `target` is empty; give at least one target or remove the line")
-                }
-                JsonTarget::Several(targets) => pairs.extend(targets.into_iter().map(|t| (pair.source.clone(), t))),
-            }
+            pairs.extend(targets.into_iter().map(|target| (source.clone(), target)));
         } else {
             let columns: Vec<&str> = text.split('\t').collect();
             let [source, target] = columns[..] else {
@@ -76,6 +61,32 @@ fn parse(bytes: &[u8], json: bool, name: &str) -> Result<Vec<(String, String)>> 
         bail!("{name}: no pairs in it; give a file with one pair a line");
     }
     Ok(pairs)
+}
+
+/// The keys `source` and `target` of an object; others are not looked at. A target may be a list of texts.
+fn json_pair(text: &str) -> Result<(String, Vec<String>), String> {
+    let value: Value = serde_json::from_str(text).map_err(|error| {
+        // serde_json counts from the line it was given: its own "line 1" would mislead.
+        let problem = error.to_string();
+        format!("no JSON: {}", problem.split(" at line ").next().unwrap_or_default())
+    })?;
+    let Value::Object(mut object) = value else { return Err(format!("{value} is not an object")) };
+    let mut take = |key: &str| object.remove(key).ok_or_else(|| format!("the key `{key}` is missing"));
+    let string = |key: &str, value: Value| match value {
+        Value::String(text) => Ok(text),
+        other => Err(format!("`{key}` is {other}, not a text")),
+    };
+    let source = string("source", take("source")?)?;
+    let targets = match take("target")? {
+        Value::Array(targets) if targets.is_empty() => {
+            return Err("the list `target` is empty: give at least one target or remove the line".into());
+        }
+        Value::Array(targets) => {
+            targets.into_iter().map(|target| string("target", target)).collect::<Result<_, _>>()?
+        }
+        one => vec![string("target", one)?],
+    };
+    Ok((source, targets))
 }
 
 #[cfg(test)]
@@ -106,8 +117,16 @@ mod tests {
         let pairs =
             parse(b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}", true, "x");
         assert_eq!(pairs.unwrap().len(), 3);
-        assert!(message(b"{\"source\":\"a\"}", true).starts_with("x, line 1: missing field `target`"));
-        assert!(message(b"\n{", true).starts_with("x, line 2: EOF"));
+        assert!(message(b"{\"source\":\"a\"}", true).starts_with("x, line 1: the key `target` is missing"));
+        assert!(message(b"\n{", true).starts_with("x, line 2: no JSON: EOF"));
         assert!(message(b"{\"source\":\"a\",\"target\":[]}", true).contains("is empty"));
+        assert!(message(b"{\"source\":\"a\",\"target\":[1]}", true).contains("`target` is 1, not a text"));
+        assert!(message(b"{\"source\":\"a\",\"target\":null}", true).contains("`target` is null, not a text"));
+        assert!(message(b"[1]", true).contains("[1] is not an object"));
+    }
+
+    #[test]
+    fn utf_16_is_recognised() {
+        assert!(message(b"\xff\xfea\0\t\0b\0\n\0", false).contains("UTF-16 text; convert it"));
     }
 }

@@ -110,11 +110,13 @@ impl Task for Pairs {
         Ok(ErrorRates::of(&scores, units))
     }
 
-    fn samples(config: &RunConfig, held_out: &[Example]) -> Vec<String> {
+    fn samples(config: &RunConfig, held_out: &[Example]) -> Vec<(String, Option<String>)> {
         if config.data().is_none() {
-            return ["longspan", "transformer", "linear", "attention", "kernel", "rust"].map(String::from).to_vec();
+            let words = ["longspan", "transformer", "linear", "attention", "kernel", "rust"];
+            return words.map(|word| (word.into(), None)).to_vec();
         }
-        held_out.iter().take(6).map(|example| example.source.clone()).collect()
+        let first = held_out.iter().take(6);
+        first.map(|example| (example.source.clone(), example.targets.first().cloned())).collect()
     }
 
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
