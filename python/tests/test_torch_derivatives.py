@@ -160,3 +160,7 @@ def test_calls_with_states_refuse():
             transformed()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="states: expected a call outside"):
         attend(forward_ad.make_dual(q, q))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="states: expected a call outside"):
+        numbers = learned.numbers.detach()
+        dual = forward_ad.make_dual(numbers, numbers)
+        attend(q, TensorState(state.mechanism, state.parts, dual))

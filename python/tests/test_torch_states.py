@@ -272,6 +272,18 @@ def test_steps_without_gradients_change_their_state():
     assert isinstance(learned, TensorState) and state == before
 
 
+def test_wrong_tokens():
+    q, k, v = (t[:, :, :1].clone().requires_grad_() for t in inputs())
+    for tokens, kind, message in (
+        ((q[:, :, 0], None, v[:, :, 0]), TypeError, "k: expected a torch.Tensor like q, got NoneType"),
+        ((q[:, :, 0], k, v[:, :, 0]), ValueError, "k: expected three axes"),
+        ((q, None, v), ValueError, "k: expected one token"),
+        ((q, k[:, :, 0], v), ValueError, "k: expected one token"),
+    ):
+        with pytest.raises(kind, match=f"kernelized_attention_step: {message}"):
+            ops.kernelized_attention_step(*tokens)
+
+
 def test_layers_step_with_gradients():
     from longspan.torch import TransformerDecoderLayer, TransformerEncoderLayer
 

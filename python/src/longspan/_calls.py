@@ -101,7 +101,8 @@ def expect_plain(operation: str, earlier: Any, later: Any) -> None:
     """Refuses what `combine` does not take."""
     for name, state in (("earlier", earlier), ("later", later)):
         if not isinstance(state, State):
-            mend = "; give state.detach(), or for gradients the earlier state as initial_state" if hasattr(state, "numbers") else ""
+            learns = hasattr(state, "numbers")
+            mend = "; give state.detach(), or for gradients the earlier state as initial_state" if learns else ""
             raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}{mend}")
 
 
@@ -115,7 +116,8 @@ def flag(operation: str, name: str, value: Any) -> bool:
 def without_token_axis(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """One token ``[batch, heads, 1, features]`` as ``[batch, heads, features]``."""
     for argument, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 4 or array.shape[2] != 1:
+        shape = tuple(getattr(array, "shape", ()))
+        if len(shape) != 4 or shape[2] != 1:
             raise ValueError(f"{operation}: {argument}: expected one token, shape (batch, heads, 1, features), "
-                             f"got shape {tuple(array.shape)}")  # fmt: skip
+                             f"got shape {shape}")  # fmt: skip
     return q[:, :, 0], k[:, :, 0], v[:, :, 0]

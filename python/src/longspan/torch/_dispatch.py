@@ -44,10 +44,9 @@ def attend(
         is_causal = _calls.flag(operation, "is_causal", is_causal)
         output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     with_state = initial_state is not None or output_final_state
-    if _transformed(tensors):
+    if _transformed(tensors, initial_state):
         if with_state:
-            raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
-                               "got one inside; run the whole sequence in one call")  # fmt: skip
+            raise _states_in_transform(operation)
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
         return chunked_attention(
             q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
@@ -88,13 +87,12 @@ def step(
     operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], state: Any
 ) -> Any:
     """One token of `mechanism` on tensors: ``(output, state)``, with gradients where one of them requires some."""
-    if _transformed((q, k, v, *parameters)):
-        raise RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, "
-                           "got one inside; run the whole sequence in one call")  # fmt: skip
+    if _transformed((q, k, v, *parameters), state):
+        raise _states_in_transform(operation)
     with_token = q.ndim == 4
     if with_token:
         q, k, v = _calls.without_token_axis(operation, q, k, v)
-    if _learning((q, k, v, *parameters), state) and q.ndim == k.ndim == v.ndim == 3:
+    if _learning((q, k, v, *parameters), state) and all(getattr(x, "ndim", 0) == 3 for x in (q, k, v)):
         out, state = attend(
             operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
             initial_state=state, output_final_state=True,
@@ -182,15 +180,21 @@ _interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
 
 
-def _transformed(tensors: Sequence[Any]) -> bool:
-    """Whether torch.func or forward-mode differentiation has to see the operations, of which the kernels have none."""
+def _states_in_transform(operation: str) -> RuntimeError:
+    return RuntimeError(f"{operation}: states: expected a call outside of torch.func and forward-mode differentiation, got one "
+                        "inside; run the whole sequence in one call")  # fmt: skip
+
+
+def _transformed(tensors: Sequence[Any], state: Any = None) -> bool:
+    """Whether torch.func or forward-mode differentiation has to see operations, which the kernels do not consist of."""
     if torch.compiler.is_compiling():
         return False
     if _interpreter is not None and _interpreter() is not None:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    seen = (*tensors, state.numbers) if isinstance(state, TensorState) else tensors
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in seen)
 
 
 def _traced(tensors: Sequence[Tensor]) -> bool:

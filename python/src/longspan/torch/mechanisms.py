@@ -31,7 +31,8 @@ class Attention(nn.Module):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
         if num_heads % kv_heads:
-            raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, got {kv_heads}")
+            raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, "
+                             f"got {kv_heads}")  # fmt: skip
         self.num_heads = num_heads
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
@@ -51,7 +52,8 @@ class Attention(nn.Module):
         """The parameters of a call at these positions."""
         for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
             if positions is not None:
-                raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, got a tensor")
+                raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, "
+                                 "got a tensor")  # fmt: skip
         return self._learned()
 
     def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:

@@ -167,9 +167,10 @@ class MultiheadAttention(nn.Module):
 
         Under ``torch.no_grad()`` the state is changed in place, and time and memory do not depend on how many tokens came
         before. Where gradients are recorded they flow through the states back to earlier tokens."""
-        if self.in_proj_weight is not None and self._widths[1] == self._widths[2]:
+        weight = self.in_proj_weight
+        if weight is not None and self._widths[1] == self._widths[2]:
             # All heads are of one width: two views instead of four.
-            together = F.linear(token, self.in_proj_weight, self.in_proj_bias)
+            together = F.linear(token, weight, self.in_proj_bias)
             q, k, v = together.view(token.shape[0], -1, self.head_dim).split(self._head_counts, 1)
         else:
             projected = self._project(token, token, token)
