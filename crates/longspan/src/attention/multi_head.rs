@@ -71,7 +71,8 @@ impl MultiHeadAttentionConfig {
 }
 
 impl MultiHeadAttention {
-    /// Self-attention, bidirectional or causal by `mask`.
+    /// Self-attention, bidirectional or causal as `mask` says: queries, keys and values are projections of `x`, each head runs the
+    /// mechanism, and `output` projects the heads side by side.
     ///
     /// # Shapes
     /// `x` and output: `[batch, tokens, d_model]`.
@@ -83,7 +84,7 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
-    /// Attention of `x` to `memory`.
+    /// Cross-attention: queries from `x`, keys and values from `memory`.
     ///
     /// # Shapes
     /// - `x` and output: `[batch, queries, d_model]`
@@ -122,7 +123,7 @@ impl MultiHeadAttention {
         self.attention.remember(k, v, mask)
     }
 
-    /// Attention of queries from position `first` on to a prepared memory: their rows of
+    /// Cross-attention of queries from position `first` on to a prepared memory: their rows of
     /// [`MultiHeadAttention::cross_attention`].
     ///
     /// # Shapes
