@@ -41,8 +41,8 @@ pub(crate) fn level(numbers: &mut [f64]) {
 
 /// The scale of every gradient for [`close`].
 ///
-/// With values and `d_out` positive and the output negated, both terms of `G·v_j − G·A` are positive in every gradient, so
-/// that it is the sum of the magnitudes of its terms.
+/// With values and `d_out` positive and the output negated, both terms of `G·v_j − G·A` are positive in every gradient,
+/// so that it is the sum of the magnitudes of its terms.
 pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<Backward<f64>, Error> {
     let inputs = magnitudes(subject, inputs);
     let mut forward = execute::forward(subject, case, &inputs)?;

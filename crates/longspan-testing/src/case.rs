@@ -34,8 +34,8 @@ pub struct Case {
     pub offset: isize,
     /// Which keys take part.
     pub keys: KeyMask,
-    /// Draw q, k and the parameters positive. Under feature maps that keep signs, denominators near zero would otherwise make
-    /// every tolerance meaningless.
+    /// Draw q, k and the parameters positive. Under feature maps that keep signs, denominators near zero would
+    /// otherwise make every tolerance meaningless.
     pub positive: bool,
     /// Seed of the numbers.
     pub seed: u64,

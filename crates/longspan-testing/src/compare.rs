@@ -32,14 +32,14 @@ const ROUNDINGS: f64 = 8.0;
 
 /// The only tolerance of the suite: `c · eps · √terms · scale`.
 ///
-/// `scale` is the sum of the magnitudes of the terms of the exact value, so cancellation is allowed for and nothing else;
-/// the rounding errors of `terms` additions add up like a random walk.
+/// `scale` is the sum of the magnitudes of the terms of the exact value, so cancellation is allowed for and nothing
+/// else; the rounding errors of `terms` additions add up like a random walk.
 pub fn tolerance<T: Number>(terms: usize, scale: f64) -> f64 {
     ROUNDINGS * T::EPSILON.to_f64() * (terms.max(1) as f64).sqrt() * scale
 }
 
-/// The error that underflow may cause in a sum of `terms`: a feature or weight below the least normal number counts as 0,
-/// and its factors are at most as large as the largest scale of the tensor.
+/// The error that underflow may cause in a sum of `terms`: a feature or weight below the least normal number counts as
+/// 0, and its factors are at most as large as the largest scale of the tensor.
 fn underflow<T: Number>(terms: usize, scale: &[f64]) -> f64 {
     let least = if size_of::<T>() == 4 { f64::from(f32::MIN_POSITIVE) } else { f64::MIN_POSITIVE };
     least * terms as f64 * scale.iter().copied().fold(1.0, f64::max)

@@ -1,5 +1,5 @@
-//! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, which shows what a kernel fails to write or
-//! reads before writing.
+//! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, which shows what a kernel fails to write
+//! or reads before writing.
 
 use longspan_kernels::{Cotangent, Dims, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut};
 
@@ -109,8 +109,8 @@ pub fn backward_into<T: Number>(
     backward_through_states(subject, case, inputs, forward, (None, None, None), fill, scratch)
 }
 
-/// The same for a call with states: the initial state, the gradient of the final one, and where to write the gradient of the
-/// initial one.
+/// The same for a call with states: the initial state, the gradient of the final one, and where to write the gradient
+/// of the initial one.
 #[allow(clippy::type_complexity)]
 pub fn backward_through_states<T: Number>(
     subject: &Subject,
@@ -159,7 +159,8 @@ pub fn backward<T: Number>(
     backward_into(subject, case, inputs, forward, nan(), &mut Scratch::new())
 }
 
-/// Forward and backward twice, on clean memory and with all outputs and scratch set to NaN. The two must have the same bits.
+/// Forward and backward twice, on clean memory and with all outputs and scratch set to NaN. The two must have the same
+/// bits.
 #[allow(clippy::type_complexity)]
 pub fn clean_and_poisoned<T: Number>(
     subject: &Subject,

@@ -113,8 +113,8 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
                 _ => Score::Combined(shaw),
             };
             let causal = causal.deal(random);
-            // The fastest decay still leaves normal numbers in `f32` after the longest distance of the grid, 0.6¹³³ = 3e-30;
-            // decays beyond that have a test of their own.
+            // The fastest decay still leaves normal numbers in `f32` after the longest distance of the grid, 0.6¹³³
+            // = 3e-30; decays beyond that have a test of their own.
             let decay = (decay.deal(random) && causal)
                 .then(|| (0..kv_heads).map(|_| [1.0, 0.6, 0.97][random.below(3)]).collect());
             let attention = KernelizedAttention {
@@ -142,8 +142,8 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
         .collect()
 }
 
-/// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier positions
-/// instead.
+/// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier
+/// positions instead.
 pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
     let mut random = Random::new(seed ^ 0x3A);
     let random = &mut random;

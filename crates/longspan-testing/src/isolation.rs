@@ -1,5 +1,5 @@
-//! What must have no influence: the future on the past, padding on anything, one sequence on another, and the order of keys
-//! where there are no positions.
+//! What must have no influence: the future on the past, padding on anything, one sequence on another, and the order of
+//! keys where there are no positions.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use crate::execute::{self, Backward, Forward};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
-/// Results before a change, to be compared with those after it: to the bit, or to rounding where a kernel may split its sums
-/// differently because a number is not finite or because sums are relative to the largest key.
+/// Results before a change, to be compared with those after it: to the bit, or to rounding where a kernel may split its
+/// sums differently because a number is not finite or because sums are relative to the largest key.
 struct Untouched<T> {
     forward: Forward<T>,
     backward: Backward<T>,
@@ -63,8 +63,8 @@ impl<T: Number> Untouched<T> {
     }
 }
 
-/// A key changes only the rows that see it, even if it becomes NaN or infinite, forward and backward. And a value that is
-/// not finite reaches the rows that see it.
+/// A key changes only the rows that see it, even if it becomes NaN or infinite, forward and backward. And a value that
+/// is not finite reaches the rows that see it.
 pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let key_dim = execute::key_dim(subject, dims);

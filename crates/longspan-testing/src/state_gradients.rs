@@ -93,7 +93,8 @@ fn in_pieces<T: Number>(
     Ok(Backward { gradients: whole })
 }
 
-/// Pieces, and a mask with some keys ignored inside them, but none at their ends: trailing padding does not enter a state.
+/// Pieces, and a mask with some keys ignored inside them, but none at their ends: trailing padding does not enter a
+/// state.
 fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
     let mut random = Random::new(case.seed ^ 0x6A);
     let pieces: Vec<_> = pieces(&mut random, case.dims.keys).into_iter().map(|(tokens, _)| tokens).collect();
@@ -104,8 +105,8 @@ fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
     (pieces, Case { keys, ..case.clone() })
 }
 
-/// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are those
-/// of the whole. The case must have as many queries as keys, offset 0 and all keys.
+/// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are
+/// those of the whole. The case must have as many queries as keys, offset 0 and all keys.
 pub fn gradients_pass_through_states<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     gradients_pass_through_states_of::<T>(subject, case, &execute::random(subject, case))
 }
@@ -207,9 +208,9 @@ fn sums_and_tokens(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     moves
 }
 
-/// In `f64`: every gradient of a call between two states, that of the initial state too, against difference quotients along
-/// random directions. For kernelized and Toeplitz attention, whose states it knows. Cases that cannot have a state are changed
-/// so that they can.
+/// In `f64`: every gradient of a call between two states, that of the initial state too, against difference quotients
+/// along random directions. For kernelized and Toeplitz attention, whose states it knows. Cases that cannot have a
+/// state are changed so that they can.
 pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let mut random = Random::new(case.seed ^ 0x5D);
     let keys = if matches!(case.keys, KeyMask::Packed { .. }) { KeyMask::All } else { case.keys.clone() };

@@ -39,8 +39,8 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     numbers
 }
 
-/// The same for Toeplitz states, in which each token of the ring has an exponent too, and its slot in the ring follows from
-/// its position in the sequence.
+/// The same for Toeplitz states, in which each token of the ring has an exponent too, and its slot in the ring follows
+/// from its position in the sequence.
 fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
     let [sum, keys, marks, ring_keys, exponents, _] = shape.parts;
@@ -144,8 +144,8 @@ pub(crate) fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range
     pieces
 }
 
-/// Outputs and final state of a causal sequence are the same computed whole, in ragged chunks and steps, and step by step.
-/// The case must have as many queries as keys, offset 0 and all keys.
+/// Outputs and final state of a causal sequence are the same computed whole, in ragged chunks and steps, and step by
+/// step. The case must have as many queries as keys, offset 0 and all keys.
 pub fn pieces_make_the_whole<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case);
     pieces_make_the_whole_of::<T>(subject, case, &inputs)
@@ -197,8 +197,8 @@ pub fn pieces_make_the_whole_of<T: Number>(
     Ok(())
 }
 
-/// The states of ragged pieces, each computed from the empty state, add up to that of the whole in any order of additions,
-/// and a sequence continues from a sum as it would from the state itself.
+/// The states of ragged pieces, each computed from the empty state, add up to that of the whole in any order of
+/// additions, and a sequence continues from a sum as it would from the state itself.
 pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     states_add_up_of::<T>(subject, case, &execute::random(subject, case))
 }
@@ -248,7 +248,8 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     close_states("sum of the states of all pieces", &apart[0].1, &expected, &scale, case.terms())
 }
 
-/// A state that was stored and loaded, or whose batch entries were reordered and repeated, continues as the original would.
+/// A state that was stored and loaded, or whose batch entries were reordered and repeated, continues as the original
+/// would.
 pub fn states_are_values<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     if dims.queries < 2 || dims.batch == 0 {

@@ -52,8 +52,8 @@ pub struct Assumptions {
     pub positions: bool,
     /// Every weight is positive, so that a NaN in a value that a query sees always reaches its output.
     pub positive_weights: bool,
-    /// Features are rotated by positions, or mixed by the map: sums of them or of their gradients may cancel, whatever the
-    /// signs of the inputs.
+    /// Features are rotated by positions, or mixed by the map: sums of them or of their gradients may cancel, whatever
+    /// the signs of the inputs.
     pub turned: bool,
     /// Denominators are those of the definition, not scaled by a running maximum.
     pub true_denominators: bool,

@@ -42,8 +42,8 @@ pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subjec
     );
 }
 
-/// The tests that are the same for every mechanism, each in `f32` and in `f64`: isolation, layouts of memory, and states.
-/// `$over` runs a check over the cases that `$cases(seed, count, lengths)` and `$streams(seed, count)` draw.
+/// The tests that are the same for every mechanism, each in `f32` and in `f64`: isolation, layouts of memory, and
+/// states. `$over` runs a check over the cases that `$cases(seed, count, lengths)` and `$streams(seed, count)` draw.
 #[macro_export]
 macro_rules! shared_tests {
     ($over:path, $cases:path, $streams:path) => {

@@ -1,17 +1,17 @@
 //! Weights and training states on disk.
 //!
-//! Every file is written under a temporary name in the same folder (`.NAME.tmp`), flushed to the disk and then renamed over
-//! the old one: even after a power cut either the old file or the new one is complete.
+//! Every file is written under a temporary name in the same folder (`.NAME.tmp`), flushed to the disk and then renamed
+//! over the old one: even after a power cut either the old file or the new one is complete.
 //!
-//! **Weights** ([`save_weights`]) are a plain [safetensors](https://github.com/huggingface/safetensors) file, one tensor a
-//! parameter, named by its place in the model: `encoder.0.attention.query_key_value.weight`,
+//! **Weights** ([`save_weights`]) are a plain [safetensors](https://github.com/huggingface/safetensors) file, one
+//! tensor a parameter, named by its place in the model: `encoder.0.attention.query_key_value.weight`,
 //! `encoder.0.attention.attention.relative`, `decoder.1.cross_attention.output.bias`, `output.weight`. A linear layer's
 //! weight is `[input, output]` and multiplies from the right. Any safetensors reader opens it, from Python
 //! `safetensors.numpy.load_file`.
 //!
-//! **Training states** ([`save_training`]) are one safetensors file as well: the weights as `model.NAME`, the optimizer's
-//! record as the bytes `optimizer`, and a caller's own progress. One file, so that weights and moments never come from
-//! different steps.
+//! **Training states** ([`save_training`]) are one safetensors file as well: the weights as `model.NAME`, the
+//! optimizer's record as the bytes `optimizer`, and a caller's own progress. One file, so that weights and moments
+//! never come from different steps.
 //!
 //! Both carry a checksum in their metadata under `longspan`. Files from elsewhere need not have it.
 
@@ -69,8 +69,8 @@ pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     restore(path, tensors.iter().collect(), &BTreeMap::new(), model)
 }
 
-/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and the
-/// caller's `progress`.
+/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and
+/// the caller's `progress`.
 ///
 /// # Errors
 /// As [`save_weights`]; a record or progress that cannot be serialised.

@@ -59,9 +59,9 @@ pub fn greedy(
     Ok(hypotheses.into_iter().filter_map(|best| best.into_iter().next()).collect())
 }
 
-/// Beam search: keeps the `width` most likely prefixes of each source and gives up to `width` hypotheses for each, the best
-/// score first. A prefix that ends keeps its place in the beam, and the search is over when all have ended. A width of 1
-/// is greedy search.
+/// Beam search: keeps the `width` most likely prefixes of each source and gives up to `width` hypotheses for each, the
+/// best score first. A prefix that ends keeps its place in the beam, and the search is over when all have ended. A
+/// width of 1 is greedy search.
 ///
 /// # Shapes
 /// As in [`Seq2Seq::forward`].

@@ -1,10 +1,10 @@
 //! Linear-cost attention with relative positions for [Burn](burn): modules, a sequence-to-sequence model, decoding and
 //! checkpoints.
 //!
-//! Reading order: [`attention`] holds the mechanisms as modules, and [`MultiHeadAttention`](attention::MultiHeadAttention)
-//! over all of them; [`backend`] runs them, in the kernels on the CPU and in plain tensor operations elsewhere; [`models`]
-//! stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq); [`generate`] decodes;
-//! [`checkpoint`] keeps weights and training states on disk.
+//! Reading order: [`attention`] holds the mechanisms as modules, and
+//! [`MultiHeadAttention`](attention::MultiHeadAttention) over all of them; [`backend`] runs them, in the kernels on the
+//! CPU and in plain tensor operations elsewhere; [`models`] stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq);
+//! [`generate`] decodes; [`checkpoint`] keeps weights and training states on disk.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.

@@ -1,9 +1,10 @@
-//! The attention-free transformer (Zhai et al. 2021): `σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}`, one mean of the
-//! values for each channel, which a query only gates. The mechanisms differ in the bias `w` of positions.
+//! The attention-free transformer (Zhai et al. 2021): `σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}`, one mean of
+//! the values for each channel, which a query only gates. The mechanisms differ in the bias `w` of positions.
 //!
-//! In tensor operations a set of keys is represented by three tensors: an exponent, and numerator and denominator relative
-//! to it. Joining two sets keeps the larger exponent, so that nothing overflows. The means of all prefixes take ⌈log₂ keys⌉
-//! passes of joins; a query joins the keys before its window, those in it with their biases, and those after.
+//! In tensor operations a set of keys is represented by three tensors: an exponent, and numerator and denominator
+//! relative to it. Joining two sets keeps the larger exponent, so that nothing overflows. The means of all prefixes
+//! take ⌈log₂ keys⌉ passes of joins; a query joins the keys before its window, those in it with their biases, and those
+//! after.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,8 +30,8 @@ use crate::error::{Result, config};
 pub struct AftFullOptions {
     /// The longest sequence: the table has a row and a column for each position. 1024 by default.
     pub length: usize,
-    /// The rank `r` of a table that is learned as `u·zᵀ`, two factors `[length, r]`; `None` for a full table of `length²`
-    /// numbers. 64 by default.
+    /// The rank `r` of a table that is learned as `u·zᵀ`, two factors `[length, r]`; `None` for a full table of
+    /// `length²` numbers. 64 by default.
     pub rank: Option<usize>,
 }
 
@@ -82,8 +83,8 @@ pub struct AftConvOptions {
     pub taps: usize,
     /// Whether the kernel is `γ·(w − mean w)/std w + β`, as published, rather than `w`; yes by default.
     pub normalized: bool,
-    /// A kernel in two dimensions, `[tap_rows, taps]`, centred on the query. Each batch entry is then one image, and masks
-    /// are bidirectional. `None`, the default, for sequences.
+    /// A kernel in two dimensions, `[tap_rows, taps]`, centred on the query. Each batch entry is then one image, and
+    /// masks are bidirectional. `None`, the default, for sequences.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageOptions>,
 }
@@ -94,12 +95,13 @@ impl Default for AftConvOptions {
     }
 }
 
-/// An attention-free layer over heads, with its learned biases.
+/// An attention-free layer over heads: `out_i = σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}`, channel by
+/// channel, with learned biases `w`. AFT-simple has `w = 0`; AFT-conv has one number a key.
 #[derive(Module, Debug)]
 pub struct AftAttention {
-    /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, in row `i` and
-    /// column `c` the bias of the key at distance `c − window + 1` for the query at position `i`. Both are the same for all
-    /// heads. AFT-conv: `[heads, taps]`, of an image `[heads, tap_rows·taps]`. AFT-simple has none.
+    /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, in row
+    /// `i` and column `c` the bias of the key at distance `c − window + 1` for the query at position `i`. Both are the
+    /// same for all heads. AFT-conv: `[heads, taps]`, of an image `[heads, tap_rows·taps]`. AFT-simple has none.
     pub w: Option<Param<Tensor<2>>>,
     /// The other factor of an AFT-full table, `[length, rank]`.
     pub z: Option<Param<Tensor<2>>>,
@@ -464,8 +466,8 @@ impl Means {
         Self { numerator: sum(numerator), denominator: sum(denominator), exponent: highest.squeeze_dim::<4>(3) }
     }
 
-    /// For each of `rows` queries the union, with biases, of the sets that `seen(row, key)` names (−1 for none). Computed
-    /// [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
+    /// For each of `rows` queries the union, with biases, of the sets that `seen(row, key)` names (−1 for none).
+    /// Computed [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
     fn by_rows(
         self,
         rows: usize,

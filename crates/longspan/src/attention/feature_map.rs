@@ -10,8 +10,8 @@ use super::Heads;
 /// The learned matrices of [`FeatureMap::Hedgehog`].
 #[derive(Module, Debug)]
 pub struct LearnedMap {
-    /// The matrices of the queries, `[heads, width, head_dim]`. They start as the identity if square, else at random with
-    /// variance `1 / head_dim`.
+    /// The matrices of the queries, `[heads, width, head_dim]`. They start as the identity if square, else at random
+    /// with variance `1 / head_dim`.
     pub queries: Param<Tensor<3>>,
     /// The matrices of the keys, `[kv_heads, width, head_dim]`; they start likewise.
     pub keys: Param<Tensor<3>>,

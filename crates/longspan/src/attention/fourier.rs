@@ -2,7 +2,8 @@
 //! `Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(i − j)))`, at learned frequencies. Linear in the number of tokens.
 //!
 //! By the addition theorem a weight is a product of rotated features, `[c φ(q) cos p, c φ(q) sin p, β φ(q)]` with
-//! `p = b + a·i` and `[φ(k) cos p, φ(k) sin p, φ(k)]` with `p = a·j`: in tensor operations, kernelized attention over these.
+//! `p = b + a·i` and `[φ(k) cos p, φ(k) sin p, φ(k)]` with `p = a·j`: in tensor operations, kernelized attention over
+//! these.
 
 use std::f64::consts::FRAC_PI_2;
 use std::sync::Arc;
@@ -64,11 +65,13 @@ impl Default for FourierOptions {
     }
 }
 
-/// Fourier attention over heads, with its learned waves.
+/// Fourier attention over heads: kernelized attention with the weights
+/// `Σ_n φ(q_i)_n φ(k_j)_n (β_n + c_n cos(b_n + a_n·(p_i − p_j)))` at positions `p`, and its learned waves `a`, `b`,
+/// `c`, `β`.
 #[derive(Module, Debug)]
 pub struct FourierAttention {
-    /// Angle for a step along each axis, in radians, `[kv_heads, features, axes]`, or `[kv_heads, features/2, axes]` for rotary
-    /// positions. Starts at geometric wavelengths from 2π to 2000π tokens; with several axes, features are
+    /// Angle for a step along each axis, in radians, `[kv_heads, features, axes]`, or `[kv_heads, features/2, axes]`
+    /// for rotary positions. Starts at geometric wavelengths from 2π to 2000π tokens; with several axes, features are
     /// assigned to the axes in turn.
     pub a: Param<Tensor<3>>,
     /// Phase, `[heads, features]`; rotary positions have none. Starts at random in ±π/2, so that keys before and
@@ -163,8 +166,8 @@ impl FourierAttention {
         &self.options
     }
 
-    /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted ones.
-    /// The offset of the mask then only says what a causal query sees.
+    /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted
+    /// ones. The offset of the mask then only says what a causal query sees.
     ///
     /// # Shapes
     /// - `query_positions`: `[batch, queries, axes]`; `key_positions`: `[batch, keys, axes]`; gradients reach both
@@ -193,8 +196,8 @@ impl FourierAttention {
         backend::attend(&self.placed([query_positions, key_positions]), q, k, v, mask)
     }
 
-    /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a causal
-    /// mask.
+    /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a
+    /// causal mask.
     ///
     /// # Shapes
     /// - `query_position` and `key_position`: `[batch, 1, axes]`

@@ -14,8 +14,8 @@ pub enum KeyMask {
     Lengths(Arc<[usize]>),
     /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
     Padding(Arc<[bool]>),
-    /// Several sequences packed end to end on the token axis, each attending to itself; the batch must be 1. Both lists are cumulative,
-    /// `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
+    /// Several sequences packed end to end on the token axis, each attending to itself; the batch must be 1. Both lists
+    /// are cumulative, `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
     Packed {
         /// Boundaries on the query axis.
         queries: Arc<[usize]>,
@@ -29,8 +29,8 @@ pub enum KeyMask {
 pub struct AttentionMask {
     /// Bidirectional or causal.
     pub order: Order,
-    /// Query `i` has the position of key `i + offset`: a causal query sees the keys `j ≤ i + offset`, and relative distances are
-    /// `j − (i + offset)`. 0 by default.
+    /// Query `i` has the position of key `i + offset`: a causal query sees the keys `j ≤ i + offset`, and relative
+    /// distances are `j − (i + offset)`. 0 by default.
     pub offset: isize,
     /// Which keys take part.
     pub keys: KeyMask,
@@ -62,7 +62,8 @@ impl AttentionMask {
         Self { keys: KeyMask::Padding(ignored.into()), ..self }
     }
 
-    /// The same mask within each of several sequences of `lengths` tokens that are packed end to end; the batch must be 1.
+    /// The same mask within each of several sequences of `lengths` tokens that are packed end to end; the batch must be
+    /// 1.
     pub fn with_packed(self, lengths: &[usize]) -> Self {
         let ends = lengths.iter().scan(0, |end, &length| {
             *end += length;

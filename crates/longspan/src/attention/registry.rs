@@ -43,7 +43,7 @@ macro_rules! attention_module {
             ///
             /// # Shapes
             /// - `q`: `[batch, heads, queries, head_dim]`
-            /// - `k`: `[batch, kv_heads, keys, head_dim]`
+            /// - `k`: `[batch, kv_heads, keys, head_dim]`; for AFT-conv `[batch, kv_heads, keys, 1]`
             /// - `v`: `[batch, kv_heads, keys, value_dim]`
             /// - output: `[batch, heads, queries, value_dim]`; a row that sees no key gives 0
             ///
@@ -123,16 +123,17 @@ macro_rules! mechanisms {
                 }
             }
 
-            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a model
-            /// wants absolute positions.
+            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a
+            /// model wants absolute positions.
             pub fn sees_order(&self) -> bool {
                 match self {
                     $(Self::$variant(options) => options.sees_order(),)*
                 }
             }
 
-            /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except for AFT,
-            /// whose weights do not depend on the query, so that it cannot look anything up. There it is `shaw`.
+            /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except
+            /// for AFT, whose weights do not depend on the query, so that it cannot look anything up. There it is
+            /// `shaw`.
             pub fn cross_attention(&self) -> Self {
                 let other = match self {
                     $(Self::$variant(options) => options.cross_attention(),)*
@@ -199,8 +200,8 @@ impl Attention {
         backend::attend(self.layer(), q, k, v, mask)
     }
 
-    /// Takes one token into `state`, which before the first is the default, and gives its output; shapes and errors as in
-    /// [`KernelizedAttention::step`].
+    /// Takes one token into `state`, which before the first is the default, and gives its output; shapes and errors as
+    /// in [`KernelizedAttention::step`].
     pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut AttentionState) -> Result<Tensor<4>> {
         backend::step(self.layer(), q, k, v, state)
     }

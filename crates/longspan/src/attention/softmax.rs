@@ -40,7 +40,7 @@ pub struct SoftmaxAttentionConfig {
     pub kv_heads: Option<usize>,
 }
 
-/// Scaled dot-product attention over heads. It learns nothing itself.
+/// Scaled dot-product attention over heads: `softmax(q·kᵀ/√head_dim)·v`. It learns nothing itself.
 #[derive(Module, Debug)]
 pub struct SoftmaxAttention {
     #[module(skip)]

@@ -147,8 +147,8 @@ fn tensor_operations_are_the_kernels() {
                 let what = format!("{name}, {queries} × {keys}, {mask:?}");
                 let [q, k, v] = &inputs;
                 if let Err(error) = backend::in_tensors(layer, q.clone(), k.clone(), v.clone(), &mask) {
-                    // Refused with reason: a table by position has no row for a query before the first key, AFT over images
-                    // takes whole images, and a decay needs a causal mask.
+                    // Refused with reason: a table by position has no row for a query before the first key, AFT over
+                    // images takes whole images, and a decay needs a causal mask.
                     let (both, text) = (mask.order == Order::Bidirectional, error.to_string());
                     let position = name.starts_with("aft") && (both && mask.offset < 0 || text.contains("image"));
                     assert!(position || both && text.contains("decay"), "{what}: {text}");

@@ -1,5 +1,5 @@
-//! Toeplitz relative positions (Luo et al. 2021): kernelized attention whose weights are multiplied by `e^{b_δ}`, a learned
-//! bias for every distance `δ = j − i`.
+//! Toeplitz relative positions (Luo et al. 2021): kernelized attention whose weights are multiplied by `e^{b_δ}`, a
+//! learned bias for every distance `δ = j − i`.
 
 use std::sync::Arc;
 
@@ -95,11 +95,12 @@ impl Default for ToeplitzOptions {
     }
 }
 
-/// Toeplitz attention over heads, with its learned biases.
+/// Toeplitz attention over heads: kernelized attention with the weights `e^{b_{j−i}} φ(q_i)·φ(k_j)`, and its learned
+/// biases `b`.
 #[derive(Module, Debug)]
 pub struct ToeplitzAttention {
-    /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or by
-    /// bucket, or by row and column of the displacement. They start close to 0: every distance alike.
+    /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or
+    /// by bucket, or by row and column of the displacement. They start close to 0: every distance alike.
     pub bias: Param<Tensor<2>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,

@@ -1,7 +1,7 @@
 //! Feature maps in tensor operations.
 //!
-//! A map of whole rows takes two steps: [`lift`] gives exponents or features, and [`elementwise`] names the map that each
-//! number still has to go through. So all other code handles elementwise maps only, and exponents in one place.
+//! A map of whole rows takes two steps: [`lift`] gives exponents or features, and [`elementwise`] names the map that
+//! each number still has to go through. So all other code handles elementwise maps only, and exponents in one place.
 
 use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{Tensor, TensorData};

@@ -1,9 +1,9 @@
 //! The kernels on Burn's CPU backend: its tensors' numbers where they lie, without a copy.
 //!
-//! A projection gives `[batch, tokens, heads, head_dim]`, and attention wants `[batch, heads, tokens, head_dim]`: the same
-//! numbers with two strides exchanged, which the kernels take. Outputs and gradients are written in the projection's order,
-//! so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is copied first, and `f16`
-//! and `bf16` are converted.
+//! A projection gives `[batch, tokens, heads, head_dim]`, and attention wants `[batch, heads, tokens, head_dim]`: the
+//! same numbers with two strides exchanged, which the kernels take. Outputs and gradients are written in the
+//! projection's order, so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is
+//! copied first, and `f16` and `bf16` are converted.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -36,7 +36,8 @@ pub(super) struct Operands {
     pub parameters: Option<FlexTensor>,
 }
 
-/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads, queries]`.
+/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads,
+/// queries]`.
 #[derive(Debug, Clone)]
 pub(super) struct Outcome {
     pub out: FlexTensor,
@@ -166,7 +167,8 @@ impl Operands {
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: shape(&self.v)[3] }
     }
 
-    /// The learned tensors as the mechanism lists them. If their total length is wrong, one slice, which the kernel refuses.
+    /// The learned tensors as the mechanism lists them. If their total length is wrong, one slice, which the kernel
+    /// refuses.
     fn parameters<T: Number>(&self, mechanism: &dyn Kernel<T>, dims: &Dims) -> Vec<&[T]> {
         let Some(all) = &self.parameters else { return Vec::new() };
         let mut rest = contiguous::<T>(all);

@@ -1,9 +1,9 @@
 //! Runs attention, over whole sequences or token by token, in the kernels or in tensor operations.
 //!
-//! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
-//! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
-//! same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any mechanism: the first calls
-//! an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
+//! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers,
+//! without a copy, with a backward of their own that keeps no more than the outputs and the denominators. On every
+//! other backend the same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any
+//! mechanism: the first calls an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
 
 #[cfg(feature = "flex")]
 mod autodiff;
@@ -48,8 +48,8 @@ pub(crate) trait Layer: Debug {
     /// The kernel with the module's options.
     fn kernel(&self) -> Arc<dyn AnyKernel>;
 
-    /// Whether a state holds all keys and values so far. A kernel's state has a fixed size, so such mechanisms step in tensor
-    /// operations, where the state can grow.
+    /// Whether a state holds all keys and values so far. A kernel's state has a fixed size, so such mechanisms step in
+    /// tensor operations, where the state can grow.
     fn keeps_past(&self) -> bool {
         false
     }

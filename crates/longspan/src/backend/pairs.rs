@@ -51,8 +51,8 @@ impl Pairs {
         self.ignored_as(x, 0.0)
     }
 
-    /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see the
-    /// key.
+    /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see
+    /// the key.
     pub(crate) fn hidden_as(&self, scores: Tensor<4>, first: usize, value: f32) -> Tensor<4> {
         if !self.causal && self.ignored.is_none() {
             return scores;

@@ -15,8 +15,9 @@ use crate::error::{Error, Result, argument};
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
-/// On the CPU without autodiff its size does not grow, except under softmax attention. Elsewhere only kernelized attention,
-/// with and without Shaw's positions, has a state of constant size; every other mechanism keeps all keys and values.
+/// On the CPU without autodiff its size does not grow, except under softmax attention. Elsewhere only kernelized
+/// attention, with and without Shaw's positions, has a state of constant size; every other mechanism keeps all keys and
+/// values.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
@@ -38,7 +39,8 @@ pub(crate) enum TensorState {
     Past(Box<[Tensor<4>; 2]>),
 }
 
-/// A state as numbers, for any format that serde writes. Made by [`Attention::store`](crate::attention::Attention::store).
+/// A state as numbers, for any format that serde writes. Made by
+/// [`Attention::store`](crate::attention::Attention::store).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoredState {

@@ -4,10 +4,11 @@
 //! through a dense tile of scores, one chunk (content) or three chunks wide (relative positions need the window of `R`
 //! tokens to each side), and all others through sums over whole chunks:
 //!
-//! `N⁺_i = Σ_{j near i} s_ij v⁺_j + φ(q_i)ᵀ·Σ_{j before} φ(k_j) v⁺_jᵀ + w_{i,0}·Σ_{j far before} v⁺_j + w_{i,2R}·Σ_{j far after} v⁺_j`
+//! `N⁺_i = Σ_{j near i} s_ij v⁺_j + φ(q_i)ᵀ·Σ_{j before} φ(k_j) v⁺_jᵀ + w_{i,0}·Σ_{j far before} v⁺_j + w_{i,2R}·Σ_{j
+//! far after} v⁺_j`
 //!
-//! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a query are
-//! suffix sums, never a total less a prefix.
+//! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a
+//! query are suffix sums, never a total less a prefix.
 
 use std::sync::Arc;
 
@@ -23,8 +24,8 @@ use crate::attention::AttentionMask;
 pub(crate) const CHUNK: usize = 64;
 
 /// Attention over whole sequences in chunks of at least `chunk` tokens; `table`: `[heads, 2R+1, head_dim]`, or
-/// `[1, 2R+1, head_dim]` if shared (or as many numbers a row as features); other shapes as in [`attend`](super::attend), which
-/// checks them.
+/// `[1, 2R+1, head_dim]` if shared (or as many numbers a row as features); other shapes as in
+/// [`attend`](super::attend), which checks them.
 pub(crate) fn attend(
     options: &KernelizedAttention,
     q: Tensor<4>,
@@ -44,8 +45,8 @@ pub(crate) fn attend(
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
 
-/// [`attend`] without a table, on features that `rotate` changes first: `(φ(q), φ(k))` → the features of the weights. With
-/// `content_denominators` rows are divided by the sums of `φ(q)·φ(k)` instead, as they are without the rotation.
+/// [`attend`] without a table, on features that `rotate` changes first: `(φ(q), φ(k))` → the features of the weights.
+/// With `content_denominators` rows are divided by the sums of `φ(q)·φ(k)` instead, as they are without the rotation.
 pub(crate) fn attend_rotated(
     (options, learned): (&KernelizedAttention, &Learned),
     q: Tensor<4>,
@@ -246,8 +247,8 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Queries and keys on one axis of positions, cut into chunks. Key `j` is at position `j − offset`, so that a query and the
-/// last key that it sees under a causal mask share a position.
+/// Queries and keys on one axis of positions, cut into chunks. Key `j` is at position `j − offset`, so that a query and
+/// the last key that it sees under a causal mask share a position.
 struct Grid<'a> {
     inputs: &'a Inputs<'a>,
     causal: bool,
@@ -418,7 +419,8 @@ impl<'a> Grid<'a> {
             .narrow(4, 0, width)
     }
 
-    /// The sums over the chunks before the tile, as one running sum: the content and the table's first row are its features.
+    /// The sums over the chunks before the tile, as one running sum: the content and the table's first row are its
+    /// features.
     fn before(&self) -> Option<Tensor<5>> {
         let mut query_features = Vec::new();
         let mut key_features = Vec::new();
@@ -521,8 +523,8 @@ pub(crate) struct Running {
     content: Option<Tensor<4>>,
     /// The exponent that an exponential map subtracted from the keys, `[batch, heads, 1, 1]`.
     shift: Option<Tensor<4>>,
-    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`, oldest
-    /// first, `[batch, heads, R, dv + 1]`; without relative positions none.
+    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`,
+    /// oldest first, `[batch, heads, R, dv + 1]`; without relative positions none.
     recent: Option<(Tensor<4>, Tensor<4>)>,
 }
 
