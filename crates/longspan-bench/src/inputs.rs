@@ -1,8 +1,7 @@
 //! The numbers of a call that is checked, and what mechanisms make of them.
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Output, Real, Scratch, Token,
-    View, ViewMut,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Output, Real, Scratch, Token, View, ViewMut,
 };
 
 use crate::random::Random;

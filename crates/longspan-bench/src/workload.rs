@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use longspan_kernels::{
-    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Order, Output, Parameter, Purpose,
-    Scratch, State, Token, View, ViewMut,
+    Call, Cotangent, Dims, Error as KernelError, Gradients, Kernel, Mask, Order, Output, Parameter, Purpose, Scratch,
+    State, Token, View, ViewMut,
 };
 use serde::{Deserialize, Serialize};
 

@@ -8,7 +8,7 @@ use crate::execute::{self, Backward, Forward};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
-/// The inputs whose outputs and gradients are the sums of the magnitudes that those of `inputs` are the sums of.
+/// Inputs without signs: their outputs and gradients are the sums of the magnitudes of the terms that `inputs` sum up.
 fn magnitudes(subject: &Subject, inputs: &Inputs<f64>) -> Inputs<f64> {
     let absolute = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
     let features = |x: &[f64]| if subject.assumptions.signed_features { absolute(x) } else { x.to_vec() };
@@ -33,7 +33,7 @@ pub fn forward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Re
     Ok(scale)
 }
 
-/// Makes all numbers the largest magnitude.
+/// Sets all numbers to the largest magnitude among them.
 pub(crate) fn level(numbers: &mut [f64]) {
     let largest = numbers.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
     numbers.fill(largest);
@@ -41,8 +41,8 @@ pub(crate) fn level(numbers: &mut [f64]) {
 
 /// The scale of every gradient for [`close`].
 ///
-/// With values and `d_out` positive and the output's sign turned, both terms of `G·v_j − G·A` are positive in every
-/// gradient: it comes out as the sum of the magnitudes of its terms.
+/// With values and `d_out` positive and the output negated, both terms of `G·v_j − G·A` are positive in every gradient,
+/// so that it is the sum of the magnitudes of its terms.
 pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<Backward<f64>, Error> {
     let inputs = magnitudes(subject, inputs);
     let mut forward = execute::forward(subject, case, &inputs)?;
@@ -50,7 +50,7 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
         *out = -*out;
     }
     let mut backward = execute::backward(subject, case, &inputs, &forward)?;
-    // A gradient with a single term, such as that of a gate, comes out with the sign of that term.
+    // A gradient with a inputs_f32 term, such as that of a gate, has the sign of that term.
     backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
     if subject.assumptions.turned {
         backward.gradients.iter_mut().for_each(|gradient| level(gradient));
@@ -111,10 +111,10 @@ pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64
 /// the smallest input that [`Random::normal`] gives, 1/64: below 2e-9.
 pub(crate) const STEP: f64 = 1e-4;
 
-/// What the difference quotient is good for, relative to the sum of the magnitudes of its terms.
+/// The accuracy of the difference quotient, relative to the sum of the magnitudes of its terms.
 pub(crate) const QUOTIENT: f64 = 1e-6;
 
-/// Doubles: gradients against difference quotients of the *definition*, along random directions for every input.
+/// In `f64`: gradients against difference quotients of the *definition*, along random directions for every input.
 pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case);
     let forward = execute::forward::<f64>(subject, case, &inputs)?;
@@ -152,7 +152,7 @@ pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
     no_gradient_where_nothing_is_seen(subject, case, &backward)
 }
 
-/// Keys that no query sees, and keys of a mechanism that reads none, have gradients of exactly 0.
+/// Keys that no query sees, and all keys of a mechanism that does not depend on them, have gradients of exactly 0.
 pub fn no_gradient_where_nothing_is_seen<T: Number>(
     subject: &Subject,
     case: &Case,
@@ -184,19 +184,19 @@ pub fn no_gradient_where_nothing_is_seen<T: Number>(
     Ok(())
 }
 
-/// Singles: gradients are those in doubles.
-pub fn gradient_in_singles(subject: &Subject, case: &Case) -> Result<(), Failure> {
-    gradient_in_singles_of(subject, case, &execute::random(subject, case))
+/// In `f32`: gradients are those in `f64`.
+pub fn gradient_in_f32(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    gradient_in_f32_of(subject, case, &execute::random(subject, case))
 }
 
 /// The same on given numbers.
-pub fn gradient_in_singles_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
+pub fn gradient_in_f32_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
     let forward = execute::forward::<f64>(subject, case, inputs)?;
     let expected = execute::backward(subject, case, inputs, &forward)?;
     let scale = backward_scale(subject, case, inputs)?;
-    let single = inputs.cast::<f32>();
-    let forward = execute::forward(subject, case, &single)?;
-    let got = execute::backward(subject, case, &single, &forward)?;
+    let inputs_f32 = inputs.cast::<f32>();
+    let forward = execute::forward(subject, case, &inputs_f32)?;
+    let got = execute::backward(subject, case, &inputs_f32, &forward)?;
     for (n, name) in gradient_names(inputs).iter().enumerate() {
         close(name, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(case))?;
     }

@@ -5,7 +5,7 @@ use longspan_kernels::{Call, Dims, Keys, Mask, Order, Parameter, State, View};
 use crate::random::Random;
 use crate::subject::Number;
 
-/// Which keys are there; [`Keys`] with its numbers.
+/// Which keys take part: [`Keys`] with owned numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyMask {
     /// All of them.
@@ -30,14 +30,14 @@ pub struct Case {
     pub dims: Dims,
     /// Whether a query sees only `j ≤ i + offset`.
     pub causal: bool,
-    /// Where query 0 stands on the key axis.
+    /// The position of query 0 on the key axis.
     pub offset: isize,
-    /// Which keys are there.
+    /// Which keys take part.
     pub keys: KeyMask,
-    /// Draw q, k and the parameters positive: for maps that keep signs, under which a denominator may come near zero
-    /// and no tolerance would mean anything.
+    /// Draw q, k and the parameters positive. Under feature maps that keep signs, denominators near zero would
+    /// otherwise make every tolerance meaningless.
     pub positive: bool,
-    /// Of the numbers.
+    /// Seed of the numbers.
     pub seed: u64,
 }
 
@@ -91,7 +91,7 @@ impl Case {
         (0..self.dims.queries).any(|i| self.sees(batch, i, j))
     }
 
-    /// Terms in the longest sum of a call: what a rounding error grows with.
+    /// Terms in the longest sum of a call, with which the rounding error grows.
     pub fn terms(&self) -> usize {
         self.dims.queries.max(self.dims.keys) * self.dims.group().max(1)
             + self.dims.head_dim
@@ -116,7 +116,7 @@ pub struct Inputs<T> {
 }
 
 impl Inputs<f64> {
-    /// Normal numbers, the same whatever the mechanism except for its parameters.
+    /// Normally distributed numbers. q, k, v and `d_out` depend on the case alone, not on the mechanism.
     pub fn random(case: &Case, key_dim: usize, parameters: &[Parameter]) -> Self {
         let mut random = Random::new(case.seed);
         let len = |shape: [usize; 4]| shape.iter().product::<usize>();

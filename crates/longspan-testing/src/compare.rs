@@ -1,4 +1,4 @@
-//! How far a result may be from the truth, and how a failure tells.
+//! How far a result may be from the expected one, and how a failure is reported.
 
 use std::fmt;
 
@@ -27,25 +27,25 @@ pub fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), F
     if condition { Ok(()) } else { Err(Failure(message())) }
 }
 
-/// Roundings on the way of one term: two feature maps at up to two ulps each, a product, a division, a rescaling.
+/// Rounding errors of one term, in ulps: two feature maps at up to two each, a product, a division, a rescaling.
 const ROUNDINGS: f64 = 8.0;
 
 /// The only tolerance of the suite: `c · eps · √terms · scale`.
 ///
-/// `scale` is the sum of the magnitudes that the exact value is the sum of, so that cancellation is paid for and
-/// nothing else is; rounding errors of `terms` additions add up like a random walk.
+/// `scale` is the sum of the magnitudes of the terms of the exact value, so cancellation is allowed for and nothing
+/// else; the rounding errors of `terms` additions add up like a random walk.
 pub fn tolerance<T: Number>(terms: usize, scale: f64) -> f64 {
     ROUNDINGS * T::EPSILON.to_f64() * (terms.max(1) as f64).sqrt() * scale
 }
 
-/// What underflow may take from a sum of `terms`: a feature or weight below the least normal number counts as 0, and
-/// the factors that it is multiplied by are at most as large as the largest scale of the tensor.
+/// The error that underflow may cause in a sum of `terms`: a feature or weight below the least normal number counts as
+/// 0, and its factors are at most as large as the largest scale of the tensor.
 fn underflow<T: Number>(terms: usize, scale: &[f64]) -> f64 {
     let least = if size_of::<T>() == 4 { f64::from(f32::MIN_POSITIVE) } else { f64::MIN_POSITIVE };
     least * terms as f64 * scale.iter().copied().fold(1.0, f64::max)
 }
 
-/// Checks every element against `expected` under [`tolerance`], and tells of the worst.
+/// Checks every element against `expected` under [`tolerance`], and reports the worst.
 pub fn close<T: Number>(what: &str, got: &[T], expected: &[f64], scale: &[f64], terms: usize) -> Result<(), Failure> {
     assert_eq!(expected.len(), scale.len(), "{what}: a check without scales");
     ensure(got.len() == expected.len(), || format!("{what}: {} elements instead of {}", got.len(), expected.len()))?;
@@ -76,7 +76,7 @@ pub fn close<T: Number>(what: &str, got: &[T], expected: &[f64], scale: &[f64], 
     )))
 }
 
-/// Checks that all bits are equal, and tells of the first that is not.
+/// Checks that all bits are equal, and reports the first that is not.
 pub fn same_bits<T: Number>(what: &str, got: &[T], expected: &[T]) -> Result<(), Failure> {
     ensure(got.len() == expected.len(), || format!("{what}: {} elements instead of {}", got.len(), expected.len()))?;
     match got.iter().zip(expected).position(|(a, b)| a.bits() != b.bits()) {

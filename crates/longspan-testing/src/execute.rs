@@ -1,5 +1,5 @@
-//! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, so that what a kernel fails to write, or
-//! reads before it wrote, shows.
+//! Runs calls on poisoned memory: outputs, gradients and scratch start as NaN, which shows what a kernel fails to write
+//! or reads before writing.
 
 use longspan_kernels::{Cotangent, Dims, Error, Gradients, Output, Reference, Scratch, State, Token, View, ViewMut};
 
@@ -22,7 +22,7 @@ pub struct Backward<T> {
     pub gradients: Vec<Vec<T>>,
 }
 
-/// Scratch that is large enough for what the case wants and holds NaN.
+/// Scratch as large as `clean` has grown, filled with NaN.
 fn poisoned<T: Number>(clean: &Scratch<T>) -> Scratch<T> {
     Scratch::filled(clean.bytes() / size_of::<T>(), nan())
 }
@@ -37,7 +37,7 @@ pub fn len(shape: [usize; 4]) -> usize {
     shape.iter().product()
 }
 
-/// The subject's parameters for a case.
+/// Random inputs for a case, with the subject's parameters in their range.
 pub fn random(subject: &Subject, case: &Case) -> Inputs<f64> {
     let parameters = f64::mechanism(subject).parameters(&case.dims);
     let mut inputs = Inputs::random(case, key_dim(subject, &case.dims), &parameters);
@@ -109,8 +109,8 @@ pub fn backward_into<T: Number>(
     backward_through_states(subject, case, inputs, forward, (None, None, None), fill, scratch)
 }
 
-/// The same for a call with an initial state, given the gradient of the final one, and with a place for the gradient of
-/// the initial one.
+/// The same for a call with states: the initial state, the gradient of the final one, and where to write the gradient
+/// of the initial one.
 #[allow(clippy::type_complexity)]
 pub fn backward_through_states<T: Number>(
     subject: &Subject,
@@ -159,8 +159,8 @@ pub fn backward<T: Number>(
     backward_into(subject, case, inputs, forward, nan(), &mut Scratch::new())
 }
 
-/// Forward and backward twice, once on clean memory and once with everything that is to be written, and all scratch,
-/// NaN: the two must have the same bits.
+/// Forward and backward twice, on clean memory and with all outputs and scratch set to NaN. The two must have the same
+/// bits.
 #[allow(clippy::type_complexity)]
 pub fn clean_and_poisoned<T: Number>(
     subject: &Subject,

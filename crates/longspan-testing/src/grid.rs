@@ -40,7 +40,7 @@ pub const LENGTHS: [usize; 10] = [0, 1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1
 /// Lengths for checks that run many calls.
 pub const SHORT_LENGTHS: [usize; 8] = [0, 1, 2, 3, 8, 13, CHUNK + 1, 97];
 
-/// `k` of a radius, or beyond the longer of the two sequences.
+/// A fixed radius, or one beyond the longer of the two sequences.
 #[derive(Debug, Clone, Copy)]
 enum Radius {
     Of(usize),
@@ -112,8 +112,8 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
                 _ => Score::Combined(shaw),
             };
             let causal = causal.deal(random);
-            // The fastest decay still leaves normal numbers in `f32` after the longest distance of the grid, 0.6¹³³ = 3e-30;
-            // what happens beyond that has a test of its own.
+            // The fastest decay still leaves normal numbers in `f32` after the longest distance of the grid, 0.6¹³³
+            // = 3e-30; decays beyond that have a test of their own.
             let decay = (decay.deal(random) && causal)
                 .then(|| (0..kv_heads).map(|_| [1.0, 0.6, 0.97][random.below(3)]).collect());
             let attention = KernelizedAttention {
@@ -141,8 +141,8 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
         .collect()
 }
 
-/// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier positions
-/// instead.
+/// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier
+/// positions instead.
 pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
     let mut random = Random::new(seed ^ 0x3A);
     let random = &mut random;
@@ -159,9 +159,9 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
         .map(|(attention, case)| {
             let feature_map: FeatureMap = maps.deal(random).parse().expect("a name of this list");
             let score = if fourier.deal(random) { Score::Fourier(Fourier::default()) } else { attention.score };
-            // Fewer numbers leave rows without a feature under DPFP.
+            // With fewer than 4 numbers, rows may have no positive feature under DPFP.
             let dims = Dims { head_dim: case.dims.head_dim.clamp(4, 16), ..case.dims };
-            // Turned features have signs if the map's have, and weights near 0 if most of them are 0.
+            // Rotated features have signs if the map's have, and weights near 0 if most features are 0.
             let few = matches!(feature_map, FeatureMap::Taylor2 | FeatureMap::Dpfp { .. });
             let signed = score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity)
                 || (few && score.fourier().is_some());
@@ -197,9 +197,9 @@ pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(
         .map(|(attention, case)| {
             let ((wave, normalizer), positions) = (waves.deal(random), positions.deal(random));
             let fourier = Fourier { wave, normalizer, positions };
-            // Pairs want an even number of features; of fewer than four, a row's weights may all come near 0.
+            // Pairs need an even number of features; with fewer than four, all weights of a row may be near 0.
             let head_dim = case.dims.head_dim.next_multiple_of(if wave == Wave::Pairs { 2 } else { 1 }).max(4);
-            // A sum of weights of either sign, or of a few that are nearly 0, says nothing: features are all well above 0.
+            // A denominator near 0 would make tolerances meaningless, so all features are well above 0.
             let feature_map = match (attention.feature_map, normalizer) {
                 (FeatureMap::Relu | FeatureMap::Identity, _) if is_signed(&fourier) => FeatureMap::EluPlusOne,
                 (FeatureMap::Relu, FourierNormalizer::OnePlus) => FeatureMap::Softplus,
@@ -218,7 +218,7 @@ pub fn streaming(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
     as_streams(seed, kernelized(seed, count, &LENGTHS))
 }
 
-/// Makes causal self-attention of all keys of each case.
+/// Turns each case into causal self-attention over all keys.
 pub fn as_streams(seed: u64, cases: Vec<(KernelizedAttention, Case)>) -> Vec<(KernelizedAttention, Case)> {
     let mut lengths = Deck::new([1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1, 131, 200]);
     let mut random = Random::new(seed ^ 0x5EED);

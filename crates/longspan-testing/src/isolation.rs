@@ -1,4 +1,5 @@
-//! What must not influence what: the future the past, padding anything, one sequence another, order where there is none.
+//! What must have no influence: the future on the past, padding on anything, one sequence on another, and the order of
+//! keys where there are no positions.
 
 use std::ops::Range;
 
@@ -9,8 +10,8 @@ use crate::execute::{self, Backward, Forward};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
-/// What has not been touched, compared with what it was: to the bit, or to rounding where a kernel may cut its sums
-/// elsewhere because a number is not finite or because sums are relative to the largest key.
+/// Results before a change, to be compared with those after it: to the bit, or to rounding where a kernel may split its
+/// sums differently because a number is not finite or because sums are relative to the largest key.
 struct Untouched<T> {
     forward: Forward<T>,
     backward: Backward<T>,
@@ -62,8 +63,8 @@ impl<T: Number> Untouched<T> {
     }
 }
 
-/// A key changes only the rows that see it, whatever it becomes, even NaN or infinite, forward and backward. And rows
-/// that see a value that is not finite show it.
+/// A key changes only the rows that see it, even if it becomes NaN or infinite, forward and backward. And a value that
+/// is not finite reaches the rows that see it.
 pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let key_dim = execute::key_dim(subject, dims);
@@ -102,7 +103,7 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
                     clean.gradient(&what("dq"), &back, 0, span, bits)?;
                 }
             }
-            // Another batch entry's gradients do not know of it at all.
+            // Gradients of other batch entries do not change at all.
             if b != batch {
                 for (name, n, width) in [("dk", 1, key_dim), ("dv", 2, dims.value_dim)] {
                     let entry = dims.kv_heads * dims.keys * width;
@@ -156,7 +157,7 @@ pub fn rows_are_independent<T: Number>(subject: &Subject, case: &Case) -> Result
     Ok(())
 }
 
-/// What stands in padding changes no output and no gradient, to the bit.
+/// The contents of padding change no output and no gradient, to the bit.
 pub fn padding_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let filled = |key: f64, value: f64| {
@@ -186,7 +187,7 @@ pub fn padding_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Res
     Ok(())
 }
 
-/// The tokens `queries` and `keys` of every head, as a call of their own.
+/// A call on the tokens `queries` and `keys` of every head alone.
 pub(crate) fn part<T: Number>(
     case: &Case,
     inputs: &Inputs<T>,
@@ -210,7 +211,7 @@ pub(crate) fn part<T: Number>(
     (Case { dims, keys: KeyMask::All, ..case.clone() }, inputs)
 }
 
-/// Packed sequences give what each gives alone; nothing to check where none are packed.
+/// Packed sequences give what each gives alone. Passes where no sequences are packed.
 pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let KeyMask::Packed { queries, keys } = &case.keys else { return Ok(()) };
     let inputs = execute::random(subject, case);
@@ -253,8 +254,8 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
     Ok(())
 }
 
-/// Without positions and without order of time, shuffled keys give the same outputs and shuffled gradients; nothing to
-/// check elsewhere.
+/// Without positions and without a causal mask, shuffled keys give the same outputs and shuffled gradients. Passes
+/// elsewhere.
 pub fn order_does_not_matter_without_positions<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let key_dim = execute::key_dim(subject, dims);

@@ -1,10 +1,12 @@
-//! What every attention mechanism has to pass, whatever it computes.
+//! The conformance suite: checks that every attention mechanism has to pass, whatever it computes.
 //!
 //! Reading order: a [`Case`] is one call without its numbers, [`Inputs`] are the numbers, a [`Subject`] is a mechanism
-//! in both number types with what the checks may assume of it. [`execute`] runs them on poisoned memory. The checks take
-//! a subject and a case: [`accuracy`] against the definition, [`isolation`] of what must not influence what,
-//! [`memory`] for layouts and scratch, [`streaming`] for states, [`threads`] for reproducible bits, [`rejection`] for
-//! wrong calls. [`published`] is the published algorithm, a second oracle. [`grid`] draws cases that hit every boundary; [`suite`] runs checks over them and reports.
+//! in both number types with what the checks may assume of it. [`execute`] runs calls on poisoned memory. The checks
+//! take a subject and a case: [`accuracy`] compares with the definition, [`isolation`] checks that masked and unrelated
+//! inputs have no influence, [`memory`] covers layouts and scratch, [`streaming`] and [`state_gradients`] states,
+//! [`threads`] reproducible bits, [`rejection`] wrong calls. [`published`] is a
+//! second oracle, the published algorithm. [`grid`] draws cases that hit every boundary; [`suite`]
+//! runs checks over them and reports.
 
 pub mod accuracy;
 pub mod case;

@@ -16,7 +16,7 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
     for (n, (dirty, clean)) in dirty_back.gradients.iter().zip(&clean_back.gradients).enumerate() {
         same_bits(&format!("gradient {n} on poisoned memory"), dirty, clean)?;
     }
-    // Nobody may ask for denominators, and a scratch that served another call serves this one.
+    // A call need not ask for denominators, and scratch of another call can be reused.
     let mut out = vec![execute::nan(); clean.out.len()];
     let mut scratch = Scratch::filled(17, execute::nan());
     let mut one_algorithm = true;
@@ -26,7 +26,7 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
         let output = Output::new(ViewMut::contiguous(&mut out, case.dims.out()));
         T::mechanism(subject).forward(call, output, &mut scratch)
     })?;
-    // Where a backward turns the choice, the tests of the choice hold either to its own algorithm.
+    // Where inference and training run different algorithms, other tests check either.
     if one_algorithm {
         return same_bits("out without denominators", &out, &clean.out);
     }
@@ -41,7 +41,7 @@ struct Gapped<T> {
     shape: [usize; 4],
 }
 
-/// What stands in the gaps of tensors to be written.
+/// Fills the gaps of tensors to be written.
 const MARK: f64 = 4711.0;
 
 impl<T: Number> Gapped<T> {
@@ -60,7 +60,7 @@ impl<T: Number> Gapped<T> {
         gapped
     }
 
-    /// Where each element of the row-major tensor stands.
+    /// The offset of each element of the row-major tensor.
     fn offsets(&self) -> Vec<usize> {
         let [batch, heads, tokens, width] = self.shape;
         let mut offsets = Vec::new();
@@ -94,7 +94,7 @@ impl<T: Number> Gapped<T> {
     }
 }
 
-/// Strided tensors with gaps give the bits of contiguous ones, and nothing is read or written in the gaps.
+/// Strided tensors with gaps give the same bits as contiguous ones, and nothing is read or written in the gaps.
 pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let inputs = execute::random(subject, case).cast::<T>();
@@ -128,7 +128,7 @@ pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
         .with_parameters(&parameters)
         .with_mask(case.mask());
         let mut out = vec![execute::nan(); expected.out.len()];
-        // With denominators, as the call beside it: without them another algorithm may be the cheapest.
+        // With denominators, as in the expected call: without them another algorithm might run.
         let mut denominators = vec![execute::nan(); expected.denominators.len()];
         let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
         T::mechanism(subject).forward(&call, output, &mut Scratch::new())?;

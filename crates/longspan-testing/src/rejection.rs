@@ -7,7 +7,7 @@ use crate::compare::{Failure, ensure};
 use crate::execute;
 use crate::subject::{Number, Subject};
 
-/// What stands in outputs that must stay as they are.
+/// Fills outputs that must not be written.
 const MARK: f64 = 1234.5;
 
 /// Checks that an error names the operation and says what is wrong.
@@ -26,10 +26,10 @@ pub fn names_the_fault(what: &str, operation: &str, argument: &str, error: &Erro
     }
 }
 
-/// One wrong call: what is wrong, the argument to be blamed, and how a good call is spoilt.
+/// One wrong call: what is wrong, the argument that the error must name, and the change that makes a good call wrong.
 type Spoil<T> = (&'static str, &'static str, for<'a> fn(&mut Call<'a, T>));
 
-/// Calls spoilt in their inputs; forward, backward and the reference's check see the same.
+/// Calls with a wrong input.
 fn spoilt_inputs<T: Number>() -> Vec<Spoil<T>> {
     vec![
         ("q too short", "q", |call| call.q = View::contiguous(&[], call.dims.q())),
@@ -54,7 +54,7 @@ fn spoilt_inputs<T: Number>() -> Vec<Spoil<T>> {
     ]
 }
 
-/// Spoilt for a batch of 1.
+/// Calls with wrong boundaries of packed sequences, for a batch of 1.
 fn spoilt_boundaries<T: Number>() -> Vec<Spoil<T>> {
     vec![
         ("packed boundaries of different number", "packed", |call| {
@@ -93,7 +93,7 @@ impl<T: Number> Marked<T> {
         }
     }
 
-    /// A backward call into the marks, right in all but what `call` and the marks themselves have wrong.
+    /// A backward call into the marks. It is right except for what is wrong in `call` or in the marks.
     fn backward(
         &mut self,
         mechanism: &dyn Kernel<T>,
@@ -157,13 +157,13 @@ fn both_refuse<T: Number>(
     marked.untouched(what)
 }
 
-/// A call that is refused as it stands, for options that have no meaning; both passes must blame `argument`.
+/// A call that must be refused because of the mechanism's options; both passes must name `argument`.
 pub fn refuses<T: Number>(subject: &Subject, case: &Case, argument: &str) -> Result<(), Failure> {
     let inputs = execute::random(subject, case).cast::<T>();
     inputs.call(case, None, |call| both_refuse(&subject.label, argument, T::mechanism(subject), call, case, &inputs))
 }
 
-/// Every way to spoil a call. The case must be causal with batch 2, 4 heads, 2 key heads, 5 queries, 6 keys.
+/// Every kind of wrong call. The case must be causal with batch 2, 4 heads, 2 key heads, 5 queries, 6 keys.
 pub fn wrong_calls<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     assert_eq!((dims.batch, dims.heads, dims.kv_heads, dims.queries, dims.keys), (2, 4, 2, 5, 6), "the spoilt calls");
@@ -227,7 +227,7 @@ fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Res
 fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let (dims, mechanism) = (&case.dims, T::mechanism(subject));
     let row = |shape: [usize; 4]| [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
-    // Which argument is spoilt, and how the error may call it.
+    // The wrong argument, which the error must name.
     let spoilt = ["out", "denominators", "d_out", "dq", "dk", "dv", "parameters"];
     for name in spoilt {
         let mut marked = Marked::new(case, inputs);
@@ -360,11 +360,11 @@ fn steps<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resul
         let before = state.clone();
         let result = mechanism.step(&Token { q: &q, k: &k, v: &v, parameters: given }, &mut state, &mut out);
         if wrong == "nothing" {
-            // The sizes above are those of a good step: otherwise the refusals would show nothing.
+            // The sizes above make a good step; otherwise the refusals would prove nothing.
             result?;
             continue;
         }
-        // The sizes of a step are those that q, k and v have together: any of them may be blamed for the others.
+        // The sizes of a step follow from q, k and v together, so the error may name any of them.
         let Err(error) = result else {
             return Err(Failure(format!("a step with {wrong} one too long was taken")));
         };

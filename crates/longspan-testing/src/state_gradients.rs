@@ -93,7 +93,8 @@ fn in_pieces<T: Number>(
     Ok(Backward { gradients: whole })
 }
 
-/// Pieces, and a mask with some keys ignored inside them: trailing ones would be no part of a piece.
+/// Pieces, and a mask with some keys ignored inside them, but none at their ends: trailing padding does not enter a
+/// state.
 fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
     let mut random = Random::new(case.seed ^ 0x6A);
     let pieces: Vec<_> = pieces(&mut random, case.dims.keys).into_iter().map(|(tokens, _)| tokens).collect();
@@ -104,8 +105,8 @@ fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
     (pieces, Case { keys, ..case.clone() })
 }
 
-/// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are those
-/// of the whole. The case must have as many queries as keys, offset 0 and all keys.
+/// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are
+/// those of the whole. The case must have as many queries as keys, offset 0 and all keys.
 pub fn gradients_pass_through_states<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     gradients_pass_through_states_of::<T>(subject, case, &execute::random(subject, case))
 }
@@ -147,11 +148,11 @@ pub fn threads_do_not_matter_to_state_gradients<T: Number>(subject: &Subject, ca
     Ok(())
 }
 
-/// One call between two states, and what its loss takes from either end.
+/// One call between two states, and its loss.
 struct Link<'a> {
     subject: &'a Subject,
     case: &'a Case,
-    /// The initial state, and the numbers of it that may be moved: sums, and the values that are there.
+    /// The initial state, and which of its numbers may be moved: sums, and the values of tokens in the ring.
     initial: Option<(&'a State<f64>, Vec<bool>)>,
     /// The final state of the call as it stands, and the gradient of the loss with respect to it.
     last: State<f64>,
@@ -170,8 +171,7 @@ impl Link<'_> {
     }
 }
 
-/// Whether each number of a state is one that a gradient has a meaning for: all sums, and the keys and values of the
-/// ring's rows that are there.
+/// Which numbers of a state have a gradient: all sums, and the keys and values of the tokens in the ring.
 fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     if state.shape().mechanism == "toeplitz" {
         return sums_and_tokens(state, value_dim);
@@ -179,7 +179,7 @@ fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     let [sum, keys, marks, row, ring, _] = state.shape().parts;
     let mut moves = Vec::with_capacity(state.numbers().len());
     for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {
-        // Under an exponent of −∞ nothing has gone into the sums over keys.
+        // An exponent of −∞ means that the sums over keys are empty.
         moves.extend((0..sum + keys).map(|_| head[sum + keys].is_finite()));
         moves.extend((0..marks).map(|_| false).chain((0..row).map(|_| true)));
         for row in head[head.len() - ring..].chunks_exact(row.max(1)) {
@@ -208,9 +208,9 @@ fn sums_and_tokens(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     moves
 }
 
-/// Doubles: every gradient of a call between two states, that of the initial state too, against difference quotients
-/// along random directions. The parts of the state are those of kernelized or Toeplitz attention. Cases that can have no state are
-/// bent to such as can.
+/// In `f64`: every gradient of a call between two states, that of the initial state too, against difference quotients
+/// along random directions. For kernelized and Toeplitz attention, whose states it knows. Cases that cannot have a
+/// state are changed so that they can.
 pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let mut random = Random::new(case.seed ^ 0x5D);
     let keys = if matches!(case.keys, KeyMask::Packed { .. }) { KeyMask::All } else { case.keys.clone() };

@@ -10,8 +10,8 @@ use crate::isolation::part;
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
-/// The numbers of a state with all sums relative to the exponents of `to` and its ring turned as that of `to`, so that
-/// states that differ in nothing but these can be compared.
+/// The numbers of a state with its sums rescaled to the exponents of `to` and its ring rotated to the start of that of
+/// `to`, so that states that differ in nothing else can be compared.
 pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
     if shape.mechanism.starts_with("aft-") {
@@ -39,8 +39,8 @@ pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f
     numbers
 }
 
-/// The same for Toeplitz states, in which each token of the ring has an exponent too; its place in the ring is its number
-/// in the sequence.
+/// The same for Toeplitz states, in which each token of the ring has an exponent too, and its slot in the ring follows
+/// from its position in the sequence.
 fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
     let [sum, keys, marks, ring_keys, exponents, _] = shape.parts;
@@ -71,7 +71,7 @@ fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f6
         for n in 0..exponents {
             let (denominator, exponent) = (width + n, width + exponents + n);
             let (own, other) = (head[exponent], to[exponent]);
-            // Nothing is nothing relative to any exponent.
+            // An empty sum is 0 relative to any exponent.
             let same = own == other || head[denominator] == 0.0;
             let factor = if same { 1.0 } else { (own - other).exp() };
             let channels = if exponents == width { n..n + 1 } else { 0..width };
@@ -83,7 +83,7 @@ fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f6
     numbers
 }
 
-/// Checks a state against the one in doubles, with the state of the magnitudes as scale.
+/// Checks a state against the one in `f64`, with the state of the magnitudes as scale.
 fn close_states<T: Number>(
     what: &str,
     got: &State<T>,
@@ -97,7 +97,7 @@ fn close_states<T: Number>(
     close(what, &got, expected.numbers(), &relative_to(scale, expected), terms)
 }
 
-/// The state of the magnitudes that the numbers of the final state are sums of.
+/// The state of the magnitudes: the scale of the numbers of the final state.
 fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<State<f64>, Failure> {
     let absolute = Inputs { v: inputs.v.iter().map(|x| x.abs()).collect(), ..inputs.clone() };
     let absolute = if subject.assumptions.signed_features {
@@ -110,7 +110,7 @@ fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<S
         return Ok(state);
     }
     let mut numbers = state.numbers().to_vec();
-    // Sums over features; what stands after them is no sum of features, but for the exponents of kept keys.
+    // Only the sums over features, and the exponents of cached keys, may cancel.
     let [sum, keys, marks, ring, exponents, _] = state.shape().parts;
     let kept = state.shape().mechanism == "toeplitz";
     for head in numbers.chunks_mut(state.shape().head_len().max(1)) {
@@ -122,7 +122,7 @@ fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<S
     Ok(State::from_numbers(state.shape(), numbers)?)
 }
 
-/// How the pieces of a sequence are taken.
+/// Whether a piece of a sequence is one call or single steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Piece {
     Chunk,
@@ -144,8 +144,8 @@ pub(crate) fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range
     pieces
 }
 
-/// Outputs and final state of a causal sequence, taken whole, in ragged chunks and steps, and step by step. The case
-/// must have as many queries as keys, offset 0 and all keys.
+/// Outputs and final state of a causal sequence are the same computed whole, in ragged chunks and steps, and step by
+/// step. The case must have as many queries as keys, offset 0 and all keys.
 pub fn pieces_make_the_whole<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case);
     pieces_make_the_whole_of::<T>(subject, case, &inputs)
@@ -163,8 +163,8 @@ pub fn pieces_make_the_whole_of<T: Number>(
     let scale = forward_scale(subject, case, inputs)?;
     let state_scale = state_scale(subject, case, inputs)?;
 
-    let single = inputs.cast::<T>();
-    let (whole, whole_state) = execute::forward_state(subject, case, &single, None)?;
+    let cast = inputs.cast::<T>();
+    let (whole, whole_state) = execute::forward_state(subject, case, &cast, None)?;
     close("out taken whole", &whole.out, &expected.out, &scale.out, case.terms())?;
     close_states("state taken whole", &whole_state, &expected_state, &state_scale, case.terms())?;
 
@@ -176,9 +176,9 @@ pub fn pieces_make_the_whole_of<T: Number>(
         let mut out = vec![execute::nan::<T>(); whole.out.len()];
         for (tokens, piece) in &plan {
             let rows = match piece {
-                Piece::Steps => execute::steps(subject, case, &single, tokens.clone(), &mut state)?,
+                Piece::Steps => execute::steps(subject, case, &cast, tokens.clone(), &mut state)?,
                 Piece::Chunk => {
-                    let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+                    let (piece, numbers) = part(case, &cast, tokens.clone(), tokens.clone());
                     let (forward, next) = execute::forward_state(subject, &piece, &numbers, Some(&state))?;
                     state = next;
                     forward.out
@@ -197,8 +197,8 @@ pub fn pieces_make_the_whole_of<T: Number>(
     Ok(())
 }
 
-/// The states of ragged pieces, each computed apart from the empty state, add up to that of the whole in any order of the
-/// sums, and the sequence goes on from a sum as it would from the state itself.
+/// The states of ragged pieces, each computed from the empty state, add up to that of the whole in any order of
+/// additions, and a sequence continues from a sum as it would from the state itself.
 pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     states_add_up_of::<T>(subject, case, &execute::random(subject, case))
 }
@@ -207,21 +207,21 @@ pub fn states_add_up<T: Number>(subject: &Subject, case: &Case) -> Result<(), Fa
 pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
     let dims = &case.dims;
     let mut random = Random::new(case.seed ^ 0xADD);
-    let single = inputs.cast::<T>();
+    let cast = inputs.cast::<T>();
     let mechanism = T::mechanism(subject);
-    let parameters: Vec<&[T]> = single.parameters.iter().map(Vec::as_slice).collect();
+    let parameters: Vec<&[T]> = cast.parameters.iter().map(Vec::as_slice).collect();
     let mut apart = Vec::new();
     for (tokens, piece) in pieces(&mut random, dims.keys) {
         let mut state = mechanism.empty_state(dims)?;
         if piece == Piece::Steps {
-            execute::steps(subject, case, &single, tokens.clone(), &mut state)?;
+            execute::steps(subject, case, &cast, tokens.clone(), &mut state)?;
         } else {
-            let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+            let (piece, numbers) = part(case, &cast, tokens.clone(), tokens.clone());
             state = execute::forward_state(subject, &piece, &numbers, None)?.1;
         }
         apart.push((tokens, state));
     }
-    // Any two neighbours next, until one state is left; on the way, what follows is computed from a sum.
+    // Adds any two neighbours until one state is left; on the way, continues the sequence from some of the sums.
     while apart.len() > 1 {
         let at = random.below(apart.len() - 1);
         let (later, second) = apart.remove(at + 1);
@@ -233,7 +233,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
             let (known, numbers) = part(case, inputs, 0..rest.end, 0..rest.end);
             let expected = execute::forward(subject, &known, &numbers)?;
             let scale = forward_scale(subject, &known, &numbers)?;
-            let (piece, numbers) = part(case, &single, rest.clone(), rest.clone());
+            let (piece, numbers) = part(case, &cast, rest.clone(), rest.clone());
             let (got, _) = execute::forward_state(subject, &piece, &numbers, Some(first))?;
             let cut = |x: &[f64]| -> Vec<f64> {
                 let heads = x.chunks((rest.end * dims.value_dim).max(1));
@@ -248,7 +248,8 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     close_states("sum of the states of all pieces", &apart[0].1, &expected, &scale, case.terms())
 }
 
-/// A state stored and loaded, and one whose batch entries were reordered and repeated, goes on as the original would.
+/// A state that was stored and loaded, or whose batch entries were reordered and repeated, continues as the original
+/// would.
 pub fn states_are_values<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     if dims.queries < 2 || dims.batch == 0 {
@@ -283,7 +284,7 @@ pub fn states_are_values<T: Number>(subject: &Subject, case: &Case) -> Result<()
     same_bits("out of selected states", &got, &pick(&expected))
 }
 
-/// Sequences of different lengths leave the states that each would alone: trailing padding is no part of a sequence.
+/// Sequences of different lengths leave the states that each would alone: trailing padding does not enter a state.
 pub fn lengths_end_the_sequence<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let inputs = execute::random(subject, case).cast::<T>();
@@ -303,12 +304,12 @@ pub fn lengths_end_the_sequence<T: Number>(subject: &Subject, case: &Case) -> Re
     Ok(())
 }
 
-/// Keys ignored in the middle of a sequence keep their place in it across chunks.
+/// Ignored keys in the middle of a sequence still count as positions across chunks.
 pub fn ignored_keys_keep_their_place<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let mut random = Random::new(case.seed ^ 0x9A);
     let cut = dims.keys / 2;
-    // The last key of either part is there, so that no padding trails.
+    // The last key of either part takes part, so that there is no trailing padding.
     let ignored: Vec<bool> = (0..dims.batch * dims.keys)
         .map(|n| random.chance(0.4) && ![cut, dims.keys].contains(&(n % dims.keys + 1)))
         .collect();
@@ -316,10 +317,10 @@ pub fn ignored_keys_keep_their_place<T: Number>(subject: &Subject, case: &Case) 
     let whole = Case { keys: KeyMask::Padding(ignored.clone()), ..case.clone() };
     let expected = execute::forward(subject, &whole, &inputs)?;
     let scale = forward_scale(subject, &whole, &inputs)?;
-    let single = inputs.cast::<T>();
+    let cast = inputs.cast::<T>();
     let mut state = None;
     for tokens in [0..cut, cut..dims.keys] {
-        let (piece, numbers) = part(case, &single, tokens.clone(), tokens.clone());
+        let (piece, numbers) = part(case, &cast, tokens.clone(), tokens.clone());
         let rows = ignored.chunks(dims.keys.max(1)).flat_map(|row| row[tokens.clone()].to_vec()).collect();
         let piece = Case { keys: KeyMask::Padding(rows), ..piece };
         let (forward, next) = execute::forward_state(subject, &piece, &numbers, state.as_ref())?;

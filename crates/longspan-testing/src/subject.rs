@@ -13,13 +13,13 @@ use longspan_kernels::{
 pub trait Number: Real {
     /// The subject's mechanism over this type.
     fn mechanism(subject: &Subject) -> &dyn Kernel<Self>;
-    /// The bits, for comparisons that NaN must not escape.
+    /// The bits, for comparisons in which NaN equals NaN.
     fn bits(self) -> u64;
 }
 
 impl Number for f32 {
     fn mechanism(subject: &Subject) -> &dyn Kernel<Self> {
-        &*subject.single
+        &*subject.kernel_f32
     }
     fn bits(self) -> u64 {
         self.to_bits().into()
@@ -28,59 +28,59 @@ impl Number for f32 {
 
 impl Number for f64 {
     fn mechanism(subject: &Subject) -> &dyn Kernel<Self> {
-        &*subject.double
+        &*subject.kernel_f64
     }
     fn bits(self) -> u64 {
         self.to_bits()
     }
 }
 
-/// Raises the scale of parameters' gradients to the sum of the magnitudes of their terms, where that is not what the
-/// gradient is for inputs without signs.
+/// Corrects the scales of parameters' gradients to the sum of the magnitudes of their terms, for mechanisms where the
+/// gradient at inputs without signs is not that sum.
 pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
 
 /// What the checks may assume of a mechanism.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Assumptions {
-    /// Weights are linear in q and k, so that their signs carry over; otherwise a map makes them positive.
+    /// Weights are linear in q and k, and so take their signs; otherwise a feature map makes them positive.
     pub signed_features: bool,
-    /// Weights are linear in so many of the parameters, the first ones.
+    /// Weights are linear in the first `signed_parameters` parameters.
     pub signed_parameters: usize,
-    /// Keys have a part in the weights.
+    /// Weights depend on the keys.
     pub content: bool,
     /// Weights depend on positions.
     pub positions: bool,
-    /// Every weight that a query may give is positive, so that what it sees always shows.
+    /// Every weight is positive, so that a NaN in a value that a query sees always reaches its output.
     pub positive_weights: bool,
-    /// Features are turned by positions, or mixed by the map: what they, or their gradients, add up to may cancel, whatever
+    /// Features are rotated by positions, or mixed by the map: sums of them or of their gradients may cancel, whatever
     /// the signs of the inputs.
     pub turned: bool,
-    /// Denominators are those of the definition, not relative to a maximum.
+    /// Denominators are those of the definition, not scaled by a running maximum.
     pub true_denominators: bool,
-    /// For parameters that are not used as they are, but normalised, say.
+    /// For parameters that are not used as they are, for example normalised ones.
     pub parameter_scale: Option<ParameterScale>,
 }
 
-/// Whether rows are divided by the sum of weights of either sign.
+/// Whether rows are divided by a sum of weights that may have either sign.
 pub fn is_signed(fourier: &Fourier) -> bool {
     fourier.normalizer == FourierNormalizer::Literal
         || (fourier.wave == Wave::Pairs && fourier.normalizer != FourierNormalizer::Unrotated)
 }
 
-/// What changes a drawn parameter in place.
+/// Changes a drawn parameter in place.
 pub type Prepare = Arc<dyn Fn(&Parameter, &mut [f64]) + Send + Sync>;
 
 /// A mechanism in both number types.
 #[derive(Clone)]
 pub struct Subject {
-    /// What a failure calls it.
+    /// Its name in failures.
     pub label: String,
     /// What the checks may assume of it.
     pub assumptions: Assumptions,
     /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
     pub prepare: Prepare,
-    single: Arc<dyn Kernel<f32>>,
-    double: Arc<dyn Kernel<f64>>,
+    kernel_f32: Arc<dyn Kernel<f32>>,
+    kernel_f64: Arc<dyn Kernel<f64>>,
 }
 
 impl Subject {
@@ -93,12 +93,12 @@ impl Subject {
             label: format!("{mechanism:?}"),
             assumptions,
             prepare: Arc::new(|_, _| {}),
-            single: Arc::new(mechanism.clone()),
-            double: Arc::new(mechanism),
+            kernel_f32: Arc::new(mechanism.clone()),
+            kernel_f64: Arc::new(mechanism),
         }
     }
 
-    /// What may be assumed of kernelized attention.
+    /// The assumptions that hold for kernelized attention.
     pub fn assume(attention: &KernelizedAttention) -> Assumptions {
         let identity = attention.feature_map == FeatureMap::Identity;
         let raw_table = attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
@@ -128,7 +128,7 @@ impl Subject {
     pub fn kernelized(attention: &KernelizedAttention) -> Self {
         let subject = Self::new(attention.clone(), Self::assume(attention));
         match attention.score {
-            // The sum of signed weights must not come near 0, or no tolerance would mean anything.
+            // Keeps the sum of signed weights away from 0, where no tolerance would mean anything.
             Score::Fourier(fourier) if is_signed(&fourier) && attention.normalize => Self {
                 prepare: Arc::new(|parameter, numbers| {
                     let factor = if parameter.name == "a" { 1e-3 } else { 0.15 };
@@ -155,7 +155,7 @@ impl Subject {
         }
     }
 
-    /// Kernelized attention by each algorithm that can be forced, and by the one that is chosen for it.
+    /// Kernelized attention by `auto` and by each algorithm that can be forced.
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
         [Algorithm::Auto]
             .iter()

@@ -1,4 +1,4 @@
-//! Runs one check over many cases and tells of all that failed.
+//! Runs one check over many cases and reports all that failed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,7 +12,7 @@ pub type Check = fn(&Subject, &Case) -> Result<(), Failure>;
 /// Failures that are printed in full.
 const SHOWN: usize = 6;
 
-/// What went wrong, or nothing.
+/// The number of cases and the failures among them. A panic is a failure too.
 pub fn failures<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) -> (usize, Vec<String>) {
     let mut total = 0;
     let mut failures = Vec::new();
@@ -30,7 +30,7 @@ pub fn failures<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject,
     (total, failures)
 }
 
-/// Panics with every failure's count and the first few in full; a check over no case fails too.
+/// Panics with the number of failures and the first few in full. A check over no cases fails too.
 pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) {
     let (total, failures) = failures(check, trials);
     assert!(total > 0, "no case to check");
@@ -42,9 +42,8 @@ pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subjec
     );
 }
 
-/// The tests that read the same for every mechanism, each in singles and in doubles: what must not influence what, the
-/// layouts of memory, and states. `$over` runs a check over what `$cases(seed, count, lengths)` and
-/// `$streams(seed, count)` draw.
+/// The tests that are the same for every mechanism, each in `f32` and in `f64`: isolation, layouts of memory, and
+/// states. `$over` runs a check over the cases that `$cases(seed, count, lengths)` and `$streams(seed, count)` draw.
 #[macro_export]
 macro_rules! shared_tests {
     ($over:path, $cases:path, $streams:path) => {

@@ -28,7 +28,7 @@ enum Fault {
     LikesTheFirstKey,
     NoGradientOfParameters,
     GradientOfOneKeyOff,
-    GradientOfQueriesOffInSingles,
+    GradientOfQueriesOffInF32,
     GradientForUnseenKeys,
     ForgetsTheInitialState,
     IgnoresLengthsInTheState,
@@ -62,7 +62,7 @@ impl Broken {
         self.fault == fault
     }
 
-    /// The call that the sound mechanism is given instead.
+    /// The call that the sound mechanism gets instead.
     fn distort<'a, T: Real>(&self, call: &Call<'a, T>) -> Call<'a, T> {
         let mut call = *call;
         if self.is(SeesOneKeyOfTheFuture) {
@@ -77,7 +77,7 @@ impl Broken {
         call
     }
 
-    /// What becomes of a refusal.
+    /// What this mechanism makes of an error of the sound one.
     fn refuse(&self, error: Error) -> Result<(), Error> {
         match error {
             _ if self.is(TakesWrongCalls) => Ok(()),
@@ -244,7 +244,7 @@ where
         match self.fault {
             NoGradientOfParameters => parameters.iter_mut().for_each(|p| p.fill(T::ZERO)),
             GradientOfOneKeyOff if !own_k.is_empty() => own_k[0] *= T::from_f64(1.01),
-            GradientOfQueriesOffInSingles if size_of::<T>() == 4 => {
+            GradientOfQueriesOffInF32 if size_of::<T>() == 4 => {
                 own_q.iter_mut().for_each(|x| *x *= slightly());
             }
             GradientForUnseenKeys => {
@@ -282,7 +282,7 @@ where
     }
 }
 
-/// A causal case with everything in it that a fault may want.
+/// A case with everything in it that a fault needs to show.
 fn case(keys: KeyMask, causal: bool) -> Case {
     let batch = if matches!(keys, KeyMask::Packed { .. }) { 1 } else { 2 };
     let dims = Dims { batch, heads: 2, kv_heads: 2, queries: 9, keys: 9, head_dim: 3, value_dim: 2 };
@@ -331,10 +331,10 @@ fn errors_of_the_forward_pass_are_caught() {
 
 #[test]
 fn errors_of_the_backward_pass_are_caught() {
-    let doubles = [NoGradientOfParameters, GradientOfOneKeyOff, SeesOneKeyOfTheFuture, GradientForUnseenKeys];
-    catches(shaw(), accuracy::gradient, case(some_padding(), true), &doubles);
-    let singles = [GradientOfQueriesOffInSingles, GradientForUnseenKeys];
-    catches(shaw(), accuracy::gradient_in_singles, case(some_padding(), true), &singles);
+    let in_f64 = [NoGradientOfParameters, GradientOfOneKeyOff, SeesOneKeyOfTheFuture, GradientForUnseenKeys];
+    catches(shaw(), accuracy::gradient, case(some_padding(), true), &in_f64);
+    let in_f32 = [GradientOfQueriesOffInF32, GradientForUnseenKeys];
+    catches(shaw(), accuracy::gradient_in_f32, case(some_padding(), true), &in_f32);
 }
 
 #[test]

@@ -1,4 +1,6 @@
-//! Times one training step at the size of the command's default run.
+//! Times one training step of a small sequence-to-sequence model: 256 words of 9 letters, width 128, 2 + 2 layers.
+//!
+//! Arguments: `shaw` (default), `kernelized` or `softmax`, then the dropout.
 use std::time::Instant;
 
 use burn::nn::loss::CrossEntropyLossConfig;

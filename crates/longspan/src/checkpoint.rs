@@ -1,17 +1,17 @@
 //! Weights and training states on disk.
 //!
-//! Every file is written under a temporary name in its own folder (`.NAME.tmp`), flushed to the disk and then renamed over
-//! the old one, so that at any moment, a power cut included, the old file or the new one stands there whole.
+//! Every file is written under a temporary name in the same folder (`.NAME.tmp`), flushed to the disk and then renamed
+//! over the old one: even after a power cut either the old file or the new one is complete.
 //!
-//! **Weights** ([`save_weights`]) are a plain [safetensors](https://github.com/huggingface/safetensors) file, one tensor a
-//! parameter, named by its place in the model: `encoder.0.attention.query_key_value.weight`,
+//! **Weights** ([`save_weights`]) are a plain [safetensors](https://github.com/huggingface/safetensors) file, one
+//! tensor a parameter, named by its place in the model: `encoder.0.attention.query_key_value.weight`,
 //! `encoder.0.attention.attention.relative`, `decoder.1.cross_attention.output.bias`, `output.weight`. A linear layer's
 //! weight is `[input, output]` and multiplies from the right. Any safetensors reader opens it, from Python
 //! `safetensors.numpy.load_file`.
 //!
-//! **Training states** ([`save_training`]) are one safetensors file as well: the weights as `model.NAME`, the optimizer's
-//! record as the bytes `optimizer`, and a caller's own progress. One file, so that weights and moments never come from
-//! different steps.
+//! **Training states** ([`save_training`]) are one safetensors file as well: the weights as `model.NAME`, the
+//! optimizer's record as the bytes `optimizer`, and a caller's own progress. One file, so that weights and moments
+//! never come from different steps.
 //!
 //! Both carry a checksum in their metadata under `longspan`. Files from elsewhere need not have it.
 
@@ -30,18 +30,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The key of this crate's entry in a file's metadata: [`Footnote`] as JSON. One entry, because their order is not kept.
+/// The key of this crate's entry in a file's metadata: [`Footnote`] as JSON. One entry, because
+/// safetensors does not keep the order of entries.
 const METADATA: &str = "longspan";
 
-/// What a file says of itself.
+/// The metadata that this crate adds to a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Footnote {
-    /// Of all tensors, by [`checksum`], in hexadecimal.
+    /// The [`checksum`] of all tensors, in hexadecimal.
     checksum: String,
-    /// The identities under which the optimizer's record knows the parameters.
+    /// The parameter ids that the optimizer's record uses.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     parameters: BTreeMap<String, u64>,
-    /// The caller's.
+    /// The caller's own progress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     progress: Option<serde_json::Value>,
 }
@@ -60,7 +61,7 @@ pub fn save_weights<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<()> 
 ///
 /// # Errors
 /// A file that cannot be read or is no whole safetensors file, that lacks a parameter or has one too many, with a wrong
-/// shape or number type, or whose numbers are not the ones that were written. `model` is then dropped.
+/// shape or number type, or whose checksum does not match. `model` is then dropped.
 pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     let path = path.as_ref();
     let bytes = read(path)?;
@@ -68,8 +69,8 @@ pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     restore(path, tensors.iter().collect(), &BTreeMap::new(), model)
 }
 
-/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and the
-/// caller's `progress`.
+/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and
+/// the caller's `progress`.
 ///
 /// # Errors
 /// As [`save_weights`]; a record or progress that cannot be serialised.
@@ -120,7 +121,7 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     Ok((model, optimizer, progress))
 }
 
-/// Writes `contents` to `path` so that the old file or the new one stands there whole at any moment.
+/// Writes `contents` to `path` so that either the old file or the new one is complete at any moment.
 ///
 /// # Errors
 /// A folder that is missing or not writable, a full disk. The old file is then still there.
@@ -142,7 +143,7 @@ pub fn write_atomically(path: impl AsRef<Path>, contents: &[u8]) -> Result<()> {
         let _ = fs::remove_file(&temporary);
         return Err(failed(error));
     }
-    // The new name lasts only once the folder is on the disk, too. Elsewhere than on Unix folders cannot be opened.
+    // A rename is on the disk only after the folder is synced as well. Only Unix can open folders.
     #[cfg(unix)]
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
     Ok(())
@@ -207,7 +208,7 @@ impl ModuleVisitor for Collected<'_> {
     }
 }
 
-/// The name of a parameter: the fields on the way to it. Which variant of an enum is there is no part of it.
+/// The name of the current parameter: the fields that lead to it, without names of enum variants.
 #[derive(Default)]
 struct Names(Vec<String>);
 

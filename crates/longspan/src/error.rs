@@ -53,7 +53,7 @@ pub enum Error {
         /// What the system says.
         source: std::io::Error,
     },
-    /// The device could not hand numbers back.
+    /// The device could not return numbers.
     #[error("the device gave no numbers back: {0}")]
     Device(String),
 }

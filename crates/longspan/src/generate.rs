@@ -37,12 +37,12 @@ pub struct Hypothesis {
     pub log_probability: f64,
     /// `log_probability / (tokens + 1)^length_penalty`.
     pub score: f64,
-    /// Whether the end token came, rather than the limit.
+    /// Whether the end token came before the limit of tokens.
     pub finished: bool,
 }
 
-/// The likeliest next token, over and over: one hypothesis for each source. Sources whose end has come are left out of
-/// the remaining steps.
+/// Greedy search: takes the most likely next token until the end token comes, one hypothesis for each source. Finished
+/// sources take no part in the remaining steps.
 ///
 /// # Shapes
 /// As in [`Seq2Seq::forward`].
@@ -59,9 +59,9 @@ pub fn greedy(
     Ok(hypotheses.into_iter().filter_map(|best| best.into_iter().next()).collect())
 }
 
-/// The likeliest targets that keeping `width` prefixes of each source finds: up to `width` hypotheses for each source, the
-/// best score first. A prefix that ends keeps its place in the beam, and the search is over when all have ended. A width
-/// of 1 is greedy search.
+/// Beam search: keeps the `width` most likely prefixes of each source and gives up to `width` hypotheses for each, the
+/// best score first. A prefix that ends keeps its place in the beam, and the search is over when all have ended. A
+/// width of 1 is greedy search.
 ///
 /// # Shapes
 /// As in [`Seq2Seq::forward`].
@@ -143,7 +143,7 @@ impl Search<'_> {
         Ok(self.answers)
     }
 
-    /// Takes one more token into each prefix: stores those that end, and gives those that go on, source by source.
+    /// Adds one token to each prefix: stores those that end, and returns those that go on, source by source.
     fn extend(&mut self, prefixes: &[Prefix], logits: &[Vec<f32>]) -> Result<Vec<Candidate>> {
         let mut going_on = Vec::new();
         let mut first = 0;

@@ -1,13 +1,13 @@
 //! Linear-cost attention with relative positions for [Burn](burn): modules, a sequence-to-sequence model, decoding and
 //! checkpoints.
 //!
-//! Reading order: [`attention`] holds the mechanisms as modules, and [`MultiHeadAttention`](attention::MultiHeadAttention)
-//! over all of them; [`backend`] is how their one operation reaches the kernels on the CPU and plain tensor operations
-//! elsewhere; [`models`] stacks them into [`Seq2Seq`](models::Seq2Seq); [`generate`] decodes;
-//! [`checkpoint`] keeps weights and training states on disk.
+//! Reading order: [`attention`] holds the mechanisms as modules, and
+//! [`MultiHeadAttention`](attention::MultiHeadAttention) over all of them; [`backend`] runs them, in the kernels on the
+//! CPU and in plain tensor operations elsewhere; [`models`] stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq);
+//! [`generate`] decodes; [`checkpoint`] keeps weights and training states on disk.
 //!
-//! One rule for mistakes: whatever depends on a caller's data returns a [`Result`]; nothing here panics on it. Configs are
-//! checked by `init`, shapes by `forward` and `step`.
+//! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
+//! `init`, shapes by `forward` and `step`.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

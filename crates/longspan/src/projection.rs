@@ -6,8 +6,8 @@ use burn::tensor::module::linear;
 
 /// `x·weight + bias` for each token, `[batch, tokens, input]` → `[batch, tokens, output]`, as one matrix product.
 ///
-/// Burn's own choice for such a batch may be one small product for each batch entry: with 256 words of 9 letters that made
-/// the backward of a layer of 512 × 128 cost 45 ms instead of 2.
+/// Burn's own choice for such a batch may be one small product for each batch entry: with 256 words of 9 letters that
+/// made the backward of a layer of 512 × 128 cost 45 ms instead of 2.
 pub(crate) fn project(x: Tensor<3>, weight: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<3> {
     let [batch, tokens, input] = x.dims();
     let [_, output] = weight.dims();

@@ -12,7 +12,7 @@ fn mechanisms() -> impl Iterator<Item = AttentionConfig> {
     AttentionConfig::NAMES.iter().map(|name| AttentionConfig::by_name(name).unwrap())
 }
 
-/// The mechanism with learned tensors away from where they start, which for some is a point without slope.
+/// The mechanism with learned tensors moved away from their initial values, at which some gradients are 0.
 fn module(config: &AttentionConfig, device: &Device) -> Attention {
     struct Nudge;
     impl ModuleMapper for Nudge {

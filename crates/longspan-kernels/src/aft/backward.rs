@@ -463,7 +463,7 @@ fn query_side<'a, T: Real>(
                 visit(i, row);
             });
             let (from, to) = window.chunk(chunk);
-            // SAFETY: the chunk's rows are one after the other, and nobody writes them any more.
+            // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
             let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
                 problem.tile(sequence, queries, from, (to - from) as usize, tile, REACH);

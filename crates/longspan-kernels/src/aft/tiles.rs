@@ -81,7 +81,7 @@ pub(super) fn work_len<T: Real>(mean: usize) -> usize {
 }
 
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
-/// whoever takes one head after the other forms them once.
+/// a walk over several heads forms them once.
 pub(super) struct BiasTiles<'w, T> {
     tiles: &'w mut [T],
     /// For each [`SIDE`] columns, at the first of a tile: the largest of its rows,

@@ -272,7 +272,7 @@ impl<T> SharedRows<'_, T> {
     /// The columns `columns` of `rows` rows from `token` on.
     ///
     /// # Safety
-    /// While the returned columns live nobody else may have a number of them, in this thread or another.
+    /// While the returned columns live no other slice of their numbers may exist, in this thread or another.
     pub unsafe fn columns(
         &self,
         [batch, head, token]: [usize; 3],

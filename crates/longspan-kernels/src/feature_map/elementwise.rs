@@ -36,7 +36,7 @@ pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
         let zero = V::splat(V::Element::ZERO);
         match map {
             FeatureMap::EluPlusOne => {
-                // Where x is positive nobody looks at it.
+                // Not used where x is positive.
                 let exp = exp_nonpositive(x);
                 x.if_positive(x.add(V::splat(V::Element::ONE)), exp)
             }

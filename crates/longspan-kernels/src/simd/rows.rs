@@ -172,7 +172,7 @@ impl<'a, T> Rows<'a, T> {
     }
 }
 
-/// Some columns of rows one after the other that nobody else has.
+/// Some columns of consecutive rows, borrowed exclusively.
 pub(crate) struct Columns<'a, T> {
     data: *mut T,
     rows: usize,
@@ -185,7 +185,7 @@ impl<T> Columns<'_, T> {
     /// `rows` rows of `width` numbers, `stride` apart.
     ///
     /// # Safety
-    /// They are valid to write and nobody else's as long as the columns live.
+    /// They are valid to write and borrowed by nothing else as long as the columns live.
     pub unsafe fn new(data: *mut T, rows: usize, width: usize, stride: usize) -> Self {
         Self { data, rows, width, stride, lifetime: std::marker::PhantomData }
     }
@@ -201,7 +201,7 @@ impl<T> Columns<'_, T> {
     /// The numbers of one row.
     pub fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "a row beyond the last");
-        // SAFETY: whoever made these columns promised that the row is there and nobody else's.
+        // SAFETY: the caller of `new` promised that the row is there and exclusively borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride), self.width) }
     }
 

@@ -576,7 +576,7 @@ impl<T: Real> HeadRows<'_, '_, T> {
         let sees = |row: usize| problem.end(unit, row) > unit.begin();
         for first in (0..queries).step_by(TILE) {
             let rows = first..(first + TILE).min(queries);
-            // What fails goes by tiles in runs of rows, and its neighbours do not know of it: a NaN fails nothing.
+            // Rows that fail are computed by tiles, in runs; other rows are not touched. A NaN does not fail.
             let fails = |row: &usize| sees(*row) && self.bound * self.q_norms[*row] > denominators[*row].abs();
             let mut row = rows.start;
             while row < rows.end {

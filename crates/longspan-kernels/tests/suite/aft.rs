@@ -178,8 +178,8 @@ fn gradients_are_those_of_the_definition() {
 }
 
 #[test]
-fn gradients_in_singles_are_those_in_doubles() {
-    over(&drawn(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+fn gradients_in_f32_are_those_in_f64() {
+    over(&drawn(14, 400, &grid::LENGTHS), accuracy::gradient_in_f32);
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn long_cases() -> Vec<(Subject, Case)> {
 #[test]
 fn long_sequences_are_the_definition() {
     over(&long_cases(), accuracy::forward::<f32>);
-    over(&long_cases(), accuracy::gradient_in_singles);
+    over(&long_cases(), accuracy::gradient_in_f32);
 }
 
 /// Biases and the keys of the heads in the middle range too far for one tile: these heads cut theirs, and others take the same biases whole.
@@ -262,7 +262,7 @@ fn heads_may_cut_their_tiles_apart() {
             for w in inputs.parameters.iter_mut().flatten() {
                 *w = f64::from((8.0 * *w) as f32);
             }
-            for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_singles_of] {
+            for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_f32_of] {
                 if let Err(failure) = check(&subject, &case, &inputs) {
                     panic!("causal {causal}: {failure}\n    {}", subject.label);
                 }
@@ -298,7 +298,7 @@ fn chunks_of_windows_may_be_walked_apart() {
                 for w in inputs.parameters.iter_mut().flatten() {
                     *w = f64::from((scale * *w) as f32);
                 }
-                for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_singles_of] {
+                for check in [accuracy::forward_of::<f32>, accuracy::gradient_in_f32_of] {
                     if let Err(failure) = check(&subject, &case, &inputs) {
                         failures.push(format!("{taps} taps × {scale}, keys {name}, {causal} {offset}: {failure}"));
                     }
@@ -374,7 +374,7 @@ fn extreme_keys_do_not_overflow() {
 
 #[test]
 fn gradients_of_extreme_keys_do_not_overflow() {
-    with_extreme_keys(accuracy::gradient_in_singles_of);
+    with_extreme_keys(accuracy::gradient_in_f32_of);
 }
 
 #[test]

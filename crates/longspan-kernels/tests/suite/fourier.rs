@@ -31,8 +31,8 @@ fn gradients_are_those_of_the_definition() {
 }
 
 #[test]
-fn gradients_in_singles_are_those_in_doubles() {
-    over(&grid::fourier(54, 200, &grid::LENGTHS, true), accuracy::gradient_in_singles);
+fn gradients_in_f32_are_those_in_f64() {
+    over(&grid::fourier(54, 200, &grid::LENGTHS, true), accuracy::gradient_in_f32);
 }
 
 #[test]

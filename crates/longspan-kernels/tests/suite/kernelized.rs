@@ -28,12 +28,12 @@ fn over_attentions(
 longspan_testing::shared_tests!(over, grid::kernelized, grid::streaming);
 
 #[test]
-fn forward_is_the_definition_in_singles() {
+fn forward_is_the_definition_in_f32() {
     over(&grid::kernelized(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
 }
 
 #[test]
-fn forward_is_the_definition_in_doubles() {
+fn forward_is_the_definition_in_f64() {
     over(&grid::kernelized(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
 }
 
@@ -43,8 +43,8 @@ fn gradients_are_those_of_the_definition() {
 }
 
 #[test]
-fn gradients_in_singles_are_those_in_doubles() {
-    over(&grid::kernelized(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+fn gradients_in_f32_are_those_in_f64() {
+    over(&grid::kernelized(14, 400, &grid::LENGTHS), accuracy::gradient_in_f32);
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn a_shared_table_is_legal_without_heads() {
     };
     let cases = [Algorithm::Auto, Algorithm::Chunked, Algorithm::Naive].map(with);
     over(&cases, accuracy::forward::<f32>);
-    over(&cases, accuracy::gradient_in_singles);
+    over(&cases, accuracy::gradient_in_f32);
 }
 
 /// Mechanisms for sequences of several segments: short ones say nothing of how segments are joined.
@@ -280,7 +280,7 @@ fn exponential_features_do_not_overflow() {
 
 #[test]
 fn gradients_of_exponential_features_do_not_overflow() {
-    with_extreme_keys(accuracy::gradient_in_singles_of);
+    with_extreme_keys(accuracy::gradient_in_f32_of);
 }
 
 #[test]

@@ -51,8 +51,8 @@ fn gradients_are_those_of_the_definition() {
 }
 
 #[test]
-fn gradients_in_singles_are_those_in_doubles() {
-    over(&positive(14, 300, &grid::LENGTHS), accuracy::gradient_in_singles);
+fn gradients_in_f32_are_those_in_f64() {
+    over(&positive(14, 300, &grid::LENGTHS), accuracy::gradient_in_f32);
     over(&cases(15, 300, &grid::LENGTHS), |subject, case| {
         let inputs = execute::random(subject, case);
         let forward = execute::forward::<f64>(subject, case, &inputs)?;

@@ -136,12 +136,12 @@ fn over(cases: &[(Toeplitz, Case)], check: Check) {
 longspan_testing::shared_tests!(over, cases, streams);
 
 #[test]
-fn forward_is_the_definition_in_singles() {
+fn forward_is_the_definition_in_f32() {
     over(&cases(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
 }
 
 #[test]
-fn forward_is_the_definition_in_doubles() {
+fn forward_is_the_definition_in_f64() {
     over(&cases(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
 }
 
@@ -156,8 +156,8 @@ fn gradients_are_those_of_the_definition_on_images() {
 }
 
 #[test]
-fn gradients_in_singles_are_those_in_doubles() {
-    over(&cases(14, 400, &grid::LENGTHS), accuracy::gradient_in_singles);
+fn gradients_in_f32_are_those_in_f64() {
+    over(&cases(14, 400, &grid::LENGTHS), accuracy::gradient_in_f32);
 }
 
 #[test]
@@ -275,7 +275,7 @@ fn a_bias_that_grows_with_distance_keeps_its_digits() {
                 inputs.parameters[0].iter_mut().for_each(|b| *b *= range);
                 let check = accuracy::forward_of::<f32>(&subject, &case, &inputs)
                     .and_then(|()| accuracy::forward_of::<f64>(&subject, &case, &inputs))
-                    .and_then(|()| accuracy::gradient_in_singles_of(&subject, &case, &inputs));
+                    .and_then(|()| accuracy::gradient_in_f32_of(&subject, &case, &inputs));
                 if let Err(failure) = check {
                     panic!("{failure}\n    {algorithm}, range {range}, causal {causal}");
                 }
@@ -308,7 +308,7 @@ fn exponential_features_do_not_overflow() {
                     }
                     let mut check = accuracy::forward_of::<f32>(&subject, &case, &inputs)
                         .and_then(|()| accuracy::forward_of::<f64>(&subject, &case, &inputs))
-                        .and_then(|()| accuracy::gradient_in_singles_of(&subject, &case, &inputs));
+                        .and_then(|()| accuracy::gradient_in_f32_of(&subject, &case, &inputs));
                     if causal {
                         check =
                             check.and_then(|()| streaming::pieces_make_the_whole_of::<f32>(&subject, &case, &inputs));
@@ -409,7 +409,7 @@ fn threads_do_not_matter_for_long_sequences() {
 
 /// In doubles rows, keys and distances of few pairs lose digits in transforms, which have none to spare, and go by tiles.
 #[test]
-fn transforms_keep_their_digits_in_doubles() {
+fn transforms_keep_their_digits_in_f64() {
     let cases = long().into_iter().chain(cases(16, 120, &grid::LENGTHS));
     for (toeplitz, case) in cases {
         let of = |algorithm| subject(&Toeplitz { algorithm, ..toeplitz.clone() });

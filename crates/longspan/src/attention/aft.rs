@@ -1,10 +1,10 @@
-//! The attention-free transformer (Zhai et al. 2021): `σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}`, one mean of the
-//! values for each channel, which a query only gates. The mechanisms differ in the bias `w` of positions.
+//! The attention-free transformer (Zhai et al. 2021): `σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}`, one mean of
+//! the values for each channel, which a query only gates. The mechanisms differ in the bias `w` of positions.
 //!
-//! In tensor operations a set of keys is its weighted mean in three tensors: numerator and denominator relative to an
-//! exponent, and that exponent. Joining two sets keeps the larger exponent, so that nothing overflows and no key is lost
-//! beside a far larger one that comes after it. Means of all prefixes come from ⌈log₂ keys⌉ passes of joins; a query joins
-//! the keys before its window, those in it with their biases, and those after.
+//! In tensor operations a set of keys is represented by three tensors: an exponent, and numerator and denominator
+//! relative to it. Joining two sets keeps the larger exponent, so that nothing overflows. The means of all prefixes
+//! take ⌈log₂ keys⌉ passes of joins; a query joins the keys before its window, those in it with their biases, and those
+//! after.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,7 +30,8 @@ use crate::error::{Result, config};
 pub struct AftFullOptions {
     /// The longest sequence: the table has a row and a column for each position. 1024 by default.
     pub length: usize,
-    /// `r` of the factors `u·zᵀ` of the table, `[length, r]` each; `None` for a table of `length²` numbers. 64 by default.
+    /// The rank `r` of a table that is learned as `u·zᵀ`, two factors `[length, r]`; `None` for a full table of
+    /// `length²` numbers. 64 by default.
     pub rank: Option<usize>,
 }
 
@@ -44,7 +45,7 @@ impl Default for AftFullOptions {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AftLocalOptions {
-    /// Keys up to `window − 1` away have a bias; the others count with 0. 8 by default.
+    /// Keys up to `window − 1` away have a learned bias; the others have bias 0. 8 by default.
     pub window: usize,
     /// The longest sequence: the table has a row for each position. 1024 by default.
     pub length: usize,
@@ -61,15 +62,15 @@ impl Default for AftLocalOptions {
 #[serde(default, deny_unknown_fields)]
 pub struct AftSimpleOptions {}
 
-/// The image whose rows the tokens are, one after the other.
+/// The image whose pixels are the tokens, row by row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageOptions {
-    /// Rows of tokens.
+    /// Rows of the image.
     pub height: usize,
-    /// Tokens of a row.
+    /// Pixels in a row.
     pub width: usize,
-    /// Rows of taps.
+    /// Rows of the kernel.
     pub tap_rows: usize,
 }
 
@@ -77,13 +78,13 @@ pub struct ImageOptions {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AftConvOptions {
-    /// Taps of each head's kernel: the last so many keys of a causal query, or so many around a bidirectional one. 15 by
-    /// default.
+    /// The width of each head's kernel: a causal query has biases for its last `taps` keys, a bidirectional one for the
+    /// `taps` keys around it. 15 by default.
     pub taps: usize,
     /// Whether the kernel is `γ·(w − mean w)/std w + β`, as published, rather than `w`; yes by default.
     pub normalized: bool,
-    /// A kernel in two dimensions, centred on the query, of so many rows of `taps` taps: for calls of one image each, which
-    /// look both ways. `None`, the default, for sequences.
+    /// A kernel in two dimensions, `[tap_rows, taps]`, centred on the query. Each batch entry is then one image, and
+    /// masks are bidirectional. `None`, the default, for sequences.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageOptions>,
 }
@@ -94,17 +95,19 @@ impl Default for AftConvOptions {
     }
 }
 
-/// Attention without attention over heads, with its learned biases.
+/// An attention-free layer over heads: `out_i = σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}`, channel by
+/// channel, with learned biases `w`. AFT-simple has `w = 0`; AFT-conv has one number a key.
 #[derive(Module, Debug)]
 pub struct AftAttention {
-    /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, the bias of the key at distance `column − window + 1` for the query at position
-    /// `row`, the same for all heads. AFT-conv: `[heads, taps]`, of an image row by row. AFT-simple has none.
+    /// AFT-full: `[length, length]`, or the factor `u`, `[length, rank]`. AFT-local: `[length, 2·window − 1]`, in row
+    /// `i` and column `c` the bias of the key at distance `c − window + 1` for the query at position `i`. Both are the
+    /// same for all heads. AFT-conv: `[heads, taps]`, of an image `[heads, tap_rows·taps]`. AFT-simple has none.
     pub w: Option<Param<Tensor<2>>>,
     /// The other factor of an AFT-full table, `[length, rank]`.
     pub z: Option<Param<Tensor<2>>>,
     /// The scale of a normalised AFT-conv kernel, `[heads]`; starts at 0.
     pub gamma: Option<Param<Tensor<1>>>,
-    /// The level of a normalised AFT-conv kernel, `[heads]`; starts at 0.
+    /// The mean of a normalised AFT-conv kernel, `[heads]`; starts at 0.
     pub beta: Option<Param<Tensor<1>>>,
     #[module(skip)]
     aft: Arc<Aft>,
@@ -112,10 +115,10 @@ pub struct AftAttention {
     heads: Heads,
 }
 
-/// As published: close to no bias.
+/// Biases start close to 0, as published.
 const BIASES: Initializer = Initializer::Normal { mean: 0.0, std: 0.01 };
 
-/// Of the factors of a table: their product is then as close to no bias.
+/// The standard deviation of a table's factors, so that their product starts close to 0 as well.
 const FACTOR: f64 = 0.1;
 
 fn module(variant: Variant, w: Option<Param<Tensor<2>>>, heads: Heads) -> AftAttention {
@@ -236,7 +239,7 @@ impl AftAttention {
         let (Some(gamma), Some(beta)) = (&self.gamma, &self.beta) else { return w };
         let centred = w.clone() - w.mean_dim(1);
         let variance = centred.clone().powi_scalar(2).mean_dim(1);
-        // Where all taps are equal the kernel is its level.
+        // If all taps are equal their deviation is 0, and the kernel is β.
         let flat = variance.clone().equal_elem(0.0);
         let unit = centred / variance.mask_fill(flat, 1.0).sqrt();
         widen(gamma.val()).unsqueeze_dim::<2>(1) * unit + widen(beta.val()).unsqueeze_dim::<2>(1)
@@ -270,7 +273,7 @@ impl Layer for AftAttention {
         let place = |i: usize| i as isize + mask.offset;
         let (back, ahead, biases) = match self.aft.variant {
             Variant::Simple => {
-                // Row i reads the prefix that ends with its own place.
+                // Query i reads the prefix that ends at its own position.
                 let ends: Vec<isize> = (0..queries)
                     .map(|i| if causal { place(i).min(keys as isize - 1) } else { keys as isize - 1 })
                     .collect();
@@ -296,7 +299,7 @@ impl Layer for AftAttention {
                 return narrow_float(means.gated(q, self.aft.gate), dtype);
             }
             Variant::Conv2d { image: [_, image_width], taps: [tap_rows, taps], .. } => {
-                // The tap of each pair, and one more column for pairs without.
+                // The tap of each pair, or the extra last column for pairs without a tap.
                 let column = |i: usize, key: usize| -> i64 {
                     let tap = |key: usize, own: usize, taps: usize| {
                         (key + (taps - 1) / 2).checked_sub(own).filter(|&tap| tap < taps)
@@ -346,7 +349,7 @@ impl Layer for AftAttention {
         let before: Vec<isize> = (0..queries).map(|i| (place(i) - back - 1).min(keys as isize - 1)).collect();
         means = items.clone().prefixes().take(&before).join(means);
         if !causal {
-            // The same from the other end.
+            // The keys after the window are a prefix of the flipped sequence.
             let last = keys as isize - 1;
             let after: Vec<isize> = (0..queries).map(|i| (last - (place(i) + ahead + 1)).min(last)).collect();
             means = means.join(items.flipped().prefixes().take(&after));
@@ -355,56 +358,56 @@ impl Layer for AftAttention {
     }
 }
 
-/// The exponent of no keys: below all others, and finite, so that no difference is NaN.
+/// The exponent of the empty set: below all others, and finite, so that no difference is NaN.
 const NONE: f32 = -1e30;
 
-/// Rows of a table of biases that are taken at a time.
+/// Queries whose biases are formed at a time.
 const ROWS: usize = 64;
 
 /// Sets of keys, `[batch, heads, sets, width]` each.
 #[derive(Clone)]
 struct Means {
-    /// The exponent that the others are relative to. It cancels, and so carries no gradient.
-    top: Tensor<4>,
-    /// `Σ e^{k_j − top} v_j`.
+    /// The exponent `m` that the sums are relative to. It cancels in the division, and so carries no gradient.
+    exponent: Tensor<4>,
+    /// `Σ e^{k_j − m} v_j`.
     numerator: Tensor<4>,
-    /// `Σ e^{k_j − top}`.
+    /// `Σ e^{k_j − m}`.
     denominator: Tensor<4>,
 }
 
 impl Means {
-    /// A set for each key; the empty one where `ignored`.
+    /// One set for each key, empty where it is `ignored`.
     fn of_keys(k: Tensor<4>, v: Tensor<4>, ignored: Option<Vec<bool>>) -> Self {
         let [batch, _, keys, _] = k.dims();
         let shape = k.dims();
         let Some(ignored) = ignored else {
-            let top = k.clone().detach();
-            let weight = (k - top.clone()).exp();
-            return Self { top, numerator: weight.clone() * v, denominator: weight };
+            let exponent = k.clone().detach();
+            let weight = (k - exponent.clone()).exp();
+            return Self { exponent, numerator: weight.clone() * v, denominator: weight };
         };
         let ignored = Tensor::<4, Bool>::from_data(TensorData::new(ignored, [batch, 1, keys, 1]), &k.device());
         let ignored = ignored.expand(shape);
-        // Filled, not multiplied by 0: whatever stands in padding, NaN included, goes nowhere.
+        // Filled, not multiplied by 0: NaN in padding would stay NaN.
         let k = k.mask_fill(ignored.clone(), NONE);
-        let top = k.clone().detach();
-        let weight = (k - top.clone()).exp().mask_fill(ignored.clone(), 0.0);
-        Self { top, numerator: weight.clone() * v.mask_fill(ignored, 0.0), denominator: weight }
+        let exponent = k.clone().detach();
+        let weight = (k - exponent.clone()).exp().mask_fill(ignored.clone(), 0.0);
+        Self { exponent, numerator: weight.clone() * v.mask_fill(ignored, 0.0), denominator: weight }
     }
 
     fn each(self, change: impl Fn(Tensor<4>, f32) -> Tensor<4>) -> Self {
         Self {
-            top: change(self.top, NONE),
+            exponent: change(self.exponent, NONE),
             numerator: change(self.numerator, 0.0),
             denominator: change(self.denominator, 0.0),
         }
     }
 
-    /// The union of two sets, place by place.
+    /// The union of the sets at each position.
     fn join(self, other: Self) -> Self {
-        let top = self.top.clone().max_pair(other.top.clone());
-        let (own, its) = ((self.top - top.clone()).exp(), (other.top - top.clone()).exp());
+        let exponent = self.exponent.clone().max_pair(other.exponent.clone());
+        let (own, its) = ((self.exponent - exponent.clone()).exp(), (other.exponent - exponent.clone()).exp());
         Self {
-            top,
+            exponent,
             numerator: self.numerator * own.clone() + other.numerator * its.clone(),
             denominator: self.denominator * own + other.denominator * its,
         }
@@ -412,7 +415,7 @@ impl Means {
 
     /// Every set joined with all before it.
     fn prefixes(self) -> Self {
-        let keys = self.top.dims()[2];
+        let keys = self.exponent.dims()[2];
         let mut sums = self;
         let mut by = 1;
         while by < keys {
@@ -431,11 +434,11 @@ impl Means {
         self.each(|x, _| x.flip([2]))
     }
 
-    /// The sets at these places; the empty one for negative places.
+    /// The sets at these positions; the empty set for negative ones.
     fn take(self, places: &[isize]) -> Self {
-        let sets = self.top.dims()[2];
+        let sets = self.exponent.dims()[2];
         let places: Vec<i64> = places.iter().map(|&at| if at < 0 { sets as i64 } else { at as i64 }).collect();
-        let device = self.top.device();
+        let device = self.exponent.device();
         let places = Tensor::<1, Int>::from_data(TensorData::new(places.clone(), [places.len()]), &device);
         self.each(|x, empty| {
             let [batch, heads, _, width] = x.dims();
@@ -446,25 +449,25 @@ impl Means {
 
     /// The sets of each of `rows` rows joined, each with its bias `[1, 1 or heads, 1 or rows, sets, 1]`.
     fn biased(self, biases: Option<Tensor<5>>, rows: usize) -> Self {
-        let [batch, heads, sets, width] = self.top.dims();
+        let [batch, heads, sets, width] = self.exponent.dims();
         let apart = |x: Tensor<4>| x.reshape([batch, heads, rows, sets / rows, width]);
-        let (mut top, mut numerator, mut denominator) =
-            (apart(self.top), apart(self.numerator), apart(self.denominator));
+        let (mut exponent, mut numerator, mut denominator) =
+            (apart(self.exponent), apart(self.numerator), apart(self.denominator));
         if let Some(biases) = biases {
             let level = biases.clone().detach();
             let weight = (biases - level.clone()).exp();
-            top = top + level;
+            exponent = exponent + level;
             numerator = numerator * weight.clone();
             denominator = denominator * weight;
         }
-        let highest = top.clone().max_dim(3);
-        let weight = (top - highest.clone()).exp();
+        let highest = exponent.clone().max_dim(3);
+        let weight = (exponent - highest.clone()).exp();
         let sum = |x: Tensor<5>| (x * weight.clone()).sum_dim(3).squeeze_dim::<4>(3);
-        Self { numerator: sum(numerator), denominator: sum(denominator), top: highest.squeeze_dim::<4>(3) }
+        Self { numerator: sum(numerator), denominator: sum(denominator), exponent: highest.squeeze_dim::<4>(3) }
     }
 
-    /// For each of `rows` rows all sets, with their biases, that `seen(row, key)` gives (−1 for none). A few rows at a time:
-    /// all at once would take their number times the memory of the keys.
+    /// For each of `rows` queries the union, with biases, of the sets that `seen(row, key)` names (−1 for none).
+    /// Computed [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
     fn by_rows(
         self,
         rows: usize,
@@ -483,10 +486,10 @@ impl Means {
             })
             .collect();
         let cat = |part: fn(&Self) -> &Tensor<4>| Tensor::cat(parts.iter().map(|own| part(own).clone()).collect(), 2);
-        Self { top: cat(|m| &m.top), numerator: cat(|m| &m.numerator), denominator: cat(|m| &m.denominator) }
+        Self { exponent: cat(|m| &m.exponent), numerator: cat(|m| &m.numerator), denominator: cat(|m| &m.denominator) }
     }
 
-    /// The means, gated by the queries; an empty set gives 0.
+    /// The means `numerator / denominator`, times `σ(q)` if `gate`; the empty set gives 0.
     fn gated(self, q: Tensor<4>, gate: bool) -> Tensor<4> {
         let empty = self.denominator.clone().equal_elem(0.0);
         let means = (self.numerator / self.denominator.mask_fill(empty.clone(), 1.0)).mask_fill(empty, 0.0);

@@ -10,15 +10,15 @@ use super::Heads;
 /// The learned matrices of [`FeatureMap::Hedgehog`].
 #[derive(Module, Debug)]
 pub struct LearnedMap {
-    /// Of queries, `[heads, width, head_dim]`. Starts as the identity where it is square, else at random with a variance of
-    /// 1 over `head_dim`.
+    /// The matrices of the queries, `[heads, width, head_dim]`. They start as the identity if square, else at random
+    /// with variance `1 / head_dim`.
     pub queries: Param<Tensor<3>>,
-    /// Of keys, `[kv_heads, width, head_dim]`; starts alike.
+    /// The matrices of the keys, `[kv_heads, width, head_dim]`; they start likewise.
     pub keys: Param<Tensor<3>>,
 }
 
 impl LearnedMap {
-    /// What a map learns; none for most.
+    /// The fresh parameters of `map`; `None` if it learns nothing.
     pub(super) fn new(map: FeatureMap, heads: Heads, device: &Device) -> Option<Self> {
         let dims = sizes(heads);
         let mut matrices = map.parameters(&dims).into_iter().map(|parameter| {

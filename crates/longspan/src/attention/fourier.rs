@@ -1,8 +1,9 @@
 //! Fourier relative positions: kernelized attention with the weights
 //! `Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(i − j)))`, at learned frequencies. Linear in the number of tokens.
 //!
-//! By the addition theorem a weight is a product of turned features, `[c φ(q) cos p, c φ(q) sin p, β φ(q)]` with
-//! `p = b + a·i` and `[φ(k) cos p, φ(k) sin p, φ(k)]` with `p = a·j`: in tensor operations, kernelized attention over these.
+//! By the addition theorem a weight is a product of rotated features, `[c φ(q) cos p, c φ(q) sin p, β φ(q)]` with
+//! `p = b + a·i` and `[φ(k) cos p, φ(k) sin p, φ(k)]` with `p = a·j`: in tensor operations, kernelized attention over
+//! these.
 
 use std::f64::consts::FRAC_PI_2;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::{LearnedMap, sizes};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
-use crate::backend::tensor::{attend_turned, repeat_heads, widen};
+use crate::backend::tensor::{attend_rotated, repeat_heads, widen};
 use crate::backend::{self, AnyKernel, AttentionState, Layer};
 use crate::error::{Result, argument, config};
 
@@ -31,9 +32,9 @@ pub enum FourierNormalizerConfig {
     OnePlus,
     /// `β = |c| + softplus(beta)`: every weight is positive.
     Dominant,
-    /// `β = 0`, divided by `Σ φ(q)·φ(k)`, which positions have no part in.
+    /// `β = 0`, divided by `Σ φ(q)·φ(k)`, which does not depend on positions.
     Unrotated,
-    /// Both free, undivided.
+    /// `c` and `β` are both learned, and rows are not divided.
     None,
 }
 
@@ -41,14 +42,14 @@ pub enum FourierNormalizerConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FourierOptions {
-    /// Numbers in one position; 1 by default. Positions on more axes cannot be counted: each call gives them,
+    /// Numbers in one position; 1 by default. Positions on more than one axis have to be given with each call:
     /// [`FourierAttention::forward_at`].
     #[serde(skip_serializing_if = "is_one")]
     pub axes: usize,
     /// What a row is divided by; `one-plus` by default.
     pub normalizer: FourierNormalizerConfig,
-    /// Turn features in pairs, as rotary positions do, instead of each by itself; no by default. Takes the normaliser
-    /// `unrotated` or `none`, and an even width of heads.
+    /// Rotate features in pairs, as rotary positions do, instead of each by itself; no by default. Needs the normaliser
+    /// `unrotated` or `none`, and an even number of features.
     pub rotary: bool,
     /// The weight of a pair by its contents.
     pub kernel: KernelConfig,
@@ -64,13 +65,17 @@ impl Default for FourierOptions {
     }
 }
 
-/// Fourier attention over heads, with its learned waves.
+/// Fourier attention over heads: kernelized attention with the weights
+/// `Σ_n φ(q_i)_n φ(k_j)_n (β_n + c_n cos(b_n + a_n·(p_i − p_j)))` at positions `p`, and its learned waves `a`, `b`,
+/// `c`, `β`.
 #[derive(Module, Debug)]
 pub struct FourierAttention {
-    /// Angle for a step along each axis, in radians, `[kv_heads, features, axes]`, or `[kv_heads, features/2, axes]` for rotary
-    /// positions. Starts at geometric wavelengths from 2π to 2000π tokens; with several axes each takes features by turns.
+    /// Angle for a step along each axis, in radians, `[kv_heads, features, axes]`, or `[kv_heads, features/2, axes]`
+    /// for rotary positions. Starts at geometric wavelengths from 2π to 2000π tokens; with several axes, features are
+    /// assigned to the axes in turn.
     pub a: Param<Tensor<3>>,
-    /// Phase, `[heads, features]`; rotary positions have none. Starts at random in ±π/2, so that before and after differ.
+    /// Phase, `[heads, features]`; rotary positions have none. Starts at random in ±π/2, so that keys before and
+    /// after a query weigh differently.
     pub b: Option<Param<Tensor<2>>>,
     /// Amplitude, `[heads, features]`, where the normaliser leaves it free; starts at 1.
     pub c: Option<Param<Tensor<2>>>,
@@ -98,7 +103,7 @@ impl Options for FourierOptions {
             !self.rotary || features.is_multiple_of(2),
             NAME,
             "rotary",
-            "an even number of features, which turn in pairs",
+            "an even number of features, which rotate in pairs",
             features,
         )?;
         config(
@@ -161,8 +166,8 @@ impl FourierAttention {
         &self.options
     }
 
-    /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted ones.
-    /// The offset of the mask then only says what a causal query sees.
+    /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted
+    /// ones. The offset of the mask then only says what a causal query sees.
     ///
     /// # Shapes
     /// - `query_positions`: `[batch, queries, axes]`; `key_positions`: `[batch, keys, axes]`; gradients reach both
@@ -191,8 +196,8 @@ impl FourierAttention {
         backend::attend(&self.placed([query_positions, key_positions]), q, k, v, mask)
     }
 
-    /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a causal
-    /// mask.
+    /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a
+    /// causal mask.
     ///
     /// # Shapes
     /// - `query_position` and `key_position`: `[batch, 1, axes]`
@@ -251,8 +256,8 @@ impl FourierAttention {
         std::iter::once(self.a.val().reshape([-1])).chain(rest)
     }
 
-    /// Kernelized attention over features turned by their positions, `[batch or 1, tokens, axes]`.
-    fn turned(
+    /// Kernelized attention over features rotated by their positions, `[batch or 1, tokens, axes]`.
+    fn rotated(
         &self,
         q: Tensor<4>,
         k: Tensor<4>,
@@ -260,10 +265,11 @@ impl FourierAttention {
         positions: [Tensor<3>; 2],
         mask: &AttentionMask,
     ) -> Tensor<4> {
-        let apart = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
+        let content_denominators =
+            self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         let learned = self.map.as_ref().map(LearnedMap::tensors);
         let angles = positions.map(|positions| self.angles(positions));
-        attend_turned((&self.options, &learned), q, k, v, mask, apart, |q, k| self.turn(q, k, angles))
+        attend_rotated((&self.options, &learned), q, k, v, mask, content_denominators, |q, k| self.rotate(q, k, angles))
     }
 
     /// `a·p`, `[batch or 1, heads, tokens, angles]`.
@@ -283,17 +289,17 @@ impl FourierAttention {
         Tensor::from_data(TensorData::new(places, [1, count, 1]), (&a.device(), widen(a).dtype()))
     }
 
-    /// `φ(q)` and `φ(k)` turned by their angles.
-    fn turn(&self, q: Tensor<4>, k: Tensor<4>, [of_queries, of_keys]: [Tensor<4>; 2]) -> (Tensor<4>, Tensor<4>) {
+    /// `φ(q)` and `φ(k)` rotated by their angles.
+    fn rotate(&self, q: Tensor<4>, k: Tensor<4>, [of_queries, of_keys]: [Tensor<4>; 2]) -> (Tensor<4>, Tensor<4>) {
         let Some(b) = &self.b else {
             let half = q.dims()[3] / 2;
-            let turned = |x: Tensor<4>, angle: Tensor<4>| {
+            let rotated = |x: Tensor<4>, angle: Tensor<4>| {
                 let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
                 let (sin, cos) = (angle.clone().sin(), angle.cos());
                 let left = first.clone() * cos.clone() - second.clone() * sin.clone();
                 Tensor::cat(vec![left, first * sin + second * cos], 3)
             };
-            return (turned(q, of_queries), turned(k, of_keys));
+            return (rotated(q, of_queries), rotated(k, of_keys));
         };
         let of_head = |x: Tensor<2>| {
             let [heads, width] = x.dims();
@@ -352,7 +358,7 @@ impl Layer for FourierAttention {
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let positions = [self.counted(mask.offset, q.dims()[2]), self.counted(0, k.dims()[2])];
-        self.turned(q, k, v, positions, mask)
+        self.rotated(q, k, v, positions, mask)
     }
 }
 
@@ -385,6 +391,6 @@ impl Layer for Placed<'_> {
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        self.attention.turned(q, k, v, self.positions.clone(), mask)
+        self.attention.rotated(q, k, v, self.positions.clone(), mask)
     }
 }

@@ -17,7 +17,7 @@ use super::{AttentionMask, Heads, by_name};
 use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
 use crate::error::{Result, config};
 
-/// Kernelized attention, blind to positions.
+/// Kernelized attention without positions.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KernelizedOptions {
@@ -60,16 +60,16 @@ impl Options for ShawOptions {
 #[serde(default, deny_unknown_fields)]
 pub struct KernelConfig {
     /// `φ`, by its name: `elu+1` (default), `relu`, `softplus`, `exp`, `identity`, `prf`, `nprf`, `dpfp`, `taylor2`,
-    /// `hedgehog`, some with options: `prf:128:seed=7` has 128 features, drawn from the seed 7; `nprf` likewise; `dpfp:2`,
-    /// `hedgehog:32:exp`. [`FeatureMap`] says what they are.
+    /// `hedgehog`, some with options: `prf:128:seed=7` has 128 features, drawn from the seed 7. [`FeatureMap`] defines
+    /// them all.
     #[serde(with = "by_name")]
     pub feature_map: FeatureMap,
     /// Whether to divide by the sum of the weights; yes by default.
     pub normalize: bool,
-    /// Factors in (0, 1], one for each key/value head, by which a key's weight falls with every token. Causal masks only;
-    /// none by default.
+    /// `γ` in (0, 1], one for each key/value head: a key's weight is multiplied by `γ` for every token after it. Causal
+    /// masks only; none by default.
     pub decay: Option<Vec<f64>>,
-    /// How the CPU kernels compute it: `auto` (default), `naive`, `chunked`.
+    /// How the CPU kernels compute it: `auto` (default), `naive` or `chunked`.
     #[serde(with = "by_name")]
     pub algorithm: Algorithm,
 }
@@ -92,7 +92,7 @@ impl Default for KernelConfig {
 pub struct RelativeConfig {
     /// `R`: tokens `R` or more apart share a row; 16 by default.
     pub radius: usize,
-    /// Whether contents take part in the weight as well; yes by default.
+    /// Whether the weight has the content term `φ(q)·φ(k)` as well; yes by default.
     pub content: bool,
     /// One table for all heads instead of one each; no by default.
     pub shared: bool,
@@ -123,11 +123,13 @@ pub struct KernelizedAttentionConfig {
     pub relative: Option<RelativeConfig>,
 }
 
-/// Kernelized attention over heads, with a learned table of relative positions if configured.
+/// Kernelized attention over heads: `out_i = Σ_j w_ij v_j / Σ_j w_ij` with `w_ij = φ(q_i)·φ(k_j)`, or, with a learned
+/// table `r` of relative positions, `w_ij = φ(q_i)·(φ(k_j) + φ(r_{clip(j−i, −R, R)+R}))`. Under a decay `w_ij` is
+/// multiplied by `γ^{i−j}`.
 #[derive(Module, Debug)]
 pub struct KernelizedAttention {
-    /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared; a raw one has as many numbers a row as
-    /// the map has features.
+    /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared; a raw one has as many numbers a row
+    /// as the map has features.
     pub relative: Option<Param<Tensor<3>>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,
@@ -141,8 +143,8 @@ impl KernelizedAttentionConfig {
     /// Makes the module. Table rows start at random with a standard deviation of 0.5.
     ///
     /// # Errors
-    /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head, and a feature map that makes no
-    /// sense with the rest.
+    /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head, and a feature map that does not
+    /// fit the other options.
     pub fn init(&self, device: &Device) -> Result<KernelizedAttention> {
         let heads = Heads::new(NAME, self.heads, self.kv_heads, self.head_dim)?;
         module(heads, &self.kernel, self.relative.as_ref(), device)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use longspan_kernels::{Keys, Mask, Order};
 
-/// Which keys are there.
+/// Which keys take part.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum KeyMask {
     /// All of them.
@@ -14,8 +14,8 @@ pub enum KeyMask {
     Lengths(Arc<[usize]>),
     /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
     Padding(Arc<[bool]>),
-    /// Several sequences end to end on the token axis, each on its own; the batch must be 1. Both lists are cumulative,
-    /// `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
+    /// Several sequences packed end to end on the token axis, each attending to itself; the batch must be 1. Both lists
+    /// are cumulative, `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
     Packed {
         /// Boundaries on the query axis.
         queries: Arc<[usize]>,
@@ -27,12 +27,12 @@ pub enum KeyMask {
 /// What a query sees. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AttentionMask {
-    /// The order of time.
+    /// Bidirectional or causal.
     pub order: Order,
-    /// Query `i` stands at key `i + offset`: a causal query sees the keys `j ≤ i + offset`, and relative distances are
-    /// `j − (i + offset)`. 0 by default.
+    /// Query `i` has the position of key `i + offset`: a causal query sees the keys `j ≤ i + offset`, and relative
+    /// distances are `j − (i + offset)`. 0 by default.
     pub offset: isize,
-    /// Which keys are there.
+    /// Which keys take part.
     pub keys: KeyMask,
 }
 
@@ -47,22 +47,22 @@ impl AttentionMask {
         Self { order: Order::Causal, ..Self::default() }
     }
 
-    /// The same with query `i` standing at key `i + offset`.
+    /// The same mask with query `i` at the position of key `i + offset`.
     pub fn with_offset(self, offset: isize) -> Self {
         Self { offset, ..self }
     }
 
-    /// The same order of time over the first `lengths[b]` keys of each batch entry.
+    /// The same mask over the first `lengths[b]` keys of each batch entry.
     pub fn with_lengths(self, lengths: &[usize]) -> Self {
         Self { keys: KeyMask::Lengths(lengths.into()), ..self }
     }
 
-    /// The same order of time over the keys whose entry is `false`; `[batch, keys]`, row-major.
+    /// The same mask over the keys whose entry is `false`; `[batch, keys]`, row-major.
     pub fn with_padding(self, ignored: &[bool]) -> Self {
         Self { keys: KeyMask::Padding(ignored.into()), ..self }
     }
 
-    /// The same order of time within each of several sequences of `lengths` tokens that lie end to end; the batch must be
+    /// The same mask within each of several sequences of `lengths` tokens that are packed end to end; the batch must be
     /// 1.
     pub fn with_packed(self, lengths: &[usize]) -> Self {
         let ends = lengths.iter().scan(0, |end, &length| {

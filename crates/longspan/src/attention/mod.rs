@@ -1,11 +1,11 @@
 //! Attention mechanisms as modules.
 //!
 //! A mechanism takes queries, keys and values that are already split into heads, `[batch, heads, tokens, head_dim]`;
-//! [`MultiHeadAttention`] adds the projections and runs any of them. [`AttentionConfig`] is how a model, a run folder or a
-//! command line names one.
+//! [`MultiHeadAttention`] adds the projections and runs any of them. [`AttentionConfig`] is how a model, a run folder
+//! or a command line names one.
 //!
-//! Each mechanism is one file here, with its options, its module, and what it computes on devices that have no kernels; it
-//! joins the others by one line in `registry.rs`.
+//! Each mechanism is one file here, with its options, its module, and what it computes on devices that have no kernels;
+//! it joins the others by one line in `registry.rs`.
 
 mod aft;
 mod by_name;

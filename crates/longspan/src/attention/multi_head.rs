@@ -26,8 +26,9 @@ pub struct MultiHeadAttentionConfig {
 /// Multi-head attention. One module serves self-attention or cross-attention.
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention {
-    /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the queries'
-    /// columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim` for most mechanisms.
+    /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the
+    /// queries' columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim`, for
+    /// AFT-conv 1.
     pub query_key_value: Linear,
     /// `[heads·head_dim, d_model]`.
     pub output: Linear,
@@ -71,7 +72,8 @@ impl MultiHeadAttentionConfig {
 }
 
 impl MultiHeadAttention {
-    /// Self-attention, bidirectional or causal by `mask`.
+    /// Self-attention, bidirectional or causal as `mask` says: queries, keys and values are projections of `x`, each
+    /// head runs the mechanism, and `output` projects the heads side by side.
     ///
     /// # Shapes
     /// `x` and output: `[batch, tokens, d_model]`.
@@ -83,7 +85,7 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
-    /// Attention of `x` to `memory`.
+    /// Cross-attention: queries from `x`, keys and values from `memory`.
     ///
     /// # Shapes
     /// - `x` and output: `[batch, queries, d_model]`
@@ -99,8 +101,8 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.forward(q, k, v, mask)?))
     }
 
-    /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its row of
-    /// [`MultiHeadAttention::self_attention`].
+    /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its
+    /// row of [`MultiHeadAttention::self_attention`].
     ///
     /// # Shapes
     /// `x` and output: `[batch, 1, d_model]`.
@@ -122,7 +124,7 @@ impl MultiHeadAttention {
         self.attention.remember(k, v, mask)
     }
 
-    /// Attention of queries from position `first` on to a prepared memory: their rows of
+    /// Cross-attention of queries from position `first` on to a prepared memory: their rows of
     /// [`MultiHeadAttention::cross_attention`].
     ///
     /// # Shapes
@@ -142,7 +144,8 @@ impl MultiHeadAttention {
         self.project(x, 0, heads, head_dim)
     }
 
-    /// Keys and values of a memory, `[batch, kv_heads, keys, ·]` each: views of one product where they are equally wide.
+    /// Keys and values of a memory, `[batch, kv_heads, keys, ·]` each: views of one product where they are equally
+    /// wide.
     fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         let first = heads * head_dim;

@@ -16,7 +16,7 @@ use super::{
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Error, Result, argument};
 
-/// What a mechanism's options give the registry.
+/// What the options of every mechanism implement.
 pub(super) trait Options: Default {
     /// The mechanism as a module.
     type Module;
@@ -29,13 +29,13 @@ pub(super) trait Options: Default {
         false
     }
 
-    /// What a decoder attends to its memory with, if not with the mechanism itself.
+    /// The mechanism for cross-attention, if it is another one.
     fn cross_attention(&self) -> Option<AttentionConfig> {
         None
     }
 }
 
-/// The public face of a mechanism's module, the same for all.
+/// The public methods of a mechanism's module, the same for all.
 macro_rules! attention_module {
     ($module:ident) => {
         impl $module {
@@ -43,7 +43,7 @@ macro_rules! attention_module {
             ///
             /// # Shapes
             /// - `q`: `[batch, heads, queries, head_dim]`
-            /// - `k`: `[batch, kv_heads, keys, head_dim]`
+            /// - `k`: `[batch, kv_heads, keys, head_dim]`; for AFT-conv `[batch, kv_heads, keys, 1]`
             /// - `v`: `[batch, kv_heads, keys, value_dim]`
             /// - output: `[batch, heads, queries, value_dim]`; a row that sees no key gives 0
             ///
@@ -123,17 +123,17 @@ macro_rules! mechanisms {
                 }
             }
 
-            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a model
-            /// wants absolute positions.
+            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a
+            /// model wants absolute positions.
             pub fn sees_order(&self) -> bool {
                 match self {
                     $(Self::$variant(options) => options.sees_order(),)*
                 }
             }
 
-            /// What a decoder whose self-attention this is attends to its memory with: the mechanism itself, but for AFT,
-            /// whose queries only gate a mean that is the same for all of them and cannot look anything up; there it is
-            /// kernelized attention with Shaw's relative positions.
+            /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except
+            /// for AFT, whose weights do not depend on the query, so that it cannot look anything up. There it is
+            /// `shaw`.
             pub fn cross_attention(&self) -> Self {
                 let other = match self {
                     $(Self::$variant(options) => options.cross_attention(),)*
@@ -154,7 +154,7 @@ macro_rules! mechanisms {
         }
 
         impl Attention {
-            /// What the backends need to know of it.
+            /// The mechanism as the backends see it.
             pub(super) fn layer(&self) -> &dyn Layer {
                 match self {
                     $(Self::$variant(module) => module,)*
@@ -165,11 +165,11 @@ macro_rules! mechanisms {
 }
 
 mechanisms! {
-    /// Kernelized attention, blind to positions (Katharopoulos et al. 2020).
+    /// Kernelized attention without positions (Katharopoulos et al. 2020).
     Kernelized = kernelized "kernelized" (KernelizedOptions) -> KernelizedAttention;
     /// Kernelized attention with Shaw's relative positions (the Linear Scalable Transformer).
     Shaw = shaw "shaw" (ShawOptions) -> KernelizedAttention;
-    /// Kernelized attention whose weights swing with the distance, at learned frequencies.
+    /// Kernelized attention whose weights are learned waves over the distance.
     Fourier = fourier "fourier" (FourierOptions) -> FourierAttention;
     /// Kernelized attention with a learned bias for every distance (Luo et al. 2021).
     Toeplitz = toeplitz "toeplitz" (ToeplitzOptions) -> ToeplitzAttention;
@@ -177,11 +177,11 @@ mechanisms! {
     AftFull = aft_full "aft-full" (AftFullOptions) -> AftAttention;
     /// AFT with a learned bias for each query and the keys near it (Zhai et al. 2021).
     AftLocal = aft_local "aft-local" (AftLocalOptions) -> AftAttention;
-    /// AFT without biases, blind to positions.
+    /// AFT without biases or positions.
     AftSimple = aft_simple "aft-simple" (AftSimpleOptions) -> AftAttention;
     /// AFT with one key a head and biases by distance.
     AftConv = aft_conv "aft-conv" (AftConvOptions) -> AftAttention;
-    /// Scaled dot-product attention, blind to positions: the baseline, of quadratic cost.
+    /// Scaled dot-product attention without positions: the baseline, of quadratic cost.
     Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
 }
 
@@ -200,8 +200,8 @@ impl Attention {
         backend::attend(self.layer(), q, k, v, mask)
     }
 
-    /// Takes one token into `state`, which before the first is the default, and gives its output; shapes and errors as in
-    /// [`KernelizedAttention::step`].
+    /// Takes one token into `state`, which before the first is the default, and gives its output; shapes and errors as
+    /// in [`KernelizedAttention::step`].
     pub fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut AttentionState) -> Result<Tensor<4>> {
         backend::step(self.layer(), q, k, v, state)
     }
@@ -221,7 +221,7 @@ impl Attention {
         self.layer().key_dim()
     }
 
-    /// `state` as numbers, exactly.
+    /// `state` as numbers that can be saved. Nothing is rounded.
     ///
     /// # Errors
     /// A device that gives no numbers back.
@@ -229,7 +229,7 @@ impl Attention {
         backend::store(self.layer(), state)
     }
 
-    /// The state that [`Attention::store`] gave these numbers of, perhaps in another process.
+    /// Rebuilds a state from what [`Attention::store`] returned, also in another process.
     ///
     /// # Errors
     /// Numbers of another mechanism or of other sizes.
@@ -237,14 +237,14 @@ impl Attention {
         backend::restore(self.layer(), stored, device)
     }
 
-    /// Takes in keys and values that queries will come to one by one, as in a decoder's attention to its memory.
+    /// Prepares keys and values for queries that come one by one, as in a decoder's cross-attention.
     ///
     /// # Shapes
     /// - `k`: `[batch, kv_heads, keys, key_dim]`
     /// - `v`: `[batch, kv_heads, keys, value_dim]`
     ///
     /// # Errors
-    /// A mask of the wrong size or of packed sequences, whose queries have no place.
+    /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
         argument(
@@ -267,8 +267,8 @@ impl Attention {
         })
     }
 
-    /// What [`Attention::forward`] under a bidirectional mask gives for queries that stand at position `first` and after:
-    /// O(1) a query for kernelized attention, O(keys) for the others.
+    /// What [`Attention::forward`] under a bidirectional mask gives for queries at the positions from `first` on:
+    /// O(1) a query for kernelized attention without positions, O(keys) for the others.
     ///
     /// # Shapes
     /// `q`: `[batch, heads, queries, head_dim]`; output `[batch, heads, queries, value_dim]`.
@@ -306,19 +306,19 @@ impl Attention {
     }
 }
 
-/// Keys and values that queries come to one by one. Made by [`Attention::remember`].
+/// Keys and values prepared for queries that come one by one. Made by [`Attention::remember`].
 #[derive(Debug, Clone)]
 pub struct MemoryState {
-    /// Whose memory it is.
+    /// Name of the mechanism that made it.
     mechanism: &'static str,
     remembered: Remembered,
 }
 
 #[derive(Debug, Clone)]
 enum Remembered {
-    /// The sums that content-only queries need.
+    /// Their sums, which are enough for a mechanism without positions.
     Total(Box<Total>),
-    /// Keys, values and which of them are there.
+    /// Keys, values and their mask.
     Whole(Box<(Tensor<4>, Tensor<4>, AttentionMask)>),
 }
 

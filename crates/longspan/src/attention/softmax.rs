@@ -40,7 +40,7 @@ pub struct SoftmaxAttentionConfig {
     pub kv_heads: Option<usize>,
 }
 
-/// Scaled dot-product attention over heads. It learns nothing itself.
+/// Scaled dot-product attention over heads: `softmax(q·kᵀ/√head_dim)·v`. It learns nothing itself.
 #[derive(Module, Debug)]
 pub struct SoftmaxAttention {
     #[module(skip)]
@@ -88,7 +88,7 @@ impl Layer for SoftmaxAttention {
         let k = pairs.without_ignored(repeat_heads(k, heads));
         let v = pairs.without_ignored(repeat_heads(v, heads));
         let scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());
-        // Finite, so that a row that sees nothing has a softmax at all; it is emptied after.
+        // −1e30, not −∞: the softmax of a row that sees nothing would be NaN. Its weights are set to 0 afterwards.
         let weights = pairs.hidden_as(softmax(pairs.hidden_as(scores, 0, -1e30), 3), 0, 0.0);
         narrow_float(weights.matmul(v), dtype)
     }

@@ -1,4 +1,4 @@
-//! Tensor operations against the kernels, for every mechanism that a name can choose: outputs and gradients, in doubles.
+//! Tensor operations against the kernels, for every mechanism that a name can choose: outputs and gradients, in `f64`.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{self, DType, Device, Distribution, FloatDType, Tensor};
@@ -13,7 +13,7 @@ const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIM: usize = 6;
 
-/// To doubles, away from where learned tensors start.
+/// To `f64`, with learned tensors moved away from their initial values.
 struct Widen;
 impl ModuleMapper for Widen {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -24,7 +24,7 @@ impl ModuleMapper for Widen {
     }
 }
 
-/// Every mechanism in doubles, its learned tensors away from where they start.
+/// Every mechanism in `f64`, its learned tensors moved away from their initial values.
 fn modules() -> Vec<(&'static str, Attention)> {
     let device = Device::flex().autodiff();
     let mut configs: Vec<AttentionConfig> =
@@ -147,8 +147,8 @@ fn tensor_operations_are_the_kernels() {
                 let what = format!("{name}, {queries} × {keys}, {mask:?}");
                 let [q, k, v] = &inputs;
                 if let Err(error) = backend::in_tensors(layer, q.clone(), k.clone(), v.clone(), &mask) {
-                    // Tables by position have no row for a query that stands before the first key, images are whole, and
-                    // a decay has a direction.
+                    // Refused with reason: a table by position has no row for a query before the first key, AFT over
+                    // images takes whole images, and a decay needs a causal mask.
                     let (both, text) = (mask.order == Order::Bidirectional, error.to_string());
                     let position = name.starts_with("aft") && (both && mask.offset < 0 || text.contains("image"));
                     assert!(position || both && text.contains("decay"), "{what}: {text}");
@@ -181,7 +181,7 @@ fn tensor_operations_are_the_kernels() {
     }
 }
 
-/// To another type.
+/// Casts to another number type.
 struct Cast(FloatDType);
 impl ModuleMapper for Cast {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -209,7 +209,7 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
             let inputs = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
             let layer = narrow.layer();
             let [q, k, v] = inputs.clone();
-            // Images have no direction.
+            // Images have no causal order.
             let causal = backend::attend(layer, q, k, v, &AttentionMask::causal()).is_ok();
             let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
             let found = outcome(&narrow, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
@@ -293,7 +293,7 @@ fn tokens_of_half_width_step_through_states_of_full_width() {
             assert_eq!(out.dtype(), DType::BF16);
             let expected = numbers(whole.clone().narrow(2, t, 1));
             for (a, b) in numbers(out).iter().zip(&expected) {
-                // One unit of the last of eight bits, where two sums in single precision round apart.
+                // One unit in the last of bf16's eight bits: two `f32` sums may round to different neighbours.
                 assert!((a - b).abs() <= b.abs() / 128.0, "{name}, token {t}: {a}, not {b}");
             }
         }

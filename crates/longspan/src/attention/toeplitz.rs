@@ -1,5 +1,5 @@
-//! Toeplitz relative positions (Luo et al. 2021): kernelized attention whose weights are multiplied by `e^{b_δ}`, a learned
-//! bias for every distance `δ = j − i`.
+//! Toeplitz relative positions (Luo et al. 2021): kernelized attention whose weights are multiplied by `e^{b_δ}`, a
+//! learned bias for every distance `δ = j − i`.
 
 use std::sync::Arc;
 
@@ -35,9 +35,9 @@ pub enum BiasConfig {
     },
     /// The buckets of T5: exact for small distances, logarithmic up to `max_distance`.
     Buckets {
-        /// Biases a head.
+        /// Biases of each head.
         buckets: usize,
-        /// From here on all distances share the last bucket.
+        /// All distances from here on share the last bucket.
         max_distance: usize,
         /// Whether keys after the query have buckets of their own (the second half); for decoders `false`.
         bidirectional: bool,
@@ -52,7 +52,7 @@ pub enum BiasConfig {
 }
 
 impl BiasConfig {
-    /// The kernels' name for it, and the shape of one head's table.
+    /// The kernels' form of it, and the number of entries in one head's table.
     fn kernel(self) -> (Bias, usize) {
         match self {
             Self::Clipped { radius } => (Bias::clipped(radius), radius.saturating_mul(2).saturating_add(1)),
@@ -95,11 +95,12 @@ impl Default for ToeplitzOptions {
     }
 }
 
-/// Toeplitz attention over heads, with its learned biases.
+/// Toeplitz attention over heads: kernelized attention with the weights `e^{b_{j−i}} φ(q_i)·φ(k_j)`, and its learned
+/// biases `b`.
 #[derive(Module, Debug)]
 pub struct ToeplitzAttention {
-    /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or by
-    /// bucket, or by row and column of the displacement. They start close to 0: every distance alike.
+    /// The biases `[heads, entries]`, by distance from the farthest key before the query to the farthest after it, or
+    /// by bucket, or by row and column of the displacement. They start close to 0: every distance alike.
     pub bias: Param<Tensor<2>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,
@@ -190,18 +191,18 @@ impl Layer for ToeplitzAttention {
             let rows = Pairs::ROWS.min(queries - first);
             let entries = (first..first + rows).flat_map(|i| {
                 let query = i as isize + mask.offset;
-                // A pair that the table has no entry for is one that no row sees: the kernel's check is done.
+                // The kernel's check has passed, so a pair without an entry is one that the mask hides.
                 (0..pairs.keys()).map(move |j| bias.between(query, j as isize).unwrap_or(0) as i64)
             });
             let entries: Vec<i64> = entries.collect();
             let entries = Tensor::<1, Int>::from_data(TensorData::new(entries, [rows * pairs.keys()]), &q.device());
             let mut exponents = table.clone().select(1, entries).reshape([1, heads, rows, pairs.keys()]);
             if normalize {
-                // Relative to the largest that a row sees, whichever others it does not.
+                // Relative to the largest exponent among the keys that the row sees.
                 let seen = pairs.hidden_as(exponents.clone().detach(), first, f32::NEG_INFINITY);
                 exponents = exponents - largest_of_row(seen);
             }
-            // Not to overflow where nothing is seen: even a weight of 0 has an infinite slope there.
+            // Hidden pairs get exponent 0: an infinite `exp` times a weight of 0 would make the gradient NaN.
             let exponents = pairs.hidden_as(exponents, first, 0.0);
             let scores = q.clone().narrow(2, first, rows).matmul(k.clone());
             let weights = pairs.hidden_as(scores * exponents.exp(), first, 0.0);

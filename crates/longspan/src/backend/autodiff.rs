@@ -19,7 +19,7 @@ use longspan_kernels as kernels;
 
 use super::flex::{Operands, Outcome, Settings};
 
-/// A call with a place for what went wrong: operations of a backend cannot fail themselves.
+/// A call with a place for its error, because Burn's backend operations cannot return one.
 #[derive(Debug, Clone)]
 pub(super) struct FusedCall {
     settings: Settings,
@@ -50,7 +50,7 @@ pub(super) fn attend(
     parameters: Option<Tensor<1>>,
 ) -> Result<Tensor<4>, kernels::Error> {
     let call = FusedCall { settings, learns: parameters.is_some(), failure: Arc::default() };
-    // The macro takes no optional tensors; this one is not looked at.
+    // The macro takes no optional tensors; this one is never read.
     let parameters = parameters.unwrap_or_else(|| Tensor::zeros([1], (&q.device().inner(), q.dtype())));
     let out = <Dispatch as FusedAttention>::fused_attention(
         q.into_dispatch(),
@@ -70,7 +70,7 @@ fn operands(q: FlexTensor, k: FlexTensor, v: FlexTensor, parameters: FlexTensor,
 }
 
 impl FusedCall {
-    /// What the kernels give, or none where they refuse the call; the refusal is then kept.
+    /// The kernels' result, or `None` after an error, which is kept for [`attend`] to return.
     fn keep<R>(&self, result: Result<R, kernels::Error>) -> Option<R> {
         result.map_err(|error| self.failure.set(error)).ok()
     }
@@ -106,13 +106,13 @@ impl<C: CheckpointStrategy> FusedAttention for Autodiff<Flex, C> {
             parameters.primitive().clone(),
             &call,
         );
-        // Where the kernels refuse, the caller finds the failure before anyone sees the tensor that stands for the output.
+        // After an error `attend` returns it and drops `q`, which is given here in place of an output.
         match preparation {
             OpsKind::Tracked(preparation) => call.keep(operands.forward(&call.settings)).map_or(q, |outcome| {
                 let out = outcome.out.clone();
                 preparation.finish(Saved { operands, outcome, settings: call.settings.clone() }, out)
             }),
-            // Denominators say that a backward follows, and kernels then choose their algorithm for it.
+            // No denominators: asking for them makes kernels choose their algorithm for a backward too.
             OpsKind::UnTracked(preparation) => {
                 call.keep(operands.output(&call.settings)).map_or(q, |out| preparation.finish(out))
             }
@@ -120,7 +120,7 @@ impl<C: CheckpointStrategy> FusedAttention for Autodiff<Flex, C> {
     }
 }
 
-/// What the backward needs: inputs that live anyway, outputs and denominators.
+/// What the backward needs: inputs, which are shared and not copied, outputs and denominators.
 #[derive(Debug, Clone)]
 struct Saved {
     operands: Operands,

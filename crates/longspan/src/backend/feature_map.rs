@@ -1,7 +1,7 @@
 //! Feature maps in tensor operations.
 //!
-//! A map of whole rows is taken in two steps: [`lift`] gives exponents or features, and [`elementwise`] names what is left
-//! to do with each number. So all that follows knows elementwise maps alone, and takes care of exponents in one place.
+//! A map of whole rows takes two steps: [`lift`] gives exponents or features, and [`elementwise`] names the map that
+//! each number still has to go through. So all other code handles elementwise maps only, and exponents in one place.
 
 use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{Tensor, TensorData};
@@ -19,7 +19,7 @@ pub(crate) enum Side {
     Keys,
 }
 
-/// The map of what [`lift`] gives.
+/// The elementwise map that completes `map` after [`lift`].
 pub(crate) fn elementwise(map: FeatureMap) -> FeatureMap {
     match map {
         map if map.is_elementwise() => map,
@@ -28,7 +28,7 @@ pub(crate) fn elementwise(map: FeatureMap) -> FeatureMap {
     }
 }
 
-/// `[batch, heads, tokens, head_dim]` to what [`elementwise`] maps, `[batch, heads, tokens, m]`.
+/// The first step of `map`: `[batch, heads, tokens, head_dim]` → `[batch, heads, tokens, m]`, for [`elementwise`].
 pub(crate) fn lift(map: FeatureMap, learned: &Learned, side: Side, x: Tensor<4>) -> Tensor<4> {
     let [_, heads, _, width] = x.dims();
     let projected = |x: Tensor<4>| {
@@ -45,7 +45,7 @@ pub(crate) fn lift(map: FeatureMap, learned: &Learned, side: Side, x: Tensor<4>)
         }
         FeatureMap::Nprf(_) => {
             let square = x.clone().powi_scalar(2).sum_dim(3);
-            // A row of zeros has no direction and stays one, with gradient 0.
+            // A row of zeros has no direction: it stays zero, with gradient 0.
             let none = square.clone().equal_elem(0.0);
             let shape = x.shape();
             let direction = (x / square.mask_fill(none.clone(), 1.0).sqrt()).mask_fill(none.expand(shape), 0.0);

@@ -1,9 +1,9 @@
 //! The kernels on Burn's CPU backend: its tensors' numbers where they lie, without a copy.
 //!
-//! A projection gives `[batch, tokens, heads, head_dim]`, and attention wants `[batch, heads, tokens, head_dim]`: the same
-//! numbers with two strides exchanged, which the kernels take. Outputs and gradients are written in the projection's order,
-//! so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is copied first, and half-width
-//! numbers are widened.
+//! A projection gives `[batch, tokens, heads, head_dim]`, and attention wants `[batch, heads, tokens, head_dim]`: the
+//! same numbers with two strides exchanged, which the kernels take. Outputs and gradients are written in the
+//! projection's order, so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is
+//! copied first, and `f16` and `bf16` are converted.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -36,14 +36,15 @@ pub(super) struct Operands {
     pub parameters: Option<FlexTensor>,
 }
 
-/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads, queries]`.
+/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads,
+/// queries]`.
 #[derive(Debug, Clone)]
 pub(super) struct Outcome {
     pub out: FlexTensor,
     pub denominators: FlexTensor,
 }
 
-/// Numbers as Flex keeps them.
+/// A number type that Flex stores.
 trait Stored: Copy + Default {
     const DTYPE: DType;
     fn storage(tensor: &FlexTensor) -> &[Self];
@@ -93,7 +94,7 @@ macro_rules! number {
 number!(f32, SCRATCH_F32);
 number!(f64, SCRATCH_F64);
 
-/// What the kernels compute in, for numbers of this type.
+/// The type that the kernels compute in for tensors of this type.
 pub(super) fn computed(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
@@ -101,7 +102,7 @@ pub(super) fn computed(dtype: DType) -> DType {
     }
 }
 
-/// A tensor of up to four axes in what the kernels compute in.
+/// A tensor of up to four axes, converted to the type that the kernels compute in.
 fn widened(tensor: &FlexTensor) -> FlexTensor {
     match tensor.dtype() {
         DType::F16 => widened_from::<f16>(tensor),
@@ -155,7 +156,7 @@ impl Operands {
         }
     }
 
-    /// The same in what the kernels compute in.
+    /// The same, converted to the type that the kernels compute in.
     fn widened(&self) -> Self {
         let parameters = self.parameters.as_ref().map(widened);
         Self { q: widened(&self.q), k: widened(&self.k), v: widened(&self.v), parameters }
@@ -166,7 +167,8 @@ impl Operands {
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: shape(&self.v)[3] }
     }
 
-    /// The learned tensors as the mechanism lists them; numbers of another count all in one, for the kernel to refuse.
+    /// The learned tensors as the mechanism lists them. If their total length is wrong, one slice, which the kernel
+    /// refuses.
     fn parameters<T: Number>(&self, mechanism: &dyn Kernel<T>, dims: &Dims) -> Vec<&[T]> {
         let Some(all) = &self.parameters else { return Vec::new() };
         let mut rest = contiguous::<T>(all);
@@ -182,7 +184,7 @@ impl Operands {
         listed.iter().map(part).collect()
     }
 
-    /// Runs `work` on the kernels' view of this call, with working memory that this thread keeps.
+    /// Runs `work` on the kernels' view of this call, with scratch memory that this thread keeps.
     fn with_call<T: Number, R>(
         &self,
         settings: &Settings,
@@ -193,7 +195,7 @@ impl Operands {
         let call = kernels::Call::new(dims, view(&self.q), view(&self.k), view(&self.v))
             .with_parameters(&parameters)
             .with_mask(settings.mask.as_kernel());
-        // Taken, not borrowed: while the kernels wait for their tasks this thread may run another task that comes here.
+        // Taken, not borrowed: while this thread waits for the kernels' tasks it may run another call.
         let mut scratch = T::scratch().take().unwrap_or_default();
         let result = work(&call, &mut scratch);
         T::scratch().set(Some(scratch));
@@ -269,7 +271,7 @@ impl Operands {
         d_out: &FlexTensor,
     ) -> Result<Self, kernels::Error> {
         self.with_call::<T, _>(settings, |call, scratch| {
-            // Not the sizes of the call: keys may be narrower than queries.
+            // By the tensors' own shapes: keys may be narrower than queries.
             let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| TokenMajor::new(shape(x)));
             let mut d_parameters = vec![T::ZERO; call.parameters.iter().map(|p| p.len()).sum()];
             let mut rest = d_parameters.as_mut_slice();
@@ -327,7 +329,7 @@ impl PrefixState {
         })
     }
 
-    /// Whose state it is, and its sizes.
+    /// Its mechanism and sizes.
     pub fn shape(&self) -> StateShape {
         match self {
             Self::F32(state) => state.shape(),
@@ -351,7 +353,7 @@ impl PrefixState {
         }
     }
 
-    /// The state that gave these numbers.
+    /// Rebuilds a state from its numbers.
     pub fn from_numbers(shape: StateShape, numbers: &TensorData) -> Result<Self, kernels::Error> {
         Ok(match numbers.dtype() {
             DType::F64 => Self::F64(State::from_numbers(shape, numbers.iter::<f64>().collect())?),
@@ -394,7 +396,7 @@ fn shape(tensor: &FlexTensor) -> [usize; 4] {
     tensor.layout().shape().dims()
 }
 
-/// New numbers for a tensor `[batch, heads, tokens, width]` that lie in the order batch, token, head.
+/// A new tensor `[batch, heads, tokens, width]`, stored in the order batch, token, head.
 struct TokenMajor<T> {
     numbers: Vec<T>,
     shape: [usize; 4],
@@ -422,7 +424,7 @@ impl<T: Number> TokenMajor<T> {
     }
 }
 
-/// The tensor itself where the kernels can walk it, otherwise a copy that they can.
+/// The tensor itself where its rows are adjacent numbers, otherwise a contiguous copy.
 fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
     let layout = tensor.layout();
     let (shape, strides) = (layout.shape(), layout.strides());

@@ -1,10 +1,10 @@
 //! Layer norm with a backward of its own on the CPU backend.
 //!
-//! `y = x̂ ⊙ γ + β` with `x̂ = (x − mean(x)) · s` and `s = 1/√(var(x) + ε)` over the last axis. With `h = g ⊙ γ` for the
-//! gradient `g` of `y`: `dx = s (h − mean(h) − x̂ mean(h ⊙ x̂))`, `dγ = Σ g ⊙ x̂`, `dβ = Σ g`.
+//! `y = x̂ ⊙ γ + β` with `x̂ = (x − mean(x)) · s` and `s = 1/√(var(x) + ε)` over the last axis. With `h = g ⊙ γ` for
+//! the gradient `g` of `y`: `dx = s (h − mean(h) − x̂ mean(h ⊙ x̂))`, `dγ = Σ g ⊙ x̂`, `dβ = Σ g`.
 //!
-//! Burn differentiates its own layer norm through some twenty passes over the tensor, which took a third of a training step
-//! on short sequences; this is one pass, and keeps nothing but its inputs.
+//! Burn differentiates its own layer norm through some twenty passes over the tensor, which took a third of a training
+//! step on short sequences; this is one pass, and keeps nothing but its inputs.
 
 #![allow(
     deprecated,

@@ -1,9 +1,9 @@
-//! How one operation, attention over whole sequences or token by token, reaches the machine.
+//! Runs attention, over whole sequences or token by token, in the kernels or in tensor operations.
 //!
-//! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers, without a
-//! copy, with a backward of their own that keeps no more than the outputs and the denominators. On every other backend the
-//! same mathematics runs in plain tensor operations, which Burn differentiates. Neither knows a mechanism: the first takes
-//! any [`AnyKernel`], the second what the mechanism's module brings along as a `Layer`.
+//! `attend` checks shapes and chooses. On Burn's CPU backend (Flex) the kernels run on the tensors' own numbers,
+//! without a copy, with a backward of their own that keeps no more than the outputs and the denominators. On every
+//! other backend the same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any
+//! mechanism: the first calls an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
 
 #[cfg(feature = "flex")]
 mod autodiff;
@@ -48,8 +48,8 @@ pub(crate) trait Layer: Debug {
     /// The kernel with the module's options.
     fn kernel(&self) -> Arc<dyn AnyKernel>;
 
-    /// Whether a state is all keys and values so far, which may grow as long as a sequence does: the kernel's has room for a
-    /// number of tokens fixed before, so steps run in tensor operations.
+    /// Whether a state holds all keys and values so far. A kernel's state has a fixed size, so such mechanisms step in
+    /// tensor operations, where the state can grow.
     fn keeps_past(&self) -> bool {
         false
     }
@@ -57,7 +57,7 @@ pub(crate) trait Layer: Debug {
     /// Numbers of heads and their width.
     fn heads(&self) -> Heads;
 
-    /// Whether q, k, v and a mask are all that a call needs.
+    /// Fails if a call needs more than q, k, v and a mask.
     fn ready(&self) -> Result<()> {
         Ok(())
     }
@@ -75,19 +75,19 @@ pub(crate) trait Layer: Debug {
     /// The same attention in tensor operations. Shapes have been checked, none is empty, and sequences are not packed.
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4>;
 
-    /// How tensor operations step in constant size; `None` where they have to keep the keys and values themselves.
+    /// Steps in tensor operations with a state of constant size; `None` where it has to hold all keys and values.
     fn sums(&self) -> Option<&dyn Sums> {
         None
     }
 
-    /// All that queries need to know of a memory, if that is less than its keys and values.
+    /// A summary of a memory that answers queries, where one smaller than its keys and values exists.
     fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
         let _ = (k, v, mask);
         None
     }
 }
 
-/// A token at a time in tensor operations and constant size.
+/// Steps in tensor operations with a state of constant size.
 pub(crate) trait Sums {
     /// The state before the first token, for queries such as `like` and values of `value_dim`.
     fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running;
@@ -151,7 +151,7 @@ pub(crate) fn in_tensors(
     Ok(Tensor::cat(outputs.collect(), 2))
 }
 
-/// All learned tensors, one after the other.
+/// All learned tensors, concatenated.
 ///
 /// # Errors
 /// If they are not of the type that the layer is called with.
@@ -189,7 +189,7 @@ fn is_flex(x: &Tensor<4>) -> bool {
     matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// Whether tokens such as this query can step in the kernels.
+/// Whether a step with this query can run in the kernels.
 pub(crate) fn steps_in_kernels(q: &Tensor<4>) -> bool {
     #[cfg(feature = "flex")]
     return is_flex(q) && !q.device().is_autodiff();
@@ -323,12 +323,12 @@ pub(crate) fn store(layer: &dyn Layer, state: &AttentionState) -> Result<StoredS
     state.to_stored(layer.name())
 }
 
-/// The state of `layer` on `device` that gave these numbers.
+/// Rebuilds a state of `layer` on `device` from its numbers.
 pub(crate) fn restore(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<AttentionState> {
     AttentionState::from_stored(layer, stored, device)
 }
 
-/// Whether the tensors fit the module and each other.
+/// Checks that the tensors fit the module and each other.
 pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
     layer.ready()?;
     let name = layer.name();
@@ -352,7 +352,7 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     )
 }
 
-/// The kernel's own checks, for calls that another device computes: of options, mask and sizes, not of numbers.
+/// The kernel's own checks of options, mask and sizes, for calls that run in tensor operations.
 pub(crate) fn check_by_kernel(
     layer: &dyn Layer,
     q: &Tensor<4>,
@@ -364,7 +364,7 @@ pub(crate) fn check_by_kernel(
     let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: v.dims()[3] };
     let kernel = layer.kernel();
     let kernel: &dyn Kernel<f32> = &*kernel;
-    // One row of zeros stands for all rows.
+    // The numbers do not matter to the checks: one row of zeros is every row.
     let zeros = vec![0.0_f32; head_dim.max(key_dim).max(dims.value_dim)];
     let rows = || View::strided(&zeros, [0; 3]);
     let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p: &Parameter| vec![0.0; p.len()]).collect();

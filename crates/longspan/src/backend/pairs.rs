@@ -1,4 +1,4 @@
-//! Which keys a row of scores sees, for attention in tensor operations that forms the scores.
+//! Which keys a query sees, for attention in tensor operations that forms all scores.
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use longspan_kernels::Order;
@@ -46,13 +46,13 @@ impl Pairs {
         x.mask_fill(ignored, value)
     }
 
-    /// `x` with 0 for ignored keys. Filled, not multiplied by 0: whatever stands there, NaN included, goes nowhere.
+    /// `x` with 0 for ignored keys. Filled, not multiplied by 0: NaN in padding would stay NaN.
     pub(crate) fn without_ignored(&self, x: Tensor<4>) -> Tensor<4> {
         self.ignored_as(x, 0.0)
     }
 
-    /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see the
-    /// key.
+    /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see
+    /// the key.
     pub(crate) fn hidden_as(&self, scores: Tensor<4>, first: usize, value: f32) -> Tensor<4> {
         if !self.causal && self.ignored.is_none() {
             return scores;
@@ -62,9 +62,9 @@ impl Pairs {
         let mut hidden = Vec::with_capacity(batch * rows * keys);
         for b in 0..batch {
             for row in first..first + rows {
-                let stands = row as isize + self.offset;
+                let position = row as isize + self.offset;
                 hidden.extend((0..keys).map(|key| {
-                    (self.causal && key as isize > stands)
+                    (self.causal && key as isize > position)
                         || self.ignored.as_ref().is_some_and(|ignored| ignored[b * keys + key])
                 }));
             }

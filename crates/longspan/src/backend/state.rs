@@ -1,4 +1,4 @@
-//! States: what later tokens need to know of earlier ones, whatever the mechanism and wherever it runs.
+//! States: what a step keeps of all earlier tokens, for any mechanism on any device.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 #[cfg(feature = "flex")]
@@ -15,8 +15,9 @@ use crate::error::{Error, Result, argument};
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
-/// On the CPU without autodiff its size does not grow (but for mechanisms that have no state of constant size). Elsewhere
-/// kernelized attention keeps sums of constant size as well, and every other mechanism its keys and values.
+/// On the CPU without autodiff its size does not grow, except under softmax attention. Elsewhere only kernelized
+/// attention, with and without Shaw's positions, has a state of constant size; every other mechanism keeps all keys and
+/// values.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
@@ -38,7 +39,8 @@ pub(crate) enum TensorState {
     Past(Box<[Tensor<4>; 2]>),
 }
 
-/// A state as numbers, for any format that serde writes. Made by [`Attention::store`](crate::attention::Attention::store).
+/// A state as numbers, for any format that serde writes. Made by
+/// [`Attention::store`](crate::attention::Attention::store).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoredState {
@@ -103,7 +105,7 @@ impl AttentionState {
         Ok(Self { inner })
     }
 
-    /// The state as numbers, exactly.
+    /// The state as numbers; nothing is rounded.
     ///
     /// # Errors
     /// A device that gives no numbers back.
@@ -128,7 +130,7 @@ impl AttentionState {
         Ok(StoredState { mechanism: mechanism.into(), form, tensors })
     }
 
-    /// The state that gave these numbers, for `layer` on `device`.
+    /// Rebuilds the state of `layer` on `device` from its numbers.
     pub(super) fn from_stored(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<Self> {
         let name = layer.name();
         argument(

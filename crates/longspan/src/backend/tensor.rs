@@ -4,10 +4,11 @@
 //! through a dense tile of scores, one chunk (content) or three chunks wide (relative positions need the window of `R`
 //! tokens to each side), and all others through sums over whole chunks:
 //!
-//! `N⁺_i = Σ_{j near i} s_ij v⁺_j + φ(q_i)ᵀ·Σ_{j before} φ(k_j) v⁺_jᵀ + w_{i,0}·Σ_{j far before} v⁺_j + w_{i,2R}·Σ_{j far after} v⁺_j`
+//! `N⁺_i = Σ_{j near i} s_ij v⁺_j + φ(q_i)ᵀ·Σ_{j before} φ(k_j) v⁺_jᵀ + w_{i,0}·Σ_{j far before} v⁺_j + w_{i,2R}·Σ_{j
+//! far after} v⁺_j`
 //!
-//! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a query are
-//! suffix sums, never a total less a prefix.
+//! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a
+//! query are suffix sums, never a total less a prefix.
 
 use std::sync::Arc;
 
@@ -23,7 +24,8 @@ use crate::attention::AttentionMask;
 pub(crate) const CHUNK: usize = 64;
 
 /// Attention over whole sequences in chunks of at least `chunk` tokens; `table`: `[heads, 2R+1, head_dim]`, or
-/// `[1, 2R+1, head_dim]` if shared (or as many numbers a row as features); other shapes as in [`attend`](super::attend), which checks them.
+/// `[1, 2R+1, head_dim]` if shared (or as many numbers a row as features); other shapes as in
+/// [`attend`](super::attend), which checks them.
 pub(crate) fn attend(
     options: &KernelizedAttention,
     q: Tensor<4>,
@@ -43,23 +45,23 @@ pub(crate) fn attend(
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
 
-/// [`attend`] with content alone, whose features `turn` changes before they meet: `(φ(q), φ(k))` to what numerators are
-/// made of, and, where `apart`, denominators stay those of the features themselves.
-pub(crate) fn attend_turned(
+/// [`attend`] without a table, on features that `rotate` changes first: `(φ(q), φ(k))` → the features of the weights.
+/// With `content_denominators` rows are divided by the sums of `φ(q)·φ(k)` instead, as they are without the rotation.
+pub(crate) fn attend_rotated(
     (options, learned): (&KernelizedAttention, &Learned),
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
     mask: &AttentionMask,
-    apart: bool,
-    turn: impl FnOnce(Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
+    content_denominators: bool,
+    rotate: impl FnOnce(Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
 ) -> Tensor<4> {
     let dtype = q.dtype();
     let value_dim = v.dims()[3];
     let plain = Inputs::new(options, learned, q, k, v, None, mask);
-    let (q, k) = turn(plain.q.clone(), plain.k.clone());
+    let (q, k) = rotate(plain.q.clone(), plain.k.clone());
     let mut sums = Inputs { options, q, k, values: plain.values.clone(), weights: None }.sums(mask, CHUNK);
-    if apart && options.normalize {
+    if content_denominators && options.normalize {
         let ones = plain.values.clone().narrow(3, value_dim, 1);
         let denominators = Inputs { values: ones, ..plain }.sums(mask, CHUNK);
         sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
@@ -79,7 +81,7 @@ pub(crate) fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tens
     (numerators / denominators.mask_fill(empty.clone(), 1.0)).mask_fill(empty.expand(shape), 0.0)
 }
 
-/// Half-width numbers are too coarse for sums along a sequence: they are widened to `f32`.
+/// `f16` and `bf16` are too coarse for sums along a sequence: they are converted to `f32`.
 pub(crate) fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {
         DType::F16 | DType::BF16 => x.cast(FloatDType::F32),
@@ -113,7 +115,7 @@ fn relative_rows(options: &KernelizedAttention, learned: &Learned, table: Tensor
     }
 }
 
-/// They as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
+/// These rows as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
 fn relative_features(options: &KernelizedAttention, table: Tensor<4>, shift: Option<Tensor<4>>) -> Tensor<4> {
     let identity = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
     match (identity, shift) {
@@ -184,7 +186,7 @@ impl<'a> Inputs<'a> {
             .ignored(batch, keys)
             .map(|rows| Tensor::<4, Bool>::from_data(TensorData::new(rows, [batch, 1, keys, 1]), &q.device()));
         if let Some(ignored) = &ignored {
-            // Filled, not multiplied by 0: whatever stands in padding, NaN included, goes nowhere.
+            // Filled, not multiplied by 0: NaN in padding would stay NaN.
             k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);
             v = v.mask_fill(ignored.clone().expand([batch, heads, keys, value_dim]), 0.0);
         }
@@ -245,21 +247,21 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Queries and keys on one axis of time, cut into chunks. Key `j` stands at `j − offset`, so that a query and the last
-/// key it sees under a causal mask share a place.
+/// Queries and keys on one axis of positions, cut into chunks. Key `j` is at position `j − offset`, so that a query and
+/// the last key that it sees under a causal mask share a position.
 struct Grid<'a> {
     inputs: &'a Inputs<'a>,
     causal: bool,
-    /// Places before query 0.
+    /// Positions before query 0.
     front: usize,
     chunks: usize,
     chunk: usize,
-    /// `[batch, heads, chunks, chunk, ·]`, all of them; places without a token are 0.
+    /// `[batch, heads, chunks, chunk, ·]`, all of them; positions without a token are 0.
     q: Tensor<5>,
     k: Tensor<5>,
     values: Tensor<5>,
     weights: Option<Tensor<5>>,
-    /// A factor on the sums that [`Grid::causal`] left out.
+    /// The power of the decay that [`Grid::causal`] left out.
     scale: Option<Tensor<4>>,
 }
 
@@ -354,7 +356,7 @@ impl<'a> Grid<'a> {
         sums
     }
 
-    /// What the dense tile of near keys gives.
+    /// The sums over the near keys, by a dense tile of scores.
     fn tile(&self) -> Tensor<5> {
         let near = self.near();
         let gather = |x: &Tensor<5>| {
@@ -417,7 +419,8 @@ impl<'a> Grid<'a> {
             .narrow(4, 0, width)
     }
 
-    /// What the chunks before the tile give: the content and the table's first row are features of one running sum.
+    /// The sums over the chunks before the tile, as one running sum: the content and the table's first row are its
+    /// features.
     fn before(&self) -> Option<Tensor<5>> {
         let mut query_features = Vec::new();
         let mut key_features = Vec::new();
@@ -438,7 +441,7 @@ impl<'a> Grid<'a> {
         let mut key_features = join(key_features);
         let decay = self.decay();
         if let Some(decay) = &decay {
-            // A key at place p of a chunk is C − p + x + (chunks between)·C before place x of a later one.
+            // A key at p in its chunk is C − p + x + (chunks between)·C tokens before position x of a later chunk.
             let rows: Vec<f64> = decay.iter().flat_map(|&g| (0..self.chunk).map(move |x| g.powf(x as f64))).collect();
             let columns: Vec<f64> = decay
                 .iter()
@@ -520,8 +523,8 @@ pub(crate) struct Running {
     content: Option<Tensor<4>>,
     /// The exponent that an exponential map subtracted from the keys, `[batch, heads, 1, 1]`.
     shift: Option<Tensor<4>>,
-    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`, oldest
-    /// first, `[batch, heads, R, dv + 1]`; without relative positions none.
+    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`,
+    /// oldest first, `[batch, heads, R, dv + 1]`; without relative positions none.
     recent: Option<(Tensor<4>, Tensor<4>)>,
 }
 
@@ -611,7 +614,7 @@ impl Running {
                 None => (far, ring),
             };
             let radius = ring.dims()[2];
-            // Burn has no empty slices, so the shortest rings are cases of their own.
+            // Burn has no empty slices, so rings of 0 and 1 tokens are special cases.
             let (far, ring) = match radius {
                 0 => (far + values, ring),
                 1 => (far + ring, values),
@@ -624,7 +627,7 @@ impl Running {
             let weights = q.matmul(rows.swap_dims(2, 3));
             let mut relative = weights.clone().narrow(3, 0, 1) * far.clone();
             if radius > 0 {
-                // The newest of the ring stands at distance 0, that is row R.
+                // The newest token of the ring is at distance 0, which is row R of the table.
                 relative = relative + weights.narrow(3, 1, radius).matmul(ring.clone());
             }
             sums = Some(match sums {
@@ -651,7 +654,7 @@ impl Running {
     }
 }
 
-/// All that content-only queries need to know of a memory: `φ(k)ᵀ v⁺`, `[batch, heads, m, dv + 1]`.
+/// The summary of a memory under kernelized attention without positions: `φ(k)ᵀ v⁺`, `[batch, heads, m, dv + 1]`.
 #[derive(Debug, Clone)]
 pub(crate) struct Total {
     options: Arc<KernelizedAttention>,
@@ -674,7 +677,7 @@ impl Total {
     ) -> Self {
         let value_dim = v.dims()[3];
         let [batch, _, _, dim] = k.dims();
-        // Queries play no part in the sums.
+        // The sums do not depend on queries.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
         let inputs = Inputs::new(&options, &learned, no_query, k, v, None, mask);
         let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
@@ -693,7 +696,7 @@ impl Total {
         narrow_float(divide(sums, self.value_dim, options.normalize), dtype)
     }
 
-    /// The shape of the queries that it answers, for one of them.
+    /// The shape of one query that it answers.
     pub(crate) fn query(&self) -> [usize; 4] {
         let [batch, heads, _, _] = self.sum.dims();
         [batch, heads, 1, self.head_dim]

@@ -1,4 +1,4 @@
-//! Both ways of computing attention against the definition, in doubles: outputs, and gradients by directional differences.
+//! Kernels and tensor operations against the definition, in `f64`: outputs, and gradients by directional differences.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use longspan_kernels::{
@@ -8,7 +8,7 @@ use longspan_kernels::{
 use super::tensor;
 use crate::attention::AttentionMask;
 
-/// A small generator, so that the numbers do not depend on another crate's.
+/// xorshift64: the numbers stay the same whatever other crates do.
 pub(super) struct Numbers(u64);
 
 impl Numbers {
@@ -169,7 +169,7 @@ pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool
         };
         let (up, down) = (moved(step), moved(-step));
         let expected = (up - down) / (2.0 * step);
-        // A parameter that plays no part may have no gradient at all.
+        // A parameter that the output does not depend on may have no gradient at all.
         let slope: f64 = found.map_or(0.0, |found| {
             assert!(found.iter().all(|g| g.is_finite()), "input {which} has a gradient that is not finite: {case:?}");
             found.iter().zip(&direction).map(|(g, d)| g * d).sum()
@@ -213,7 +213,7 @@ fn tensor_operations_are_the_definition_over_many_chunks() {
         let dims = dims(queries, keys);
         for (i, options) in mechanisms(radius).into_iter().enumerate() {
             for (j, mask) in masks(&dims, 5).into_iter().enumerate() {
-                // Differences of the definition are slow: a third of the grid, another third for each mechanism.
+                // Differences of the definition are slow: each mechanism takes another third of the grid.
                 let case = Case::new(options.clone(), dims, mask, 3);
                 assert_is_the_definition(&case, in_chunks, (i + j) % 3 == 0);
             }
@@ -262,7 +262,7 @@ pub(super) fn assert_padding_is_ignored(attend: Attend) {
                 assert_eq!(expected.len(), found.len());
                 let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
                 for (expected, found) in expected.iter().zip(found) {
-                    // The kernels walk around a NaN in another order, so the last bits may differ.
+                    // Beside a NaN the kernels sum in another order, so the last bits may differ.
                     assert!((expected - found).abs() <= 1e-12 * largest, "{found}, not {expected}: {clean:?}");
                 }
             }
@@ -303,7 +303,7 @@ mod fused {
     use super::*;
     use crate::attention::Heads;
 
-    /// A module that is given its table.
+    /// A module with the given table.
     #[derive(Debug)]
     struct Given {
         options: Arc<KernelizedAttention>,

@@ -240,8 +240,8 @@ impl DecoderBlockConfig {
     }
 }
 
-/// Causal self-attention, cross-attention to a memory (an encoder's output), and a feed-forward layer, each as a residual
-/// branch with a norm:
+/// Causal self-attention, cross-attention to a memory (an encoder's output), and a feed-forward layer, each as a
+/// residual branch with a norm:
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

@@ -202,8 +202,8 @@ impl Seq2Seq {
     }
 
     /// Takes in one target token of each batch entry, the start token first, and gives the logits of the next,
-    /// `[batch, target_vocab]`: a row of [`Seq2Seq::forward`]. Memory and time for a token do not depend on how many came
-    /// before, except under softmax attention.
+    /// `[batch, target_vocab]`: a row of [`Seq2Seq::forward`]. Memory and time for a token do not depend on how many
+    /// came before, except under softmax attention.
     ///
     /// # Errors
     /// Not one token for each batch entry, or a token outside the vocabulary.

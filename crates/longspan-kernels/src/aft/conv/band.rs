@@ -35,7 +35,7 @@ pub(super) fn common_max<T: Real>(
     let deepest = T::from_f64(DEEPEST);
     let (least, most) = range(kernel);
     let mut top = dispatch(FindReachMax { line: split(items) });
-    // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ serves nobody.
+    // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ has no differences.
     let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
     let fits = |depth: T| depth + (most - least) <= deepest;
     if !all || !fits(T::ZERO) {
