@@ -1,6 +1,6 @@
 //! Python exceptions that name the operation, the argument, what was expected and what came.
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
@@ -37,17 +37,13 @@ pub fn kernel(operation: &str, error: longspan_kernels::Error) -> PyErr {
         Error::Unsupported { combination, mend, .. } => {
             PyValueError::new_err(format!("{operation}: {combination} has no meaning; {mend}"))
         }
+        memory @ Error::Memory { .. } => PyMemoryError::new_err(format!("{operation}: {memory}")),
         other => PyValueError::new_err(format!("{operation}: {other}")),
     }
 }
 
 /// How the kernels and serde call Rust's types, and what Python calls them.
-const TYPES: [(&str, &str); 8] = [
-    ("StateShape { mechanism: \"", "a state of "),
-    ("\", batch: ", ", batch "),
-    (", kv_heads: ", ", key/value heads "),
-    (", parts: [", ", parts ["),
-    ("] }", "]"),
+const TYPES: [(&str, &str); 3] = [
     ("usize", "an integer from 0 on"),
     ("isize", "an integer"),
     ("f64", "a number"),

@@ -43,24 +43,26 @@ impl State {
 impl State {
     /// A state from its attributes, as `from_numbers`, or with ``numbers`` as bytes of a ``dtype``, as it is pickled.
     #[new]
-    #[pyo3(signature = (mechanism, batch, kv_heads, parts, numbers, dtype=None))]
+    #[pyo3(signature = (mechanism, options, batch, kv_heads, parts, numbers, dtype=None))]
     fn new(
         mechanism: &str,
+        options: &str,
         batch: &Bound<'_, PyAny>,
         kv_heads: &Bound<'_, PyAny>,
         parts: &Bound<'_, PyAny>,
         numbers: &Bound<'_, PyAny>,
         dtype: Option<&str>,
     ) -> PyResult<Self> {
-        let Some(dtype) = dtype else { return Self::from_numbers(mechanism, batch, kv_heads, parts, numbers) };
+        let Some(dtype) = dtype else { return Self::from_numbers(mechanism, options, batch, kv_heads, parts, numbers) };
         let array = numbers.py().import("numpy")?.call_method1("frombuffer", (numbers, dtype))?;
-        Self::from_numbers(mechanism, batch, kv_heads, parts, &array)
+        Self::from_numbers(mechanism, options, batch, kv_heads, parts, &array)
     }
 
     /// A state from what ``numbers`` and the other attributes gave, perhaps in another process.
     #[staticmethod]
     fn from_numbers(
         mechanism: &str,
+        options: &str,
         batch: &Bound<'_, PyAny>,
         kv_heads: &Bound<'_, PyAny>,
         parts: &Bound<'_, PyAny>,
@@ -73,6 +75,12 @@ impl State {
         let Some(mechanism) = mechanisms::state_name(mechanism) else {
             return Err(error::value(operation, "mechanism", "the name of a mechanism that has a state", mechanism));
         };
+        let Some((version, fingerprint)) = options
+            .split_once('.')
+            .and_then(|(version, hex)| Some((version.parse().ok()?, u64::from_str_radix(hex, 16).ok()?)))
+        else {
+            return Err(error::value(operation, "options", "what the options of a state gave", options));
+        };
         let given = parts.len();
         let parts = <[usize; 6]>::try_from(parts).map_err(|_| error::value(operation, "parts", "6 sizes", given))?;
         let head = parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
@@ -80,7 +88,7 @@ impl State {
         if fits.is_none() {
             return Err(error::value(operation, "parts", "sizes that fit the address space", format!("{parts:?}")));
         }
-        let shape = StateShape { mechanism, batch, kv_heads, parts };
+        let shape = StateShape { mechanism, version, options: fingerprint, batch, kv_heads, parts };
         let numbers = Tensor::new(operation, "numbers", numbers)?.row_major()?;
         let wrong = |e| error::kernel(operation, e);
         let numbers = match numbers.dtype().precision() {
@@ -98,6 +106,13 @@ impl State {
     #[getter]
     fn mechanism(&self) -> &'static str {
         self.shape().mechanism
+    }
+
+    /// The version of its layout and a fingerprint of the options that made it: a mechanism with other options refuses it.
+    #[getter]
+    fn options(&self) -> String {
+        let shape = self.shape();
+        format!("{}.{:016x}", shape.version, shape.options)
     }
 
     /// Independent sequences.
@@ -146,8 +161,13 @@ impl State {
 
     /// A state of its own with the same numbers.
     #[pyo3(name = "clone")]
-    fn duplicate(&self) -> Self {
-        self.clone()
+    fn duplicate(&self) -> PyResult<Self> {
+        let wrong = |e| error::kernel("State.clone", e);
+        let numbers = match &self.numbers {
+            Numbers::F32(state) => Numbers::F32(state.try_clone().map_err(wrong)?),
+            Numbers::F64(state) => Numbers::F64(state.try_clone().map_err(wrong)?),
+        };
+        Ok(Self { numbers })
     }
 
     /// The states of the batch entries ``indices``, in that order; an entry may come several times (beam search).
@@ -166,19 +186,20 @@ impl State {
         Ok(Self { numbers })
     }
 
-    fn __copy__(&self) -> Self {
-        self.clone()
+    fn __copy__(&self) -> PyResult<Self> {
+        self.duplicate()
     }
 
-    fn __deepcopy__(&self, _memo: &Bound<'_, PyAny>) -> Self {
-        self.clone()
+    fn __deepcopy__(&self, _memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+        self.duplicate()
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         // Bytes: `torch.load` with `weights_only` refuses NumPy's arrays.
         let numbers = self.numbers(py)?.call_method0("tobytes")?;
         let shape = self.shape();
-        let parts = (shape.mechanism, shape.batch, shape.kv_heads, shape.parts.to_vec(), numbers, self.dtype());
+        let (mechanism, parts) = (shape.mechanism, shape.parts.to_vec());
+        let parts = (mechanism, self.options(), shape.batch, shape.kv_heads, parts, numbers, self.dtype());
         Ok((py.get_type::<Self>().into_any(), parts.into_pyobject(py)?))
     }
 

@@ -106,15 +106,15 @@ def test_wrong_states_are_refused():
         ops.kernelized_attention(q, k, v, initial_state=state)
     with pytest.raises(ValueError, match="final state"):
         ops.kernelized_attention(q, k, v, output_final_state=True)
-    good = (state.mechanism, state.batch, state.kv_heads, state.parts, state.numbers)
+    good = (state.mechanism, state.options, state.batch, state.kv_heads, state.parts, state.numbers)
     assert State.from_numbers(*good) == state
-    for place, wrong in ((0, "nobody"), (1, 3), (3, [1, 2]), (3, [2**63, 2**63, 0, 0, 0, 0]), (4, np.zeros(3))):
+    for place, wrong in ((0, "nobody"), (1, "x"), (2, 3), (4, [1, 2]), (4, [2**63, 2**63, 0, 0, 0, 0]), (5, np.zeros(3))):
         bad = list(good)
         bad[place] = wrong
         with pytest.raises(ValueError):
             State.from_numbers(*bad)
     with pytest.raises(TypeError):
-        State.from_numbers(*good[:4], [1.0])
+        State.from_numbers(*good[:5], [1.0])
 
 
 def test_a_state_with_a_broken_ring_is_refused():
@@ -122,7 +122,7 @@ def test_a_state_with_a_broken_ring_is_refused():
     _, state = shaw(q, k, v, output_final_state=True)
     numbers = state.numbers
     numbers[..., sum(state.parts[:2]) + 1] = 1e9
-    broken = State.from_numbers(state.mechanism, state.batch, state.kv_heads, state.parts, numbers)
+    broken = State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
     with pytest.raises(ValueError, match="ring"):
         ops.shaw_attention_step(*(x[:, :, 0] for x in (q, k, v)), REL, broken)
 
@@ -220,3 +220,28 @@ def test_a_state_is_sent_to_another_process_and_back(method):
     close(np.stack(outputs, 2), expected[:, :, 8:])
     token = [x[:, :, 0] for x in (q, k, v)]
     close(shaw_step(*token, last)[0], shaw_step(*token, end)[0])
+
+
+def test_a_state_made_with_other_options_is_refused():
+    q, k, v = (x[:, :, :8] for x in inputs(queries=9, keys=9))
+    _, plain = kernelized(q, k, v, output_final_state=True)
+    _, fading = kernelized(q, k, v, output_final_state=True, decay=0.5)
+    assert plain.options != fading.options
+    for options in ({"decay": 0.5}, {"feature_map": "relu"}):
+        with pytest.raises(ValueError, match="made with the same options"):
+            kernelized(q, k, v, initial_state=plain, **options)
+    with pytest.raises(ValueError, match="made with the same options"):
+        longspan.combine("kernelized", fading, fading)
+    with pytest.raises(ValueError, match="made with the same options"):
+        longspan.combine("kernelized", fading, plain, decay=0.5)
+
+
+def test_a_state_without_memory_is_an_error():
+    token = np.zeros((1, 1, 8), np.float32)
+    with pytest.raises(MemoryError, match="softmax_attention_step: state: no memory for"):
+        ops.softmax_attention_step(token, token, token, capacity=2**36)
+    _, state = ops.softmax_attention_step(token, token, token, capacity=2**20)
+    before = state.numbers
+    with pytest.raises(MemoryError, match="State.select"):
+        state.select([0] * 100_000)
+    assert np.array_equal(state.numbers, before)

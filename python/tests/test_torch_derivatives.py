@@ -146,7 +146,7 @@ def test_calls_with_states_refuse():
     (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="kernelized_attention: second derivatives: expected a call without states"):
         torch.autograd.grad((g**2).sum() + (x**2).sum(), x)
-    learned = TensorState(state.mechanism, state.parts, state.numbers.detach().requires_grad_())
+    learned = TensorState(state.mechanism, state.options, state.parts, state.numbers.detach().requires_grad_())
     (g,) = torch.autograd.grad(attend(q, learned)[0].square().sum(), learned.numbers, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(g.square().sum() + learned.numbers.square().sum(), learned.numbers)
@@ -163,4 +163,4 @@ def test_calls_with_states_refuse():
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="states: expected a call outside"):
         numbers = learned.numbers.detach()
         dual = forward_ad.make_dual(numbers, numbers)
-        attend(q, TensorState(state.mechanism, state.parts, dual))
+        attend(q, TensorState(state.mechanism, state.options, state.parts, dual))

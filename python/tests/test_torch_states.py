@@ -107,7 +107,7 @@ def test_gradcheck_of_a_learned_state():
 
     def call(learned, q, k, v):
         whole = torch.cat([learned, numbers[..., sums:]], -1)
-        start = TensorState(state.mechanism, tuple(state.parts), whole)
+        start = TensorState(state.mechanism, state.options, tuple(state.parts), whole)
         out, end = ops.kernelized_attention(q, k, v, is_causal=True, initial_state=start, output_final_state=True)
         return out, end.numbers[..., :sums]
 
@@ -206,9 +206,9 @@ WRONG = [
     (ValueError, "final state", lambda q, k, v, s: dict(output_final_state=True, is_causal=False)),
     (ValueError, "state", lambda q, k, v, s: dict(initial_state=s.select([0]))),
     (TypeError, "initial_state: expected a state of float64 like q, got float32", lambda q, k, v, s: dict(
-        initial_state=TensorState(s.mechanism, s.parts, s.numbers.float()))),
-    (ValueError, "state", lambda q, k, v, s: dict(initial_state=TensorState("shaw", s.parts, s.numbers))),
-    (ValueError, "numbers", lambda q, k, v, s: dict(initial_state=TensorState(s.mechanism, s.parts, s.numbers[..., 1:]))),
+        initial_state=TensorState(s.mechanism, s.options, s.parts, s.numbers.float()))),
+    (ValueError, "state", lambda q, k, v, s: dict(initial_state=TensorState("shaw", s.options, s.parts, s.numbers))),
+    (ValueError, "numbers", lambda q, k, v, s: dict(initial_state=TensorState(s.mechanism, s.options, s.parts, s.numbers[..., 1:]))),
 ]  # fmt: skip
 
 

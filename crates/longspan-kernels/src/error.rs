@@ -45,6 +45,12 @@ pub enum Error {
         /// Its query.
         row: usize,
     },
+    /// The machine has not the memory for a state.
+    #[error("state: no memory for {bytes} bytes; take a smaller batch, width or capacity")]
+    Memory {
+        /// What was asked for.
+        bytes: usize,
+    },
     /// A name, such as that of a feature map, is not known.
     #[error("unknown {kind} {got:?}; known are {known}")]
     UnknownName {

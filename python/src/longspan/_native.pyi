@@ -13,6 +13,7 @@ class State:
     def __new__(
         cls,
         mechanism: str,
+        options: str,
         batch: int,
         kv_heads: int,
         parts: Sequence[int],
@@ -21,10 +22,12 @@ class State:
     ) -> State: ...
     @staticmethod
     def from_numbers(
-        mechanism: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
+        mechanism: str, options: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
     ) -> State: ...
     @property
     def mechanism(self) -> str: ...
+    @property
+    def options(self) -> str: ...
     @property
     def batch(self) -> int: ...
     @property

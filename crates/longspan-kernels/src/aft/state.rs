@@ -148,7 +148,7 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
         || "a size that fits the address space".into(),
         || format!("{shape:?}"),
     )?;
-    let mut state = State::zeros(shape);
+    let mut state = State::zeros(shape)?;
     for head in state.heads_mut().map(Head::from) {
         head.exponent.fill(floor());
         head.ring_keys.fill(T::NEG_INFINITY);
@@ -219,7 +219,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     let padded = padded::<T>(width);
     let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
     let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
-    let mut combined = earlier.clone();
+    let mut combined = earlier.try_clone()?;
     for (index, mut head) in combined.heads_mut().map(Head::from).enumerate() {
         let later = Head::from(later.head(0, index));
         let tokens = later.marks[FILLED].to_f64() as usize;

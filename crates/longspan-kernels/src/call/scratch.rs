@@ -1,9 +1,11 @@
 //! Working memory that the caller keeps between calls.
 
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
+use crate::error::Error;
 use crate::simd::Real;
 use crate::simd::rows::{LINE_BYTES, line, padded};
 
@@ -104,19 +106,33 @@ pub(crate) struct Lines<T> {
 }
 
 impl<T: Real> Lines<T> {
-    pub fn zeros(len: usize) -> Self {
-        let buffer = vec![T::ZERO; if len == 0 { 0 } else { len + line::<T>() }];
+    /// Zeros, or an error where the machine has not the memory.
+    pub fn zeros(len: usize) -> Result<Self, Error> {
+        let buffer = if len == 0 { Vec::new() } else { zeros(len.saturating_add(line::<T>()))? };
         let start = if len == 0 { 0 } else { line_start(&buffer) };
-        Self { buffer, start, len }
+        Ok(Self { buffer, start, len })
+    }
+
+    /// A copy, as [`zeros`](Self::zeros).
+    pub fn copy(numbers: &[T]) -> Result<Self, Error> {
+        let mut this = Self::zeros(numbers.len())?;
+        this.copy_from_slice(numbers);
+        Ok(this)
     }
 }
 
-impl<T: Real> From<&[T]> for Lines<T> {
-    fn from(numbers: &[T]) -> Self {
-        let mut this = Self::zeros(numbers.len());
-        this.copy_from_slice(numbers);
-        this
+/// Zeros from the system, whose pages cost nothing until they are used: a state with room for many tokens is mostly that.
+fn zeros<T: Real>(len: usize) -> Result<Vec<T>, Error> {
+    let refused = || Error::Memory { bytes: len.saturating_mul(size_of::<T>()) };
+    let layout = Layout::array::<T>(len).map_err(|_| refused())?;
+    debug_assert!(layout.size() > 0);
+    // SAFETY: the layout is not empty: its callers ask for a cache line at least.
+    let start = unsafe { alloc_zeroed(layout) };
+    if start.is_null() {
+        return Err(refused());
     }
+    // SAFETY: the memory was allocated by the global allocator with the layout of so many numbers; zero bits are the number 0.
+    Ok(unsafe { Vec::from_raw_parts(start.cast(), len, len) })
 }
 
 impl<T> Deref for Lines<T> {
@@ -136,7 +152,11 @@ impl<T> DerefMut for Lines<T> {
 // A clone's memory begins elsewhere on its cache line.
 impl<T: Real> Clone for Lines<T> {
     fn clone(&self) -> Self {
-        Self::from(&**self)
+        match Self::copy(self) {
+            Ok(copy) => copy,
+            // As every clone does: `State::try_clone` returns the error.
+            Err(_) => handle_alloc_error(Layout::for_value(&**self)),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The state of a prefix: all that later tokens need to know of earlier ones, of a size that does not grow.
 
+use std::fmt;
 use std::hash::{Hash, Hasher};
 
 use super::Lines;
@@ -64,6 +65,14 @@ impl StateShape {
     }
 }
 
+/// In the words of errors.
+impl fmt::Display for StateShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mechanism, batch, kv_heads, parts, .. } = self;
+        write!(f, "a state of {mechanism}, batch {batch}, key/value heads {kv_heads}, parts {parts:?}")
+    }
+}
+
 /// The fingerprint of options: the same on every machine, unlike the standard library's hashes.
 pub(crate) fn fingerprint(options: &impl Hash) -> u64 {
     let mut hasher = Fingerprint(0xcbf2_9ce4_8422_2325);
@@ -102,8 +111,15 @@ impl Hasher for Fingerprint {
 
 impl<T: Real> State<T> {
     /// A state of zeros.
-    pub(crate) fn zeros(shape: StateShape) -> Self {
-        Self { shape, numbers: Lines::zeros(shape.batch * shape.kv_heads * shape.head_len()) }
+    pub(crate) fn zeros(shape: StateShape) -> Result<Self, Error> {
+        let head = shape.parts.iter().fold(0usize, |sum, &part| sum.saturating_add(part));
+        let len = head.saturating_mul(shape.batch).saturating_mul(shape.kv_heads);
+        Ok(Self { shape, numbers: Lines::zeros(len)? })
+    }
+
+    /// A clone, or an error where the machine has not the memory.
+    pub fn try_clone(&self) -> Result<Self, Error> {
+        Ok(Self { shape: self.shape, numbers: Lines::copy(&self.numbers)? })
     }
 
     /// Whose state it is, and its sizes.
@@ -119,21 +135,22 @@ impl<T: Real> State<T> {
     /// A state from numbers that [`State::numbers`] gave, perhaps in another process. The mechanism that takes it looks
     /// at the numbers themselves.
     pub fn from_numbers(shape: StateShape, numbers: Vec<T>) -> Result<Self, Error> {
-        let expected = shape.batch * shape.kv_heads * shape.head_len();
+        let head = shape.parts.iter().fold(0usize, |sum, &part| sum.saturating_add(part));
+        let expected = head.saturating_mul(shape.batch).saturating_mul(shape.kv_heads);
         expect(
             numbers.len() == expected,
             "state",
             "numbers",
-            || format!("{expected} for {shape:?}"),
+            || format!("{expected} for {shape}"),
             || numbers.len().to_string(),
         )?;
-        Ok(Self { shape, numbers: Lines::from(&*numbers) })
+        Ok(Self { shape, numbers: Lines::copy(&numbers)? })
     }
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
     pub fn select(&self, indices: &[usize]) -> Result<Self, Error> {
         let entry = self.shape.kv_heads * self.shape.head_len();
-        let mut numbers = Lines::zeros(indices.len() * entry);
+        let mut numbers = Lines::zeros(indices.len().saturating_mul(entry))?;
         for (n, &index) in indices.iter().enumerate() {
             expect(
                 index < self.shape.batch,
@@ -179,7 +196,7 @@ impl<T: Real> State<T> {
             || "a state that was made with the same options".into(),
             || "one made with others: another feature map, decay, or table of positions".into(),
         )?;
-        expect(own == expected, operation, argument, || format!("{expected:?}"), || format!("{own:?}"))
+        expect(own == expected, operation, argument, || expected.to_string(), || own.to_string())
     }
 
     /// One part of every head's state, batch entry after batch entry.

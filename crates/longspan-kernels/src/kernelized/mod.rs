@@ -293,7 +293,7 @@ impl Compute for KernelizedAttention {
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(self.name())?;
         self.check_feature_map(dims)?;
-        Ok(state::empty(self, dims))
+        state::empty(self, dims)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {

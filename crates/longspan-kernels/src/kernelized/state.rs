@@ -113,18 +113,18 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
 }
 
 /// The state before the first token.
-pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> State<T> {
+pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<State<T>, Error> {
     empty_of(attention, shape::<T>(attention, dims))
 }
 
-fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> State<T> {
-    let mut state = State::zeros(shape);
+fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Result<State<T>, Error> {
+    let mut state = State::zeros(shape)?;
     if attention.feature_map.is_exponential() {
         for head in state.heads_mut().map(Head::from) {
             head.marks[SHIFT] = T::NEG_INFINITY;
         }
     }
-    state
+    Ok(state)
 }
 
 /// Checks sizes and marks of a state that a caller gives.
@@ -207,7 +207,7 @@ pub(super) fn combine<T: Real>(
         )?;
     }
 
-    let mut state = empty_of(attention, shape);
+    let mut state = empty_of(attention, shape)?;
     for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
         let [first, second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
         let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);

@@ -32,7 +32,7 @@ pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateSh
 /// The state before the first token.
 pub(super) fn empty<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Result<State<T>, Error> {
     dims.check("softmax")?;
-    Ok(State::zeros(shape(attention, dims)?))
+    State::zeros(shape(attention, dims)?)
 }
 
 /// Tokens that one head's cache holds.
@@ -118,7 +118,7 @@ pub(super) fn combine<T: Real>(
     };
     check(attention, &dims, earlier, "earlier state")?;
     check(attention, &dims, later, "later state")?;
-    let mut sum = earlier.clone();
+    let mut sum = earlier.try_clone()?;
     for (unit, [keys, values, held, ..]) in sum.heads_mut().enumerate() {
         let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
         let (first, second) = (count(earlier, batch, kv_head), count(later, batch, kv_head));

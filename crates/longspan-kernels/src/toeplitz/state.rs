@@ -86,7 +86,7 @@ pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T
         || "a bias whose reach fits memory: all tokens that it reaches are kept".into(),
         || format!("{shape:?}"),
     )?;
-    let mut state = State::zeros(shape);
+    let mut state = State::zeros(shape)?;
     for head in state.heads_mut().map(Head::from) {
         head.marks[EXPONENT] = T::NEG_INFINITY;
     }
@@ -153,7 +153,7 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
         let [earlier, later] = [earlier, later].map(|state| Head::from(state.head(0, index)).mark(TOKENS));
         check_reach(toeplitz, "later state", earlier + later)?;
     }
-    let mut combined = earlier.clone();
+    let mut combined = earlier.try_clone()?;
     for (index, head) in combined.heads_mut().map(Head::from).enumerate() {
         let later = Head::from(later.head(0, index));
         let (slot, tokens) = (later.mark(SLOT), later.mark(TOKENS));

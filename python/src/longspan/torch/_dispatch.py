@@ -132,7 +132,7 @@ def _attend_with_states(
     if initial_state is not None and not isinstance(initial_state, TensorState):
         plain = _calls.plain_state(operation, "initial_state", initial_state)
         initial_state = None if plain is None else TensorState.of(plain)
-    shape = None if initial_state is None else (initial_state.mechanism, initial_state.parts)
+    shape = None if initial_state is None else (initial_state.mechanism, initial_state.options, initial_state.parts)
     initial = None if initial_state is None else initial_state.numbers
     found: list[Any] = []
     rest = (mechanism, options, operation, is_causal, offset)
@@ -140,7 +140,7 @@ def _attend_with_states(
         # Under autocast, as the operator does.
         tensors = [tensor.float() for tensor in tensors]
     out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
-    return (out, TensorState(found[0], found[1], numbers)) if output_final_state else out
+    return (out, TensorState(*found, numbers)) if output_final_state else out
 
 
 def _attend_watched(

@@ -339,8 +339,8 @@ class Eager(torch.autograd.Function):
 class EagerWithStates(torch.autograd.Function):
     """The same from a state and to one, with gradients through both.
 
-    ``initial`` holds the numbers of a state of ``shape``, its mechanism and its parts, or ``None``. Returns the output and the
-    final state's numbers, and appends the final state's mechanism and parts to ``found``.
+    ``initial`` holds the numbers of a state of ``shape``, its mechanism, options and parts, or ``None``. Returns the output and
+    the final state's numbers, and appends the same of the final state to ``found``.
     """
 
     @staticmethod
@@ -348,7 +348,7 @@ class EagerWithStates(torch.autograd.Function):
         ctx: Any,
         key_padding_mask: Tensor | None,
         rest: tuple[str, str, str, bool, int],
-        shape: tuple[str, tuple[int, ...]] | None,
+        shape: tuple[str, str, tuple[int, ...]] | None,
         found: list[Any],
         initial: Tensor | None,
         q: Tensor,
@@ -356,14 +356,14 @@ class EagerWithStates(torch.autograd.Function):
         v: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        before = None if shape is None or initial is None else TensorState(shape[0], shape[1], initial).detach()
+        before = None if shape is None or initial is None else TensorState(*shape, initial).detach()
         out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
         assert state is not None
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
         ctx.rest = rest
         ctx.set_materialize_grads(False)
         final = TensorState.of(state)
-        ctx.shape = (final.mechanism, final.parts)
+        ctx.shape = (final.mechanism, final.options, final.parts)
         found.extend(ctx.shape)
         return out, final.numbers
 
@@ -371,8 +371,7 @@ class EagerWithStates(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        name, parts = ctx.shape
-        states = [None if x is None else TensorState(name, parts, x).detach() for x in (initial, d_final)]
+        states = [None if x is None else TensorState(*ctx.shape, x).detach() for x in (initial, d_final)]
         gradients, d_initial = _backward(
             d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
         )  # fmt: skip

@@ -25,6 +25,8 @@ class TensorState:
 
     #: Name of the mechanism whose state it is.
     mechanism: str
+    #: The version of its layout and a fingerprint of the options that made it.
+    options: str
     #: Numbers in each part of one head's state.
     parts: tuple[int, ...]
     #: ``[batch, kv_heads, sum(parts)]``, float32 or float64.
@@ -33,7 +35,7 @@ class TensorState:
     @classmethod
     def of(cls, state: State) -> TensorState:
         """The same numbers, as a tensor of their own."""
-        return cls(state.mechanism, tuple(state.parts), torch.from_numpy(state.numbers))
+        return cls(state.mechanism, state.options, tuple(state.parts), torch.from_numpy(state.numbers))
 
     @property
     def batch(self) -> int:
@@ -48,12 +50,12 @@ class TensorState:
     def detach(self) -> State:
         """The plain state, without gradient: what truncated backpropagation carries on."""
         return State.from_numbers(
-            self.mechanism, self.batch, self.kv_heads, self.parts, self.numbers.detach().contiguous().numpy()
+            self.mechanism, self.options, self.batch, self.kv_heads, self.parts, self.numbers.detach().contiguous().numpy()
         )
 
     def clone(self) -> TensorState:
         """A state of its own with the same numbers and the same gradient."""
-        return TensorState(self.mechanism, self.parts, self.numbers.clone())
+        return TensorState(self.mechanism, self.options, self.parts, self.numbers.clone())
 
     def select(self, indices: Sequence[int] | Tensor) -> TensorState:
         """The states of the batch entries ``indices``, in that order; an entry may come several times (beam search)."""
@@ -63,4 +65,4 @@ class TensorState:
         chosen = given.to(torch.long)
         if bool(((chosen < 0) | (chosen >= self.batch)).any()):
             raise ValueError(f"TensorState.select: indices: expected integers from 0 to {self.batch - 1}, got {indices!r}")
-        return TensorState(self.mechanism, self.parts, self.numbers.index_select(0, chosen))
+        return TensorState(self.mechanism, self.options, self.parts, self.numbers.index_select(0, chosen))
