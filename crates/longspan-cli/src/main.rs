@@ -15,9 +15,9 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{Outcome, bench, eval, explain, info, predict, train};
+use crate::commands::{Outcome, bench, completions, eval, explain, info, man, predict, train};
 use crate::terminal::notes::note;
 use crate::terminal::signals;
 
@@ -50,6 +50,10 @@ enum Command {
     Bench(bench::Arguments),
     /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
+    /// Print what a shell needs to complete this command's arguments
+    Completions(completions::Arguments),
+    /// Write manual pages
+    Man(man::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -65,6 +69,8 @@ fn main() -> ExitCode {
         Command::Explain(arguments) => explain::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
+        Command::Completions(arguments) => completions::run(&arguments, &mut Arguments::command()),
+        Command::Man(arguments) => man::run(&arguments, Arguments::command()),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
@@ -93,7 +99,9 @@ fn usage(error: &clap::Error) -> ExitCode {
         };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        note("error: no subcommand; give train, predict, eval, explain, bench or info, or see longspan --help");
+        note(
+            "error: no subcommand; give train, predict, eval, explain, bench, info, completions or man, or see longspan --help",
+        );
         return ExitCode::from(2);
     }
     let text = error.to_string();

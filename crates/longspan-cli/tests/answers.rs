@@ -245,3 +245,36 @@ fn mechanisms_are_compared() {
     place.fails(&["info"], &["<RUN>"]);
     place.fails(&["info", "run", "--mechanisms"], &["cannot be used with"]);
 }
+
+#[test]
+fn completions_and_manual_pages_know_every_verb() {
+    let place = Place::new();
+    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
+        assert!(place.ok(&["completions", shell]).contains("predict"), "{shell}");
+    }
+    place.ok(&["man", "pages/man1"]);
+    let page = text(&place.read("pages/man1/longspan-train.1"));
+    assert!(page.contains("held\\-out"), "{page}");
+    assert!(place.names("pages/man1").len() >= 9, "{:?}", place.names("pages/man1"));
+    place.write("file", b"");
+    place.fails(&["man", "file/man1"], &["cannot write manual pages to file/man1"]);
+}
+
+#[test]
+fn standard_input_and_gzip_are_read() {
+    let place = Place::new();
+    place.trained("run");
+    let answers = place.ok(&["predict", "run", "pairs.tsv"]);
+    let status = std::process::Command::new("gzip").args(["-k", "pairs.tsv"]).current_dir(place.path("")).status();
+    assert!(status.unwrap().success());
+    assert_eq!(place.ok(&["predict", "run", "pairs.tsv.gz"]), answers);
+    let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
+    let output = place.command(&["predict", "run", "-"]).stdin(input()).output().unwrap();
+    assert_eq!(text(&output.stdout), answers);
+    let scores = place.ok(&["eval", "run", "pairs.tsv"]);
+    assert_eq!(place.ok(&["eval", "run", "pairs.tsv.gz"]), scores);
+    assert_eq!(text(&place.command(&["eval", "run", "-"]).stdin(input()).output().unwrap().stdout), scores);
+    let cut = place.read("pairs.tsv.gz");
+    place.write("cut.tsv.gz", &cut[..cut.len() / 2]);
+    place.fails(&["eval", "run", "cut.tsv.gz"], &["cannot read cut.tsv.gz", "whole"]);
+}

@@ -358,6 +358,25 @@ fn the_next_command_can_be_pasted() {
 }
 
 #[test]
+fn own_development_and_held_out_pairs_are_used_and_data_may_move() {
+    let place = Place::new();
+    place.write("development.tsv", b"abc\tcba\n");
+    place.write("held-out.tsv", b"abd\tdba\nabe\teba\n");
+    let more = ["--development", "development.tsv", "--held-out", "held-out.tsv"];
+    let output = place.run(&place.train("run", "4", &more));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("200 training examples, 2 held out"), "{}", text(&output.stderr));
+    std::fs::rename(place.path("pairs.tsv"), place.path("moved.tsv")).unwrap();
+    place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv"]);
+    place.ok(&["train", "--resume", "run", "--steps", "6", "--pairs", "moved.tsv"]);
+    assert_eq!(place.info("run")["step"], 6);
+    place.write("other.tsv", b"abc\tcba\nabd\tdba\nbcd\tdcb\n");
+    let other = ["train", "--resume", "run", "--steps", "8", "--pairs", "other.tsv"];
+    place.fails(&other, &["other.tsv is not what this run began with", "--pairs"]);
+    place.ok(&["train", "--resume", "run", "--steps", "8"]);
+}
+
+#[test]
 fn few_pairs_get_fewer_steps() {
     let place = Place::new();
     let mut arguments = place.train("run", "1", &[]);

@@ -19,7 +19,7 @@ use crate::tasks::{Task, Trained, for_task};
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// Pairs: a .tsv (source, tab, target) or a .jsonl; a source that comes several times may be answered by any of its
+    /// Pairs: a .tsv (source, tab, target) or a .jsonl, also in gzip, or `-`; a source that comes several times may be answered by any of its
     /// targets
     file: PathBuf,
     /// Print one JSON object

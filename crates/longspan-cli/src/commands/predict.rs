@@ -1,13 +1,12 @@
 //! `longspan predict`: answers lines as they come.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
-use std::path::PathBuf;
+use std::io::{self, BufRead, Write};
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::thread;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use serde_json::json;
 
@@ -27,7 +26,7 @@ const BATCH: usize = 256;
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// A file with one source a line; standard input if not given
+    /// A file with one source a line, also in gzip; standard input if not given or `-`
     file: Option<PathBuf>,
     /// Print a JSON object for each line, with all answers of the beam and their log-probabilities
     #[arg(long)]
@@ -44,15 +43,8 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
     let how = trained.answering(arguments.search.beam, &workers);
-    let (name, reader): (String, Box<dyn BufRead + Send>) = match &arguments.file {
-        Some(path) => {
-            let name = path.display().to_string();
-            let file = File::open(path)
-                .map_err(|error| anyhow!("cannot read {name}: {error}; check the name and the permissions"))?;
-            (name, Box::new(BufReader::new(file)))
-        }
-        None => ("standard input".into(), Box::new(BufReader::new(io::stdin()))),
-    };
+    let path = arguments.file.as_deref().unwrap_or(Path::new("-"));
+    let (name, reader) = (lines::name(path), lines::open(path)?);
     let lines = read_ahead(reader);
     let mut out = io::stdout().lock();
     let mut unknown = BTreeSet::new();

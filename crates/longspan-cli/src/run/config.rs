@@ -12,6 +12,12 @@ use serde_json::{Map, Value};
 pub struct RunConfig {
     /// Pairs to learn from; without them, the CMU dictionary.
     pub pairs: Option<PathBuf>,
+    /// Pairs for the development loss, instead of a twentieth of `pairs`.
+    #[serde(default)]
+    pub development: Option<PathBuf>,
+    /// Pairs for the scores at the end, instead of a twentieth of `pairs`.
+    #[serde(default)]
+    pub held_out: Option<PathBuf>,
     /// `characters`, `words`, `bytes`, or the path of a `tokenizer.json`.
     pub source_tokens: Option<String>,
     /// As `source_tokens`.
@@ -75,6 +81,8 @@ impl Default for RunConfig {
     fn default() -> Self {
         Self {
             pairs: None,
+            development: None,
+            held_out: None,
             source_tokens: None,
             target_tokens: None,
             max_tokens: 512,
@@ -107,8 +115,10 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 28] = [
-    ("pairs", "a .tsv or .jsonl of pairs; the CMU dictionary without it"),
+pub const KEYS: [(&str, &str); 30] = [
+    ("pairs", "a .tsv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
+    ("development", "pairs for the development loss; a twentieth without it"),
+    ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
     ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
     ("max_tokens", "longer training pairs are left out"),

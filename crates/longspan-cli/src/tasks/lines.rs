@@ -1,6 +1,50 @@
-//! Lines of a person's file.
+//! A person's file of text: `-` is standard input, and gzip is read as what it holds.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
 
 use anyhow::{Result, anyhow};
+use flate2::bufread::MultiGzDecoder;
+
+/// The first bytes of gzip.
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// Whether a path stands for standard input.
+pub fn is_standard_input(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// The name of a file for people.
+pub fn name(path: &Path) -> String {
+    if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
+}
+
+/// Opens a file.
+pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
+    let failed = |error| cannot_read(path, &error);
+    let mut reader: Box<dyn BufRead + Send> = if is_standard_input(path) {
+        Box::new(BufReader::new(io::stdin()))
+    } else {
+        Box::new(BufReader::new(File::open(path).map_err(failed)?))
+    };
+    // Of standard input only a terminal waits here, for its first line.
+    if reader.fill_buf().map_err(failed)?.starts_with(&GZIP) {
+        return Ok(Box::new(BufReader::new(MultiGzDecoder::new(reader))));
+    }
+    Ok(reader)
+}
+
+/// Reads a whole file.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes).map_err(|error| cannot_read(path, &error))?;
+    Ok(bytes)
+}
+
+fn cannot_read(path: &Path, error: &io::Error) -> anyhow::Error {
+    anyhow!("cannot read {}: {error}; check the name, the permissions, and that it is whole", name(path))
+}
 
 /// A line as text, or an error that says where it is not UTF-8.
 pub fn utf8<'a>(line: &'a [u8], at: &str) -> Result<&'a str> {

@@ -107,7 +107,7 @@ pub(super) fn reach(aft: &Aft, causal: bool) -> (usize, usize) {
 }
 
 /// Checks the options that every call and state shares.
-pub(super) fn check_options<T: Real>(aft: &Aft, dims: &Dims) -> Result<(), Error> {
+pub(super) fn check_options(aft: &Aft, dims: &Dims) -> Result<(), Error> {
     let operation = aft.name();
     expect(
         dims.value_dim == dims.head_dim,
@@ -157,7 +157,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let operation = aft.name();
         let dims = call.dims;
         // Before the parameters are asked for: their sizes come from the options.
-        check_options::<T>(aft, &dims)?;
+        check_options(aft, &dims)?;
         check_call(aft, call)?;
         let causal = call.mask.order == Order::Causal;
         if let Some(initial) = call.initial_state {

@@ -107,7 +107,7 @@ impl<T: Real> Head<&mut [T]> {
 }
 
 /// The sizes of the state of `aft` for calls of these sizes.
-pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
+pub(super) fn shape(aft: &Aft, dims: &Dims) -> StateShape {
     let ring = reach(aft, true).0;
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     StateShape {
@@ -123,7 +123,7 @@ pub(super) fn shape<T: Real>(aft: &Aft, dims: &Dims) -> StateShape {
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
-    check_options::<T>(aft, dims)?;
+    check_options(aft, dims)?;
     let operation = aft.name();
     if let Variant::Local { length: None, .. } = aft.variant {
         return Err(Error::Unsupported {
@@ -139,7 +139,7 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
             mend: "give the call the whole image",
         });
     }
-    let shape = shape::<T>(aft, dims);
+    let shape = shape(aft, dims);
     let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
     expect(
         fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>()),
@@ -163,7 +163,7 @@ pub(super) fn check_sizes<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape::<T>(aft, dims))?;
+    let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape(aft, dims))?;
     state.check(aft.name(), argument, shape)
 }
 

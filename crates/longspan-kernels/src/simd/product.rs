@@ -89,11 +89,13 @@ impl<T: Real> Operation for Product<'_, T> {
     }
 }
 
+/// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
+pub(crate) type Outer<'a, T> = Option<(&'a [T], &'a [T])>;
+
 /// A matrix product with what else is done on the way.
 pub(crate) struct ProductWith<'a, T> {
     pub product: Product<'a, T>,
-    /// A number for each row and a line of numbers for the columns, whose products are added.
-    pub outer: Option<(&'a [T], &'a [T])>,
+    pub outer: Outer<'a, T>,
     /// Rows that are asked for meanwhile.
     pub ahead: &'a [Ahead<T>],
 }
@@ -112,7 +114,7 @@ impl<T: Real> Operation for ProductWith<'_, T> {
 #[inline(always)]
 unsafe fn multiply<V: Vector>(
     p: &mut Product<'_, V::Element>,
-    outer: Option<(&[V::Element], &[V::Element])>,
+    outer: Outer<'_, V::Element>,
     ahead: &[Ahead<V::Element>],
 ) {
     let columns = p.columns.next_multiple_of(V::LANES);
@@ -145,7 +147,7 @@ unsafe fn multiply<V: Vector>(
 #[inline(always)]
 unsafe fn tile<V: Vector, const N: usize>(
     p: &mut Product<'_, V::Element>,
-    outer: Option<(&[V::Element], &[V::Element])>,
+    outer: Outer<'_, V::Element>,
     (row, last): (usize, usize),
     (from, to): (usize, usize),
     column: usize,

@@ -20,7 +20,7 @@ use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::tasks::attention;
 use crate::tasks::task::Answering;
-use crate::tasks::{Task, for_task};
+use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
 use crate::terminal::samples::{self, Sample, visible};
 use crate::terminal::shell;
@@ -31,10 +31,16 @@ use session::Session;
 #[derive(Args)]
 #[command(after_long_help = keys_help())]
 pub struct Arguments {
-    /// Pairs to learn from: a .tsv (source, tab, target) or a .jsonl with "source" and "target"; without it, the CMU
-    /// pronouncing dictionary
+    /// Pairs to learn from: a .tsv (source, tab, target) or a .jsonl with "source" and "target", also in
+    /// gzip, or - for standard input; without it, the CMU pronouncing dictionary
     #[arg(long, value_name = "FILE")]
     pairs: Option<PathBuf>,
+    /// Pairs for the development loss, instead of a twentieth of --pairs
+    #[arg(long, value_name = "FILE")]
+    development: Option<PathBuf>,
+    /// Pairs for the scores at the end, instead of a twentieth of --pairs
+    #[arg(long, value_name = "FILE")]
+    held_out: Option<PathBuf>,
     /// The folder to make for the run; by default one under runs/
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
@@ -72,8 +78,9 @@ pub struct Arguments {
     learning_rate: Option<f64>,
 }
 
-/// Settings that --resume may change.
-const CHANGEABLE: [&str; 4] = ["steps", "checkpoint_steps", "evaluate", "answer_tokens"];
+/// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
+const CHANGEABLE: [&str; 7] =
+    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "development", "held_out"];
 
 /// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
@@ -222,7 +229,13 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 9] = [
+    let flags: [(&str, &str, Option<Value>); 11] = [
+        (
+            "development",
+            "--development",
+            arguments.development.as_ref().map(|path| text("--development", path)).transpose()?,
+        ),
+        ("held_out", "--held-out", arguments.held_out.as_ref().map(|path| text("--held-out", path)).transpose()?),
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
         ("attention", "--attention", arguments.attention.as_ref().map(|name| json!(name))),
         ("source_tokens", "--source-tokens", arguments.source_tokens.as_ref().map(|name| json!(name))),
@@ -264,6 +277,7 @@ fn number(flag: &str, value: f64) -> Result<Value> {
 /// The first folder of `runs/NAME`, `runs/NAME-2`, … that nobody has.
 fn claim_default(config: &RunConfig) -> Result<Draft> {
     let stem = match config.data() {
+        Some(path) if lines::is_standard_input(path) => "standard-input".into(),
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
         None => "cmudict".into(),
     };

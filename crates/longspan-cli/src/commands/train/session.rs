@@ -74,7 +74,10 @@ impl<T: Task> Session<T> {
         let data = task.data(&config)?;
         if data.sha256 != saved.data_sha256 {
             let name = config.data_name();
-            bail!("{name} is not what this run began with; restore the file, or train a new run with --out");
+            bail!(
+                "{name} is not what this run began with; restore the file, name where it is now with --pairs, or train a new \
+                 run with --out"
+            );
         }
         folder.repair(&model, &mut saved)?;
         folder.save_config(&config)?;

@@ -2,30 +2,48 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
 use super::example::{Example, group};
-use crate::tasks::lines::utf8;
+use crate::tasks::lines::{self, utf8};
 use crate::terminal::notes::note;
+
+/// How pairs are written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Format {
+    Tabs,
+    JsonLines,
+}
+
+impl Format {
+    /// By the end of the name, in letters of any case, before `.gz`; standard input by its first character.
+    fn of(path: &Path, bytes: &[u8]) -> Self {
+        let name = path.to_string_lossy().to_lowercase();
+        let name = name.strip_suffix(".gz").unwrap_or(&name);
+        let braced = lines::is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
+        match name.rsplit_once('.').map_or("", |(_, end)| end) {
+            "jsonl" | "ndjson" => Self::JsonLines,
+            _ if braced => Self::JsonLines,
+            _ => Self::Tabs,
+        }
+    }
+}
 
 /// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, otherwise tab-separated.
 ///
 /// Lines that are entirely empty are passed over. A column may be empty.
 pub fn read(path: &Path) -> Result<Vec<Example>> {
-    let bytes = std::fs::read(path)
-        .with_context(|| format!("cannot read {}", path.display()))
-        .map_err(|error| anyhow!("{error:#}; check the name and the permissions"))?;
-    let json = path.extension().is_some_and(|e| e == "jsonl" || e == "ndjson");
-    let pairs = parse(&bytes, json, &path.display().to_string())?;
+    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let pairs = parse(&bytes, Format::of(path, &bytes), &name)?;
     let (examples, dropped) = group(pairs);
     if dropped > 0 {
-        note(format_args!("{}: {dropped} pairs come again and count once", path.display()));
+        note(format_args!("{name}: {dropped} pairs come again and count once"));
     }
     Ok(examples)
 }
 
-fn parse(bytes: &[u8], json: bool, name: &str) -> Result<Vec<(String, String)>> {
+fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<(String, String)>> {
     if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
         bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
     }
@@ -38,7 +56,7 @@ fn parse(bytes: &[u8], json: bool, name: &str) -> Result<Vec<(String, String)>> 
         }
         let at = format!("{name}, line {}", index + 1);
         let text = utf8(line, &at)?;
-        if json {
+        if format == Format::JsonLines {
             let (source, targets) = json_pair(text).map_err(|problem| {
                 anyhow!("{at}: {problem}; expected an object such as {{\"source\": \"cat\", \"target\": \"K AE T\"}}")
             })?;
@@ -94,12 +112,12 @@ mod tests {
     use super::*;
 
     fn message(bytes: &[u8], json: bool) -> String {
-        parse(bytes, json, "x").unwrap_err().to_string()
+        parse(bytes, if json { Format::JsonLines } else { Format::Tabs }, "x").unwrap_err().to_string()
     }
 
     #[test]
     fn columns_may_be_empty_and_line_ends_may_be_windows() {
-        let pairs = parse(b"\xef\xbb\xbfa\tb\r\n\n\tc\r\nd\t", false, "x").unwrap();
+        let pairs = parse(b"\xef\xbb\xbfa\tb\r\n\n\tc\r\nd\t", Format::Tabs, "x").unwrap();
         let expected = [("a", "b"), ("", "c"), ("d", "")].map(|(a, b)| (a.to_string(), b.to_string()));
         assert_eq!(pairs, expected);
     }
@@ -114,8 +132,11 @@ mod tests {
 
     #[test]
     fn json_lines_take_one_target_or_several() {
-        let pairs =
-            parse(b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}", true, "x");
+        let pairs = parse(
+            b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}",
+            Format::JsonLines,
+            "x",
+        );
         assert_eq!(pairs.unwrap().len(), 3);
         assert!(message(b"{\"source\":\"a\"}", true).starts_with("x, line 1: the key `target` is missing"));
         assert!(message(b"\n{", true).starts_with("x, line 2: no JSON: EOF"));
@@ -128,5 +149,13 @@ mod tests {
     #[test]
     fn utf_16_is_recognised() {
         assert!(message(b"\xff\xfea\0\t\0b\0\n\0", false).contains("UTF-16 text; convert it"));
+    }
+
+    #[test]
+    fn the_end_of_the_name_decides() {
+        let of = |name: &str, bytes: &[u8]| Format::of(Path::new(name), bytes);
+        assert!(of("a.JSONL", b"") == Format::JsonLines && of("a.jsonl.GZ", b"") == Format::JsonLines);
+        assert!(of("a.tsv", b"{") == Format::Tabs && of("b", b"") == Format::Tabs);
+        assert!(of("-", b" {}") == Format::JsonLines && of("-", b"a\tb") == Format::Tabs);
     }
 }

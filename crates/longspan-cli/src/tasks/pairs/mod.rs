@@ -14,6 +14,7 @@ use burn::tensor::Device;
 use longspan::models::Seq2Seq;
 use sha2::{Digest, Sha256};
 
+use super::lines;
 use super::scores::ErrorRates;
 use super::split::{Split, split};
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
@@ -46,9 +47,10 @@ impl Task for Pairs {
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
         let split = read_split(config)?;
-        if let Some(pairs) = &mut config.pairs {
+        let paths = [&mut config.pairs, &mut config.development, &mut config.held_out];
+        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
             // The run may be resumed from another folder.
-            *pairs = std::path::absolute(&*pairs)?;
+            *path = std::path::absolute(&*path)?;
         }
         let task = Self::build(config, &split)?;
         let data = task.encode(split, config)?;
@@ -130,7 +132,13 @@ fn read_split(config: &RunConfig) -> Result<Split<Example>> {
         Some(path) => file::read(path)?,
         None => cmudict::examples(),
     };
-    let split = split(examples, |example| &example.source);
+    let mut split = split(examples, |example| &example.source);
+    for (part, own) in [(&mut split.development, &config.development), (&mut split.held_out, &config.held_out)] {
+        if let Some(path) = own {
+            // What would have been held out is learned from instead.
+            split.train.extend(std::mem::replace(part, file::read(path)?));
+        }
+    }
     if split.train.is_empty() {
         bail!("{}: no pairs are left to train on after a tenth is held out; give more pairs", config.data_name());
     }

@@ -35,7 +35,7 @@ pub(super) fn absorb<T: Real>(
         a_band: Band::ALL,
         c_band: Band::ALL,
     };
-    dispatch(ProductWith { product, outer: None, ahead: ahead });
+    dispatch(ProductWith { product, outer: None, ahead });
     let from = problem.layout.denominator();
     for row in 0..rows {
         let q = &q[row * head_width + from..][..head_width - from];
