@@ -12,7 +12,7 @@
 //!
 //! Nothing is ever visible half-written, so a process may be killed at any instant. The folder appears under its name when
 //! all of it is there. A file is written under a temporary name, synced, and renamed. All that must agree is in one file,
-//! `checkpoint.safetensors`; `model.safetensors` repeats its weights. `metrics.jsonl` only grows; when a run is resumed,
+//! `checkpoint.safetensors`; `model.safetensors` holds the best weights so far. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
 //! Reading order: [`config`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].

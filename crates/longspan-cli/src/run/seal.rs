@@ -44,13 +44,18 @@ fn of_file(path: &Path) -> Result<String> {
 
 /// How a person says that a change was meant.
 fn accept(folder: &Path) -> String {
-    format!("if the change was meant, accept it with: longspan info {} --accept-changes", shell::path(folder))
+    format!(
+        "if the files are as they should be, accept them with: longspan info {} --accept-changes",
+        shell::path(folder)
+    )
 }
 
 fn load(folder: &Path) -> Result<Seal> {
     let path = folder.join(NAME);
     let name = path.display();
-    let text = fs::read(&path).map_err(|error| anyhow!("cannot read {name}: {error}; {}", accept(folder)))?;
+    let text = fs::read(&path).map_err(|error| {
+        anyhow!("cannot read {name}: {error}; it was removed, or an earlier version made the run; {}", accept(folder))
+    })?;
     let broken = || anyhow!("{name}: the seal is damaged; restore it; {}", accept(folder));
     let seal: Seal = serde_json::from_slice(&text).map_err(|_| broken())?;
     if sha256(serde_json::to_string(&seal.files)?.as_bytes()) == seal.sha256 { Ok(seal) } else { Err(broken()) }
