@@ -16,9 +16,10 @@ fn subject(scale: Option<f64>) -> Subject {
     Subject::new(SoftmaxAttention { scale, capacity: CAPACITY }, assumptions)
 }
 
-/// Runs a check over cases, with the usual scale and with others by turns.
+/// Runs a check over cases, with the usual scale and with others by turns: not larger ones, since `e^s` turns the rounding of a score
+/// of 20, which without fused products is that of 33 sums, into a relative error of the weight that no tolerance here knows of.
 fn over(cases: &[Case], check: Check) {
-    let subjects = [None, Some(1.0), Some(-0.3), Some(0.0)].map(subject);
+    let subjects = [None, Some(0.4), Some(-0.3), Some(0.0)].map(subject);
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
