@@ -43,11 +43,7 @@ pub fn kernel(operation: &str, error: longspan_kernels::Error) -> PyErr {
 }
 
 /// How the kernels and serde call Rust's types, and what Python calls them.
-const TYPES: [(&str, &str); 3] = [
-    ("usize", "an integer from 0 on"),
-    ("isize", "an integer"),
-    ("f64", "a number"),
-];
+const TYPES: [(&str, &str); 3] = [("usize", "an integer from 0 on"), ("isize", "an integer"), ("f64", "a number")];
 
 /// A message without Rust's types.
 pub fn in_words(text: &str) -> String {
