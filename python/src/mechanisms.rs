@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Mechanism,
-    Positions, RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
+    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions,
+    RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;

@@ -35,6 +35,7 @@ itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -391,7 +392,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes ``model`` so that the command reads it in the place of a run's ``model.safetensors``."""
+    """Writes ``model`` so that the command reads it in the place of a run's ``model.safetensors``, and seals it with the other
+    files of the run, if ``path`` is in the folder of one.
+    """
     header: dict[str, Any] = {}
     pieces = []
     offset = 0
@@ -404,9 +407,29 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     # The format wants numbers to begin at whole multiples of 8 bytes.
     text += b" " * (-len(text) % 8)
     path = Path(path)
+    whole = b"".join([struct.pack("<Q", len(text)), text, *pieces])
+    seal = path.with_name("seal.json")
+    if not seal.exists():
+        return _replace(path, whole)
+    # As the command does: the seal allows the old contents and the new, then the new alone.
+    files = json.loads(seal.read_bytes())["files"]
+    allowed = [*files.get(path.name, []), hashlib.sha256(whole).hexdigest()]
+    _seal(seal, {**files, path.name: allowed})
+    _replace(path, whole)
+    _seal(seal, {**files, path.name: allowed[-1:]})
+
+
+def _seal(path: Path, files: dict[str, list[str]]) -> None:
+    text = json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "files": files}
+    _replace(path, (json.dumps(seal, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def _replace(path: Path, contents: bytes) -> None:
+    """Writes a file under a temporary name, to the disk, and gives it its name."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
-        file.write(b"".join([struct.pack("<Q", len(text)), text, *pieces]))
+        file.write(contents)
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
