@@ -239,7 +239,7 @@ def test_a_state_made_with_other_options_is_refused():
 def test_a_state_without_memory_is_an_error():
     token = np.zeros((1, 1, 8), np.float32)
     with pytest.raises(MemoryError, match="softmax_attention_step: state: no memory for"):
-        ops.softmax_attention_step(token, token, token, capacity=2**36)
+        ops.softmax_attention_step(token, token, token, capacity=2**31)
     _, state = ops.softmax_attention_step(token, token, token, capacity=2**20)
     before = state.numbers
     with pytest.raises(MemoryError, match="State.select"):

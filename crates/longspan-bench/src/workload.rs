@@ -20,7 +20,7 @@ pub enum Pass {
     Forward,
     /// The output, then the gradients of every input.
     ForwardBackward,
-    /// One token through [`Mechanism::step`], after a prefix of so many tokens.
+    /// One token through [`Kernel::step`], after a prefix of so many tokens.
     Decode,
 }
 

@@ -151,7 +151,7 @@ pub struct Gradients<'a, 'b, T> {
     pub initial_state: Option<&'a mut State<T>>,
 }
 
-/// One token for [`Mechanism::step`]; all row-major.
+/// One token for [`Kernel::step`]; all row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Token<'a, T> {
     /// `[batch, heads, head_dim]`.

@@ -153,7 +153,7 @@ impl Registers for f64 {
 /// Runs an operation with the registers of the selected instruction set.
 #[inline]
 pub(crate) fn dispatch<O: Operation>(operation: O) -> O::Output {
-    // `Mechanism::check` has reported a bad environment variable before any kernel comes here.
+    // `Kernel::check` has reported a bad environment variable before any kernel comes here.
     dispatch_to(InstructionSet::selected().unwrap_or(InstructionSet::Portable), operation)
 }
 

@@ -140,7 +140,7 @@ def _attend_with_states(
         # Under autocast, as the operator does.
         tensors = [tensor.float() for tensor in tensors]
     out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
-    return (out, TensorState(*found, numbers)) if output_final_state else out
+    return (out, TensorState(found[0], found[1], found[2], numbers)) if output_final_state else out
 
 
 def _attend_watched(

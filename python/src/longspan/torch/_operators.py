@@ -371,7 +371,8 @@ class EagerWithStates(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        states = [None if x is None else TensorState(*ctx.shape, x).detach() for x in (initial, d_final)]
+        mechanism, options, parts = ctx.shape
+        states = [None if x is None else TensorState(mechanism, options, parts, x).detach() for x in (initial, d_final)]
         gradients, d_initial = _backward(
             d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
         )  # fmt: skip
