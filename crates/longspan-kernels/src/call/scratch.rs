@@ -125,8 +125,8 @@ impl<T: Real> Lines<T> {
 fn zeros<T: Real>(len: usize) -> Result<Vec<T>, Error> {
     let refused = || Error::Memory { bytes: len.saturating_mul(size_of::<T>()) };
     let layout = Layout::array::<T>(len).map_err(|_| refused())?;
-    debug_assert!(layout.size() > 0);
-    // SAFETY: the layout is not empty: its callers ask for a cache line at least.
+    assert!(len > 0, "memory for nothing");
+    // SAFETY: the layout is not empty by the assertion above.
     let start = unsafe { alloc_zeroed(layout) };
     if start.is_null() {
         return Err(refused());

@@ -439,6 +439,14 @@ pub(super) fn write_row<T: Real>(
     }
 }
 
+/// Numbers that a task takes for its rows and for forming features.
+fn rows_len<T: Real>(problem: &Problem<'_, T>) -> usize {
+    Arena::measure(|arena| {
+        Lift::new(problem, TILE, [true; 2], arena);
+        Block::new(problem, arena);
+    })
+}
+
 /// Keys of the longest sequence.
 pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
@@ -448,8 +456,7 @@ pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let value_width = problem.value_width;
     let separate = problem.layout.separate().is_some();
-    let per_worker = Keys::len(problem, false)
-        + Arena::measure(|arena| (Lift::new(problem, TILE, [false; 2], arena), Block::new(problem, arena)).1.q.len());
+    let per_worker = Keys::len(problem, false) + rows_len(problem);
     let workers = threads::count().min(problem.units());
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     let table = problem.table(&mut arena);
@@ -544,7 +551,7 @@ pub(super) fn backward<T: Real>(
     let per_worker = Keys::len(problem, true)
         + most_keys * (head_width + value_width)
         + most_rows * (tile_width::<T>(most_keys) + table_width + head_width)
-        + Arena::measure(|arena| (Lift::new(problem, TILE, [true; 2], arena), Block::new(problem, arena)).1.q.len())
+        + rows_len(problem)
         + 2 * padded::<T>(most_rows);
     let workers = threads::count().min(problem.units());
     let [query_positions, key_positions] = problem.position_lens();

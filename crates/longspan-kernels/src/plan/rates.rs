@@ -36,7 +36,7 @@ macro_rules! rates {
 }
 
 // Least squares over a sweep on a Zen 5 core with AVX-512: 4 to 3,072 tokens, heads of 16, 64 and 128, with and without a mask.
-// There the choice was within 10 % of the best algorithm at 484 of 485 sizes, with the backward at 483. Only ratios decide.
+// There the choice was within 10 % of the best algorithm at 483 of 485 sizes, with the backward at 482. Only ratios decide.
 rates! {
     /// A call.
     NaiveCall = "kernelized.naive.call", [630e-9, 1520e-9];
