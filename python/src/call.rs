@@ -604,7 +604,7 @@ impl Mechanism {
         Ok((out, state))
     }
 
-    /// The state after two stretches of tokens from the state of each, ``later`` computed from no tokens on.
+    /// The state after two segments of tokens from the state of each, ``later`` computed from no tokens on.
     #[pyo3(signature = (earlier, later, parameters))]
     fn combine(
         &self,

@@ -13,7 +13,7 @@
 
 use longspan_bench::Error;
 use longspan_bench::machine::{Limits, Rates};
-use longspan_bench::turns::{HEAD_DIM, HEADS, Options, Turn, alternate};
+use longspan_bench::turns::{Clock, HEAD_DIM, HEADS, Options, Turn, alternate};
 use longspan_kernels::kernelized::{KernelizedAttention, Score};
 use longspan_kernels::{Algorithm, Dims, Fourier, Kernel, Order, Shaw};
 
@@ -56,7 +56,8 @@ fn main() -> Result<(), String> {
     );
     options.run(|| {
         let limits = Limits::new(4 * 4 * HEADS * options.length * HEAD_DIM);
-        let rates = alternate(&mut turns, limits, if options.quick { 10 } else { 40 }, &|body| options.clock(body))?;
+        let clock: Clock<'_> = &|body| options.clock(body);
+        let rates = alternate(&mut turns, limits, if options.quick { 10 } else { 40 }, clock, Limits::measure)?;
         println!(
             "B=1, H={HEADS}, L={}, d={HEAD_DIM}, f32, {} threads, {}; copy {:.1} GB/s, 64³ products {:.0} GFLOP/s",
             options.length,

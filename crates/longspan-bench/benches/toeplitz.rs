@@ -51,7 +51,8 @@ fn main() -> Result<(), String> {
         for order in [Order::Causal, Order::Bidirectional] {
             let toeplitz = Toeplitz { algorithm: Algorithm::Tiled, ..Toeplitz::new(Bias::symmetric(1024)) };
             let mut turns = [turn(toeplitz, 1024, order, Pass::Forward)];
-            let rates = alternate(&mut turns, Limits::new(1 << 14), if quick { 20 } else { 60 }, clock)?;
+            let rates =
+                alternate(&mut turns, Limits::new(1 << 14), if quick { 20 } else { 60 }, clock, Limits::measure_all)?;
             let rate = flops(1024, order) / turns[0].least()[0];
             let large = rates.large.unwrap_or(rates.tiles);
             println!(

@@ -1,5 +1,5 @@
-//! How many digits singles keep over a long sequence: each mechanism by each algorithm against the same in doubles, and
-//! the doubles against the definition.
+//! How many digits f32 keeps over a long sequence: each mechanism by each algorithm against the same in f64, and
+//! f64 against the definition.
 
 use std::fmt::Write;
 use std::ops::ControlFlow;
@@ -12,10 +12,10 @@ use crate::inputs::Inputs;
 use crate::registry::{Candidate, Entry};
 use crate::sweep::{Progress, Watch};
 
-/// Largest error of an output in singles, relative to the largest output.
+/// Largest error of an output in f32, relative to the largest output.
 pub const OUTPUT_TARGET: f64 = 5e-6;
 
-/// Largest error of a gradient in singles, relative to the largest number of that gradient.
+/// Largest error of a gradient in f32, relative to the largest number of that gradient.
 pub const GRADIENT_TARGET: f64 = 2e-5;
 
 /// The definition takes time quadratic in the length: it answers for so many rows at the end.
@@ -28,12 +28,12 @@ pub struct Row {
     pub candidate: String,
     /// Causal or bidirectional.
     pub order: Order,
-    /// Outputs in singles against doubles.
+    /// Outputs in f32 against f64.
     pub output: f64,
-    /// The worst gradient in singles against doubles, and what it is the gradient of.
+    /// The worst gradient in f32 against f64, and what it is the gradient of.
     pub gradient: (f64, &'static str),
-    /// The last outputs in doubles against the definition.
-    pub doubles: f64,
+    /// The last outputs in f64 against the definition.
+    pub f64_error: f64,
 }
 
 /// Measures every candidate of `entries` over a call of so many tokens, heads, and numbers in a head.
@@ -67,7 +67,7 @@ fn row(candidate: &Candidate, dims: Dims, order: Order) -> Result<Row, KernelErr
     let (single, double) = (candidate.single(dims.queries), candidate.double(dims.queries));
     let inputs = Inputs::random(&*double, dims, Mask { order, ..Mask::default() });
     let (expected, expected_gradients) = inputs.run(&*double)?;
-    let (out, gradients) = inputs.singles().run(&*single)?;
+    let (out, gradients) = inputs.to_f32().run(&*single)?;
     let gradients = gradients.iter().zip(&expected_gradients).zip(&inputs.names);
     let gradient = gradients.map(|((got, expected), name)| (distance(got, expected), *name));
     let gradient =
@@ -87,7 +87,7 @@ fn row(candidate: &Candidate, dims: Dims, order: Order) -> Result<Row, KernelErr
         order,
         output: distance(&out, &expected),
         gradient,
-        doubles: distance(&ends, &defined),
+        f64_error: distance(&ends, &defined),
     })
 }
 
@@ -103,7 +103,7 @@ fn distance<T: Into<f64> + Copy>(got: &[T], expected: &[f64]) -> f64 {
 /// The table, as Markdown.
 pub fn table(rows: &[Row]) -> String {
     let mut text = String::from(
-        "| mechanism | mask | output | worst gradient | of | doubles against the definition |\n|---|---|---|---|---|---|\n",
+        "| mechanism | mask | output | worst gradient | of | f64 against the definition |\n|---|---|---|---|---|---|\n",
     );
     for row in rows {
         let told = |x: f64, target: f64| if x <= target { format!("{x:.1e}") } else { format!("**{x:.1e}**") };
@@ -116,7 +116,7 @@ pub fn table(rows: &[Row]) -> String {
             told(row.output, OUTPUT_TARGET),
             told(row.gradient.0, GRADIENT_TARGET),
             row.gradient.1,
-            row.doubles,
+            row.f64_error,
         );
     }
     text

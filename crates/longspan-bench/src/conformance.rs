@@ -1,7 +1,7 @@
 //! The check before any time is taken: the speed of a wrong kernel means nothing.
 //!
-//! Short calls against the definition in doubles: outputs, the gradient of every input along random directions by
-//! difference quotients of the definition, singles against doubles, and token by token against the whole. The thorough
+//! Short calls against the definition in f64: outputs, the gradient of every input along random directions by
+//! difference quotients of the definition, f32 against f64, and token by token against the whole. The thorough
 //! check is the conformance suite of the workspace; this one travels with the program and runs wherever it measures.
 
 use longspan_kernels::{Dims, Error as KernelError, Kernel, Mask, Order, Real};
@@ -96,14 +96,14 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
     let terms = (dims.keys + dims.head_dim) as f64;
 
     let (out, gradients) = inputs.run(double)?;
-    elements("output in doubles", &out, &expected, &scale, terms)?;
+    elements("output in f64", &out, &expected, &scale, terms)?;
     // With values and d_out positive and the output's sign turned, both terms of `d_out·v − d_out·out` are positive in
     // every gradient: what comes out is the sum of the magnitudes of its terms, where weights are positive.
     positive.d_out.iter_mut().for_each(|x| *x = x.abs());
     let (_, gradient_scale) = positive.run_with(double, |out| -out)?;
-    let singles = inputs.singles();
-    let (out, single_gradients) = singles.run(single)?;
-    elements("output in singles", &out, &expected, &scale, terms)?;
+    let f32_inputs = inputs.to_f32();
+    let (out, single_gradients) = f32_inputs.run(single)?;
+    elements("output in f32", &out, &expected, &scale, terms)?;
 
     let name = |which: usize| format!("gradient of {}", inputs.names[which]);
     let mut random = Random::new(0xD1FF);
@@ -115,7 +115,7 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
         norms(&name(which), &single_gradients[which], gradient, &gradient_scale[which], terms)?;
     }
     if abilities.decodes {
-        match singles.steps(single) {
+        match f32_inputs.steps(single) {
             Ok(out) => elements("output token by token", &out, &expected, &scale, terms)?,
             Err(KernelError::Unsupported { .. }) => abilities.decodes = false,
             Err(error) => return Err(error.into()),
@@ -144,7 +144,7 @@ fn norms(what: &str, got: &[f32], expected: &[f64], scale: &[f64], terms: f64) -
     let size: f64 = expected.iter().chain(scale).map(|&x| square(x)).sum();
     let allowed = ROUNDINGS * f64::from(f32::EPSILON) * terms.sqrt();
     ensure(error.sqrt() <= allowed * size.sqrt(), || {
-        format!("{what}: singles are {:e} of its scale from doubles", (error / size).sqrt())
+        format!("{what}: f32 is {:e} of its scale from f64", (error / size).sqrt())
     })
 }
 

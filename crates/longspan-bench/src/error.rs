@@ -67,7 +67,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and the mend.
+        /// What is wrong with it, and what helps.
         reason: String,
     },
 }

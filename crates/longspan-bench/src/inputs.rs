@@ -24,7 +24,7 @@ fn len(shape: [usize; 4]) -> usize {
 }
 
 impl Inputs<f64> {
-    /// Numbers that singles hold exactly; the seed is the number of queries.
+    /// Numbers that f32 holds exactly; the seed is the number of queries.
     pub fn random(mechanism: &dyn Kernel<f64>, dims: Dims, mask: Mask<'static>) -> Self {
         let mut random = Random::new(dims.queries as u64);
         let key_dim = mechanism.key_dim(&dims);
@@ -57,8 +57,8 @@ impl Inputs<f64> {
         }
     }
 
-    /// The same in singles.
-    pub fn singles(&self) -> Inputs<f32> {
+    /// The same in f32.
+    pub fn to_f32(&self) -> Inputs<f32> {
         let single = |x: &Vec<f64>| x.iter().map(|&x| x as f32).collect();
         Inputs {
             dims: self.dims,

@@ -111,8 +111,8 @@ impl Limits {
         let threads = rayon::current_num_threads();
         Self {
             threads,
-            lhs: random.singles(len, 1.0),
-            rhs: random.singles(len, 1.0),
+            lhs: random.normals(len, 1.0),
+            rhs: random.normals(len, 1.0),
             tiles: vec![0.0; threads * TILE_LEN],
             large: vec![0.0; LARGE * LARGE],
             from: vec![1.0; half],
@@ -137,6 +137,12 @@ impl Limits {
             });
         }));
         black_box((&mut self.tiles, &mut self.to));
+    }
+
+    /// One measurement of everything.
+    pub fn measure_all(&mut self) {
+        self.measure();
+        self.measure_large();
     }
 
     /// One measurement of the large product.
@@ -271,14 +277,14 @@ mod tests {
     #[test]
     fn tiles_and_copies_are_computed() {
         let mut random = Random::new(3);
-        let (lhs, rhs) = (random.singles(TILES * TILE_LEN, 1.0), random.singles(TILES * TILE_LEN, 1.0));
+        let (lhs, rhs) = (random.normals(TILES * TILE_LEN, 1.0), random.normals(TILES * TILE_LEN, 1.0));
         let mut dst = vec![f32::NAN; 2 * TILE_LEN];
         stream_tiles(&mut dst, &lhs, &rhs);
         // The last pair of the second share.
         let start = (TILES - 1) * TILE_LEN;
         let expected: f32 = (0..TILE).map(|k| lhs[start + k] * rhs[start + k * TILE]).sum();
         assert!((dst[TILE_LEN] - expected).abs() < 1e-4, "{} {expected}", dst[TILE_LEN]);
-        let from = random.singles(100_001, 1.0);
+        let from = random.normals(100_001, 1.0);
         let mut to = vec![0.0; from.len()];
         copy(&mut to, &from);
         assert_eq!(to, from);

@@ -1,27 +1,22 @@
 //! Seeded numbers, the same on every machine.
 
-/// SplitMix64 (Steele, Lea and Flood 2014).
-pub(crate) struct Random(u64);
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+
+pub(crate) struct Random(SplitMix64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        Self(SplitMix64::seed_from_u64(seed))
     }
 
     fn uniform(&mut self) -> f64 {
-        ((self.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+        ((self.0.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
     /// 1 or −1.
     pub fn sign(&mut self) -> f64 {
-        if self.bits() >> 63 == 0 { 1.0 } else { -1.0 }
+        if self.0.next_u64() >> 63 == 0 { 1.0 } else { -1.0 }
     }
 
     /// Normal with mean 0 and deviation 1 (Box and Muller), rounded to `f32` so that both number types see the same, and
@@ -33,7 +28,7 @@ impl Random {
 
     /// `len` normal numbers times `scale`; long tensors repeat their first numbers, for drawing hundreds of millions takes
     /// longer than timing what is done with them.
-    pub fn singles(&mut self, len: usize, scale: f64) -> Vec<f32> {
+    pub fn normals(&mut self, len: usize, scale: f64) -> Vec<f32> {
         // No multiple of a row's width, so that no two rows of a call are the same soon.
         const DRAWN: usize = (1 << 18) + 1;
         let mut numbers: Vec<f32> = (0..len.min(DRAWN)).map(|_| (scale * self.normal()) as f32).collect();

@@ -119,7 +119,7 @@ impl Candidate {
         (self.make)(self.algorithm, reach).0
     }
 
-    /// The same in doubles, for the check.
+    /// The same in f64, for the check.
     pub fn double(&self, reach: usize) -> Arc<dyn Kernel<f64>> {
         (self.make)(self.algorithm, reach).1
     }

@@ -69,11 +69,15 @@ impl Options {
         Dims::square(1, HEADS, self.length, HEAD_DIM)
     }
 
+    /// Whether mechanisms of this name were asked for.
+    pub fn wants(&self, name: &str) -> bool {
+        self.name.as_ref().is_none_or(|wanted| name.contains(wanted.as_str()))
+    }
+
     /// Each mechanism whose name was asked for, under a causal mask and then in both directions.
     pub fn turns<M: Kernel<f32> + Clone + 'static>(&self, mechanisms: &[(&str, M)]) -> Vec<Turn<M>> {
-        let wanted = |name: &str| self.name.as_ref().is_none_or(|wanted| name.contains(wanted.as_str()));
         let turns = [Order::Causal, Order::Bidirectional].into_iter().flat_map(|order| {
-            mechanisms.iter().filter(|(name, _)| wanted(name)).map(move |(name, mechanism)| {
+            mechanisms.iter().filter(|(name, _)| self.wants(name)).map(move |(name, mechanism)| {
                 let name = if order == Order::Causal { format!("{name}, masked") } else { (*name).to_owned() };
                 Turn::new(name, mechanism.clone(), self.dims(), order, Pass::ForwardBackward)
             })
@@ -95,8 +99,8 @@ impl Options {
     }
 }
 
-/// Runs `rounds` rounds of one call of each mechanism and of the machine's products and copies. A first round warms up and
-/// does not count.
+/// Runs `rounds` rounds of one call of each mechanism, and `measure` after each. A first round warms up and does not count.
+/// What is measured stands between the calls: a large product clears the caches for the next one.
 ///
 /// # Errors
 /// If a mechanism refuses its call.
@@ -105,6 +109,7 @@ pub fn alternate<M>(
     mut limits: Limits,
     rounds: usize,
     clock: Clock<'_>,
+    measure: fn(&mut Limits),
 ) -> Result<Rates, Error> {
     for turn in turns.iter_mut() {
         turn.run(clock)?;
@@ -112,8 +117,7 @@ pub fn alternate<M>(
     }
     for _ in 0..rounds {
         turns.iter_mut().try_for_each(|turn| turn.run(clock))?;
-        limits.measure();
-        limits.measure_large();
+        measure(&mut limits);
     }
     Ok(limits.rates().expect("at least one round"))
 }

@@ -78,10 +78,10 @@ impl Buffers {
         let mut buffers = Self {
             dims,
             pass,
-            q: random.singles(len(dims.q()), 1.0),
-            k: random.singles(len(dims.k()), 1.0),
-            v: random.singles(len(dims.v()), 1.0),
-            d_out: random.singles(if backward { len(dims.out()) } else { 0 }, 1.0),
+            q: random.normals(len(dims.q()), 1.0),
+            k: random.normals(len(dims.k()), 1.0),
+            v: random.normals(len(dims.v()), 1.0),
+            d_out: random.normals(if backward { len(dims.out()) } else { 0 }, 1.0),
             out: Vec::new(),
             denominators: Vec::new(),
             dq: Vec::new(),
@@ -144,7 +144,7 @@ impl Subject {
         Self {
             mechanism,
             // Small, as parameters are after training has begun; in exponents large ones would leave weight to a few keys only.
-            parameters: shapes.iter().map(|parameter| random.singles(parameter.len(), 0.1)).collect(),
+            parameters: shapes.iter().map(|parameter| random.normals(parameter.len(), 0.1)).collect(),
             d_parameters,
             scratch: Scratch::new(),
         }
@@ -285,9 +285,9 @@ impl OneToken {
         Self {
             dims,
             k_heads,
-            q: random.singles(heads * dims.head_dim, 1.0),
-            k: random.singles(k_heads * dims.head_dim, 1.0),
-            v: random.singles(k_heads * dims.value_dim, 1.0),
+            q: random.normals(heads * dims.head_dim, 1.0),
+            k: random.normals(k_heads * dims.head_dim, 1.0),
+            v: random.normals(k_heads * dims.value_dim, 1.0),
             out: vec![0.0; heads * dims.value_dim],
         }
     }

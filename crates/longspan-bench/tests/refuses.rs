@@ -153,7 +153,7 @@ fn what_is_right_is_measured() {
 #[test]
 fn what_is_wrong_is_named_and_not_measured() {
     for (fault, parts) in [
-        (Fault::Leak, ["broken by chunked, causal, 13 tokens", "output in doubles"]),
+        (Fault::Leak, ["broken by chunked, causal, 13 tokens", "output in f64"]),
         (Fault::Gradient, ["13 tokens", "gradient of q"]),
         (Fault::Parameters, ["13 tokens", "gradient of relative is not finite or not written"]),
         (Fault::Step, ["13 tokens", "output token by token"]),

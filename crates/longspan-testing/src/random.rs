@@ -1,23 +1,21 @@
 //! Seeded numbers, the same on every machine.
 
-/// SplitMix64 (Steele, Lea and Flood 2014).
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+
+/// The generator of every test.
 #[derive(Debug, Clone)]
-pub struct Random {
-    state: u64,
-}
+pub struct Random(SplitMix64);
 
 impl Random {
     /// A generator that gives the same numbers for the same seed.
     pub fn new(seed: u64) -> Self {
-        Self { state: seed }
+        Self(SplitMix64::seed_from_u64(seed))
     }
 
     /// 64 random bits.
     pub fn bits(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        self.0.next_u64()
     }
 
     /// Uniform in (0, 1).

@@ -139,7 +139,7 @@ def explain(
 def combine(
     mechanism: str, earlier: State, later: State, *, parameters: Sequence[Any] = (), **options: Any
 ) -> State:
-    """The state after two stretches of tokens, ``earlier`` before ``later``, from the state of each.
+    """The state after two segments of tokens, ``earlier`` before ``later``, from the state of each.
 
     ``later`` was computed on its own, from no state. So a long document can be taken in by several machines at once; the
     operation is associative, to rounding. ``options`` are those that the states were computed with, named as for

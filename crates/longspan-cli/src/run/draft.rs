@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 
 use super::folder::{LOCK, Lock, RunFolder};
-use super::write::mend;
+use super::write::help;
 use crate::terminal::shell;
 
 /// A hidden folder beside the one that is wanted. It takes its name when all of it is there, and is removed if that never
@@ -90,7 +90,7 @@ fn free(path: &Path) -> Result<()> {
 }
 
 fn failed(path: &Path, error: io::Error) -> anyhow::Error {
-    anyhow!("cannot make the run folder {}: {error}; {}", path.display(), mend(&error))
+    anyhow!("cannot make the run folder {}: {error}; {}", path.display(), help(&error))
 }
 
 /// Removes what a killed process left behind.

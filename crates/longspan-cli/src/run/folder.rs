@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow, bail};
 
 use super::config::RunConfig;
 use super::seal;
-use super::write::{mend, write_atomic};
+use super::write::{help, write_atomic};
 
 /// A folder that holds a run, or is about to.
 #[derive(Debug, Clone)]
@@ -143,7 +143,7 @@ impl RunFolder {
     /// Locks the folder for this process.
     pub fn lock(&self) -> Result<Lock> {
         let name = self.path.display();
-        let failed = |error| anyhow!("cannot write to the run folder {name}: {error}; {}", mend(&error));
+        let failed = |error| anyhow!("cannot write to the run folder {name}: {error}; {}", help(&error));
         self.try_lock().map_err(failed)?.ok_or_else(|| {
             anyhow!("another process is training in {name}; wait for it, or choose another folder with --out")
         })

@@ -11,10 +11,10 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     checkpoint::write_atomically(path, bytes).map_err(write_error)
 }
 
-/// A file that could not be written, and the mend.
+/// A file that could not be written, and the help.
 pub fn write_error(error: longspan::Error) -> anyhow::Error {
     match &error {
-        longspan::Error::Io { source, .. } => anyhow!("{error}; {}", mend(source)),
+        longspan::Error::Io { source, .. } => anyhow!("{error}; {}", help(source)),
         _ => error.into(),
     }
 }
@@ -25,7 +25,7 @@ pub fn cannot_write(path: &Path, source: io::Error) -> anyhow::Error {
 }
 
 /// What to do about a failed write.
-pub fn mend(error: &io::Error) -> &'static str {
+pub fn help(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
             "make room (a run that has begun goes on with --resume), or choose another folder with --out"

@@ -3,29 +3,25 @@
 //! A batch depends on the seed and the step alone, so that a resumed run sees the batches of one that was not interrupted.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
 use super::tokens::PAD;
 
-/// SplitMix64 (Steele, Lea and Flood 2014): small, and the same on every machine and in every version, which the random
-/// generators of libraries do not promise.
+/// A stream of numbers from a seed: the same on every machine and in every version, as a resumed run needs.
 #[derive(Debug, Clone)]
-pub struct SplitMix(u64);
+pub struct Random(SplitMix64);
 
-impl SplitMix {
+impl Random {
     /// The stream of `seed` and `stream`.
     pub fn new(seed: u64, stream: u64) -> Self {
-        let mut mixed = Self(seed);
-        let base = mixed.next();
-        Self(base ^ stream.wrapping_mul(0xd134_2543_de82_ef95))
+        let base = SplitMix64::seed_from_u64(seed).next_u64();
+        Self(SplitMix64::seed_from_u64(base ^ stream.wrapping_mul(0xd134_2543_de82_ef95)))
     }
 
     /// The next number.
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.next_u64()
     }
 
     /// Shuffles in place (Fisher and Yates).
@@ -78,7 +74,7 @@ impl Batches {
     }
 
     fn arrange(&mut self, epoch: usize) {
-        let mut random = SplitMix::new(self.seed, epoch as u64);
+        let mut random = Random::new(self.seed, epoch as u64);
         self.order = (0..self.lengths.len()).collect();
         random.shuffle(&mut self.order);
         for pool in self.order.chunks_mut(self.batch_size * POOL) {
@@ -95,9 +91,9 @@ impl Batches {
 /// takes 120 MB and a fraction of a second: long examples cost time, not memory, and a signal is soon seen.
 const TOKENS: usize = 8192;
 
-/// Cuts examples into stretches of at most [`TOKENS`] padded tokens, or of a single example. Examples of similar lengths
+/// Cuts examples into parts of at most [`TOKENS`] padded tokens, or of a single example. Examples of similar lengths
 /// should be neighbours.
-pub fn stretches<E>(examples: &[E], size: impl Fn(&E) -> (usize, usize)) -> Vec<&[E]> {
+pub fn micro_batches<E>(examples: &[E], size: impl Fn(&E) -> (usize, usize)) -> Vec<&[E]> {
     let (mut found, mut start, mut longest) = (Vec::new(), 0, (0, 0));
     for (at, example) in examples.iter().enumerate() {
         let (predicted, read) = size(example);
@@ -158,15 +154,15 @@ mod tests {
     }
 
     #[test]
-    fn stretches_hold_every_example_once_within_the_budget() {
+    fn micro_batches_hold_every_example_once_within_the_budget() {
         let sizes = [(10, 10), (4000, 90), (10, 4000), (5, 5), (9000, 9000), (1, 1), (1, 1)];
-        let found = stretches(&sizes, |size| *size);
+        let found = micro_batches(&sizes, |size| *size);
         assert_eq!(found.concat(), sizes);
         for part in found {
             let longest = |of: fn(&(usize, usize)) -> usize| part.iter().map(of).max().unwrap();
             assert!(part.len() == 1 || part.len() * (longest(|s| s.0) + longest(|s| s.1)) <= TOKENS, "{part:?}");
         }
-        assert_eq!(stretches(&[(3, 3); 64], |size| *size).len(), 1, "short examples stay together");
-        assert!(stretches(&[] as &[(usize, usize)], |size| *size).is_empty());
+        assert_eq!(micro_batches(&[(3, 3); 64], |size| *size).len(), 1, "short examples stay together");
+        assert!(micro_batches(&[] as &[(usize, usize)], |size| *size).is_empty());
     }
 }

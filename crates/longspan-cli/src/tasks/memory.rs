@@ -12,13 +12,13 @@ const UNKNOWN_MACHINE: f64 = 64e9;
 /// Bytes of a number of a model.
 pub const NUMBER: f64 = 4.0;
 
-/// Refuses what needs more memory than there is. `what` begins the error, `mend` ends it.
-pub fn check(bytes: f64, what: impl FnOnce() -> String, mend: &str) -> Result<()> {
+/// Refuses what needs more memory than there is. `what` begins the error, `help` ends it.
+pub fn check(bytes: f64, what: impl FnOnce() -> String, help: &str) -> Result<()> {
     let free = available();
     if bytes <= free {
         return Ok(());
     }
-    bail!("{} would take about {} of memory, {} are free; {mend}", what(), size(bytes), size(free))
+    bail!("{} would take about {} of memory, {} are free; {help}", what(), size(bytes), size(free))
 }
 
 /// The numbers of a module's parameters, none of which is made for it.

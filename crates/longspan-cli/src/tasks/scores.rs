@@ -146,7 +146,7 @@ mod tests {
     fn the_ratio_interval_covers_at_its_level() {
         // Sequences with random lengths and clustered errors; the true rate is known by construction: a sequence of l
         // tokens is, with probability 1/4, wrong in half of them.
-        let mut random = crate::tasks::batches::SplitMix::new(3, 1);
+        let mut random = crate::tasks::batches::Random::new(3, 1);
         let (mut covered, repetitions) = (0, 1000);
         for _ in 0..repetitions {
             let scores: Vec<Score> = (0..300)

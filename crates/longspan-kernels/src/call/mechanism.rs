@@ -164,7 +164,7 @@ pub struct Token<'a, T> {
     pub parameters: &'a [&'a [T]],
 }
 
-/// The definition's answer, in doubles.
+/// The definition's answer, in f64.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reference {
     /// `[batch, heads, queries, value_dim]`, row-major.
@@ -192,7 +192,7 @@ pub trait Mechanism: Debug + Send + Sync {
     /// Which algorithm a call will run, and why.
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan;
 
-    /// The definition, straight from the formula, O(queries · keys), in doubles. Takes no initial state.
+    /// The definition, straight from the formula, O(queries · keys), in f64. Takes no initial state.
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;
 }
 

@@ -63,15 +63,12 @@ fn naive(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estim
     let ((tokens, numbers), (angles, turned)) = (tokens(dims), turned(attention, dims));
     let counts = [
         (Rate::NaiveHead, 1.0),
-        (Rate::NaiveToken, tokens),
         (Rate::NaiveNumber, numbers),
-        (Rate::NaiveTurnedHead, if angles > 0.0 { 1.0 } else { 0.0 }),
         (Rate::NaiveAngle, angles),
         (Rate::NaiveTurned, turned),
         (Rate::NaiveScanToken, relative * tokens),
         (Rate::NaiveTable, rows * d),
         (Rate::NaiveWeight, pairs),
-        (Rate::NaiveRelativeWeight, relative * pairs),
         (Rate::NaiveFlop, flops(computed)),
     ];
     let work = Work::new(heads(dims), Rate::NaiveCall, counts);
@@ -107,16 +104,12 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
     let flops = 2.0 * (queries * row + content * keys * d * dv);
     // Far values run along the rows, from both ends where there is no mask.
     let passes = relative(attention) * if causal { 1.0 } else { 2.0 };
-    let ((tokens, numbers), (angles, turned)) = (tokens(dims), turned(attention, dims));
+    let ((tokens, numbers), (angles, _)) = (tokens(dims), turned(attention, dims));
     let counts = [
         (Rate::ChunkedHead, 1.0),
-        (Rate::ChunkedToken, tokens),
         (Rate::ChunkedNumber, numbers),
-        (Rate::ChunkedTurnedHead, if angles > 0.0 { 1.0 } else { 0.0 }),
         (Rate::ChunkedAngle, angles),
-        (Rate::ChunkedTurned, turned),
         (Rate::ChunkedScanToken, passes * tokens),
-        (Rate::ChunkedScanNumber, passes * numbers),
         (Rate::ChunkedTable, rows * d),
         (Rate::ChunkedWeight, queries * (content * in_chunk + rows)),
         (Rate::ChunkedState, content * d * dv),

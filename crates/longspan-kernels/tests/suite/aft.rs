@@ -410,7 +410,7 @@ fn wrong_calls_are_refused() {
     }
 }
 
-/// Runs one head of width 1 in singles; the gate is open.
+/// Runs one head of width 1 in f32; the gate is open.
 fn row_means(variant: Variant, k: &[f32], v: &[f32], parameters: &[&[f32]], mask: Mask<'_>) -> Vec<f32> {
     let dims = Dims::square(1, 1, k.len(), 1);
     let q = vec![0.0; k.len()];

@@ -181,7 +181,7 @@ fn given_positions_step() {
     }
 }
 
-/// At position 10⁷ the angles of `f32` calls are those of doubles: counted, from an offset and from a state.
+/// At position 10⁷ the angles of `f32` calls are those of f64: counted, from an offset and from a state.
 #[test]
 fn angles_are_exact_at_position_ten_million() {
     for (wave, normalizer) in [(Wave::Each, FourierNormalizer::OnePlus), (Wave::Pairs, FourierNormalizer::Unrotated)] {

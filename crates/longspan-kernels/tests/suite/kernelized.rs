@@ -179,7 +179,7 @@ fn poison_does_not_matter_for_long_sequences() {
     over(&long(), memory::poison_does_not_matter::<f32>);
 }
 
-/// The naive algorithm in doubles, itself tested against the definition, stands in for it: the definition takes hours.
+/// The naive algorithm in f64, itself tested against the definition, stands in for it: the definition takes hours.
 #[test]
 fn long_sequences_are_those_of_the_naive_algorithm() {
     for (attention, case) in long() {

@@ -407,7 +407,7 @@ fn threads_do_not_matter_for_long_sequences() {
     over(&long().into_iter().step_by(5).flat_map(each).collect::<Vec<_>>(), threads::threads_do_not_matter::<f32>);
 }
 
-/// In doubles rows, keys and distances of few pairs lose digits in transforms, which have none to spare, and go by tiles.
+/// In f64 rows, keys and distances of few pairs lose digits in transforms, which have none to spare, and go by tiles.
 #[test]
 fn transforms_keep_their_digits_in_f64() {
     let cases = long().into_iter().chain(cases(16, 120, &grid::LENGTHS));

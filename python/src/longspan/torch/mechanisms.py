@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return out
 
     def combine(self, earlier: State, later: State) -> State:
-        """The state after two stretches of tokens from the state of each; see `longspan.combine`."""
+        """The state after two segments of tokens from the state of each; see `longspan.combine`."""
         _calls.expect_plain(f"{type(self).__name__}.combine", earlier, later)
         learned = self._learned()
         native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)

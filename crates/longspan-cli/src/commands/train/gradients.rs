@@ -6,7 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use crate::tasks::Task;
-use crate::tasks::batches::stretches;
+use crate::tasks::batches::micro_batches;
 use crate::tasks::workers::Workers;
 use crate::terminal::signals::Stop;
 
@@ -52,11 +52,11 @@ pub fn gradients<T: Task>(
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
         let (mut plain, mut sum) = (0.0, None);
-        for stretch in stretches(part, |example| T::size(example)) {
+        for micro_batch in micro_batches(part, |example| T::size(example)) {
             if stop.asked() {
                 return Ok(None);
             }
-            let loss = task.loss(&model, stretch, smoothing, &device)?;
+            let loss = task.loss(&model, micro_batch, smoothing, &device)?;
             plain += f64::from(loss.plain.into_scalar::<f32>());
             let gradients = loss.smoothed.mul_scalar(scale).backward();
             let gradients = GradientsParams::from_grads(gradients, &model);
@@ -87,7 +87,7 @@ pub fn mean_loss<T: Task>(
     ordered.sort_by_key(|example| T::size(example));
     let parts = workers.run(&ordered, false, |part| {
         let mut sum = 0.0;
-        for batch in part.chunks(batch_size).flat_map(|batch| stretches(batch, |example| T::size(example))) {
+        for batch in part.chunks(batch_size).flat_map(|batch| micro_batches(batch, |example| T::size(example))) {
             sum += f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>());
         }
         Ok(sum)

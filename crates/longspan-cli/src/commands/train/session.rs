@@ -16,7 +16,7 @@ use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
 use crate::run::write::write_atomic;
 use crate::tasks::Task;
-use crate::tasks::batches::{Batches, SplitMix, stretches};
+use crate::tasks::batches::{Batches, Random, micro_batches};
 use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
@@ -155,7 +155,7 @@ impl<T: Task> Session<T> {
         let batch: Vec<&T::Example> = places.iter().map(|&place| &self.data.train[place]).collect();
         let dropout = self.config.dropout > 0.0;
         if dropout {
-            let seed = SplitMix::new(self.config.seed, step as u64 + 1).next();
+            let seed = Random::new(self.config.seed, step as u64 + 1).next();
             Device::flex().seed(seed);
         }
         let smoothing = self.config.label_smoothing;
@@ -193,7 +193,7 @@ impl<T: Task> Session<T> {
             &self.data.development
         };
         if probe == Probe::Quick {
-            examples = stretches(examples, T::size)[0];
+            examples = micro_batches(examples, T::size)[0];
         }
         let loss = mean_loss(&self.task, &self.model, examples, self.config.batch_size.max(64), &self.workers)?;
         if !loss.is_finite() {

@@ -7,7 +7,7 @@ use longspan::models::Seq2Seq;
 
 use super::example::Example;
 use super::loss::source_ids;
-use crate::tasks::batches::{padded, stretches};
+use crate::tasks::batches::{micro_batches, padded};
 use crate::tasks::memory::{self, NUMBER};
 use crate::tasks::scores::{self, Score};
 use crate::tasks::task::{Answer, Answering};
@@ -41,7 +41,8 @@ pub fn search(
     let beam = widest(model.target_vocab(), longest).min(how.beam);
     check_beam(how, beam)?;
     let size = (BATCH / beam).min(sources.len().div_ceil(how.workers.count())).max(1);
-    let batches: Vec<_> = sources.chunks(size).flat_map(|part| stretches(part, |(_, ids)| (0, ids.len()))).collect();
+    let batches: Vec<_> =
+        sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
     let found = how.workers.run(&batches, false, |batches| {
         let mut found = Vec::new();
         for batch in batches {

@@ -64,13 +64,13 @@ fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<(String, String
         } else {
             let columns: Vec<&str> = text.split('\t').collect();
             let [source, target] = columns[..] else {
-                let mend = if columns.len() == 1 {
+                let help = if columns.len() == 1 {
                     "separate source and target by a tab"
                 } else {
                     "keep two columns, as `cut -f 1,2` does"
                 };
                 let plural = if columns.len() == 1 { "" } else { "s" };
-                bail!("{at}: {} column{plural}, expected two (source, tab, target); {mend}", columns.len());
+                bail!("{at}: {} column{plural}, expected two (source, tab, target); {help}", columns.len());
             };
             pairs.push((source.to_string(), target.to_string()));
         }
