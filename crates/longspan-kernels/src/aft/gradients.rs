@@ -90,7 +90,7 @@ pub(super) fn rows_of<'v, T: Real>(
     from: usize,
     column: usize,
 ) -> Rows<'v, T> {
-    view.rows(sequence.batch, head).skip(sequence.query_start + from).from_column(column)
+    view.rows(sequence.batch, head).skip(sequence.query_start + from).skip_columns(column)
 }
 
 /// Keys beyond the end of a sequence have gradient 0.

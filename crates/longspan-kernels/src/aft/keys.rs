@@ -42,7 +42,7 @@ impl<'a, T: Real> KeyItems<'a, T> {
 
     /// The same in some channels.
     pub fn columns(self, columns: Range<usize>) -> Self {
-        let (keys, values) = (self.all.keys.from_column(columns.start), self.all.values.from_column(columns.start));
+        let (keys, values) = (self.all.keys.skip_columns(columns.start), self.all.values.skip_columns(columns.start));
         let all = Tokens { keys, key_dim: columns.len(), values, head_dim: columns.len(), ..self.all };
         let initial = self.initial.map(|head| head.columns(columns.clone()));
         Self { all, initial, width: padded::<T>(columns.len()), blocks: None, ..self }

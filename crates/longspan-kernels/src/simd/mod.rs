@@ -137,6 +137,8 @@ macro_rules! operation {
             type Element = T;
             type Output = $output;
 
+            // Counted loops over registers unroll; iterators over two arrays at once are not sure to.
+            #[allow(clippy::needless_range_loop)]
             #[inline(always)]
             unsafe fn run<V: $crate::simd::Vector<Element = T>>(self) -> $output {
                 let $fields = self;

@@ -171,8 +171,8 @@ impl<'a, T> Rows<'a, T> {
         if width == 0 { &[] } else { &self.data[i * self.stride..][..width] }
     }
 
-    /// The same rows from a column on.
-    pub fn from_column(self, column: usize) -> Self {
+    /// The same rows without the first `column` columns.
+    pub fn skip_columns(self, column: usize) -> Self {
         Self { data: &self.data[column.min(self.data.len())..], ..self }
     }
 
