@@ -3,39 +3,26 @@
 //! The means of the forward pass are formed anew instead of kept: one number a channel would not do, since the logarithm
 //! of a sum near 10⁴ has no digits left behind the point in `f32`, and reading two back costs what forming them does.
 
-use std::ops::Range;
-
-use super::forward::{bias_tiles_len, chunks, groups, key_edges, work_len};
+use super::chunks::{Chunks, Workers};
+use super::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
+use super::items::{BlockTable, Blocks, Items, REACH, join_all};
 use super::keys::KeyItems;
-use super::problem::{Bias, Block, Chunks, Problem};
-use super::state_gradient::{Links, far_item};
-use super::tiles::{self, BiasTiles, BlockTable, Blocks, Parts, REACH, SIDE};
-use super::walk::{Edges, Items, by_mean, clear, edges, join_all, walk};
-use crate::aft::log_sum::{BiasGradient, KeyGradient, OutputRow, RowCotangent, join};
-use crate::call::{Arena, Cotangent, Scratch, SharedRows, View, ViewMut};
-use crate::simd::block::Transpose;
-use crate::simd::product::{Band, Product};
+use super::log_sum::{BiasGradient, clear, join};
+use super::means::{HeadGroups, KeyBiases, KeySide, QueryBiases, bias_tiles_len, work_len};
+use super::outputs::{PullBackMean, PullBackTokens, TokenGradients};
+use super::problem::{Bias, Block, Problem};
+use super::tiles::{self, BiasTiles};
+use super::tokens::Tokens;
+use super::walk::{Biases, Edges, Outputs};
+use crate::call::{Arena, Scratch, SharedRows, ViewMut};
+use crate::simd::product::Product;
+use crate::simd::rows::Columns;
 use crate::simd::{Real, dispatch};
-use crate::threads::{self, parallel};
-
-/// Where the gradients of q, k and v go.
-pub(super) struct GradientSink<'a, T> {
-    pub dq: SharedRows<'a, T>,
-    pub dk: SharedRows<'a, T>,
-    pub dv: SharedRows<'a, T>,
-}
-
-/// Heads are dealt into at most so many groups, each with a sum of its own for the gradients of biases: a number that
-/// does not depend on threads, so that neither do the bits.
-pub(super) const GROUPS: usize = 16;
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
 
-/// Numbers that the rows of one block may take, if it has more than one head.
-pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
-
-/// The same where heads have a table of biases in common: so many that it need not be read anew for each of them.
+/// As [`BLOCK_NUMBERS`], where heads have a table of biases in common: so many that it need not be read anew for each of them.
 const SHARING_NUMBERS: usize = 1 << 23;
 
 /// Rows as keys see them, one after the other.
@@ -70,14 +57,14 @@ struct Sums {
 
 impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
-        let (rows, columns, parts) = match &problem.bias {
+        let (rows, columns) = match &problem.bias {
             Bias::Zero | Bias::Kernel { .. } => {
                 return Self { groups: units.max(1), parts: chunks, planes: 0, rows: 0, columns: 0 };
             }
             // Rows of a table belong to one chunk each.
-            Bias::Rows { table, columns, .. } => (table.len() / columns, *columns, chunks),
-            Bias::Table { table, length } => (table.len() / length, *length, chunks),
-            // And all share the keys' factors: a range has a plane, of the queries' rows and then the keys'.
+            Bias::Rows { table, columns, .. } => (table.len() / columns, *columns),
+            Bias::Table { table, length } => (table.len() / length, *length),
+            // And all share the keys' factors: a range of chunks has a plane, of the queries' rows and then the keys'.
             Bias::LowRank(factors) => {
                 let rows = 2 * factors.u.len() / factors.row;
                 let parts = (GROUP_NUMBERS / (rows * factors.row).max(1)).clamp(1, GROUPS).min(chunks);
@@ -85,48 +72,11 @@ impl Sums {
             }
         };
         let groups = (GROUP_NUMBERS / (rows * columns).max(1)).clamp(1, GROUPS).min(units.max(1));
-        Self { groups, parts, planes: groups, rows, columns }
+        Self { groups, parts: chunks, planes: groups, rows, columns }
     }
 
-    fn len(&self) -> usize {
-        self.planes * self.rows * self.columns
-    }
-}
-
-/// Writes every gradient.
-pub(super) fn backward<'a, T: Real>(
-    problem: &Problem<'a, T>,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
-    parameters: &mut [&mut [T]],
-    scratch: &mut Scratch<T>,
-) {
-    let most = if problem.full() { SHARING_NUMBERS } else { BLOCK_NUMBERS };
-    let blocks: Vec<Sides> = Block::all(problem, most).into_iter().map(|block| Sides::new(problem, block)).collect();
-    let units = blocks.iter().map(|sides| sides.units(problem)).max().unwrap_or(0);
-    let most_chunks = blocks.iter().map(Sides::most_chunks).max().unwrap_or(0);
-    let sums = Sums::new(problem, units, most_chunks);
-    // A table that has but one sum is that sum.
-    let direct = matches!(problem.bias, Bias::Table { .. }) && sums.planes == 1;
-
-    let per_worker = blocks.iter().map(|sides| sides.work_len(problem)).max().unwrap_or(0);
-    let tasks = blocks.iter().map(|sides| sides.tasks(&sums)).max().unwrap_or(0);
-    let workers = threads::count().min(tasks).max(1);
-    let own = blocks.iter().map(|sides| sides.memory(problem)).max().unwrap_or(0);
-    let sums_len = if direct { 0 } else { sums.len() };
-    let wanted = workers * per_worker + own + sums_len.next_multiple_of(64) + 128;
-    let mut arena = Arena::new(scratch.take(wanted));
-    let work = arena.take(workers * per_worker);
-    let planes = arena.take(sums_len);
-    let memory = arena.rest();
-    let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
-    d_bias.fill(T::ZERO);
-    for sides in &blocks {
-        block(problem, cotangent, sink, links, sides, (&sums, &mut *d_bias), memory, work, per_worker);
-    }
-    if !direct {
-        reduce(problem, &sums, planes, parameters);
+    fn plane(&self) -> usize {
+        self.rows * self.columns
     }
 }
 
@@ -139,268 +89,209 @@ struct Sides {
     keys_by_query: Chunks,
     /// Keys, once for each head of keys.
     keys_by_key: Chunks,
+    /// The first row of each sequence, and how many there are in all.
+    starts: Vec<usize>,
+    rows: usize,
 }
 
 impl Sides {
     fn new<T: Real>(problem: &Problem<'_, T>, block: Block) -> Self {
         let heads = block.heads.len();
         let keys = |heads| {
-            let sequences = &problem.sequences[block.sequences.clone()];
-            Chunks::new(sequences.iter().map(|sequence| problem.queries_of_keys(sequence)).collect(), heads)
+            let windows = block.sequences(problem).iter().map(|sequence| problem.queries_of_keys(sequence));
+            Chunks::new(windows.collect(), heads)
         };
+        let (starts, rows) = block.rows(problem);
         Self {
-            by_key: chunks(problem, block.sequences.clone(), heads),
-            keys_by_query: keys(heads * problem.dims.group()),
+            by_key: KeySide::chunks(problem, &block, heads),
+            keys_by_query: keys(block.query_heads(problem)),
             keys_by_key: keys(heads),
             block,
+            starts,
+            rows,
         }
     }
 
     /// Heads of queries of all sequences.
     fn units<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        self.block.sequences.len() * self.block.heads.len() * problem.dims.group()
+        self.block.sequences.len() * self.block.query_heads(problem)
     }
 
     fn most_chunks(&self) -> usize {
         self.by_key.windows.iter().map(|window| window.chunks()).max().unwrap_or(0)
     }
 
-    fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let line = |len: usize| len.next_multiple_of(64);
-        let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
-        walk + self.bias_tiles_len(problem) + line(3 * problem.mean())
-    }
-
     fn bias_tiles_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         bias_tiles_len(problem, &self.by_key).max(bias_tiles_len(problem, &self.keys_by_key))
+    }
+
+    /// Numbers of memory of one worker: two means more than a walk takes.
+    fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
+        walk + self.bias_tiles_len(problem) + 2 * problem.mean()
     }
 
     fn tasks(&self, sums: &Sums) -> usize {
         (sums.groups * sums.parts).max(self.keys_by_key.tasks()).max(self.by_key.tasks())
     }
 
-    /// Rows of all units.
-    fn rows<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let queries = problem.sequences[self.block.sequences.clone()].iter().map(|s| s.queries).sum::<usize>();
-        queries * self.block.heads.len() * problem.dims.group()
+    /// Rows in blocks, if every chunk of keys takes the same.
+    fn row_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
+        let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
+        BlockTable::new(windows, self.keys_by_query.heads, problem.width)
     }
 
     /// Numbers of memory beside that of workers.
     fn memory<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let line = |len: usize| (len * problem.mean()).next_multiple_of(64);
-        let block_tables = self.key_block_table(problem).len::<T>() + self.row_block_table(problem).len::<T>() + 128;
-        2 * line(self.by_key.tasks()) + 2 * line(self.keys_by_query.tasks()) + line(self.rows(problem)) + block_tables
+        Arena::<T>::measure(|arena| {
+            arena.take(self.rows * problem.mean());
+            KeySide::memory(problem, &self.by_key, arena);
+            arena.take(self.row_table(problem).len::<T>());
+            Edges::memory(&self.keys_by_query, problem.mean(), arena);
+        })
     }
+}
 
-    /// Keys in blocks, if every chunk of queries takes the same.
-    fn key_block_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
-        let windows = if problem.full() { &self.by_key.windows[..] } else { &[] };
-        BlockTable::new(windows, self.block.heads.len(), problem.width)
+/// Writes every gradient.
+pub(super) fn backward<T: Real>(call: &Backward<'_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
+    let problem = call.problem;
+    let most = if problem.full() { SHARING_NUMBERS } else { BLOCK_NUMBERS };
+    let blocks: Vec<Sides> = Block::all(problem, most).into_iter().map(|block| Sides::new(problem, block)).collect();
+    let largest = |of: &dyn Fn(&Sides) -> usize| blocks.iter().map(of).max().unwrap_or(0);
+    let sums = Sums::new(problem, largest(&|sides| sides.units(problem)), largest(&Sides::most_chunks));
+    // A table that has but one sum is that sum.
+    let direct = matches!(problem.bias, Bias::Table { .. }) && sums.planes == 1;
+    let (tasks, each) = (largest(&|sides| sides.tasks(&sums)), largest(&|sides| sides.work_len(problem)));
+    let own = largest(&|sides| sides.memory(problem));
+    let sums_len = if direct { 0 } else { sums.planes * sums.plane() };
+    let memory = Arena::<T>::measure(|arena| {
+        Workers::new(tasks, each, arena);
+        (arena.take(sums_len), arena.take(own))
+    });
+    let mut arena = Arena::new(scratch.take(memory));
+    let mut workers = Workers::new(tasks, each, &mut arena);
+    let (planes, memory) = (arena.take(sums_len), arena.take(own));
+    let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
+    d_bias.fill(T::ZERO);
+    for sides in &blocks {
+        let mut d_bias = ViewMut::strided(&mut *d_bias, [0, sums.plane(), sums.columns]);
+        block(call, sides, (&sums, d_bias.shared()), memory, &mut workers);
     }
-
-    /// The same of rows.
-    fn row_block_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
-        let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
-        BlockTable::new(windows, self.block.heads.len() * problem.dims.group(), problem.width)
-    }
-
-    /// The first row of each sequence, if the rows of all units stand one after the other.
-    fn starts<T: Real>(&self, problem: &Problem<'_, T>) -> Vec<usize> {
-        let heads = self.block.heads.len() * problem.dims.group();
-        let sequences = problem.sequences[self.block.sequences.clone()].iter();
-        let ends = sequences.scan(0, |start, sequence| {
-            let own = *start;
-            *start += sequence.queries * heads;
-            Some(own)
-        });
-        ends.collect()
+    if !direct {
+        reduce(problem, &sums, planes, parameters);
     }
 }
 
 /// Writes the gradients of one block, and adds to those of biases.
-#[allow(clippy::too_many_arguments)]
-fn block<'a, T: Real>(
-    problem: &Problem<'a, T>,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
+fn block<T: Real>(
+    call: &Backward<'_, T>,
     sides: &Sides,
-    (sums, d_bias): (&Sums, &mut [T]),
+    sums: (&Sums, SharedRows<'_, T>),
     memory: &mut [T],
-    work: &mut [T],
-    per_worker: usize,
+    workers: &mut Workers<'_, T>,
 ) {
+    let (problem, links) = (call.problem, &call.links);
     let (dims, mean) = (&problem.dims, problem.mean());
-    let Sides { block, by_key, keys_by_query, keys_by_key } = sides;
+    let Sides { block, by_key, keys_by_query, keys_by_key, starts, .. } = sides;
     let mut arena = Arena::new(memory);
-    let rows = arena.take(sides.rows(problem) * mean);
-    let (before, after) = key_edges(problem, block, by_key, &mut arena, work);
-    let block_table = sides.key_block_table(problem);
-    let blocks = arena.take(block_table.len::<T>());
-    let key_items = |index: usize, kv_head: usize| {
-        KeyItems::new(problem, &problem.sequences[block.sequences.start + index], block.heads.start + kv_head)
-    };
-    block_table.fill(key_items, blocks, work, per_worker);
-    let keys = (&block_table, &*blocks);
-    query_side(problem, cotangent, sink, sides, keys, (before, after), (sums, d_bias), rows, work, per_worker);
+    let rows = arena.take(sides.rows * mean);
+    let keys = KeySide::new(problem, block, by_key, &mut arena, workers);
+    query_side(call, sides, &keys, sums, rows, workers);
 
     let rows: &[T] = rows;
-    let starts = sides.starts(problem);
+    let sequences = block.sequences(problem);
     // Heads of queries from the block's first on.
     let items = |index: usize, head: usize| {
-        let queries = problem.sequences[block.sequences.start + index].queries;
+        let queries = sequences[index].queries;
         RowItems { rows: &rows[(starts[index] + head * queries) * mean..][..queries * mean], mean, blocks: None }
     };
-    let block_table = sides.row_block_table(problem);
-    let blocks = arena.take(block_table.len::<T>());
-    block_table.fill(items, blocks, work, per_worker);
+    let table = sides.row_table(problem);
+    let blocks = arena.take(table.len::<T>());
+    table.fill(items, blocks, workers);
     let blocks = &*blocks;
-    let (before, after) = (arena.take(keys_by_query.tasks() * mean), arena.take(keys_by_query.tasks() * mean));
-    edges(keys_by_query, items, mean, Edges { before: &mut *before, after: &mut *after }, work);
-    let (before, after): (&[T], &[T]) = (before, after);
+    let edges = Edges::new(keys_by_query, items, mean, &mut arena, workers);
+    let query_heads = |kv_head: usize| kv_head * dims.group()..(kv_head + 1) * dims.group();
 
     // The initial state's mean is a key without a value that every row sees.
-    let far = if links.lends() { block.sequences.len() * block.heads.len() } else { 0 };
-    parallel(far, work, per_worker, |task, work| {
+    let far = if links.lends() { sequences.len() * block.heads.len() } else { 0 };
+    workers.run(far, |task, work| {
         let (index, kv_head) = (task / block.heads.len(), task % block.heads.len());
-        let sequence = &problem.sequences[block.sequences.start + index];
-        let own_head = block.heads.start + kv_head;
+        let (sequence, own_head) = (&sequences[index], block.heads.start + kv_head);
         let (sum, work) = work.split_at_mut(mean);
-        let (item, work) = work.split_at_mut(mean);
+        let (zeros, work) = work.split_at_mut(mean);
         clear(sum);
-        for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+        zeros.fill(T::ZERO);
+        for local in query_heads(kv_head) {
             join_all(&items(index, local), 0, sequence.queries as isize, sum, work);
         }
         if let Some(last) = links.last_item(sequence, own_head) {
             join(sum, last, T::ZERO);
         }
         // SAFETY: every head of every sequence has one task.
-        let far = unsafe { links.far_gradient(problem, sequence.batch, own_head, 0..dims.head_dim) };
+        let far = unsafe { links.far_gradient(sequence, own_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
-        far_item(&head, problem.width, item);
-        let (d_key, d_value) = work[..2 * problem.width].split_at_mut(problem.width);
-        dispatch(KeyGradient { rows: sum, key: item, dk: d_key, dv: d_value });
-        numerator.copy_from_slice(&d_value[..dims.head_dim]);
-        denominator.copy_from_slice(&d_key[..dims.head_dim]);
+        add_token((head.exponent, &zeros[..dims.head_dim]), sum, denominator, numerator, false);
     });
 
-    let one = |index: usize,
-               kv_head: usize,
-               chunk: usize,
-               mut bias_tiles: Option<&mut BiasTiles<'_, T>>,
-               work: &mut [T]| {
-        let sequence = &problem.sequences[block.sequences.start + index];
-        let key_items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
-        let (own, work) = work.split_at_mut((3 * mean).next_multiple_of(64));
-        let (key, own) = own.split_at_mut(mean);
-        let (joined, gradients) = own.split_at_mut(mean);
+    let groups = HeadGroups::new(problem, &keys_by_key.windows, block.heads.len());
+    groups.run(sides.bias_tiles_len(problem), workers, |index, kv_head, chunk, mut bias_tiles, work| {
+        let (sequence, own_head) = (&sequences[index], block.heads.start + kv_head);
+        let key_items = KeyItems::new(problem, sequence, own_head);
+        let (joined, work) = work.split_at_mut(mean);
         let lent = problem.lent(sequence) as isize;
-        let (d_key, d_value) = gradients[..mean].split_at_mut(2 * problem.width);
-        for local in kv_head * dims.group()..(kv_head + 1) * dims.group() {
-            let first = local == kv_head * dims.group();
-            let items = RowItems { blocks: block_table.of(blocks, index, local), ..items(index, local) };
-            let edge = keys_by_query.index(index, local, chunk) * mean;
-            let edges = (&before[edge..][..mean], &after[edge..][..mean]);
-            let visit = |j: usize, sum: &[T]| {
-                let j = j as isize - lent;
-                let (at, head_dim) = ((sequence.key_start as isize + j) as usize, dims.head_dim);
-                let own_head = block.heads.start + kv_head;
-                // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                let places = unsafe {
-                    if j < 0 {
-                        links.ring_row(problem, sequence.batch, own_head, j.unsigned_abs())
-                    } else {
-                        let dk = sink.dk.row(sequence.batch, own_head, at, problem.key_dim);
-                        Some((dk, sink.dv.row(sequence.batch, own_head, at, head_dim)))
-                    }
-                };
-                let Some((dk, dv)) = places else { return };
-                if first {
-                    dk.fill(T::ZERO);
-                    dv.fill(T::ZERO);
-                }
-                if key_items.token(j).is_none() {
-                    return;
-                }
-                let mut sum = sum;
-                if let Some(last) = links.leaving(sequence, own_head, j).filter(|_| first) {
+        for local in query_heads(kv_head) {
+            let first = local == query_heads(kv_head).start;
+            let items = RowItems { blocks: table.of(blocks, index, local), ..items(index, local) };
+            let outputs = Outputs {
+                items: &items,
+                biases: KeyBiases { queries: QueryBiases { problem, sequence }, lent },
+                window: &keys_by_key.windows[index],
+                chunk,
+                edges: edges.of(keys_by_query.index(index, local, chunk)),
+            };
+            tiles::means(&outputs, true, bias_tiles.as_deref_mut(), work, |j, sum, _, _| {
+                let mut sum: &[T] = sum;
+                let key = j as isize - lent;
+                if let Some(last) = links.leaving(sequence, own_head, key).filter(|_| first) {
                     joined.copy_from_slice(sum);
                     join(joined, last, T::ZERO);
                     sum = joined;
                 }
-                dispatch(KeyGradient { rows: sum, key: key_items.load(j, 1, key), dk: d_key, dv: d_value });
-                dv.iter_mut().zip(&*d_value).for_each(|(to, &d)| *to += d);
-                dk.iter_mut().zip(&*d_key).for_each(|(to, &d)| *to += d);
-                if let Some((d_key, d_value)) = links.kept(problem, sequence, own_head, j).filter(|_| first) {
-                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
-                    dk.iter_mut().zip(d_key).for_each(|(to, &d)| *to += d);
-                }
-            };
-            let window = &keys_by_key.windows[index];
-            if let Some(bias_tiles) = bias_tiles.as_deref_mut() {
-                let bias = |keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]| {
-                    let queries = from as usize..to as usize;
-                    problem.tile(sequence, queries.clone(), keys.start as isize - lent, keys.len(), spare, SIDE);
-                    dispatch(Transpose {
-                        from: spare,
-                        from_row: SIDE,
-                        rows: queries.len(),
-                        columns: keys.len(),
-                        to: tile,
-                        to_row: row,
-                    });
-                };
-                tiles::means(&items, window, chunk, edges, Parts::All, bias, bias_tiles, work, visit);
-            } else {
-                let mut visit = visit;
-                let bias = |key: usize, query: isize| problem.pair(sequence, query as usize, key as isize - lent);
-                walk(&items, window, chunk, edges, bias, work, |j, sum, _, _| visit(j, sum));
-            }
-        }
-    };
-    let heads = block.heads.len();
-    let groups = groups(problem, &keys_by_key.windows, heads);
-    let tasks = Chunks::new(keys_by_key.windows.clone(), groups);
-    let bias_tiles_len = sides.bias_tiles_len(problem);
-    parallel(tasks.tasks(), work, per_worker, |task, work| {
-        let (index, group, chunk) = tasks.task(task);
-        let (bias_tiles, work) = work.split_at_mut(bias_tiles_len);
-        let mut bias_tiles = (bias_tiles_len > 0).then(|| BiasTiles::new(bias_tiles));
-        for kv_head in group * heads / groups..(group + 1) * heads / groups {
-            one(index, kv_head, chunk, bias_tiles.as_mut(), work);
+                let add = |token: (&[T], &[T]), dk: &mut [T], dv: &mut [T]| add_token(token, sum, dk, dv, true);
+                // SAFETY: every key belongs to one chunk of one key head.
+                unsafe { call.add_to_key(&key_items, sequence, own_head, key, first, add) };
+            });
         }
     });
 }
 
+/// Writes the gradients of one key and its value from the rows that see them, or adds them.
+fn add_token<T: Real>((key, value): (&[T], &[T]), rows: &[T], dk: &mut [T], dv: &mut [T], add: bool) {
+    let to = TokenGradients { dk: Columns::single(dk), dv: Columns::single(dv), add };
+    dispatch(PullBackTokens { tokens: Tokens::single(key, value), rows, to });
+}
+
 /// Gradients of queries, sums of those of biases, and the rows as keys see them.
-#[allow(clippy::too_many_arguments)]
-fn query_side<'a, T: Real>(
-    problem: &Problem<'a, T>,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
+fn query_side<T: Real>(
+    call: &Backward<'_, T>,
     sides: &Sides,
-    (block_table, blocks): (&BlockTable, &[T]),
-    (before, after): (&[T], &[T]),
-    (sums, d_bias): (&Sums, &mut [T]),
+    keys: &KeySide<'_, '_, T>,
+    (sums, d_bias): (&Sums, SharedRows<'_, T>),
     rows: &mut [T],
-    work: &mut [T],
-    per_worker: usize,
+    workers: &mut Workers<'_, T>,
 ) {
+    let problem = call.problem;
     let (dims, mean) = (&problem.dims, problem.mean());
-    let Sides { block, by_key, .. } = sides;
-    let most_chunks = sides.most_chunks();
-    let units = sides.units(problem);
-    let heads = block.heads.len() * dims.group();
-    let mut rows = by_mean(rows, mean);
+    let Sides { block, by_key, starts, .. } = sides;
+    let (most_chunks, units) = (sides.most_chunks(), sides.units(problem));
+    let heads = block.query_heads(problem);
+    let mut rows = ViewMut::strided(rows, [0, 0, mean]);
     let rows = rows.shared();
-    let mut d_bias = ViewMut::strided(d_bias, [0, sums.rows * sums.columns, sums.columns]);
-    let d_bias = d_bias.shared();
-    let starts = sides.starts(problem);
     let bias_tiles_len = sides.bias_tiles_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
         let (bias_tiles_memory, work) = work.split_at_mut(bias_tiles_len);
         // Heads of one sequence have the same biases.
-        let mut bias_tiles = (bias_tiles_len > 0).then(|| BiasTiles::new(bias_tiles_memory));
+        let mut bias_tiles = BiasTiles::new(bias_tiles_memory);
         let mut bias_tiles_of = None;
         for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
             let (index, local) = (unit / heads, unit % heads);
@@ -408,67 +299,42 @@ fn query_side<'a, T: Real>(
             if chunk >= window.chunks() {
                 continue;
             }
-            let sequence = &problem.sequences[block.sequences.start + index];
-            let head = block.heads.start * dims.group() + local;
-            let kv_head = local / dims.group();
-            let items = KeyItems::new(problem, sequence, block.heads.start + kv_head);
-            let items = items.with(block_table.of(blocks, index, kv_head));
-            let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
-            let (queries, d_outs) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out));
-            let outs = rows_of(&cotangent.out);
-            let edge = by_key.index(index, kv_head, chunk) * mean;
-            let edges = (&before[edge..][..mean], &after[edge..][..mean]);
+            let sequence = &block.sequences(problem)[index];
+            let (head, kv_head) = (block.heads.start * dims.group() + local, local / dims.group());
+            let items = keys.items(index, kv_head);
+            let outputs = keys.outputs(&items, index, kv_head, chunk);
+            let (from, to) = window.chunk(chunk);
+            let own_rows = call.rows(sequence, head, 0, sequence.queries, 0);
             let first_row = starts[index] + local * sequence.queries;
-            let visit = |i: usize, row: &[T]| -> &[T] {
-                let output = OutputRow {
-                    q: if problem.aft.gate { queries.row(i, dims.head_dim) } else { &[] },
-                    d_out: d_outs.row(i, dims.head_dim),
-                    out: outs.row(i, dims.head_dim),
-                };
-                // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
-                let (dq, item) = unsafe {
-                    (
-                        sink.dq.row(sequence.batch, head, sequence.query_start + i, dims.head_dim),
-                        rows.row(0, 0, first_row + i, mean),
-                    )
-                };
-                dispatch(RowCotangent { mean: row, row: output, dq, item });
-                item
-            };
-            let Some(bias_tiles) = &mut bias_tiles else {
-                let bias = |query: usize, key: isize| problem.pair(sequence, query, key);
-                walk(&items, window, chunk, edges, bias, work, |i, row, near, keys| {
-                    let item = visit(i, row);
-                    if keys.is_empty() {
-                        return;
-                    }
-                    // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
-                    // whatever the head.
-                    let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                    let first = (near - (i as isize + window.shift - window.back)) as usize;
-                    for (key, n) in keys.chunks_exact(mean).zip(first..) {
-                        let bias = problem.pair(sequence, i, i as isize + window.shift - window.back + n as isize);
-                        to[n] += dispatch(BiasGradient { row: item, key, bias });
-                    }
-                });
-                continue;
-            };
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile, row);
-            };
-            if bias_tiles_of.replace(index) != Some(index) {
+            if let Some(bias_tiles) = bias_tiles.as_mut().filter(|_| bias_tiles_of.replace(index) != Some(index)) {
                 bias_tiles.forget();
             }
-            tiles::means(&items, window, chunk, edges, Parts::Denominators, bias, bias_tiles, work, |i, row| {
-                visit(i, row);
+            tiles::means(&outputs, false, bias_tiles.as_mut(), work, |i, mean_of_row, near, keys| {
+                // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
+                let (dq, item) = unsafe {
+                    let token = sequence.query_start + i;
+                    (call.dq.row(sequence.batch, head, token, dims.head_dim), rows.row(0, 0, first_row + i, mean))
+                };
+                let (item, dq) = (&mut *item, Columns::single(dq));
+                dispatch(PullBackMean { mean: mean_of_row, rows: own_rows.row(i), item: &mut *item, dq });
+                if keys.is_empty() {
+                    return;
+                }
+                // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
+                // whatever the head.
+                let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
+                let first = near - (i as isize + window.shift - window.back);
+                for (key, n) in keys.chunks_exact(mean).zip(0..) {
+                    let bias = outputs.biases.pair(i, near + n);
+                    to[(first + n) as usize] += dispatch(BiasGradient { row: item, key, bias });
+                }
             });
-            let (from, to) = window.chunk(chunk);
+            if bias_tiles.is_none() {
+                continue;
+            }
             // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
-            let bias = |queries: Range<usize>, from: isize, to: isize, tile: &mut [T]| {
-                problem.tile(sequence, queries, from, (to - from) as usize, tile, REACH);
-            };
-            let add = |queries: Range<usize>, from: isize, to: isize, tile: &[T]| {
+            tiles::bias_gradients(&outputs, own, work, |queries, from, to, tile| {
                 if let Bias::LowRank(factors) = &problem.bias {
                     // Queries before the first key have no row, and see nothing.
                     let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
@@ -477,31 +343,18 @@ fn query_side<'a, T: Real>(
                         return;
                     }
                     // SAFETY: a range has a plane of its own, and one task.
-                    let plane = unsafe { d_bias.row(0, plane, 0, sums.rows * sums.columns) };
+                    let plane = unsafe { d_bias.row(0, plane, 0, sums.plane()) };
                     let (d_u, d_z) = plane.split_at_mut(factors.u.len());
-                    let key = (from + problem.origin(sequence)) as usize * factors.row;
-                    let query = problem.bias_row(sequence, queries.start) * factors.row;
-                    let count = (to - from) as usize;
-                    let (of_queries, of_keys) = ((&mut d_u[query..], queries.len()), (&mut d_z[key..], count));
-                    for (turned, (to, rows), (b, depth)) in [
-                        (false, of_queries, (&factors.z[key..], count)),
-                        (true, of_keys, (&factors.u[query..], queries.len())),
+                    let row = factors.row;
+                    let key = (from + problem.origin(sequence)) as usize * row;
+                    let query = problem.bias_row(sequence, queries.start) * row;
+                    let (rows, count) = (queries.len(), (to - from) as usize);
+                    let (u, z) = ((&factors.u[query..], row), (&factors.z[key..], row));
+                    for product in [
+                        Product::dense((tile, [REACH, 1]), z, (&mut d_u[query..], row), [rows, row, count]),
+                        Product::dense((tile, [1, REACH]), u, (&mut d_z[key..], row), [count, row, rows]),
                     ] {
-                        dispatch(Product {
-                            a: tile,
-                            a_row: if turned { 1 } else { REACH },
-                            a_column: if turned { REACH } else { 1 },
-                            b,
-                            b_row: factors.row,
-                            c: to,
-                            c_row: factors.row,
-                            rows,
-                            columns: factors.row,
-                            depth,
-                            accumulate: true,
-                            a_band: Band::ALL,
-                            c_band: Band::ALL,
-                        });
+                        dispatch(Product { accumulate: true, ..product });
                     }
                     return;
                 }
@@ -517,15 +370,13 @@ fn query_side<'a, T: Real>(
                     };
                     // SAFETY: as for the walk.
                     let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                    let sums = &mut sums[(near - origin) as usize..];
                     let tile = &tile[(near - from) as usize..(behind - from) as usize];
-                    sums.iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
+                    sums[(near - origin) as usize..].iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
                 }
-            };
-            tiles::bias_gradients(&items, window, chunk, own, mean, bias, work, add);
+            });
         }
     };
-    parallel(sums.groups * sums.parts, work, per_worker, |task, work| {
+    workers.run(sums.groups * sums.parts, |task, work| {
         let (group, range) = (task / sums.parts, task % sums.parts);
         let plane = if matches!(problem.bias, Bias::LowRank(_)) { range } else { group };
         for chunk in range * most_chunks / sums.parts..(range + 1) * most_chunks / sums.parts {
@@ -536,39 +387,20 @@ fn query_side<'a, T: Real>(
 
 /// Adds the groups' sums and hands them to the parameters.
 fn reduce<T: Real>(problem: &Problem<'_, T>, sums: &Sums, d_bias: &[T], parameters: &mut [&mut [T]]) {
-    if parameters.is_empty() {
-        return;
-    }
-    if let Bias::LowRank(factors) = &problem.bias {
-        // Rows without what fills them up to a cache line.
-        for (n, parameter) in parameters.iter_mut().enumerate() {
-            parameter.fill(T::ZERO);
-            for plane in d_bias.chunks_exact(sums.rows * sums.columns) {
-                let rows = plane[n * factors.u.len()..].chunks_exact(factors.row);
-                for (to, row) in parameter.chunks_exact_mut(factors.rank).zip(rows) {
-                    to.iter_mut().zip(row).for_each(|(to, &d)| *to += d);
-                }
+    // Rows of a low rank stand in whole cache lines.
+    let (row, rank) = match &problem.bias {
+        Bias::LowRank(factors) => (factors.row, factors.rank),
+        _ => (sums.columns.max(1), sums.columns.max(1)),
+    };
+    let mut start = 0;
+    for parameter in parameters {
+        parameter.fill(T::ZERO);
+        let len = parameter.len() / rank * row;
+        for plane in d_bias.chunks_exact(sums.plane().max(1)) {
+            for (to, from) in parameter.chunks_exact_mut(rank).zip(plane[start..start + len].chunks_exact(row)) {
+                to.iter_mut().zip(from).for_each(|(to, &d)| *to += d);
             }
         }
-        return;
-    }
-    parameters[0].fill(T::ZERO);
-    for part in d_bias.chunks_exact((sums.rows * sums.columns).max(1)) {
-        parameters[0].iter_mut().zip(part).for_each(|(to, &d)| *to += d);
-    }
-}
-
-/// Keys beyond the end of a sequence have gradient 0.
-pub(super) fn clear_absent<T: Real>(problem: &Problem<'_, T>, sink: &GradientSink<'_, T>) {
-    for sequence in &problem.sequences {
-        for head in 0..problem.dims.kv_heads {
-            for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {
-                // SAFETY: no task runs yet, and the slices end here.
-                unsafe {
-                    sink.dk.row(sequence.batch, head, token, problem.key_dim).fill(T::ZERO);
-                    sink.dv.row(sequence.batch, head, token, problem.dims.head_dim).fill(T::ZERO);
-                }
-            }
-        }
+        start += len;
     }
 }

@@ -1,14 +1,17 @@
 //! What a call takes.
 
-use super::problem::{CHUNK, TILED, reach};
-use super::{Aft, Variant, tiles};
+use super::chunks::CHUNK;
+use super::items::REACH;
+use super::options::{Aft, Variant};
+use super::problem::TILED;
+use super::tiles::SIDE;
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
 /// The cost model's answer.
 pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
     let causal = mask.order == Order::Causal;
-    let (back, ahead) = reach(aft, causal);
+    let (back, ahead) = aft.reach(causal);
     let full = matches!(aft.variant, Variant::Full { .. });
     let banded = match aft.variant {
         Variant::Conv { taps, .. } => Some(taps),
@@ -56,18 +59,18 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
     let width = (dims.head_dim as f64 / line).ceil() * line;
     let mean = 4.0 * width;
     let chunks = |tokens: usize| (tokens as f64 / chunk).ceil();
-    let (back, ahead) = reach(aft, causal);
+    let (back, ahead) = aft.reach(causal);
     let reach = back as f64 + ahead as f64;
     let (keys, of_chunk) = (dims.keys as f64, chunk + reach);
     // The means at the edges of chunks.
     let edges = 2.0 * chunks(dims.queries) * mean;
-    let (tile, range) = (tiles::SIDE as f64, tiles::REACH as f64);
+    let (tile, range) = (SIDE as f64, REACH as f64);
     let tiled = || {
         let bias_tiles = (of_chunk.min(keys) / tile).ceil() * (tile * tile + tile + 2.0);
         (tile + range) * mean + 2.0 * tile * range + 4.0 * range * width + bias_tiles + edges
     };
     match aft.variant {
-        Variant::Simple => (8.0 + 2.0 * chunk + 2.0) * mean + 12.0 * line * chunk,
+        Variant::Simple => (chunk + 4.25) * mean,
         Variant::Full { .. } => tiled() + (keys / range).ceil() * 2.0 * range * width,
         Variant::Local { .. } if back.saturating_add(ahead) >= TILED => tiled(),
         Variant::Local { .. } => (of_chunk.min(keys).max(chunk) + chunk + 3.0) * mean + edges,
@@ -83,7 +86,7 @@ fn convolved([lines, places]: [usize; 2], taps: [usize; 2], width: f64, masked: 
     let columns = if lines > 1 { 1.0 } else { 0.0 };
     let exponents = 6.0 * chunk * (in_view * pieces + 2.0 * columns + 1.0);
     let rows = width * chunk * (2.0 * (2.0 + columns) + 2.0);
-    let work = 2.0 * (12.0 * chunk + width) + exponents + rows + (chunk + 9.0) * chunk;
+    let work = 2.0 * (12.0 * chunk + width) + exponents + rows + (chunk + 3.0) * chunk;
     // Of each line the sums of its blocks from either side, and where there are several, those of lines.
     let blocks = (places as f64 / chunk).ceil() + (taps[1].saturating_sub(1) as f64 / chunk).ceil() + 2.0;
     let blocks = if masked { 1.0 } else { blocks };

@@ -12,23 +12,42 @@
 //!
 //! Time and memory are linear, but for the time of [`Variant::Full`]. The derivation, and that of the gradient, stands in this folder's `README.md`.
 
-mod backward;
-mod conv;
-mod cost;
-mod forward;
+// Each uses only those above it, but for the definition and the cost.
+mod chunks;
 mod kernel;
-mod keys;
-pub(crate) mod log_sum;
-mod problem;
-mod reference;
-pub(crate) mod running;
-mod simple;
+mod log_sum;
+mod options;
+mod tokens;
+
+mod outputs;
+mod running;
 mod state;
-mod state_gradient;
-mod step;
-mod tiles;
+
+mod problem;
+
+mod items;
+mod keys;
+
+mod final_state;
 mod walk;
 
+mod state_gradient;
+mod tiles;
+
+mod gradients;
+mod means;
+
+mod backward;
+mod conv;
+mod forward;
+mod simple;
+mod step;
+
+mod cost;
+mod reference;
+
+use gradients::Backward;
+pub use options::{Aft, Variant};
 use problem::Problem;
 use smallvec::smallvec;
 use state_gradient::Links;
@@ -40,74 +59,6 @@ use crate::call::{
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
-
-/// Where the bias `w_ij` of a pair comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Variant {
-    /// AFT-full: learned for every pair of positions. A query stands at position `i + offset` and a key at `j`, both
-    /// counted from the first token of the initial state; positions outside the table are an error.
-    ///
-    /// The parameter is `w`, `[length, length]`, or with a rank `u` and `z`, `[length, rank]` each, with `w = u·zᵀ`; shared
-    /// by all heads and batch entries.
-    Full {
-        /// Positions that the table has, at least 1.
-        length: usize,
-        /// Of the factors; `None` for a dense table.
-        rank: Option<usize>,
-    },
-    /// AFT-local: learned where `|j − t| < window`, 0 (not −∞) elsewhere, so that every key still counts. `t` is the
-    /// query's place among the keys, `i + offset`.
-    ///
-    /// The parameter `w` is `[rows, 2·window − 1]`, column `j − t + window − 1`, shared by all heads and batch entries.
-    Local {
-        /// How far biases reach; at least 1, which is a bias for the key at the query's own place.
-        window: usize,
-        /// `None`: the table belongs to calls of one length and has a row for each query, counted from the start of its
-        /// sequence; there is no state. A number: the table has so many rows, and a query reads that of its position
-        /// `i + offset` (and the tokens of the initial state); positions outside the table are an error.
-        length: Option<usize>,
-    },
-    /// AFT-simple: no bias.
-    Simple,
-    /// AFT-conv: a kernel for each head over the last `taps` keys under a causal mask, or centred on the query, `(taps −
-    /// 1)/2` keys before it; 0 elsewhere. Keys are `[batch, kv_heads, keys, 1]`.
-    Conv {
-        /// Taps of the kernel, at least 1.
-        taps: usize,
-        /// Whether the kernel is `γ·(w − mean w)/std w + β`, with the parameters `w` `[heads, taps]`, `gamma` and `beta`
-        /// `[heads]`, the last two to be initialised with 0, as published; where all taps are equal it is `β`. Otherwise
-        /// it is `w`, the one parameter.
-        normalized: bool,
-    },
-    /// AFT-conv over images, whose tokens are the rows of the image one after the other: a kernel for each head, centred on
-    /// the query, with the taps of keys beyond the image left out; 0 elsewhere, so that every key still counts. Keys are
-    /// `[batch, kv_heads, keys, 1]`. There are as many queries and keys as the image has places, and ignored keys must be
-    /// told by a padding mask. It looks both ways: causal masks, offsets, lengths, packed sequences and states are refused.
-    Conv2d {
-        /// Height and width in tokens, each at least 1.
-        image: [usize; 2],
-        /// Taps in height and width, each at least 1; the first `(taps − 1)/2` of either stand before the query.
-        taps: [usize; 2],
-        /// As for [`Variant::Conv`], over all taps of a head; `w` is `[heads, taps in height, taps in width]`.
-        normalized: bool,
-    },
-}
-
-/// The attention-free transformer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Aft {
-    /// Where biases come from.
-    pub variant: Variant,
-    /// Multiply by `σ(q)`. Without it queries have no influence.
-    pub gate: bool,
-}
-
-impl Aft {
-    /// With the gate, as published.
-    pub fn new(variant: Variant) -> Self {
-        Self { variant, gate: true }
-    }
-}
 
 impl Mechanism for Aft {
     fn name(&self) -> &'static str {
@@ -132,6 +83,14 @@ impl Mechanism for Aft {
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
+        let kernels = |taps: &[usize], normalized: bool| {
+            let shape = std::iter::once(dims.heads).chain(taps.iter().copied());
+            let mut parameters: Parameters = smallvec![Parameter::new("w", shape)];
+            if normalized {
+                parameters.extend(["gamma", "beta"].map(|name| Parameter::new(name, [dims.heads])));
+            }
+            parameters
+        };
         match self.variant {
             Variant::Simple => Parameters::new(),
             Variant::Full { length, rank: None } => smallvec![Parameter::new("w", [length, length])],
@@ -142,19 +101,8 @@ impl Mechanism for Aft {
                 let columns = window.saturating_mul(2).saturating_sub(1);
                 smallvec![Parameter::new("w", [length.unwrap_or(dims.queries), columns])]
             }
-            Variant::Conv { normalized, .. } | Variant::Conv2d { normalized, .. } => {
-                let taps: &[usize] = match &self.variant {
-                    Variant::Conv2d { taps, .. } => taps,
-                    Variant::Conv { taps, .. } => std::slice::from_ref(taps),
-                    _ => &[],
-                };
-                let shape = std::iter::once(dims.heads).chain(taps.iter().copied());
-                let mut parameters = smallvec![Parameter::new("w", shape)];
-                if normalized {
-                    parameters.extend(["gamma", "beta"].map(|name| Parameter::new(name, [dims.heads])));
-                }
-                parameters
-            }
+            Variant::Conv { taps, normalized } => kernels(&[taps], normalized),
+            Variant::Conv2d { taps, normalized, .. } => kernels(&taps, normalized),
         }
     }
 
@@ -191,15 +139,16 @@ impl Compute for Aft {
             // One for each channel has no room here, and the backward forms them anew.
             denominators.fill(T::ONE);
         }
-        match conv::Geometry::new(self, problem.causal) {
-            Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
-            None if matches!(self.variant, Variant::Simple) => {
-                simple::forward(&problem, out.shared(), final_state.take(), scratch);
+        let simple = matches!(self.variant, Variant::Simple);
+        if !problem.is_empty() {
+            match conv::Geometry::new(self, problem.causal) {
+                Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
+                None if simple => simple::forward(&problem, out.shared(), final_state.as_deref_mut(), scratch),
+                None => forward::forward(&problem, out.shared(), scratch),
             }
-            None => forward::forward(&problem, out.shared(), scratch),
         }
         if let Some(state) = final_state {
-            state::final_state(&problem, state, scratch);
+            final_state::final_state(&problem, state, !simple, scratch);
         }
         Ok(())
     }
@@ -224,24 +173,23 @@ impl Compute for Aft {
         }
         problem.lend = gradients.initial_state.is_some();
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
-        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         let mut first = initial_state.map(|state| {
             let numbers = state.numbers_mut();
             numbers.fill(T::ZERO);
             ViewMut::strided(numbers, [0, 0, 1])
         });
-        let links = Links::new(&problem, cotangent, first.as_mut());
-        backward::clear_absent(&problem, &sink);
-        if problem.dims.head_dim == 0 || problem.dims.heads == 0 {
+        let (dq, dk, dv) = (dq.shared(), dk.shared(), dv.shared());
+        gradients::clear_absent(&problem, dk, dv);
+        if problem.is_empty() {
             parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
             return Ok(());
         }
+        let links = Links::new(&problem, cotangent.final_state, first.as_mut().map(ViewMut::shared));
+        let call = Backward { problem: &problem, cotangent, dq, dk, dv, links };
         match conv::Geometry::new(self, problem.causal) {
-            Some(geometry) => conv::backward(&problem, geometry, cotangent, &sink, &links, parameters, scratch),
-            None if matches!(self.variant, Variant::Simple) => {
-                simple::backward(&problem, cotangent, &sink, &links, scratch);
-            }
-            None => backward::backward(&problem, cotangent, &sink, &links, parameters, scratch),
+            Some(geometry) => conv::backward(&call, geometry, parameters, scratch),
+            None if matches!(self.variant, Variant::Simple) => simple::backward(&call, scratch),
+            None => backward::backward(&call, parameters, scratch),
         }
         Ok(())
     }

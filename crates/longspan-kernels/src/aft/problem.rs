@@ -1,17 +1,17 @@
 //! A checked call, with everything that its tasks share.
 
-use super::{Aft, Variant, kernel, state};
-use crate::aft::log_sum::PARTS;
+use std::ops::Range;
+
+use super::chunks::{CHUNK, Window};
+use super::kernel;
+use super::log_sum::PARTS;
+use super::options::{Aft, Variant};
+use super::state::{self, Head};
 use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call};
 use crate::error::{Error, expect};
-use crate::simd::block::dot;
-use crate::simd::product::{Band, Product};
-use crate::simd::rows::{line, padded};
+use crate::simd::product::Product;
+use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
-
-/// Outputs of one chunk. A chunk loads the keys of its windows anew, so it should be no shorter than usual windows; the
-/// means at its edges are kept, so they are a few per cent of the keys.
-pub(super) const CHUNK: usize = 64;
 
 /// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
@@ -66,9 +66,8 @@ pub(super) struct LowRank<T> {
 
 impl<T: Real> LowRank<T> {
     fn new(u: &[T], z: &[T], length: usize, rank: usize) -> Self {
-        let line = line::<T>();
-        let (row, across) = (rank.next_multiple_of(line), length + CHUNK);
-        let padded = |from: &[T]| {
+        let (row, across) = (padded::<T>(rank), length + CHUNK);
+        let in_lines = |from: &[T]| {
             let mut to = vec![T::ZERO; length * row];
             for (to, from) in to.chunks_exact_mut(row).zip(from.chunks_exact(rank)) {
                 to[..rank].copy_from_slice(from);
@@ -79,77 +78,12 @@ impl<T: Real> LowRank<T> {
         for (position, z) in z.chunks_exact(rank).enumerate() {
             z.iter().enumerate().for_each(|(n, &z)| turned[n * across + position] = z);
         }
-        Self { u: padded(u), z: padded(z), row, rank, turned, across }
+        Self { u: in_lines(u), z: in_lines(z), row, rank, turned, across }
     }
 }
 
 /// From how many keys with biases on tiles are faster than walking from pair to pair.
 pub(super) const TILED: usize = 12;
-
-/// How far to both sides biases reach: the keys `t − back ..= t + ahead` of the query at `t`.
-pub(super) fn reach(aft: &Aft, causal: bool) -> (usize, usize) {
-    match aft.variant {
-        Variant::Simple => (0, 0),
-        Variant::Local { window, .. } => (window - 1, if causal { 0 } else { window - 1 }),
-        // A table has no pair that is farther apart.
-        Variant::Full { length, .. } => (length - 1, if causal { 0 } else { length - 1 }),
-        Variant::Conv { taps, .. } => {
-            let back = if causal { taps - 1 } else { (taps - 1) / 2 };
-            (back, taps - 1 - back)
-        }
-        // A kernel's rows, with all that stands between them.
-        Variant::Conv2d { image: [_, width], taps, .. } => {
-            let reach = |taps: [usize; 2]| (taps[0] * width).saturating_add(taps[1]);
-            let back = taps.map(|taps| (taps - 1) / 2);
-            (reach(back), reach([0, 1].map(|axis| taps[axis] - 1 - back[axis])))
-        }
-    }
-}
-
-/// Checks the options that every call and state shares.
-pub(super) fn check_options(aft: &Aft, dims: &Dims) -> Result<(), Error> {
-    let operation = aft.name();
-    expect(
-        dims.value_dim == dims.head_dim,
-        operation,
-        "value_dim",
-        || format!("head_dim, {}: gate, keys and values share their channels", dims.head_dim),
-        || dims.value_dim.to_string(),
-    )?;
-    let (name, size, length) = match aft.variant {
-        Variant::Simple => return Ok(()),
-        Variant::Full { length, rank } => ("rank", rank.unwrap_or(1), Some(length)),
-        Variant::Local { window, length } => ("window", window, length),
-        Variant::Conv { taps, .. } => ("taps", taps, None),
-        Variant::Conv2d { image, taps, .. } => {
-            // Sides whose product is as small as a sequence's length, and kernels no larger.
-            let range = |sides: [usize; 2]| match sides {
-                [0, _] | [_, 0] => 0,
-                [a, b] => a.saturating_mul(b),
-            };
-            let fits = (1..1 << 24).contains(&range(image));
-            let expected = || "sides of at least 1 whose product is below 2²⁴".into();
-            expect(fits, operation, "image", expected, || format!("{image:?}"))?;
-            let fits = (1..1 << 24).contains(&range(taps));
-            return expect(fits, operation, "taps", expected, || format!("{taps:?}"));
-        }
-    };
-    // Marks of a state are numbers of its type: whole ones up to 2²⁴.
-    expect(
-        (1..1 << 24).contains(&size),
-        operation,
-        name,
-        || "between 1 and 2²⁴ (aft-simple is the mechanism without biases)".into(),
-        || size.to_string(),
-    )?;
-    expect(
-        length.is_none_or(|length| (1..1 << 24).contains(&length)),
-        operation,
-        "length",
-        || "between 1 and 2²⁴".into(),
-        || format!("{length:?}"),
-    )
-}
 
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
@@ -157,7 +91,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let operation = aft.name();
         let dims = call.dims;
         // Before the parameters are asked for: their sizes come from the options.
-        check_options(aft, &dims)?;
+        aft.check_options(&dims)?;
         check_call(aft, call)?;
         let causal = call.mask.order == Order::Causal;
         if let Some(initial) = call.initial_state {
@@ -185,17 +119,24 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
         let sequences = call.mask.sequences(&dims);
-        if let Some(length) = table_length(aft) {
+        if let Some(length) = aft.table_length() {
             for sequence in &sequences {
                 let past = call.initial_state.map_or(0, |state| state::position(state, sequence.batch));
-                check_positions(operation, sequence, call.mask.offset, past, causal, length)?;
-                expect(
-                    !matches!(aft.variant, Variant::Full { .. }) || past + sequence.keys <= length,
-                    operation,
-                    "keys",
-                    || format!("at most {length}, the length of the table of biases, with those of the initial state"),
-                    || (past + sequence.keys).to_string(),
-                )?;
+                let first = call.mask.offset.saturating_add_unsigned(past);
+                let end = first.saturating_add_unsigned(sequence.queries);
+                // A causal row before the first key sees nothing and needs no bias.
+                let fits = sequence.queries == 0 || ((causal || first >= 0) && end <= length as isize);
+                let expected = || {
+                    format!(
+                        "positions in 0..{length}, the length of the table of biases (a longer table, or a shorter call)"
+                    )
+                };
+                expect(fits, operation, "queries", expected, || format!("positions {first}..{end}"))?;
+                let end = past + sequence.keys;
+                let fits = !matches!(aft.variant, Variant::Full { .. }) || end <= length;
+                let expected =
+                    || format!("at most {length}, the length of the table of biases, with those of the initial state");
+                expect(fits, operation, "keys", expected, || end.to_string())?;
             }
         }
         let bias = match aft.variant {
@@ -218,10 +159,15 @@ impl<'a, T: Real> Problem<'a, T> {
             causal,
             sequences,
             width: padded::<T>(dims.head_dim),
-            ring: if call.initial_state.is_some() { reach(aft, causal).0 } else { 0 },
+            ring: if call.initial_state.is_some() { aft.reach(causal).0 } else { 0 },
             lend: false,
             bias,
         })
+    }
+
+    /// Whether there are no channels or no heads.
+    pub fn is_empty(&self) -> bool {
+        self.dims.head_dim == 0 || self.dims.heads == 0
     }
 
     /// Numbers in a mean.
@@ -231,7 +177,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// How queries see keys.
     pub fn keys_of_queries(&self, sequence: &Sequence<'_>) -> Window {
-        let (back, ahead) = reach(self.aft, self.causal);
+        let (back, ahead) = self.aft.reach(self.causal);
         Window {
             outputs: sequence.queries,
             shift: self.call.mask.offset,
@@ -251,7 +197,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// How keys see queries: the same turned round, with those that the initial state lends.
     pub fn queries_of_keys(&self, sequence: &Sequence<'_>) -> Window {
-        let (back, ahead) = reach(self.aft, self.causal);
+        let (back, ahead) = self.aft.reach(self.causal);
         Window {
             outputs: sequence.keys + self.lent(sequence),
             shift: -self.call.mask.offset - self.lent(sequence) as isize,
@@ -264,15 +210,20 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
+    /// One head's state before key 0.
+    pub fn initial(&self, sequence: &Sequence<'_>, kv_head: usize) -> Option<Head<&'a [T]>> {
+        self.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)))
+    }
+
     /// Tokens before key 0, where there is a table by position.
     fn past(&self, sequence: &Sequence<'_>) -> Option<usize> {
-        table_length(self.aft)?;
+        self.aft.table_length()?;
         Some(self.call.initial_state.map_or(0, |state| state::position(state, sequence.batch)))
     }
 
     /// Whether biases are so many that tiles are worth their while.
     pub fn tiled(&self) -> bool {
-        let (back, ahead) = reach(self.aft, self.causal);
+        let (back, ahead) = self.aft.reach(self.causal);
         self.full() || back + ahead >= TILED
     }
 
@@ -294,34 +245,20 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// The bias of one pair in a window.
-    pub fn pair(&self, sequence: &Sequence<'_>, query: usize, key: isize) -> T {
-        let mut bias = [T::ZERO];
-        self.biases_of(sequence, query, key, &mut bias);
-        bias[0]
-    }
-
     /// The biases of one query and the keys from `key` on; 0 outside its window, and for a query before the first key.
-    fn biases_of(&self, sequence: &Sequence<'_>, query: usize, key: isize, to: &mut [T]) {
+    pub fn biases_of(&self, sequence: &Sequence<'_>, query: usize, key: isize, to: &mut [T]) {
         to.fill(T::ZERO);
         let place = query as isize + self.call.mask.offset;
         let position = place + self.origin(sequence);
         let (from, row) = match &self.bias {
-            // Kernels have walks of their own.
-            Bias::Zero | Bias::Kernel { .. } => return,
-            Bias::Table { .. } | Bias::LowRank(_) | Bias::Rows { by_position: true, .. } if position < 0 => return,
+            // These have walks of their own, or tiles only.
+            Bias::Zero | Bias::Kernel { .. } | Bias::LowRank(_) => return,
+            Bias::Table { .. } | Bias::Rows { by_position: true, .. } if position < 0 => return,
             Bias::Table { table, length } => {
                 (-self.origin(sequence), &table[self.bias_row(sequence, query) * length..][..*length])
             }
-            Bias::LowRank(factors) => {
-                let u = &factors.u[self.bias_row(sequence, query) * factors.row..][..factors.row];
-                for (position, to) in ((key + self.origin(sequence)) as usize..).zip(to) {
-                    *to = dot(u, &factors.z[position * factors.row..][..factors.row]);
-                }
-                return;
-            }
             Bias::Rows { table, columns, .. } => {
-                let (back, _) = reach(self.aft, self.causal);
+                let (back, _) = self.aft.reach(self.causal);
                 (place - back as isize, &table[self.bias_row(sequence, query) * columns..][..*columns])
             }
         };
@@ -336,7 +273,7 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn tile(
         &self,
         sequence: &Sequence<'_>,
-        queries: std::ops::Range<usize>,
+        queries: Range<usize>,
         key: isize,
         count: usize,
         to: &mut [T],
@@ -356,62 +293,26 @@ impl<'a, T: Real> Problem<'a, T> {
         if skipped == queries.len() {
             return;
         }
-        dispatch(Product {
-            a: &factors.u[(first + skipped as isize) as usize * factors.row..],
-            a_row: factors.row,
-            a_column: 1,
-            b: &factors.turned[(key + self.origin(sequence)) as usize..],
-            b_row: factors.across,
-            c: to,
-            c_row: row,
-            rows: queries.len() - skipped,
-            columns: count,
-            depth: factors.rank,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        let u = &factors.u[(first + skipped as isize) as usize * factors.row..];
+        let z = &factors.turned[(key + self.origin(sequence)) as usize..];
+        let sizes = [queries.len() - skipped, count, factors.rank];
+        dispatch(Product::dense((u, [factors.row, 1]), (z, factors.across), (to, row), sizes));
     }
-}
-
-/// How many positions the table of biases has, if they are positions.
-pub(super) fn table_length(aft: &Aft) -> Option<usize> {
-    match aft.variant {
-        Variant::Full { length, .. } | Variant::Local { length: Some(length), .. } => Some(length),
-        _ => None,
-    }
-}
-
-/// Whether a table by position has a row for every query that sees something.
-fn check_positions(
-    operation: &'static str,
-    sequence: &Sequence<'_>,
-    offset: isize,
-    past: usize,
-    causal: bool,
-    length: usize,
-) -> Result<(), Error> {
-    let first = offset.saturating_add_unsigned(past);
-    let end = first.saturating_add_unsigned(sequence.queries);
-    // A causal row before the first key sees nothing and needs no bias.
-    let fits = sequence.queries == 0 || ((causal || first >= 0) && end <= length as isize);
-    expect(
-        fits,
-        operation,
-        "queries",
-        || format!("positions in 0..{length}, the length of the table of biases (a longer table, or a shorter call)"),
-        || format!("positions {first}..{end}"),
-    )
 }
 
 /// Some of a call's work: the key heads `heads` of some sequences, with the query heads that read them.
 #[derive(Debug, Clone)]
 pub(super) struct Block {
-    pub sequences: std::ops::Range<usize>,
-    pub heads: std::ops::Range<usize>,
+    pub sequences: Range<usize>,
+    pub heads: Range<usize>,
 }
 
 impl Block {
+    /// All of a call.
+    pub fn whole<T: Real>(problem: &Problem<'_, T>) -> Self {
+        Self { sequences: 0..problem.sequences.len(), heads: 0..problem.dims.kv_heads }
+    }
+
     /// Cuts a call into blocks whose rows are no more than `most` numbers, or else one key head's.
     pub fn all<T: Real>(problem: &Problem<'_, T>, most: usize) -> Vec<Self> {
         let heads = problem.dims.kv_heads;
@@ -435,91 +336,23 @@ impl Block {
         }
         blocks
     }
-}
-
-/// Which items an output sees, and how: output `n` stands at item `n + shift`; the items from `back` before to `ahead`
-/// after count with a bias of their own, those before and after with none, or not at all.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Window {
-    pub outputs: usize,
-    pub shift: isize,
-    pub back: isize,
-    pub ahead: isize,
-    /// Whether items before the window count.
-    pub before: bool,
-    /// Whether items after it count.
-    pub after: bool,
-    /// The first item there is; negative where an initial state lends some.
-    pub first: isize,
-    /// One past the last.
-    pub end: isize,
-}
-
-impl Window {
-    fn clamp(&self, item: isize) -> isize {
-        item.clamp(self.first, self.end.max(self.first))
+    /// Its sequences.
+    pub fn sequences<'p, T>(&self, problem: &'p Problem<'_, T>) -> &'p [Sequence<'p>] {
+        &problem.sequences[self.sequences.clone()]
     }
 
-    /// The items with a bias for output `n`.
-    pub fn near(&self, n: usize) -> (isize, isize) {
-        self.range(n, n + 1)
+    /// How many heads of queries.
+    pub fn query_heads<T>(&self, problem: &Problem<'_, T>) -> usize {
+        self.heads.len() * problem.dims.group()
     }
 
-    /// The items in any window of the outputs `from..to`: those before are before every window, those after are after.
-    pub fn range(&self, from: usize, to: usize) -> (isize, isize) {
-        let start = self.clamp(from as isize + self.shift - self.back);
-        (start, self.clamp(to as isize + self.shift + self.ahead).max(start))
-    }
-
-    /// The items that output `n` sees.
-    pub fn seen(&self, n: usize) -> (isize, isize) {
-        let (near, behind) = self.near(n);
-        (if self.before { self.first } else { near }, if self.after { self.end.max(self.first) } else { behind })
-    }
-
-    pub fn chunks(&self) -> usize {
-        self.outputs.div_ceil(CHUNK)
-    }
-
-    /// The outputs of a chunk.
-    pub fn chunk(&self, index: usize) -> (usize, usize) {
-        (index * CHUNK, ((index + 1) * CHUNK).min(self.outputs))
-    }
-}
-
-/// Chunks of outputs of every sequence and head, in the order in which their edges stand.
-pub(super) struct Chunks {
-    /// One a sequence.
-    pub windows: Vec<Window>,
-    pub heads: usize,
-    /// Chunks of all earlier sequences, and of all.
-    starts: Vec<usize>,
-}
-
-impl Chunks {
-    pub fn new(windows: Vec<Window>, heads: usize) -> Self {
-        let mut starts = vec![0];
-        starts.extend(windows.iter().scan(0, |sum, window| {
-            *sum += window.chunks();
-            Some(*sum)
-        }));
-        Self { windows, heads, starts }
-    }
-
-    /// Chunks of all sequences and heads.
-    pub fn tasks(&self) -> usize {
-        self.starts[self.windows.len()] * self.heads
-    }
-
-    /// Which one a chunk is.
-    pub fn index(&self, sequence: usize, head: usize, chunk: usize) -> usize {
-        self.starts[sequence] * self.heads + head * self.windows[sequence].chunks() + chunk
-    }
-
-    /// The sequence, head and chunk of an index.
-    pub fn task(&self, index: usize) -> (usize, usize, usize) {
-        let sequence = self.starts.partition_point(|&start| start * self.heads <= index) - 1;
-        let (rest, chunks) = (index - self.starts[sequence] * self.heads, self.windows[sequence].chunks());
-        (sequence, rest / chunks, rest % chunks)
+    /// The first row of each sequence and how many there are in all, if those of all its heads stand one after the other.
+    pub fn rows<T>(&self, problem: &Problem<'_, T>) -> (Vec<usize>, usize) {
+        let (mut starts, mut count) = (Vec::new(), 0);
+        for sequence in self.sequences(problem) {
+            starts.push(count);
+            count += sequence.queries * self.query_heads(problem);
+        }
+        (starts, count)
     }
 }

@@ -1,6 +1,6 @@
 //! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
 
-use super::{Aft, Variant};
+use super::options::{Aft, Variant};
 use crate::call::{Call, Compute, Keys, Mechanism, Order, Reference};
 use crate::error::{Error, expect};
 

@@ -6,21 +6,19 @@
 
 use std::ops::Range;
 
-use super::backward::GradientSink;
+use super::chunks::{CHUNK, Workers};
+use super::gradients::{Backward, rows_of};
+use super::items::{Items, join_all};
 use super::keys::KeyItems;
-use super::problem::{CHUNK, Problem};
-use super::state;
-use super::state_gradient::{Links, far_item};
-use super::walk::{Items, clear, join_all, join_items};
-use crate::aft::log_sum::{GatedMean, KeyGradient, OutputRow, PARTS, RowCotangent, Tokens, join};
-use crate::aft::running::{
-    ConstantCotangents, ConstantGradients, ConstantMeans, FindRunningMax, OutputRows, RunningGradients, RunningMeans,
-    TokenGradients,
-};
-use crate::call::{Arena, Cotangent, Dims, Scratch, Sequence, SharedRows, State, View, ViewMut};
-use crate::simd::rows::{Rows, line, padded};
+use super::log_sum::{PARTS, clear, join, join_items};
+use super::outputs::{GatedMean, PullBackMean, PullBackTokens, TokenGradients};
+use super::problem::Problem;
+use super::running::{FindRunningMax, RunningGradients, RunningMeans};
+use super::tokens::Tokens;
+use crate::call::{Arena, Dims, Scratch, Sequence, SharedRows, State, ViewMut};
+use crate::simd::rows::{Columns, line, padded};
 use crate::simd::{Real, dispatch};
-use crate::threads::{self, parallel};
+use crate::threads;
 
 /// Tokens that are summed under one exponent. Those of a block of keys, values, queries and outputs stay in a core's first cache
 /// (16 kB with 64 channels of `f32`) while they are read twice.
@@ -82,18 +80,24 @@ impl Tasks {
         let bound = |part: usize| (part * lines / self.parts * line::<T>()).min(problem.dims.head_dim);
         Task { sequence: head / self.heads, kv_head: head % self.heads, channels: bound(part)..bound(part + 1) }
     }
+
+    /// Calls `body` for every task, with `each` numbers of memory.
+    fn run<T: Real>(
+        &self,
+        problem: &Problem<'_, T>,
+        each: usize,
+        scratch: &mut Scratch<T>,
+        body: impl Fn(&Task, &mut [T]) + Sync,
+    ) {
+        let mut workers = Workers::in_scratch(self.count, each, scratch);
+        workers.run(self.count, |task, work| body(&self.get(problem, task), work));
+    }
 }
 
-/// The rows of one batch entry and head from a token on, in some channels.
-fn rows_of<'a, T>(view: &View<'a, T>, batch: usize, head: usize, token: usize, channels: &Range<usize>) -> Rows<'a, T> {
-    let rows = view.rows(batch, head).skip(token);
-    Rows { data: &rows.data[channels.start.min(rows.data.len())..], ..rows }
-}
-
-/// Numbers of a task's working memory: seven means, the tops, and a block of items and gradients.
-fn work_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    let mean = problem.mean();
-    8 * mean + (2 * CHUNK + 2) * mean + 12 * line::<T>() * BLOCK + 64
+/// Memory for the forward pass of one task: three means, largest keys, and items of a chunk and one more.
+fn means_memory<'w, T: Real>(arena: &mut Arena<'w, T>, width: usize) -> [&'w mut [T]; 5] {
+    let mean = PARTS * width;
+    [mean, mean, mean, width, (CHUNK + 1) * mean].map(|len| arena.take(len))
 }
 
 /// Writes every output, and the means after the last key into the final state, if one is asked for.
@@ -103,24 +107,17 @@ pub(super) fn forward<T: Real>(
     final_state: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
-    let Dims { head_dim, heads, kv_heads, .. } = problem.dims;
+    let Dims { head_dim, kv_heads, .. } = problem.dims;
     let mut state = final_state.map(|state| {
-        state::write_marks(problem, state);
         let len = state.shape().head_len();
         ViewMut::strided(state.numbers_mut(), [0, 0, len])
     });
-    if head_dim == 0 || (heads == 0 && state.is_none()) {
-        return;
-    }
     let state = state.as_mut().map(|numbers| numbers.shared());
-    let tasks = Tasks::new(problem);
-    let per_worker = work_len(problem).next_multiple_of(64);
-    let workers = threads::count().min(tasks.count).max(1);
-    parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
-        let task = tasks.get(problem, task);
-        let sum = means(problem, &task, out, state.is_some(), work);
+    let each = Arena::measure(|arena| means_memory::<T>(arena, problem.width));
+    Tasks::new(problem).run(problem, each, scratch, |task, work| {
+        let sum = means(problem, task, out, state.is_some(), work);
         let Some(state) = state else { return };
-        let (width, Range { start, end }) = (sum.len() / PARTS, task.channels);
+        let (width, Range { start, end }) = (sum.len() / PARTS, task.channels.clone());
         let index = problem.sequences[task.sequence].batch * kv_heads + task.kv_head;
         // Numerators, denominators and exponents.
         for (part, row) in [2, 3, 0].into_iter().enumerate() {
@@ -144,26 +141,21 @@ fn means<'w, T: Real>(
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let sight = Sight::new(problem, sequence);
     let width = padded::<T>(task.channels.len());
-    let mean = PARTS * width;
-    let mut arena = Arena::new(work);
-    let [sum, own, part] = [(); 3].map(|()| arena.take(mean));
-    let running_max = arena.take(width);
-    let block = arena.take((CHUNK + 1) * mean);
+    let [sum, own, part, running_max, block] = means_memory(&mut Arena::new(work), width);
     let group = problem.dims.group();
     let heads = task.kv_head * group..(task.kv_head + 1) * group;
-    let queries = |head: usize, row: usize| {
-        let rows = || rows_of(&problem.call.q, sequence.batch, head, sequence.query_start + row, &task.channels);
-        problem.aft.gate.then(rows)
-    };
-    let outputs = |head: usize, row: usize, count: usize| {
+    // Queries from a row on, and outputs.
+    let of = |head: usize, row: usize, count: usize| {
+        let queries = || rows_of(&problem.call.q, sequence, head, row, task.channels.start);
         let place = [sequence.batch, head, sequence.query_start + row];
         // SAFETY: these channels of a head belong to one task, which has one block of its rows at a time.
-        unsafe { out.columns(place, count, task.channels.clone()) }
+        let outputs = unsafe { out.columns(place, count, task.channels.clone()) };
+        (problem.aft.gate.then(queries), outputs)
     };
-    let constant = |rows: Range<usize>, sum: &[T]| {
+    let constant = |rows: Range<usize>, mean: &[T]| {
         for head in heads.clone() {
-            let mut to = outputs(head, rows.start, rows.len());
-            dispatch(ConstantMeans { queries: queries(head, rows.start), mean: sum, to: &mut to });
+            let (queries, to) = of(head, rows.start, rows.len());
+            dispatch(GatedMean { mean, queries, to });
         }
     };
     items.start(sum);
@@ -171,14 +163,15 @@ fn means<'w, T: Real>(
     join_all(&items, 0, sight.key as isize, sum, block);
     for at in sight.blocks() {
         let (row, key, count) = (sight.row + at.start, (sight.key + at.start) as isize, at.len());
-        if let Some(tokens) = items
-            .tokens(key, count)
-            .filter(|tokens| dispatch(FindRunningMax { tokens: *tokens, before: sum, running_max }))
-        {
+        let running = items.tokens(key, count).filter(|&tokens| {
+            let running_max = &mut *running_max;
+            dispatch(FindRunningMax { tokens, before: sum, running_max })
+        });
+        if let Some(tokens) = running {
             for head in heads.clone() {
                 own.copy_from_slice(sum);
-                let tokens = Tokens { queries: queries(head, row), ..tokens };
-                dispatch(RunningMeans { tokens, running_max, mean: own, to: &mut outputs(head, row, count) });
+                let (queries, to) = of(head, row, count);
+                dispatch(RunningMeans { tokens, queries, running_max, mean: own, to });
             }
             sum.copy_from_slice(own);
             continue;
@@ -186,11 +179,10 @@ fn means<'w, T: Real>(
         let own_items = items.load(key, count, block);
         for head in heads.clone() {
             own.copy_from_slice(sum);
-            let (queries, mut to) = (queries(head, row), outputs(head, row, count));
-            for (n, item) in own_items.chunks_exact(mean).enumerate() {
+            for (n, item) in own_items.chunks_exact(sum.len()).enumerate() {
                 join(own, item, T::ZERO);
-                let q = queries.map_or(&[][..], |queries| queries.row(n, task.channels.len()));
-                dispatch(GatedMean { mean: own, q, out: to.row(n) });
+                let (queries, to) = of(head, row + n, 1);
+                dispatch(GatedMean { mean: own, queries, to });
             }
         }
         join_items(own_items, part);
@@ -203,52 +195,43 @@ fn means<'w, T: Real>(
     sum
 }
 
+/// Memory for the backward pass of one task: six means, largest keys, items of a chunk and one more, rows of a block, what a block of
+/// tokens keeps for the way back, and exponents and denominators before each block of the sight.
+fn gradients_memory<'w, T: Real>(
+    arena: &mut Arena<'w, T>,
+    width: usize,
+    blocks: usize,
+) -> ([&'w mut [T]; 6], [&'w mut [T]; 5]) {
+    let mean = PARTS * width;
+    let others = [width, (CHUNK + 1) * mean, BLOCK * mean, 12 * line::<T>() * BLOCK, blocks * 2 * width];
+    ([mean; 6].map(|len| arena.take(len)), others.map(|len| arena.take(len)))
+}
+
 /// Writes every gradient.
-pub(super) fn backward<'a, T: Real>(
-    problem: &Problem<'a, T>,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
-    scratch: &mut Scratch<T>,
-) {
-    let tasks = Tasks::new(problem);
+pub(super) fn backward<T: Real>(call: &Backward<'_, T>, scratch: &mut Scratch<T>) {
+    let problem = call.problem;
     let blocks = problem.sequences.iter().map(|sequence| Sight::new(problem, sequence).blocks().len()).max();
-    let edges = blocks.unwrap_or(0) * 2 * problem.width;
-    let per_worker = (work_len(problem) + edges).next_multiple_of(64);
-    let workers = threads::count().min(tasks.count).max(1);
-    parallel(tasks.count, scratch.take(workers * per_worker), per_worker, |task, work| {
-        gradients(problem, cotangent, sink, links, &tasks.get(problem, task), work);
-    });
+    let each = Arena::measure(|arena| gradients_memory::<T>(arena, problem.width, blocks.unwrap_or(0)));
+    Tasks::new(problem).run(problem, each, scratch, |task, work| gradients(call, task, work));
 }
 
 /// Writes the gradients of one task: forward through the keys for the means of rows, of which denominators are all that counts; and
 /// back through rows and keys at once, with the sum of the rows from each on.
-fn gradients<'a, T: Real>(
-    problem: &Problem<'a, T>,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
-    task: &Task,
-    work: &mut [T],
-) {
+fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
+    let (problem, links) = (call.problem, &call.links);
     let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let sight = Sight::new(problem, sequence);
     let channels = &task.channels;
     let width = padded::<T>(channels.len());
     let mean = PARTS * width;
-    let mut arena = Arena::new(work);
-    let [start, end, own, after, item, far] = [(); 6].map(|()| arena.take(mean));
-    let running_max = arena.take(width);
-    let block = arena.take((CHUNK + 1) * mean);
-    let rows_block = arena.take(BLOCK * mean);
-    let kept = arena.take(12 * line::<T>() * BLOCK);
-    let edges = arena.take(sight.blocks().len() * 2 * width);
+    let ([start, end, own, after, far, item], [running_max, block, rows_block, kept, edges]) =
+        gradients_memory(&mut Arena::new(work), width, sight.blocks().len());
     items.start(start);
     end.copy_from_slice(start);
     let add = |keys: Range<usize>, end: &mut [T], block: &mut [T]| {
         let (part, block) = block.split_at_mut(mean);
-        items.sum_weights(keys.start as isize, keys.len(), part, block);
+        items.sum_of(keys.start as isize, keys.len(), false, part, block);
         join(end, part, T::ZERO);
     };
     for key in (0..sight.key).step_by(CHUNK) {
@@ -262,63 +245,44 @@ fn gradients<'a, T: Real>(
 
     clear(far);
     for (index, head) in (task.kv_head * problem.dims.group()..).take(problem.dims.group()).enumerate() {
-        let output_rows = |rows: &Range<usize>| {
-            let of =
-                |view: &View<'a, T>| rows_of(view, sequence.batch, head, sequence.query_start + rows.start, channels);
-            OutputRows {
-                q: problem.aft.gate.then(|| of(&problem.call.q)),
-                d_out: of(&cotangent.d_out),
-                out: of(&cotangent.out),
-                count: rows.len(),
-            }
-        };
+        let output_rows = |rows: &Range<usize>| call.rows(sequence, head, rows.start, rows.len(), channels.start);
         let d_queries = |rows: &Range<usize>| {
             let place = [sequence.batch, head, sequence.query_start + rows.start];
             // SAFETY: these channels of a head belong to one task, which has one block of its rows at a time.
-            unsafe { sink.dq.columns(place, rows.len(), channels.clone()) }
+            unsafe { call.dq.columns(place, rows.len(), channels.clone()) }
         };
         let d_tokens = |keys: &Range<usize>| {
             let place = [sequence.batch, task.kv_head, sequence.key_start + keys.start];
             // SAFETY: as for the queries.
-            let (dk, dv) = unsafe {
-                (
-                    sink.dk.columns(place, keys.len(), channels.clone()),
-                    sink.dv.columns(place, keys.len(), channels.clone()),
-                )
-            };
-            TokenGradients { dk, dv, add: index > 0 }
+            unsafe {
+                let dk = call.dk.columns(place, keys.len(), channels.clone());
+                TokenGradients { dk, dv: call.dv.columns(place, keys.len(), channels.clone()), add: index > 0 }
+            }
         };
         // Rows that all have one mean.
         let constant_rows = |rows: Range<usize>, mean: &[T], after: &mut [T], item: &mut [T]| {
             for from in rows.clone().step_by(CHUNK).rev() {
                 let rows = from..(from + CHUNK).min(rows.end);
-                clear(item);
-                dispatch(ConstantCotangents { rows: output_rows(&rows), mean, item, dq: &mut d_queries(&rows) });
+                let item = &mut *item;
+                dispatch(PullBackMean { mean, rows: output_rows(&rows), item, dq: d_queries(&rows) });
                 join(after, item, T::ZERO);
             }
         };
-        // A key that is not there like the others.
-        let single_key = |key: usize, after: &[T], item: &mut [T], own: &mut [T]| {
-            let (d_key, d_value) = own.split_at_mut(2 * width);
-            if items.token(key as isize).is_some() {
-                dispatch(KeyGradient { rows: after, key: items.load(key as isize, 1, item), dk: d_key, dv: d_value });
-            } else {
-                d_key.fill(T::ZERO);
-                d_value.fill(T::ZERO);
-            }
-            let mut to = d_tokens(&(key..key + 1));
-            let add = to.add;
-            for (to, d) in [(to.dk.row(0), d_key), (to.dv.row(0), d_value)] {
-                to.iter_mut().zip(d).for_each(|(to, d)| *to = if add { *to + *d } else { *d });
-            }
-        };
         // Keys that are all seen by the same rows.
-        let constant_keys = |keys: Range<usize>, after: &[T], item: &mut [T], own: &mut [T]| {
+        let constant_keys = |keys: Range<usize>, rows: &[T]| {
             for from in keys.clone().step_by(CHUNK) {
                 let keys = from..(from + CHUNK).min(keys.end);
-                match items.tokens(from as isize, keys.len()) {
-                    Some(tokens) => dispatch(ConstantGradients { tokens, rows: after, to: &mut d_tokens(&keys) }),
-                    None => keys.for_each(|key| single_key(key, after, item, own)),
+                if let Some(tokens) = items.tokens(from as isize, keys.len()) {
+                    dispatch(PullBackTokens { tokens, rows, to: d_tokens(&keys) });
+                    continue;
+                }
+                for key in keys {
+                    let mut to = d_tokens(&(key..key + 1));
+                    match items.token(key as isize) {
+                        Some((key, value)) => dispatch(PullBackTokens { tokens: Tokens::single(key, value), rows, to }),
+                        None if to.add => (),
+                        None => [&mut to.dk, &mut to.dv].into_iter().for_each(|to| to.row(0).fill(T::ZERO)),
+                    }
                 }
             }
         };
@@ -328,61 +292,48 @@ fn gradients<'a, T: Real>(
                 to.copy_from_slice(&from[channels.start..][..width]);
             }
         }
-        constant_keys(sight.key + sight.count..sequence.keys, after, item, own);
+        constant_keys(sight.key + sight.count..sequence.keys, after);
         constant_rows(sight.row + sight.count..sequence.queries, end, after, item);
         for (at, edge) in sight.blocks().zip(edges.chunks_exact(2 * width)).rev() {
             let (rows, keys) = (sight.row + at.start..sight.row + at.end, sight.key + at.start..sight.key + at.end);
             clear(own);
             own[..width].copy_from_slice(&edge[..width]);
             own[3 * width..].copy_from_slice(&edge[width..]);
-            let tokens = items.tokens(keys.start as isize, keys.len());
-            if let Some(tokens) =
-                tokens.filter(|tokens| dispatch(FindRunningMax { tokens: *tokens, before: own, running_max }))
-            {
-                let (mut dq, mut to) = (d_queries(&rows), d_tokens(&keys));
-                dispatch(RunningGradients {
-                    tokens,
-                    rows: output_rows(&rows),
-                    running_max,
-                    before: own,
-                    after,
-                    work: kept,
-                    dq: &mut dq,
-                    to: &mut to,
-                });
+            let running = items.tokens(keys.start as isize, keys.len()).filter(|&tokens| {
+                let running_max = &mut *running_max;
+                dispatch(FindRunningMax { tokens, before: own, running_max })
+            });
+            if let Some(tokens) = running {
+                let (dq, to, work) = (d_queries(&rows), d_tokens(&keys), &mut *kept);
+                let rows = output_rows(&rows);
+                dispatch(RunningGradients { tokens, rows, running_max, before: own, after, work, dq, to });
                 continue;
             }
-            let (output_rows, mut dq) = (output_rows(&rows), d_queries(&rows));
             let own_items = items.load(keys.start as isize, keys.len(), block);
             let row_items = &mut rows_block[..keys.len() * mean];
-            for (n, (key, row)) in own_items.chunks_exact(mean).zip(row_items.chunks_exact_mut(mean)).enumerate() {
+            for (row, (key, item)) in rows.zip(own_items.chunks_exact(mean).zip(row_items.chunks_exact_mut(mean))) {
                 join(own, key, T::ZERO);
-                let of = |rows: &Rows<'a, T>| rows.row(n, channels.len());
-                let output = OutputRow {
-                    q: output_rows.q.as_ref().map_or(&[][..], of),
-                    d_out: of(&output_rows.d_out),
-                    out: of(&output_rows.out),
-                };
-                dispatch(RowCotangent { mean: own, row: output, dq: dq.row(n), item: row });
+                let row = row..row + 1;
+                dispatch(PullBackMean { mean: own, rows: output_rows(&row), item, dq: d_queries(&row) });
             }
             for (key, row) in keys.zip(row_items.chunks_exact(mean)).rev() {
                 join(after, row, T::ZERO);
-                single_key(key, after, item, own);
+                constant_keys(key..key + 1, after);
             }
         }
-        constant_keys(0..sight.key, after, item, own);
+        constant_keys(0..sight.key, after);
         constant_rows(0..sight.row, start, after, item);
         join(far, after, T::ZERO);
     }
 
     // The initial state's mean is a key without a value that every row sees.
     // SAFETY: these channels of a head have one task.
-    let to = unsafe { links.far_gradient(problem, sequence.batch, task.kv_head, channels.clone()) };
+    let to = unsafe { links.far_gradient(sequence, task.kv_head, channels.clone()) };
     if let Some((head, numerator, denominator)) = to {
-        far_item(&head.columns(channels.clone()), width, item);
-        let (d_key, d_value) = own.split_at_mut(2 * width);
-        dispatch(KeyGradient { rows: far, key: item, dk: d_key, dv: d_value });
-        numerator.copy_from_slice(&d_value[..channels.len()]);
-        denominator.copy_from_slice(&d_key[..channels.len()]);
+        let zeros = &mut item[..channels.len()];
+        zeros.fill(T::ZERO);
+        let tokens = Tokens::single(&head.exponent[channels.clone()], zeros);
+        let to = TokenGradients { dk: Columns::single(denominator), dv: Columns::single(numerator), add: false };
+        dispatch(PullBackTokens { tokens, rows: far, to });
     }
 }

@@ -1,14 +1,10 @@
 //! The state of an attention-free transformer: what each part of a [`State`] means here.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
-use super::keys::{KeyItems, write_item};
-use super::problem::{CHUNK, Problem, check_options, reach, table_length};
-use super::state_gradient::far;
-use super::walk::clear;
-use super::{Aft, Variant};
-use crate::aft::log_sum::{PARTS as MEAN_PARTS, join};
-use crate::call::{Dims, Mechanism, PARTS, Scratch, Sequence, State, StateShape, VERSION, fingerprint};
+use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
+use super::options::{Aft, Variant};
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape, VERSION, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::block::floor;
@@ -40,6 +36,11 @@ pub(super) const MARKS: usize = 3;
 /// Which part of a head's state they are.
 const MARKS_PART: usize = 5;
 
+/// The row of a ring for the token of `back` tokens ago.
+pub(super) fn ring_place<T: Real>(oldest: T, rows: usize, back: usize) -> usize {
+    (oldest.to_f64() as usize + rows - back) % rows
+}
+
 impl<S> From<[S; PARTS]> for Head<S> {
     fn from([numerator, denominator, exponent, ring_keys, ring_values, marks]: [S; PARTS]) -> Self {
         Self { numerator, denominator, exponent, ring_keys, ring_values, marks }
@@ -53,7 +54,7 @@ impl<'a, T: Real> Head<&'a [T]> {
         if back > rows {
             return None;
         }
-        let row = (self.marks[OLDEST].to_f64() as usize + rows - back) % rows;
+        let row = ring_place(self.marks[OLDEST], rows, back);
         Some((&self.ring_keys[row * key_dim..][..key_dim], &self.ring_values[row * head_dim..][..head_dim]))
     }
 
@@ -66,12 +67,14 @@ impl<'a, T: Real> Head<&'a [T]> {
             ..self
         }
     }
+}
 
+impl<T: Real, S: Deref<Target = [T]>> Head<S> {
     /// Into the rows of a mean.
     pub fn read(&self, mean: &mut [T]) {
         let (width, len) = (mean.len() / MEAN_PARTS, self.numerator.len());
-        mean[2 * width..][..len].copy_from_slice(self.numerator);
-        for (from, row) in [(self.exponent, 0), (self.denominator, 3)] {
+        mean[2 * width..][..len].copy_from_slice(&self.numerator);
+        for (from, row) in [(&self.exponent, 0), (&self.denominator, 3)] {
             let to = &mut mean[row * width..][..len];
             // One key a head stands for all channels.
             if from.len() == len { to.copy_from_slice(from) } else { to.fill(from[0]) }
@@ -80,18 +83,6 @@ impl<'a, T: Real> Head<&'a [T]> {
 }
 
 impl<T: Real> Head<&mut [T]> {
-    /// The same to be read.
-    pub fn as_ref(&self) -> Head<&[T]> {
-        Head {
-            numerator: &*self.numerator,
-            denominator: &*self.denominator,
-            exponent: &*self.exponent,
-            ring_keys: &*self.ring_keys,
-            ring_values: &*self.ring_values,
-            marks: &*self.marks,
-        }
-    }
-
     /// From the rows of a mean without biases.
     pub fn write(&mut self, mean: &[T]) {
         let width = mean.len() / MEAN_PARTS;
@@ -108,7 +99,7 @@ impl<T: Real> Head<&mut [T]> {
 
 /// The sizes of the state of `aft` for calls of these sizes.
 pub(super) fn shape(aft: &Aft, dims: &Dims) -> StateShape {
-    let ring = reach(aft, true).0;
+    let ring = aft.ring();
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     StateShape {
         mechanism: aft.name(),
@@ -123,7 +114,7 @@ pub(super) fn shape(aft: &Aft, dims: &Dims) -> StateShape {
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
-    check_options(aft, dims)?;
+    aft.check_options(dims)?;
     let operation = aft.name();
     if let Variant::Local { length: None, .. } = aft.variant {
         return Err(Error::Unsupported {
@@ -141,13 +132,8 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     }
     let shape = shape(aft, dims);
     let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
-    expect(
-        fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>()),
-        operation,
-        "state",
-        || "a size that fits the address space".into(),
-        || format!("{shape:?}"),
-    )?;
+    let fits = fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>());
+    expect(fits, operation, "state", || "a size that fits the address space".into(), || format!("{shape:?}"))?;
     let mut state = State::zeros(shape)?;
     for head in state.heads_mut().map(Head::from) {
         head.exponent.fill(floor());
@@ -169,24 +155,17 @@ pub(super) fn check_sizes<T: Real>(
 
 /// Checks sizes and marks of a state that a caller gives.
 pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-    let operation = aft.name();
     check_sizes(aft, dims, state, argument)?;
-    let rows = reach(aft, true).0.max(1);
+    let rows = aft.ring().max(1);
     for marks in state.each(MARKS_PART) {
         let whole = |x: T, limit: f64| x >= T::ZERO && x.to_f64() < limit && x.to_f64().fract() == 0.0;
-        expect(
-            whole(marks[OLDEST], rows as f64)
-                && whole(marks[FILLED], rows as f64 + 1.0)
-                && whole(marks[POSITION], (1 << 24) as f64),
-            operation,
-            argument,
-            || {
-                format!(
-                    "a whole number below {rows} as the index of the ring's oldest row, and its length and position"
-                )
-            },
-            || format!("{:?}", &marks[..MARKS]),
-        )?;
+        let fits = whole(marks[OLDEST], rows as f64)
+            && whole(marks[FILLED], rows as f64 + 1.0)
+            && whole(marks[POSITION], (1 << 24) as f64);
+        let expected = || {
+            format!("a whole number below {rows} as the index of the ring's oldest row, and its length and position")
+        };
+        expect(fits, aft.name(), argument, expected, || format!("{:?}", &marks[..MARKS]))?;
     }
     Ok(())
 }
@@ -201,9 +180,9 @@ pub(super) fn position<T: Real>(state: &State<T>, batch: usize) -> usize {
 
 /// The marks after `tokens` more.
 pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MARKS] {
-    let ring = reach(aft, true).0;
+    let ring = aft.ring();
     let [oldest, filled, position] = [OLDEST, FILLED, POSITION].map(|n| marks[n].to_f64() as usize);
-    let position = table_length(aft).map_or(0, |length| (position + tokens).min(length));
+    let position = aft.table_length().map_or(0, |length| (position + tokens).min(length));
     [(oldest + tokens) % ring.max(1), (filled + tokens).min(ring), position].map(|n| T::from_f64(n as f64))
 }
 
@@ -215,7 +194,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
     check(aft, &dims, earlier, "earlier state")?;
     check(aft, &dims, later, "later state")?;
     let key_dim = aft.key_dim(&dims);
-    let ring = reach(aft, true).0;
+    let ring = aft.ring();
     let padded = padded::<T>(width);
     let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
     let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
@@ -225,7 +204,7 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
         let tokens = later.marks[FILLED].to_f64() as usize;
         let oldest = head.marks[OLDEST].to_f64() as usize;
         clear(sum);
-        head.as_ref().read(sum);
+        head.read(sum);
         // The earlier sight's oldest tokens leave the reach of windows, and the later one's take their places.
         for n in 0..tokens {
             let row = (oldest + n) % ring;
@@ -241,72 +220,16 @@ pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) 
         let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
         let mut marks = advance(aft, head.marks, later.marks[OLDEST].to_f64() as usize);
         marks[FILLED] = T::from_f64((head.marks[FILLED].to_f64() as usize + tokens).min(ring) as f64);
-        if let Some(length) = table_length(aft) {
+        if let Some(length) = aft.table_length() {
             marks[POSITION] = T::from_f64((own + added).min(length) as f64);
         }
         head.marks[..MARKS].copy_from_slice(&marks);
-        let end = marks[OLDEST].to_f64() as usize;
         for back in 1..=tokens {
             let Some((key, value)) = later.ring_row(back, key_dim, width) else { continue };
-            let row = (end + ring - back) % ring;
+            let row = ring_place(marks[OLDEST], ring, back);
             head.ring_keys[row * key_dim..][..key_dim].copy_from_slice(key);
             head.ring_values[row * width..][..width].copy_from_slice(value);
         }
     }
     Ok(combined)
-}
-
-/// The marks after the last key.
-fn final_marks<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>, kv_head: usize) -> [T; MARKS] {
-    let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)));
-    let zeros = [T::ZERO; MARKS];
-    advance(problem.aft, before.map_or(&zeros[..], |head| head.marks), sequence.keys)
-}
-
-/// Writes the marks of the state after the last key.
-pub(super) fn write_marks<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>) {
-    let kv_heads = problem.dims.kv_heads;
-    for (index, head) in state.heads_mut().map(Head::from).enumerate() {
-        head.marks[..MARKS].copy_from_slice(&final_marks(
-            problem,
-            &problem.sequences[index / kv_heads],
-            index % kv_heads,
-        ));
-    }
-}
-
-/// The state after the last key, but for variants without a window: their walk through the keys has it at its end.
-pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
-    let (mean, width) = (problem.mean(), problem.dims.head_dim);
-    let (key_dim, kv_heads) = (problem.key_dim, problem.dims.kv_heads);
-    let ring = reach(problem.aft, true).0;
-    let mut heads: Vec<Head<&mut [T]>> = state.heads_mut().map(Head::from).collect();
-    let work = scratch.take((CHUNK + 2) * mean);
-    for (index, head) in heads.iter_mut().enumerate() {
-        let (sequence, kv_head) = (&problem.sequences[index / kv_heads], index % kv_heads);
-        let items = KeyItems::new(problem, sequence, kv_head);
-        let end = sequence.keys as isize;
-        let (sum, block) = work.split_at_mut(mean);
-        far(problem, sequence, kv_head, sum, block);
-        head.write(sum);
-        let marks = final_marks(problem, sequence, kv_head);
-        let oldest = marks[OLDEST].to_f64() as usize;
-        head.marks[..MARKS].copy_from_slice(&marks);
-        for back in 1..=ring {
-            let key = end - back as isize;
-            let row = (oldest + ring - back) % ring;
-            let exists = key >= -(problem.ring as isize);
-            let to_key = &mut head.ring_keys[row * key_dim..][..key_dim];
-            match if exists { items.token(key) } else { None } {
-                Some((key, value)) => {
-                    to_key.copy_from_slice(key);
-                    head.ring_values[row * width..][..width].copy_from_slice(value);
-                }
-                None => {
-                    to_key.fill(T::NEG_INFINITY);
-                    head.ring_values[row * width..][..width].fill(T::ZERO);
-                }
-            }
-        }
-    }
 }

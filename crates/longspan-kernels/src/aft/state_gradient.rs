@@ -9,58 +9,57 @@
 
 use std::ops::Range;
 
-use super::keys::{KeyItems, write_item};
-use super::problem::{CHUNK, Problem, reach};
-use super::state::{Head, OLDEST, advance};
-use super::walk::{Items, join_all};
-use crate::call::{Cotangent, Sequence, SharedRows, State, ViewMut};
+use super::chunks::CHUNK;
+use super::final_state::{far, marks};
+use super::problem::Problem;
+use super::state::{Head, OLDEST, ring_place};
+use crate::call::{Sequence, SharedRows, State};
 use crate::simd::Real;
 use crate::simd::block::floor;
 
 /// The gradients at both ends of a call.
-pub(super) struct Links<'a, T> {
+pub(super) struct Links<'a, T: 'static> {
+    problem: &'a Problem<'a, T>,
     /// The final state's gradient, and its mean as an item for each head.
     last: Option<(&'a State<T>, Vec<T>)>,
     /// All numbers of the initial state's.
     first: Option<SharedRows<'a, T>>,
-    ring: usize,
-    mean: usize,
-    kv_heads: usize,
 }
 
 impl<'a, T: Real> Links<'a, T> {
-    /// Clears the gradient of the initial state.
-    pub fn new(problem: &Problem<'_, T>, cotangent: &Cotangent<'a, T>, first: Option<&'a mut ViewMut<'_, T>>) -> Self {
-        let (mean, kv_heads) = (problem.mean(), problem.dims.kv_heads);
-        let ring = reach(problem.aft, true).0;
-        let last = cotangent.final_state.map(|state| {
+    /// From the gradient of the final state to that of the initial one, which is 0.
+    pub fn new(problem: &'a Problem<'a, T>, last: Option<&'a State<T>>, first: Option<SharedRows<'a, T>>) -> Self {
+        let (mean, width, kv_heads) = (problem.mean(), problem.width, problem.dims.kv_heads);
+        let last = last.map(|state| {
             let mut items = vec![T::ZERO; problem.sequences.len() * kv_heads * mean];
-            let mut work = vec![T::ZERO; (CHUNK + 2) * mean];
+            let mut work = vec![T::ZERO; (CHUNK + 1) * mean];
             for (index, item) in items.chunks_exact_mut(mean).enumerate() {
                 let (sequence, kv_head) = (&problem.sequences[index / kv_heads], index % kv_heads);
                 far(problem, sequence, kv_head, item, &mut work);
                 let head = Head::from(state.head(sequence.batch, kv_head));
-                let (width, len) = (problem.width, problem.dims.head_dim);
                 for channel in 0..width {
                     let x = item[channel];
-                    let there = channel < len && x > floor();
-                    let denominator = head.denominator[channel.min(head.denominator.len() - 1)];
-                    item[channel] = if there { -x } else { T::NEG_INFINITY };
-                    item[width + channel] = T::ZERO;
-                    item[2 * width + channel] = if there { head.numerator[channel] } else { T::ZERO };
-                    item[3 * width + channel] = if there { -denominator } else { T::ZERO };
+                    let seen = channel < problem.dims.head_dim && x > floor();
+                    let parts = if seen {
+                        let denominator = head.denominator[channel.min(head.denominator.len() - 1)];
+                        [-x, T::ZERO, head.numerator[channel], -denominator]
+                    } else {
+                        [T::NEG_INFINITY, T::ZERO, T::ZERO, T::ZERO]
+                    };
+                    parts.into_iter().enumerate().for_each(|(row, x)| item[row * width + channel] = x);
                 }
             }
             (state, items)
         });
-        Self { last, first: first.map(|view| view.shared()), ring, mean, kv_heads }
+        Self { problem, last, first }
     }
 
     /// The final state's mean as key `key` sees it, if no window reaches that any more.
     pub fn leaving(&self, sequence: &Sequence<'_>, kv_head: usize, key: isize) -> Option<&[T]> {
         let (_, items) = self.last.as_ref()?;
-        let left = key < sequence.keys as isize - self.ring as isize;
-        left.then(|| &items[(sequence.batch * self.kv_heads + kv_head) * self.mean..][..self.mean])
+        let (mean, kv_heads) = (self.problem.mean(), self.problem.dims.kv_heads);
+        let left = key < sequence.keys as isize - self.problem.aft.ring() as isize;
+        left.then(|| &items[(sequence.batch * kv_heads + kv_head) * mean..][..mean])
     }
 
     /// The final state's mean, which the initial one's is part of.
@@ -69,24 +68,15 @@ impl<'a, T: Real> Links<'a, T> {
     }
 
     /// The final state's gradients of a key that stands in its ring.
-    pub fn kept(
-        &self,
-        problem: &Problem<'_, T>,
-        sequence: &Sequence<'_>,
-        kv_head: usize,
-        key: isize,
-    ) -> Option<(&'a [T], &'a [T])> {
+    pub fn kept(&self, sequence: &Sequence<'_>, kv_head: usize, key: isize) -> Option<(&'a [T], &'a [T])> {
         let (state, _) = self.last.as_ref()?;
-        let back = sequence.keys as isize - key;
-        if back > self.ring as isize {
+        let (back, ring) = (sequence.keys as isize - key, self.problem.aft.ring());
+        if back > ring as isize {
             return None;
         }
-        let none = [T::ZERO; 3];
-        let before = problem.call.initial_state.map(|state| Head::from(state.head(sequence.batch, kv_head)).marks);
-        let marks = advance(problem.aft, before.unwrap_or(&none), sequence.keys);
-        let row = (marks[OLDEST].to_f64() as usize + self.ring - back as usize) % self.ring;
-        let (head, key_dim, width) =
-            (Head::from(state.head(sequence.batch, kv_head)), problem.key_dim, problem.dims.head_dim);
+        let row = ring_place(marks(self.problem, sequence, kv_head)[OLDEST], ring, back as usize);
+        let (key_dim, width) = (self.problem.key_dim, self.problem.dims.head_dim);
+        let head = Head::from(state.head(sequence.batch, kv_head));
         Some((&head.ring_keys[row * key_dim..][..key_dim], &head.ring_values[row * width..][..width]))
     }
 
@@ -97,25 +87,26 @@ impl<'a, T: Real> Links<'a, T> {
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn ring_row(
         &self,
-        problem: &Problem<'_, T>,
-        batch: usize,
+        sequence: &Sequence<'_>,
         kv_head: usize,
         back: usize,
     ) -> Option<(&mut [T], &mut [T])> {
-        let (first, state) = (self.first.as_ref()?, problem.call.initial_state?);
-        let oldest = Head::from(state.head(batch, kv_head)).marks[OLDEST].to_f64() as usize;
-        let row = (oldest + self.ring - back) % self.ring;
-        let (key_dim, width) = (problem.key_dim, problem.dims.head_dim);
-        let parts = state.shape().parts;
-        let start = (batch * self.kv_heads + kv_head) * state.shape().head_len();
-        let keys = start + parts[0] + parts[1] + parts[2];
+        let (first, initial) = (self.first.as_ref()?, self.problem.initial(sequence, kv_head)?);
+        let row = ring_place(initial.marks[OLDEST], self.problem.aft.ring(), back);
+        let (key_dim, width) = (self.problem.key_dim, self.problem.dims.head_dim);
+        let [.., keys, values, _] = self.parts(sequence, kv_head)?;
         // SAFETY: the parts of a head and the rows of its ring lie apart; the caller promises one task a key.
-        unsafe {
-            Some((
-                first.row(0, 0, keys + row * key_dim, key_dim),
-                first.row(0, 0, keys + parts[3] + row * width, width),
-            ))
-        }
+        unsafe { Some((first.row(0, 0, keys + row * key_dim, key_dim), first.row(0, 0, values + row * width, width))) }
+    }
+
+    /// Where the parts of one head of the initial state begin.
+    fn parts(&self, sequence: &Sequence<'_>, kv_head: usize) -> Option<[usize; 6]> {
+        let shape = self.problem.call.initial_state?.shape();
+        let mut start = (sequence.batch * self.problem.dims.kv_heads + kv_head) * shape.head_len();
+        Some(shape.parts.map(|len| {
+            start += len;
+            start - len
+        }))
     }
 
     /// Whether a state at either end has a gradient.
@@ -128,54 +119,24 @@ impl<'a, T: Real> Links<'a, T> {
         self.first.is_some()
     }
 
-    /// Where the gradients of numerator and denominator of some channels of one head of the initial state go.
+    /// One head of the initial state, and where the gradients of numerator and denominator of some of its channels go.
     ///
     /// # Safety
     /// No two tasks may have the same channels of a head at one time; with one key a head there is one denominator.
     #[allow(clippy::mut_from_ref, clippy::type_complexity)]
-    pub unsafe fn far_gradient<'p>(
+    pub unsafe fn far_gradient(
         &self,
-        problem: &Problem<'p, T>,
-        batch: usize,
+        sequence: &Sequence<'_>,
         kv_head: usize,
         channels: Range<usize>,
-    ) -> Option<(Head<&'p [T]>, &mut [T], &mut [T])> {
-        let (first, state) = (self.first.as_ref()?, problem.call.initial_state?);
-        let parts = state.shape().parts;
-        let start = (batch * self.kv_heads + kv_head) * state.shape().head_len();
-        let of_keys = if parts[1] == parts[0] { channels.clone() } else { 0..parts[1] };
+    ) -> Option<(Head<&'a [T]>, &mut [T], &mut [T])> {
+        let (first, head) = (self.first.as_ref()?, self.problem.initial(sequence, kv_head)?);
+        let [numerator, denominator, ..] = self.parts(sequence, kv_head)?;
+        let of_keys = if head.denominator.len() == head.numerator.len() { channels.clone() } else { 0..1 };
         // SAFETY: the parts of a head lie apart; the caller promises one task for these channels.
         unsafe {
-            let (numerator, denominator) = (
-                first.row(0, 0, start + channels.start, channels.len()),
-                first.row(0, 0, start + parts[0] + of_keys.start, of_keys.len()),
-            );
-            Some((Head::from(state.head(batch, kv_head)), numerator, denominator))
+            let numerator = first.row(0, 0, numerator + channels.start, channels.len());
+            Some((head, numerator, first.row(0, 0, denominator + of_keys.start, of_keys.len())))
         }
     }
-}
-
-/// The mean of the keys that no window reaches any more after the last one; `work` has room for a chunk and two more.
-pub(super) fn far<T: Real>(
-    problem: &Problem<'_, T>,
-    sequence: &Sequence<'_>,
-    kv_head: usize,
-    sum: &mut [T],
-    work: &mut [T],
-) {
-    let items = KeyItems::new(problem, sequence, kv_head);
-    let ring = reach(problem.aft, true).0 as isize;
-    let reached = (sequence.keys as isize - ring).max(-(problem.ring as isize));
-    items.start(sum);
-    join_all(&items, -(problem.ring as isize), reached, sum, work);
-}
-
-/// The initial state's mean as an item that its rows' sum turns into gradients: numerator for `dv`, denominator for `dk`.
-pub(super) fn far_item<T: Real>(head: &Head<&[T]>, width: usize, item: &mut [T]) {
-    write_item(None, width, item);
-    let len = head.numerator.len();
-    for (channel, x) in item[..len].iter_mut().enumerate() {
-        *x = head.exponent[channel.min(head.exponent.len() - 1)];
-    }
-    item[len..width].fill(floor());
 }

@@ -2,17 +2,16 @@
 
 use smallvec::SmallVec;
 
-use super::keys::write_item;
-use super::problem::{reach, table_length};
+use super::kernel;
+use super::log_sum::{PARTS, clear, join, write_item};
+use super::options::{Aft, Variant};
+use super::outputs::GatedMean;
 use super::state::{self, FILLED, Head, OLDEST, POSITION};
-use super::walk::clear;
-use super::{Aft, Variant, kernel};
-use crate::aft::log_sum::{GatedMean, PARTS, Tokens, join};
-use crate::aft::running::{JOINED, JoinTokens};
+use super::tokens::{JOINED, JoinTokens, Tokens};
 use crate::call::{Dims, Mechanism, State, StepMemory, Token, check_token, token_dims};
 use crate::error::{Error, expect};
 use crate::simd::block::dot;
-use crate::simd::rows::{Rows, padded};
+use crate::simd::rows::{Columns, Rows, padded};
 use crate::simd::{Real, dispatch};
 
 /// Takes one token into `state` and writes its output.
@@ -23,16 +22,11 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     state::check(aft, &dims, state, "state")?;
     check_token(aft, &dims, token, out)?;
     let key_dim = aft.key_dim(&dims);
-    if let Some(length) = table_length(aft) {
+    if let Some(length) = aft.table_length() {
         for batch in 0..batch {
             let position = state::position(state, batch);
-            expect(
-                position < length,
-                operation,
-                "state",
-                || format!("fewer than {length} tokens, the length of the table of biases"),
-                || position.to_string(),
-            )?;
+            let expected = || format!("fewer than {length} tokens, the length of the table of biases");
+            expect(position < length, operation, "state", expected, || position.to_string())?;
         }
     }
     if heads == 0 {
@@ -48,7 +42,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         }
         _ => token.parameters.first().copied().unwrap_or(&[]),
     };
-    let ring = reach(aft, true).0;
+    let ring = aft.ring();
     let mean = PARTS * padded;
     let mut memory = StepMemory::new();
     let (far, rest) = memory.take(3 * mean).split_at_mut(mean);
@@ -59,7 +53,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
         let k = &token.k[index * key_dim..][..key_dim];
         let v = &token.v[index * width..][..width];
         clear(far);
-        head.as_ref().read(far);
+        head.read(far);
         let oldest = head.marks[OLDEST].to_f64() as usize;
         let position = head.marks[POSITION].to_f64() as usize;
         // A state may claim more tokens than positions, but no bias stands before the first position.
@@ -122,7 +116,6 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                     keys: Rows { data: keys, stride: key_dim },
                     key_dim,
                     values: Rows { data: values, stride: width },
-                    queries: None,
                     count,
                     head_dim: width,
                 };
@@ -130,8 +123,8 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
                 at += count;
             }
             let row = index * group + n;
-            let q = if aft.gate { &token.q[row * width..][..width] } else { &[] };
-            dispatch(GatedMean { mean: sum, q, out: &mut out[row * width..][..width] });
+            let queries = aft.gate.then(|| Rows { data: &token.q[row * width..][..width], stride: width });
+            dispatch(GatedMean { mean: sum, queries, to: Columns::single(&mut out[row * width..][..width]) });
         }
         // The oldest token leaves the windows' reach, this one takes its place.
         if simple {

@@ -10,22 +10,20 @@
 
 use std::ops::Range;
 
-use super::problem::{CHUNK, Window};
-use super::walk::{Factors, Items, clear};
-use crate::aft::log_sum::{BiasGradient, Factored, JoinFactored, PARTS, ProjectRows, ScaleByExponents, join};
-use crate::call::{Arena, ViewMut};
+use super::chunks::{CHUNK, Window};
+use super::items::{Items, REACH};
+use super::log_sum::{
+    BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, ScaleByExponents, clear, join,
+};
+use super::walk::{Biases, Outputs, walk};
+use crate::call::Arena;
 use crate::simd::block::{Transpose, exponentials};
-use crate::simd::product::{Band, Product};
-use crate::simd::rows::{line, padded};
+use crate::simd::product::Product;
+use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
-use crate::threads::parallel;
 
 /// Rows of the largest tile.
 pub(super) const SIDE: usize = CHUNK;
-
-/// Its columns, and the length of a row of its biases. References are changed, and rows joined, once a tile, which 64 columns show
-/// (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a core's second cache.
-pub(super) const REACH: usize = 256;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
 const LEAF: usize = 8;
@@ -93,9 +91,9 @@ pub(super) struct BiasTiles<'w, T> {
 }
 
 impl<'w, T: Real> BiasTiles<'w, T> {
-    /// Of nothing yet, in as much memory as [`bias_tiles_len`] says.
-    pub fn new(memory: &'w mut [T]) -> Self {
-        let count = memory.len().saturating_sub(64) / TILE_LEN;
+    /// Of nothing yet, in as much memory as [`bias_tiles_len`] says; `None` without any.
+    pub fn new(memory: &'w mut [T]) -> Option<Self> {
+        let count = memory.len().checked_sub(64)? / TILE_LEN;
         let mut arena = Arena::new(memory);
         let mut bias_tiles = Self {
             tiles: arena.take(count * SIDE * SIDE),
@@ -104,7 +102,7 @@ impl<'w, T: Real> BiasTiles<'w, T> {
             lengths: arena.take(count),
         };
         bias_tiles.forget();
-        bias_tiles
+        Some(bias_tiles)
     }
 
     /// Before other biases come.
@@ -122,102 +120,6 @@ pub(super) fn bias_tiles_len(window: &Window) -> usize {
     reach.min((window.end - window.first).max(0) as usize).div_ceil(SIDE) * TILE_LEN + 64
 }
 
-/// Items of one head in blocks of [`REACH`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
-/// the same blocks.
-#[derive(Clone, Copy)]
-pub(super) struct Blocks<'a, T> {
-    first: isize,
-    end: isize,
-    width: usize,
-    numbers: &'a [T],
-}
-
-impl<'a, T: Real> Blocks<'a, T> {
-    /// Numbers of a block: the exponents, their largest range, numerators and denominators.
-    fn len(width: usize) -> usize {
-        2 * width + line::<T>() + 2 * REACH * width
-    }
-
-    /// Some items and the largest range of their exponents, if they are a block.
-    fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
-        let place = (from - self.first) as usize;
-        if !place.is_multiple_of(REACH) || (self.end - from).min(REACH as isize) != count as isize {
-            return None;
-        }
-        let len = Self::len(self.width);
-        let block = &self.numbers[place / REACH * len..][..len];
-        let (reference, block) = block.split_at(2 * self.width);
-        let (range, block) = block.split_at(line::<T>());
-        let (numerators, denominators) = block.split_at(REACH * self.width);
-        Some((Factored { reference, numerators, denominators }, range[0]))
-    }
-}
-
-/// Where the [`Blocks`] of the heads of some sequences stand.
-pub(super) struct BlockTable {
-    windows: Vec<Window>,
-    width: usize,
-    /// Blocks of all heads of earlier sequences, and of all.
-    starts: Vec<usize>,
-}
-
-impl BlockTable {
-    /// For the items of these windows.
-    pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
-        let mut starts = vec![0];
-        starts.extend(windows.iter().scan(0, |sum, window| {
-            *sum += blocks(window) * heads;
-            Some(*sum)
-        }));
-        Self { windows: windows.to_vec(), width, starts }
-    }
-
-    fn count(&self) -> usize {
-        self.starts[self.windows.len()]
-    }
-
-    /// Numbers of memory.
-    pub fn len<T: Real>(&self) -> usize {
-        self.count() * Blocks::<T>::len(self.width)
-    }
-
-    /// Forms every block of `items(sequence, head)`.
-    pub fn fill<T: Real, I: Items<T>>(
-        &self,
-        items: impl Fn(usize, usize) -> I + Sync,
-        memory: &mut [T],
-        work: &mut [T],
-        per_worker: usize,
-    ) {
-        let len = Blocks::<T>::len(self.width);
-        let mut memory = ViewMut::strided(memory, [0, 0, len]);
-        let memory = memory.shared();
-        parallel(self.count(), work, per_worker, |task, work| {
-            let sequence = self.starts.partition_point(|&start| start <= task) - 1;
-            let window = &self.windows[sequence];
-            let (head, index) =
-                ((task - self.starts[sequence]) / blocks(window), (task - self.starts[sequence]) % blocks(window));
-            let from = window.first + (index * REACH) as isize;
-            let count = (window.end - from).min(REACH as isize) as usize;
-            // SAFETY: every block has one task, and the slice ends with it.
-            let block = unsafe { memory.row(0, 0, task, len) };
-            let (reference, block) = block.split_at_mut(2 * self.width);
-            let (range, block) = block.split_at_mut(line::<T>());
-            let (numerators, denominators) = block.split_at_mut(REACH * self.width);
-            let to = Factors { reference, numerators, denominators };
-            range[0] = items(sequence, head).factor(from, count, to, work);
-        });
-    }
-
-    /// The blocks of one head; none if the block_table is that of no sequence.
-    pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
-        let (window, len) = (self.windows.get(sequence)?, Blocks::<T>::len(self.width));
-        let start = (self.starts[sequence] + head * blocks(window)) * len;
-        let numbers = &memory[start..start + blocks(window) * len];
-        Some(Blocks { first: window.first, end: window.end, width: self.width, numbers })
-    }
-}
-
 /// Some items and the largest range of their exponents: a block of theirs, or formed in `to`.
 fn factored<'a, T: Real>(
     items: &'a impl Items<T>,
@@ -230,23 +132,9 @@ fn factored<'a, T: Real>(
         return block;
     }
     let Factors { reference, numerators, denominators } = to;
-    let place = Factors { reference: &mut *reference, numerators: &mut *numerators, denominators: &mut *denominators };
-    let depth = items.factor(from, count, place, work);
+    let to = Factors { reference: &mut *reference, numerators: &mut *numerators, denominators: &mut *denominators };
+    let depth = items.factor(from, count, to, work);
     (Factored { reference, numerators, denominators }, depth)
-}
-
-/// Blocks of the items of a window.
-fn blocks(window: &Window) -> usize {
-    ((window.end - window.first).max(0) as usize).div_ceil(REACH)
-}
-
-/// What [`means`] forms.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Parts {
-    /// Exponents, numerators and denominators.
-    All,
-    /// No numerators.
-    Denominators,
 }
 
 /// Cuts outputs × items into tiles where every output sees every item, and single pairs. `tile(outputs, from, to, whole)`
@@ -283,36 +171,21 @@ fn cover(
     }
 }
 
-/// Calls `body` for the items `start..end`, a tile's columns at a time.
-fn by_columns(start: isize, end: isize, mut body: impl FnMut(isize, isize)) {
-    let mut at = start;
-    while at < end {
-        let to = (at + REACH as isize).min(end);
-        body(at, to);
-        at = to;
-    }
-}
-
-/// Forms the mean of every output of a chunk and hands it to `visit`, as [`walk`](super::walk::walk) does.
-///
-/// `bias(outputs, from, to, tile, row, spare)` writes those of a tile, in rows of `row`; `spare` has room for them. A `bias_tiles` that has been
-/// used must be that of the same outputs and the same biases.
-#[allow(clippy::too_many_arguments)]
+/// Forms the mean of every output and hands it to `visit`, as [`walk`] does: in tiles if there are `bias_tiles`, and then without the
+/// window's items. They must be of nothing yet, or of the same outputs and biases. Numerators are only formed `with_numerators`.
 pub(super) fn means<T: Real>(
-    items: &impl Items<T>,
-    window: &Window,
-    chunk: usize,
-    edges: (&[T], &[T]),
-    parts: Parts,
-    bias: impl Fn(Range<usize>, isize, isize, &mut [T], usize, &mut [T]),
-    bias_tiles: &mut BiasTiles<'_, T>,
+    outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
+    with_numerators: bool,
+    bias_tiles: Option<&mut BiasTiles<'_, T>>,
     work: &mut [T],
-    mut visit: impl FnMut(usize, &[T]),
+    mut visit: impl FnMut(usize, &[T], isize, &[T]),
 ) {
+    let Some(bias_tiles) = bias_tiles else { return walk(outputs, work, visit) };
+    let Outputs { items, biases, window, chunk, edges } = outputs;
     let mean = edges.0.len();
     let width = mean / PARTS;
     let work = Work::new(&mut Arena::new(work), mean);
-    let (own, to) = window.chunk(chunk);
+    let (own, to) = window.chunk(*chunk);
     let (start, end) = window.range(own, to);
     let chunk_len = to - own;
     let rows = &mut work.rows[..chunk_len * mean];
@@ -323,7 +196,7 @@ pub(super) fn means<T: Real>(
         let (count, columns) = (outputs.len(), (to - from) as usize);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
-            bias(outputs.clone(), from, to, work.biases, REACH, work.turned);
+            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
             let block = items.load(from, columns, work.items);
             for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(REACH)) {
                 let (low, high) = window.seen(n);
@@ -343,7 +216,7 @@ pub(super) fn means<T: Real>(
             let running_max = &mut bias_tiles.running_max[index * SIDE..][..count];
             let weights = &mut bias_tiles.tiles[place * SIDE..][..SIDE * row];
             if bias_tiles.lengths[index] != T::from_f64(columns as f64) {
-                bias(outputs.clone(), from, to, weights, row, work.turned);
+                biases.tile(outputs.clone(), from, to, weights, row, work.turned);
                 bias_tiles.ranges[index] = exponentials(weights, row, columns, running_max);
                 // It lies where smaller ones may have been, or in a larger one.
                 for earlier in (index + 1).saturating_sub(REACH / SIDE)..index {
@@ -356,76 +229,59 @@ pub(super) fn means<T: Real>(
             }
             (&*weights, row, &*running_max, bias_tiles.ranges[index])
         } else {
-            bias(outputs.clone(), from, to, work.biases, REACH, work.turned);
+            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
             let range = exponentials(work.biases, REACH, columns, &mut work.running_max[..count]);
             (&*work.biases, REACH, &work.running_max[..count], range)
         };
-        let numerators = if parts == Parts::All { &mut *work.numerators } else { &mut [] };
+        let numerators = if with_numerators { &mut *work.numerators } else { &mut [] };
         let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
-        let (factored, depth) = factored(items, from, columns, place, work.items);
+        let (factored, depth) = factored(*items, from, columns, place, work.items);
         if range > widest() && depth > widest() {
             return false;
         }
         let (numerators, denominators) = work.products.split_at_mut(SIDE * width);
         for (b, c) in [(factored.numerators, &mut *numerators), (factored.denominators, &mut *denominators)]
             .into_iter()
-            .skip(usize::from(parts == Parts::Denominators))
+            .skip(usize::from(!with_numerators))
         {
-            dispatch(Product {
-                a: weights,
-                a_row: row,
-                a_column: 1,
-                b,
-                b_row: width,
-                c,
-                c_row: width,
-                rows: count,
-                columns: width,
-                depth: columns,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: Band::ALL,
-            });
+            let sizes = [count, width, columns];
+            dispatch(Product::dense((weights, [row, 1]), (b, width), (c, width), sizes));
         }
         // What stands in the place of numerators is not looked at.
-        let numerators = if parts == Parts::All { &*numerators } else { &*denominators };
-        dispatch(JoinFactored {
-            to: rows,
-            from: Factored { numerators, denominators, ..factored },
-            biases: running_max,
-        });
+        let numerators = if with_numerators { &*numerators } else { &*denominators };
+        let from = Factored { numerators, denominators, ..factored };
+        dispatch(JoinFactored { to: rows, from, biases: running_max });
         true
     };
-    by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
+    for from in (start..end).step_by(REACH) {
+        cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
+    }
     for (n, row) in (own..to).zip(rows.chunks_exact_mut(mean)) {
         if window.after {
             join(row, edges.1, T::ZERO);
         }
-        visit(n, row);
+        visit(n, row, start, &[]);
     }
 }
 
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
 /// `visit(outputs, from, to, tile)`, rows of [`REACH`]; 0 where an output does not see an item. `rows` are those of the
 /// chunk as their keys see them.
-#[allow(clippy::too_many_arguments)]
 pub(super) fn bias_gradients<T: Real>(
-    items: &impl Items<T>,
-    window: &Window,
-    chunk: usize,
+    outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
     rows: &[T],
-    mean: usize,
-    bias: impl Fn(Range<usize>, isize, isize, &mut [T]),
     work: &mut [T],
     mut visit: impl FnMut(Range<usize>, isize, isize, &[T]),
 ) {
+    let Outputs { items, biases, window, chunk, edges } = outputs;
+    let mean = edges.0.len();
     let width = mean / PARTS;
     let work = Work::new(&mut Arena::new(work), mean);
-    let (own, to) = window.chunk(chunk);
+    let (own, to) = window.chunk(*chunk);
     let (start, end) = window.range(own, to);
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (count, columns) = (outputs.len(), (to - from) as usize);
-        bias(outputs.clone(), from, to, work.biases);
+        biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
         let rows = &rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
             let block = items.load(from, columns, work.items);
@@ -441,7 +297,7 @@ pub(super) fn bias_gradients<T: Real>(
             return true;
         }
         let place = Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
-        let (factored, depth) = factored(items, from, columns, place, work.items);
+        let (factored, depth) = factored(*items, from, columns, place, work.items);
         if depth > widest() {
             work.turned.copy_from_slice(work.biases);
             if exponentials(work.turned, REACH, columns, &mut work.running_max[..count]) > widest() {
@@ -449,49 +305,21 @@ pub(super) fn bias_gradients<T: Real>(
             }
         }
         let (values, weights) = work.products.split_at_mut(REACH * width);
-        dispatch(Transpose {
-            from: factored.numerators,
-            from_row: width,
-            rows: columns,
-            columns: width,
-            to: values,
-            to_row: REACH,
-        });
-        dispatch(Transpose {
-            from: factored.denominators,
-            from_row: width,
-            rows: columns,
-            columns: width,
-            to: weights,
-            to_row: REACH,
-        });
-        dispatch(ProjectRows {
-            rows,
-            reference: factored.reference,
-            to: work.rows,
-            running_max: &mut work.running_max[..count],
-        });
-        dispatch(Product {
-            a: work.rows,
-            a_row: 2 * width,
-            a_column: 1,
-            b: work.products,
-            b_row: REACH,
-            c: work.turned,
-            c_row: REACH,
-            rows: count,
-            columns,
-            depth: 2 * width,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        for (from, to) in [(factored.numerators, values), (factored.denominators, weights)] {
+            dispatch(Transpose { from, from_row: width, rows: columns, columns: width, to, to_row: REACH });
+        }
+        let running_max = &mut work.running_max[..count];
+        dispatch(ProjectRows { rows, reference: factored.reference, to: work.rows, running_max });
+        let (rows, keys) = ((&*work.rows, [2 * width, 1]), (&*work.products, REACH));
+        dispatch(Product::dense(rows, keys, (work.turned, REACH), [count, columns, 2 * width]));
         let lines = work.biases.chunks_exact_mut(REACH).zip(work.turned.chunks_exact(REACH));
-        for ((biases, terms), &top) in lines.zip(&work.running_max[..count]) {
-            dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: top, factors: terms });
+        for ((biases, terms), &max) in lines.zip(&*running_max) {
+            dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: max, factors: terms });
         }
         visit(outputs, from, to, work.biases);
         true
     };
-    by_columns(start, end, |from, end| cover(window, own..to, from, end, &mut tile));
+    for from in (start..end).step_by(REACH) {
+        cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
+    }
 }

@@ -115,6 +115,41 @@ pub(crate) trait Operation: Sized {
     unsafe fn run<V: Vector<Element = Self::Element>>(self) -> Self::Output;
 }
 
+/// Implements [`Operation`] for a struct `Name<'_, T>`: `operation!(Name, |Self { fields }| -> Output { body })`; and declares it too:
+/// `operation!(Name, |field: Type, …| -> Output { body })`. The body is that of [`Operation::run`]; it knows the number type `T`, its
+/// register `V`, and `'a` in the types of declared fields.
+macro_rules! operation {
+    ($name:ident, |$($field:ident: $type:ty),+| $body:block) => {
+        operation!($name, |$($field: $type),+| -> () $body);
+    };
+    ($name:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
+        pub(crate) struct $name<'a, T> {
+            $(pub $field: $type,)+
+        }
+
+        operation!($name, |Self { $($field),+ }| -> $output $body);
+    };
+    ($name:ident, |$fields:pat_param| $body:block) => {
+        operation!($name, |$fields| -> () $body);
+    };
+    ($name:ident, |$fields:pat_param| -> $output:ty $body:block) => {
+        impl<T: $crate::simd::Real> $crate::simd::Operation for $name<'_, T> {
+            type Element = T;
+            type Output = $output;
+
+            // Counted loops over registers unroll; iterators over two arrays at once are not sure to.
+            #[allow(clippy::needless_range_loop)]
+            #[inline(always)]
+            unsafe fn run<V: $crate::simd::Vector<Element = T>>(self) -> $output {
+                let $fields = self;
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use operation;
+
 /// The registers of a number type under each instruction set.
 pub trait Registers: Constants {
     #[doc(hidden)]

@@ -29,6 +29,19 @@ pub(crate) struct Product<'a, T> {
     pub c_band: Band,
 }
 
+impl<'a, T> Product<'a, T> {
+    /// `C = A·B` of whole blocks, each with the distances of its elements.
+    pub fn dense(
+        (a, [a_row, a_column]): (&'a [T], [usize; 2]),
+        (b, b_row): (&'a [T], usize),
+        (c, c_row): (&'a mut [T], usize),
+        [rows, columns, depth]: [usize; 3],
+    ) -> Self {
+        let (a_band, c_band) = (Band::ALL, Band::ALL);
+        Self { a, a_row, a_column, b, b_row, c, c_row, rows, columns, depth, accumulate: false, a_band, c_band }
+    }
+}
+
 /// The elements `(i, j)` with `i + from ≤ j < i + to`.
 #[derive(Clone, Copy)]
 pub(crate) struct Band {
@@ -59,21 +72,30 @@ impl Band {
 }
 
 /// Calls `$body::<V, N>(arguments, column)` for the columns from `$from` on up to `$to`, in registers of which the last may reach
-/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products.
+/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products. A body may stand there
+/// itself, in which `$n` is a constant.
 macro_rules! by_whole_registers {
-    ($from:expr, $to:expr, $most:expr, $body:ident($($argument:expr),*)) => {{
+    ($from:expr, $to:expr, $most:expr, $n:ident, |$column:ident| $body:block) => {{
         let (mut column, to) = ($from, $to);
         while column < to {
             let registers = (to - column).div_ceil(V::LANES).min($most);
             match registers {
-                4 => $body::<V, 4>($($argument,)* column),
-                3 => $body::<V, 3>($($argument,)* column),
-                2 => $body::<V, 2>($($argument,)* column),
-                _ => $body::<V, 1>($($argument,)* column),
+                4 => by_whole_registers!(@body 4, $n, $column, column, $body),
+                3 => by_whole_registers!(@body 3, $n, $column, column, $body),
+                2 => by_whole_registers!(@body 2, $n, $column, column, $body),
+                _ => by_whole_registers!(@body 1, $n, $column, column, $body),
             }
             column += registers * V::LANES;
         }
     }};
+    (@body $count:literal, $n:ident, $column:ident, $at:ident, $body:block) => {{
+        const $n: usize = $count;
+        let $column = $at;
+        $body
+    }};
+    ($from:expr, $to:expr, $most:expr, $body:ident($($argument:expr),*)) => {
+        by_whole_registers!($from, $to, $most, N, |column| { $body::<V, N>($($argument,)* column) })
+    };
 }
 
 pub(crate) use by_whole_registers;

@@ -170,6 +170,26 @@ impl<'a, T> Rows<'a, T> {
     pub fn row(&self, i: usize, width: usize) -> &'a [T] {
         if width == 0 { &[] } else { &self.data[i * self.stride..][..width] }
     }
+
+    /// The same rows without the first `column` columns.
+    pub fn skip_columns(self, column: usize) -> Self {
+        Self { data: &self.data[column.min(self.data.len())..], ..self }
+    }
+
+    /// A register of row `i` from a column on, or the `left` numbers that are there.
+    ///
+    /// # Safety
+    /// The row has so many numbers there, and the processor the instructions of `V`.
+    #[inline(always)]
+    pub unsafe fn register<V: Vector<Element = T>, const WHOLE: bool>(
+        &self,
+        i: usize,
+        column: usize,
+        left: usize,
+    ) -> V {
+        // SAFETY: forwarded to the caller.
+        unsafe { get::<V, WHOLE>(self.data.as_ptr().add(i * self.stride + column), left) }
+    }
 }
 
 /// Some columns of consecutive rows, borrowed exclusively.
@@ -181,13 +201,18 @@ pub(crate) struct Columns<'a, T> {
     lifetime: std::marker::PhantomData<&'a mut [T]>,
 }
 
-impl<T> Columns<'_, T> {
+impl<'a, T> Columns<'a, T> {
     /// `rows` rows of `width` numbers, `stride` apart.
     ///
     /// # Safety
     /// They are valid to write and borrowed by nothing else as long as the columns live.
     pub unsafe fn new(data: *mut T, rows: usize, width: usize, stride: usize) -> Self {
         Self { data, rows, width, stride, lifetime: std::marker::PhantomData }
+    }
+
+    /// All of one row.
+    pub fn single(row: &'a mut [T]) -> Self {
+        Self { data: row.as_mut_ptr(), rows: 1, width: row.len(), stride: 0, lifetime: std::marker::PhantomData }
     }
 
     pub fn rows(&self) -> usize {

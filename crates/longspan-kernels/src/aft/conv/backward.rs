@@ -1,18 +1,21 @@
 //! Gradients of AFT-conv, in two walks as for the other variants. A pair's weight is one number, so that the first one needs
 //! no values: exponents and weights of all rows come from keys alone.
 
-use super::walk::{Work, add_tap_gradients, clear, header, join, sum, walk};
-use super::{Geometry, KeySource, RowSource, band, kernel, parallel_chunks};
-use crate::aft::backward::{BLOCK_NUMBERS, GROUPS, GradientSink};
-use crate::aft::conv::window::{AddRowDot, ExpAll, GatedCotangents, KeyGradients};
-use crate::aft::problem::{Bias, Block, CHUNK, Chunks, Problem, Window};
-use crate::aft::running::{OutputRows, TokenGradients};
-use crate::aft::state::Head;
-use crate::aft::state_gradient::Links;
-use crate::aft::{Variant, kernel as reparametrized};
-use crate::call::{Arena, Cotangent, Scratch, SharedRows, View, ViewMut};
+use super::band;
+use super::field::{Work, clear, header, join};
+use super::geometry::{Edges, Geometry};
+use super::sources::{KeySource, RowSource, kernel};
+use super::walk::{add_tap_gradients, walk};
+use super::window::ExpAll;
+use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
+use crate::aft::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
+use crate::aft::kernel as reparametrized;
+use crate::aft::options::Variant;
+use crate::aft::outputs::{PullBackRows, PullBackSums, TokenGradients};
+use crate::aft::problem::{Bias, Block, Problem};
+use crate::call::{Arena, Scratch, SharedRows, ViewMut};
 use crate::simd::block::{floor, scale_by};
-use crate::simd::rows::Ahead;
+use crate::simd::rows::{Ahead, Columns, Rows};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -26,75 +29,77 @@ struct Sides {
     queries: Vec<Window>,
     /// Of keys, on queries.
     keys: Vec<Window>,
+    /// The first row of each sequence, and how many there are in all.
+    starts: Vec<usize>,
+    rows: usize,
 }
 
+/// Rows as keys see them, of all units one after the other: exponents in two parts, weights and rows.
+type RowMemory<'m, T> = [&'m mut [T]; 4];
+
 impl Sides {
-    fn heads<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        self.block.heads.len() * problem.dims.group()
+    fn new<T: Real>(problem: &Problem<'_, T>, geometry: &Geometry, block: Block) -> Self {
+        let (starts, rows) = block.rows(problem);
+        let queries = geometry.windows(problem, &block, false);
+        Self { queries, keys: geometry.turned().windows(problem, &block, true), block, starts, rows }
     }
 
-    /// Rows of all units.
-    fn rows<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let queries = problem.sequences[self.block.sequences.clone()].iter().map(|s| s.queries).sum::<usize>();
-        queries * self.heads(problem)
-    }
-
-    /// Numbers of memory beside that of workers.
-    fn memory<T: Real>(&self, problem: &Problem<'_, T>, geometry: &Geometry) -> usize {
-        let rows = self.rows(problem) * (problem.width + 3) + 4 * 64;
-        let edges = geometry.edges_len::<T>(&self.queries, self.block.heads.len(), 0)
-            + geometry.edges_len::<T>(&self.keys, self.heads(problem), problem.width);
-        rows + edges + 2 * 64
+    /// Memory beside that of workers: of rows, and of the edges of either side.
+    fn memory<'m, T: Real>(
+        &self,
+        problem: &Problem<'_, T>,
+        geometry: &Geometry,
+        arena: &mut Arena<'m, T>,
+    ) -> (RowMemory<'m, T>, [&'m mut [T]; 2]) {
+        let rows = [1, 1, 1, problem.width].map(|width| arena.take(self.rows * width));
+        let queries = Edges::<T>::memory(geometry, &self.queries, self.block.heads.len(), 0);
+        let keys = Edges::<T>::memory(geometry, &self.keys, self.block.query_heads(problem), problem.width);
+        (rows, [arena.take(queries), arena.take(keys)])
     }
 }
 
 /// Writes every gradient.
-pub(in crate::aft) fn backward<'a, T: Real>(
-    problem: &Problem<'a, T>,
+pub(in crate::aft) fn backward<T: Real>(
+    call: &Backward<'_, T>,
     geometry: Geometry,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
+    let problem = call.problem;
     let dims = &problem.dims;
     let Bias::Kernel { kernels, taps } = &problem.bias else { return };
     let reversed: Vec<T> = kernels.chunks_exact(*taps).flat_map(|kernel| kernel.iter().rev().copied()).collect();
-    let side = |block: Block| Sides {
-        queries: geometry.windows(problem, &block, false),
-        keys: geometry.turned().windows(problem, &block, true),
-        block,
-    };
-    let blocks: Vec<Sides> = Block::all(problem, BLOCK_NUMBERS).into_iter().map(side).collect();
+    let blocks = Block::all(problem, BLOCK_NUMBERS).into_iter();
+    let blocks: Vec<Sides> = blocks.map(|block| Sides::new(problem, &geometry, block)).collect();
     let sums = 2 * (header::<T>() + problem.width);
-    let per_worker = (Work::<T>::len(geometry.most(), problem.width) + CHUNK.max(sums)).next_multiple_of(64);
-    let workers = threads::count().max(1);
-    let memory = blocks.iter().map(|sides| sides.memory(problem, &geometry)).max().unwrap_or(0).next_multiple_of(64);
+    let each = (Work::<T>::len(geometry.most(), problem.width) + CHUNK.max(sums)).next_multiple_of(64);
+    let memory_of = |sides: &Sides| Arena::measure(|arena| sides.memory(problem, &geometry, arena));
+    let memory = blocks.iter().map(memory_of).max().unwrap_or(0).next_multiple_of(64);
     // Blocks side by side, if all threads have as many and the second cache holds what they keep; else one after the other, each on all
     // threads. The numbers are the same.
+    let workers = threads::count().max(1);
     let apart = memory <= BLOCK_ALONE && (blocks.len().is_multiple_of(workers) || blocks.len() >= 16 * workers);
     // Each head of each sequence has so many sums, whatever the number of threads.
     let planes = problem.sequences.len() * dims.heads * GROUPS;
-    let kept = if apart { workers.min(blocks.len()) } else { 1 } * memory;
-    let mut arena = Arena::new(scratch.take(workers * per_worker + planes * taps + kept + 128));
-    let d_taps = arena.take(planes * taps);
+    let own = if apart { workers.min(blocks.len()) * (memory + each) } else { memory };
+    let shared = if apart { 0 } else { workers * each };
+    let taken = Arena::<T>::measure(|arena| [planes * taps, own, shared].map(|len| arena.take(len)));
+    let mut arena = Arena::new(scratch.take(taken));
+    let [d_taps, own, shared] = [planes * taps, own, shared].map(|len| arena.take(len));
     d_taps.fill(T::ZERO);
     let mut planes = ViewMut::strided(&mut *d_taps, [0, 0, *taps]);
     let planes = planes.shared();
-    let all = arena.rest();
-    let one = |index: usize, memory: &mut [T], work: &mut [T]| {
-        let sides = &blocks[index];
-        block(problem, &geometry, cotangent, sink, links, sides, &reversed, planes, memory, work, per_worker);
+    let one = |sides: &Sides, memory: &mut [T], workers: &mut Workers<'_, T>| {
+        block(call, &geometry, sides, &reversed, planes, memory, workers);
     };
     if apart {
-        parallel(blocks.len(), all, memory + per_worker, |index, all| {
-            let (memory, work) = all.split_at_mut(memory);
-            one(index, memory, work);
+        parallel(blocks.len(), own, memory + each, |index, own| {
+            let (memory, work) = own.split_at_mut(memory);
+            one(&blocks[index], memory, &mut Workers::alone(work));
         });
     } else {
-        let (memory, work) = all.split_at_mut(memory);
-        (0..blocks.len()).for_each(|index| one(index, memory, &mut work[..workers * per_worker]));
+        let mut workers = Workers::new(workers, each, &mut Arena::new(shared));
+        blocks.iter().for_each(|sides| one(sides, own, &mut workers));
     }
     let add = |to: &mut [T]| {
         to.fill(T::ZERO);
@@ -114,81 +119,48 @@ pub(in crate::aft) fn backward<'a, T: Real>(
 }
 
 /// Writes the gradients of one block, and adds to those of taps.
-#[allow(clippy::too_many_arguments)]
-fn block<'a, T: Real>(
-    problem: &Problem<'a, T>,
+fn block<T: Real>(
+    call: &Backward<'_, T>,
     geometry: &Geometry,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
-    links: &Links<'_, T>,
     sides: &Sides,
     reversed: &[T],
     d_taps: SharedRows<'_, T>,
     memory: &mut [T],
-    work: &mut [T],
-    per_worker: usize,
+    workers: &mut Workers<'_, T>,
 ) {
+    let (problem, links) = (call.problem, &call.links);
     let (dims, width) = (&problem.dims, problem.width);
-    let Sides { block, queries, keys } = sides;
-    let (heads, kv_heads) = (sides.heads(problem), block.heads.len());
-    let mut arena = Arena::new(memory);
-    let count = sides.rows(problem);
-    let [x, b, d] = [(); 3].map(|()| arena.take(count));
-    let rows = arena.take(count * width);
-    let edge_memory = arena.take(geometry.edges_len::<T>(queries, kv_heads, 0));
-    let key_memory = arena.rest();
-    // The first row of each sequence, if the rows of all units stand one after the other.
-    let starts: Vec<usize> = problem.sequences[block.sequences.clone()]
-        .iter()
-        .scan(0, |start, sequence| {
-            let own = *start;
-            *start += sequence.queries * heads;
-            Some(own)
-        })
-        .collect();
-    query_side(
-        problem,
-        geometry,
-        cotangent,
-        sink,
-        sides,
-        &starts,
-        [&mut *x, b, d, rows],
-        d_taps,
-        edge_memory,
-        work,
-        per_worker,
-    );
+    let Sides { block, keys, starts, .. } = sides;
+    let (sequences, kv_heads) = (block.sequences(problem), block.heads.len());
+    let (mut row_memory, [query_edges, key_edges]) = sides.memory(problem, geometry, &mut Arena::new(memory));
+    let of_rows = row_memory.each_mut().map(|part| &mut **part);
+    query_side(call, geometry, sides, of_rows, d_taps, query_edges, workers);
 
-    let (x, b, d, rows): (&[T], &[T], &[T], &[T]) = (x, b, d, rows);
+    let [x, b, d, rows] = row_memory.map(|part| &*part);
     let turned = geometry.turned();
     let source = |index: usize, local: usize| {
-        let queries = problem.sequences[block.sequences.start + index].queries;
+        let queries = sequences[index].queries;
         let own = starts[index] + local * queries..starts[index] + (local + 1) * queries;
-        RowSource {
-            x: &x[own.clone()],
-            b: &b[own.clone()],
-            d: &d[own.clone()],
-            rows: &rows[own.start * width..own.end * width],
-            places: geometry.places,
-        }
+        let [x, b, d] = [x, b, d].map(|part| &part[own.clone()]);
+        RowSource { x, b, d, rows: &rows[own.start * width..own.end * width], places: geometry.places }
     };
-    let edges = turned.edges(keys, heads, width, source, |_, _, _| (), key_memory, work, per_worker);
+    let of_keys = (&keys[..], block.query_heads(problem), width);
+    let edges = Edges::new(&turned, of_keys, source, |_, _, _| (), key_edges, workers);
+    let query_heads = |own_head: usize| own_head * dims.group()..(own_head + 1) * dims.group();
 
     // The initial state's mean is a key without a value that every row sees.
-    let far = if links.lends() { block.sequences.len() * kv_heads } else { 0 };
+    let far = if links.lends() { sequences.len() * kv_heads } else { 0 };
     let len = header::<T>() + width;
-    parallel(far, work, per_worker, |task, work| {
+    workers.run(far, |task, work| {
         let (index, own_head) = (task / kv_heads, task % kv_heads);
-        let (sequence, kv_head) = (&problem.sequences[block.sequences.start + index], block.heads.start + own_head);
+        let (sequence, kv_head) = (&sequences[index], block.heads.start + own_head);
         let (sums, work) = work.split_at_mut(2 * len);
         let (all, own) = sums.split_at_mut(len);
         clear(all);
-        for local in own_head * dims.group()..(own_head + 1) * dims.group() {
-            let field = turned.field(keys[index], 0, &[]);
-            let range = (0, sequence.queries as isize);
+        for local in query_heads(own_head) {
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            sum(&source(index, local), &field, range, &mut work, own);
+            let range = (0, sequence.queries as isize);
+            turned.field(keys[index], 0, &[]).sum(&source(index, local), range, &mut work, own);
             join(all, own);
         }
         if let Some(last) = links.last_item(sequence, kv_head) {
@@ -199,7 +171,7 @@ fn block<'a, T: Real>(
             join(all, own);
         }
         // SAFETY: every head of every sequence has one task.
-        let far = unsafe { links.far_gradient(problem, sequence.batch, kv_head, 0..dims.head_dim) };
+        let far = unsafe { links.far_gradient(sequence, kv_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
         let factor = ((head.exponent[0] + all[0]) + all[1]).exp();
         for (to, &d) in numerator.iter_mut().zip(&all[header::<T>()..]) {
@@ -209,11 +181,10 @@ fn block<'a, T: Real>(
     });
 
     let chunks = Chunks::new(keys.clone(), kv_heads);
-    parallel_chunks(chunks.tasks(), work, per_worker, |task, work| {
+    workers.run_chunks(chunks.tasks(), |task, work| {
         let (line, own_head, chunk) = chunks.task(task);
         let (index, window) = (line / geometry.lines, &keys[line]);
-        let sequence = &problem.sequences[block.sequences.start + index];
-        let kv_head = block.heads.start + own_head;
+        let (sequence, kv_head) = (&sequences[index], block.heads.start + own_head);
         let items = KeySource::new(problem, geometry, block.sequences.start + index, kv_head).items;
         let lent = problem.lent(sequence) as isize;
         let (factors, work) = work.split_at_mut(CHUNK);
@@ -225,11 +196,11 @@ fn block<'a, T: Real>(
         let end = window.outputs.min(to + CHUNK) - to;
         let ahead = [
             items.ahead(place(to - from), place(to - from + end)),
-            sink.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
+            call.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
         ];
-        for local in own_head * dims.group()..(own_head + 1) * dims.group() {
+        for local in query_heads(own_head) {
             let head = block.heads.start * dims.group() + local;
-            let first = local == own_head * dims.group();
+            let first = local == query_heads(own_head).start;
             let kernel = &reversed[head * kernel(problem, head).len()..];
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
@@ -250,110 +221,76 @@ fn block<'a, T: Real>(
             if let Some(tokens) = tokens.filter(|_| one) {
                 let token = [sequence.batch, kv_head, sequence.key_start + place(0) as usize];
                 // SAFETY: every key belongs to one chunk of one key head, and the columns end here.
-                let mut to = unsafe {
+                let to = unsafe {
                     TokenGradients {
-                        dk: sink.dk.columns(token, tokens.count, 0..1),
-                        dv: sink.dv.columns(token, tokens.count, 0..dims.head_dim),
+                        dk: call.dk.columns(token, tokens.count, 0..1),
+                        dv: call.dv.columns(token, tokens.count, 0..dims.head_dim),
                         add: !first,
                     }
                 };
-                let factors = &factors[..tokens.count];
-                dispatch(KeyGradients {
-                    sums: work.sums,
-                    width,
-                    factors,
-                    d: work.d,
-                    values: tokens.values,
-                    to: &mut to,
-                });
+                let (factors, values) = (&factors[..tokens.count], tokens.values);
+                dispatch(PullBackSums { sums: work.sums, width, factors, d: work.d, values, to });
                 continue;
             }
-            for (n, &factor) in factors.iter().enumerate().take(to - from) {
-                let (key, at) = (place(n), (sequence.key_start as isize + place(n)) as usize);
-                // SAFETY: every key belongs to one chunk of one key head, and the slices end here.
-                let places = unsafe {
-                    if key < 0 {
-                        links.ring_row(problem, sequence.batch, kv_head, key.unsigned_abs())
-                    } else {
-                        let dk = sink.dk.row(sequence.batch, kv_head, at, 1);
-                        Some((dk, sink.dv.row(sequence.batch, kv_head, at, dims.head_dim)))
+            for (n, factor) in factors.iter().enumerate().take(to - from) {
+                let key = place(n);
+                let add = |(own_key, value): (&[T], &[T]), dk: &mut [T], dv: &mut [T]| {
+                    let mut add = |sums: &[T], factor: &T, d: &T| {
+                        let to = TokenGradients { dk: Columns::single(dk), dv: Columns::single(dv), add: true };
+                        let (factors, d) = (std::slice::from_ref(factor), std::slice::from_ref(d));
+                        let values = Rows { data: value, stride: 0 };
+                        dispatch(PullBackSums { sums, width, factors, d, values, to });
+                    };
+                    // A key that no row sees has gradient 0 whatever it is.
+                    if work.x[n] - floor() > T::ZERO {
+                        add(&work.sums[n * width..][..width], factor, &work.d[n]);
+                    }
+                    if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                        add(&last[2 * width..3 * width], &(own_key[0] + last[0]).exp(), &last[3 * width]);
                     }
                 };
-                let Some((dk, dv)) = places else { continue };
-                if first {
-                    dk.fill(T::ZERO);
-                    dv.fill(T::ZERO);
-                }
-                let Some((own_key, value)) = items.token(key) else { continue };
-                // A key that no row sees has gradient 0 whatever it is.
-                if work.x[n] - floor() > T::ZERO {
-                    let dot = dispatch(AddRowDot { sum: &work.sums[n * width..][..width], factor, v: value, dv });
-                    dk[0] += factor * (dot - work.d[n]);
-                }
-                if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
-                    let factor = (own_key[0] + last[0]).exp();
-                    let dot = dispatch(AddRowDot { sum: &last[2 * width..3 * width], factor, v: value, dv });
-                    dk[0] += factor * (dot - last[3 * width]);
-                }
-                if let Some((d_key, d_value)) = links.kept(problem, sequence, kv_head, key).filter(|_| first) {
-                    dk[0] += d_key[0];
-                    dv.iter_mut().zip(d_value).for_each(|(to, &d)| *to += d);
-                }
+                // SAFETY: every key belongs to one chunk of one key head.
+                unsafe { call.add_to_key(&items, sequence, kv_head, key, first, add) };
             }
         }
     });
 }
 
-/// Gradients of queries, sums of those of taps, and the rows as keys see them: `[x, b, d, rows]`.
-#[allow(clippy::too_many_arguments)]
-fn query_side<'a, T: Real>(
-    problem: &Problem<'a, T>,
+/// Gradients of queries, sums of those of taps, and the rows as keys see them.
+fn query_side<T: Real>(
+    call: &Backward<'_, T>,
     geometry: &Geometry,
-    cotangent: &Cotangent<'a, T>,
-    sink: &GradientSink<'_, T>,
     sides: &Sides,
-    starts: &[usize],
-    [x, b, d, rows]: [&mut [T]; 4],
+    of_rows: RowMemory<'_, T>,
     d_taps: SharedRows<'_, T>,
     memory: &mut [T],
-    work: &mut [T],
-    per_worker: usize,
+    workers: &mut Workers<'_, T>,
 ) {
+    let problem = call.problem;
     let (dims, width) = (&problem.dims, problem.width);
-    let Sides { block, queries, .. } = sides;
-    let (heads, kv_heads) = (sides.heads(problem), block.heads.len());
+    let Sides { block, queries, starts, .. } = sides;
+    let (heads, kv_heads) = (block.query_heads(problem), block.heads.len());
     let source = |index: usize, head: usize| {
         KeySource::new(problem, geometry, block.sequences.start + index, block.heads.start + head)
     };
-    let edges = geometry.edges(
-        queries,
-        kv_heads,
-        0,
-        source,
-        |index, head, sum: &mut [T]| {
-            if let Some(state) = problem.call.initial_state {
-                let batch = problem.sequences[block.sequences.start + index].batch;
-                let far = Head::from(state.head(batch, block.heads.start + head));
-                (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
-            }
-        },
-        memory,
-        work,
-        per_worker,
-    );
+    let initial = |index: usize, head: usize, sum: &mut [T]| {
+        if let Some(far) = problem.initial(&block.sequences(problem)[index], block.heads.start + head) {
+            (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
+        }
+    };
+    let edges = Edges::new(geometry, (queries, kv_heads, 0), source, initial, memory, workers);
     let taps = kernel(problem, 0).len();
+    let [x, b, d, rows] = of_rows;
     let [mut x, mut b, mut d] = [x, b, d].map(|line| ViewMut::strided(line, [0, 0, 1]));
     let mut rows = ViewMut::strided(rows, [0, 0, width]);
-    let (x, b, d) = (x.shared(), b.shared(), d.shared());
-    let rows = rows.shared();
-    parallel(block.sequences.len() * heads * GROUPS, work, per_worker, |task, work| {
+    let (x, b, d, rows) = (x.shared(), b.shared(), d.shared(), rows.shared());
+    workers.run(block.sequences.len() * heads * GROUPS, |task, work| {
         let (unit, group) = (task / GROUPS, task % GROUPS);
         let (index, local) = (unit / heads, unit % heads);
-        let sequence = &problem.sequences[block.sequences.start + index];
+        let sequence = &block.sequences(problem)[index];
         let head = block.heads.start * dims.group() + local;
         let own_head = local / dims.group();
-        let own_lines = &queries[index * geometry.lines..][..geometry.lines];
-        let per_line = own_lines[0].chunks();
+        let per_line = queries[index * geometry.lines].chunks();
         let count = per_line * geometry.lines;
         let kernel = kernel(problem, head);
         let plane = ((block.sequences.start + index) * dims.heads + head) * GROUPS + group;
@@ -369,14 +306,12 @@ fn query_side<'a, T: Real>(
             let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
             let (from, to) = window.chunk(chunk);
             let start = geometry.start(line);
-            let rows_of = |view: &View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start + start);
-            let (q, d_out, out) = (rows_of(&problem.call.q), rows_of(&cotangent.d_out), rows_of(&cotangent.out));
             let (count, at) = (to - from, starts[index] + local * sequence.queries + start + from);
+            let token = sequence.query_start + start + from;
             // SAFETY: every row belongs to one chunk of one head, and slices and columns end with the chunk.
-            let (mut dq, own, x, b, d) = unsafe {
-                let token = sequence.query_start + start + from;
+            let (dq, own, x, b, d) = unsafe {
                 (
-                    sink.dq.columns([sequence.batch, head, token], count, 0..dims.head_dim),
+                    call.dq.columns([sequence.batch, head, token], count, 0..dims.head_dim),
                     rows.row(0, 0, at, count * width),
                     x.row(0, 0, at, count),
                     b.row(0, 0, at, count),
@@ -388,37 +323,33 @@ fn query_side<'a, T: Real>(
                 (x[n], b[n]) = if seen { (-work.x[n], -work.b[n]) } else { (T::NEG_INFINITY, T::ZERO) };
                 d[n] = if seen { T::ONE / work.d[n] } else { T::ZERO };
             }
-            let output_rows = OutputRows {
-                q: problem.aft.gate.then(|| q.skip(from)),
-                d_out: d_out.skip(from),
-                out: out.skip(from),
-                count,
-            };
-            dispatch(GatedCotangents { rows: output_rows, factors: d, dq: &mut dq, items: own, sums: c });
+            let output_rows = call.rows(sequence, head, start + from, count, 0);
+            dispatch(PullBackRows { rows: output_rows, factors: d, dq, items: own, sums: c });
             c[count..].fill(T::ZERO);
             d.copy_from_slice(&c[..count]);
-            let skipped = (kernel.len() - field.kernel.len()).min(taps);
+            let d_taps = &mut d_taps[(kernel.len() - field.kernel.len()).min(taps)..];
             if one {
-                let end = window.outputs.min(to + CHUNK);
-                let ahead_of = |view: &View<'a, T>| {
-                    Ahead::new(rows_of(view), to as isize, end as isize, window.outputs, dims.head_dim)
+                // What the next chunk of the line reads and writes.
+                let next = window.outputs.min(to + CHUNK) - to;
+                let ahead_of = |rows: Rows<'_, T>| {
+                    Ahead::new(rows, count as isize, (count + next) as isize, count + next, dims.head_dim)
                 };
+                let q = problem.call.q.rows(sequence.batch, head).skip(token);
                 let ahead = [
-                    ahead_of(&problem.call.q),
-                    ahead_of(&cotangent.d_out),
-                    ahead_of(&cotangent.out),
-                    sink.dq.ahead(sequence.batch, head, sequence.query_start + start + to, end - to, dims.head_dim),
+                    ahead_of(q),
+                    ahead_of(output_rows.d_out),
+                    ahead_of(output_rows.out),
+                    call.dq.ahead(sequence.batch, head, token + count, next, dims.head_dim),
                     items.ahead(&field, chunk + 1),
                 ];
                 let base = from as isize + window.shift - window.back;
-                let d_taps = &mut d_taps[skipped..];
                 band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps, &ahead);
                 continue;
             }
             let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);
             row_items.copy_from_slice(own);
             rest.fill(T::ZERO);
-            add_tap_gradients(&items, &field, chunk, width, c, &mut work, &mut d_taps[skipped..]);
+            add_tap_gradients(&items, &field, chunk, width, c, &mut work, d_taps);
         }
     });
 }

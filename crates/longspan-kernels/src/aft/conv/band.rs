@@ -2,13 +2,11 @@
 //! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
 //! [`common_max`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
-use super::walk::{Field, REACH, Source, Work, header, rows, split};
-use crate::aft::conv::window::{
-    AddTapGradients, BandWeights, Convolution, Convolve, ExpAll, FindReachMax, ReachMax, ReachWeights, ScaleRows,
-    TapGradients,
-};
-use crate::aft::problem::{CHUNK, Window};
-use crate::aft::running::DEEPEST;
+use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, ScaleRows, TapGradients};
+use super::field::{Field, REACH, Source, Work, header, split};
+use super::window::{ExpAll, FindReachMax, ReachMax, ReachWeights};
+use crate::aft::chunks::CHUNK;
+use crate::aft::tokens::DEEPEST;
 use crate::simd::block::scale_by;
 use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
@@ -34,43 +32,43 @@ pub(super) fn common_max<T: Real>(
 ) -> Option<ReachMax<T>> {
     let deepest = T::from_f64(DEEPEST);
     let (least, most) = range(kernel);
-    let mut top = dispatch(FindReachMax { line: split(items) });
+    let mut max = dispatch(FindReachMax { line: split(items) });
     // What stands beside an exponent of −∞ counts for nothing and must not be multiplied; a largest one of ∞ has no differences.
-    let all = low < high && top.count == high - low && (top.x + top.b).is_finite();
+    let all = low < high && max.count == high - low && (max.x + max.b).is_finite();
     let fits = |depth: T| depth + (most - least) <= deepest;
     if !all || !fits(T::ZERO) {
         return None;
     }
     for side in sides.into_iter().flatten() {
-        let rise = (side[0] - top.x) + (side[1] - top.b);
+        let rise = (side[0] - max.x) + (side[1] - max.b);
         if rise > T::ZERO {
-            (top.x, top.b, top.depth) = (side[0], side[1], top.depth + rise);
+            (max.x, max.b, max.depth) = (side[0], side[1], max.depth + rise);
         }
     }
     // Every window holds an item.
-    if low < kernel.len() && count <= high && fits(top.depth) {
-        return Some(top);
+    if low < kernel.len() && count <= high && fits(max.depth) {
+        return Some(max);
     }
     // The output that sees least, if not all of them see everything.
     let (side, first) = match sides {
-        [Some(_), Some(_)] => return Some(top),
+        [Some(_), Some(_)] => return Some(max),
         [Some(before), None] => (before, 0),
         [None, Some(after)] => (after, count - 1),
         [None, None] => return None,
     };
-    let mut depth = (top.x - side[0]) + (top.b - side[1]);
+    let mut depth = (max.x - side[0]) + (max.b - side[1]);
     for n in (first..first + kernel.len()).filter(|n| (low..high).contains(n)) {
-        let own = (top.x - items[n]) + (top.b - items[REACH + n]);
+        let own = (max.x - items[n]) + (max.b - items[REACH + n]);
         if own < depth {
             depth = own;
         }
     }
-    fits(depth).then_some(top)
+    fits(depth).then_some(max)
 }
 
 /// A chunk as [`walk`] takes it.
 pub(super) struct Chunk<'a, T> {
-    pub top: ReachMax<T>,
+    pub max: ReachMax<T>,
     pub kernel: &'a [T],
     pub count: usize,
     pub sides: Sides<'a, T>,
@@ -78,19 +76,17 @@ pub(super) struct Chunk<'a, T> {
     pub end: usize,
 }
 
-/// Forms exponents and weights of the outputs, which all have one exponent, and the sums of the rows of `reach` items from `base` on.
-#[allow(clippy::too_many_arguments)]
+/// Forms exponents and weights of the outputs, which all have one exponent, and the sums of the rows of a span of items.
 pub(super) fn walk<T: Real>(
     source: &impl Source<T>,
-    window: &Window,
-    line: usize,
-    (base, reach): (isize, usize),
+    field: &Field<'_, T>,
+    span: (isize, usize),
     width: usize,
     chunk: &Chunk<'_, T>,
     work: &mut Work<'_, T>,
     ahead: &[Ahead<T>],
 ) {
-    let Chunk { top, kernel, count, sides, end } = chunk;
+    let Chunk { max, kernel, count, sides, end } = chunk;
     let Work { items, rows: memory, weights, running, x, b, d, sums, turned, .. } = work;
     let [early, late] = running;
     let (taps, behind) = (kernel.len(), kernel.len() - 1);
@@ -101,11 +97,11 @@ pub(super) fn walk<T: Real>(
     dispatch(ExpAll { block: factors });
     let outside = (-most).exp();
     let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
-    dispatch(ReachWeights { line: split(items), top, weights: item_weights, products });
-    let share = |side: &[T]| outside * ((side[0] - top.x) + (side[1] - top.b)).exp();
+    dispatch(ReachWeights { line: split(items), max, weights: item_weights, products });
+    let share = |side: &[T]| outside * ((side[0] - max.x) + (side[1] - max.b)).exp();
 
-    x.fill(top.x);
-    b.fill(top.b + most);
+    x.fill(max.x);
+    b.fill(max.b + most);
     d.fill(T::ZERO);
     if let Some(before) = sides[0] {
         let mut sum = before[2] * share(before);
@@ -129,7 +125,7 @@ pub(super) fn walk<T: Real>(
     if width == 0 {
         return;
     }
-    let rows = rows(source, window, line, base, reach, width, *count == CHUNK, memory);
+    let rows = field.rows(source, field.first_line, span, width, *count == CHUNK, memory);
     let outside_weights = &mut *early.x;
     for (to, &weight) in outside_weights.iter_mut().zip(&*item_weights) {
         *to = outside * weight;
@@ -151,6 +147,7 @@ pub(super) fn walk<T: Real>(
         outputs: *count,
         before: sides[0].is_some(),
         after: sides[1].map(|_| *end),
+        add: false,
     };
     dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums, ahead });
 }
@@ -173,7 +170,7 @@ pub(super) fn add_tap_gradients<T: Real>(
     let reach = count + field.taps - 1;
     let Work { rows: memory, running: [early, late], turned, .. } = work;
     let items = &*early.keep;
-    let rows = rows(source, &field.window, field.first_line, base, reach, width, count == CHUNK, memory);
+    let rows = field.rows(source, field.first_line, (base, reach), width, count == CHUNK, memory);
     let scaled = &mut *turned[0];
     dispatch(ScaleRows { weights: &items[..reach], rows, width, to: scaled });
     let kernel = &late.share[..field.taps];

@@ -1,14 +1,16 @@
 //! Outputs of AFT-conv.
 
-use super::walk::{Before, Work, header, walk};
-use super::{Geometry, KeySource, kernel, parallel_chunks};
-use crate::aft::conv::window::GatedRows;
-use crate::aft::problem::{Block, CHUNK, Chunks, Problem, Window};
-use crate::aft::state::Head;
+use super::field::{Work, header};
+use super::geometry::{Before, Edges, Geometry};
+use super::sources::{KeySource, kernel};
+use super::walk::walk;
+use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
+use crate::aft::outputs::GatedRows;
+use crate::aft::problem::{Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
-use crate::threads::{self, parallel};
+use crate::threads;
 
 /// Writes every output.
 pub(in crate::aft) fn forward<T: Real>(
@@ -18,17 +20,12 @@ pub(in crate::aft) fn forward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let (dims, width) = (&problem.dims, problem.width);
-    if dims.head_dim == 0 || dims.heads == 0 {
-        return;
-    }
-    let all = Block { sequences: 0..problem.sequences.len(), heads: 0..dims.kv_heads };
-    let windows = geometry.windows(problem, &all, false);
+    let windows = geometry.windows(problem, &Block::whole(problem), false);
     let chunks = Chunks::new(windows.clone(), dims.heads);
-    let work_len = Work::<T>::len(geometry.most(), width).next_multiple_of(64);
+    let work_len = Work::<T>::len(geometry.most(), width);
     let source = |sequence: usize, head: usize| KeySource::new(problem, &geometry, sequence, head);
     let initial = |sequence: usize, head: usize, sum: &mut [T]| {
-        if let Some(state) = problem.call.initial_state {
-            let far = Head::from(state.head(problem.sequences[sequence].batch, head));
+        if let Some(far) = problem.initial(&problem.sequences[sequence], head) {
             (sum[0], sum[2]) = (far.exponent[0], far.denominator[0]);
             sum[header::<T>()..][..dims.head_dim].copy_from_slice(far.numerator);
         }
@@ -55,9 +52,9 @@ pub(in crate::aft) fn forward<T: Real>(
         // A row that sees nothing gives 0; a weight that is NaN shows.
         factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
         // SAFETY: every row belongs to one chunk of one head, and the columns end here.
-        let mut to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
+        let to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
         let queries = problem.aft.gate.then(|| queries.skip(from));
-        dispatch(GatedRows { sums: &work.sums[..rows * width], factors, queries, to: &mut to });
+        dispatch(GatedRows { sums: &work.sums[..rows * width], factors, queries, to });
     };
 
     // Whole heads, if all threads have as many: the sum before a window then goes along with it, and where there are others, what
@@ -66,11 +63,11 @@ pub(in crate::aft) fn forward<T: Real>(
     if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
         let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
         let alone = |own: &[Window]| matches!(own, [window] if !window.after);
-        let sums = |own| if alone(own) { Before::<T>::len(width) } else { geometry.edges_len::<T>(own, 1, width) };
+        let sums =
+            |own| if alone(own) { Before::<T>::len(width) } else { Edges::<T>::memory(&geometry, own, 1, width) };
         let longest = (0..problem.sequences.len()).map(|index| sums(of(index))).max().unwrap_or(0);
-        let per_worker = (work_len + longest + 128).next_multiple_of(64);
-        let memory = scratch.take(threads.min(heads).max(1) * per_worker);
-        parallel(heads, memory, per_worker, |task, memory| {
+        let each = work_len + longest;
+        Workers::in_scratch(heads, each, scratch).run(heads, |task, memory| {
             let (index, head) = (task / dims.heads, task % dims.heads);
             let (work, memory) = memory.split_at_mut(work_len);
             let (own, source) = (of(index), |_, _| source(index, head));
@@ -85,7 +82,7 @@ pub(in crate::aft) fn forward<T: Real>(
                 return;
             }
             let initial = |_, _, sum: &mut [T]| initial(index, head, sum);
-            let edges = geometry.edges(own, 1, width, source, initial, memory, work, work_len);
+            let edges = Edges::new(&geometry, (own, 1, width), source, initial, memory, &mut Workers::alone(work));
             for (line, window) in own.iter().enumerate() {
                 for chunk in 0..window.chunks() {
                     let edges = edges.of(window, line, 0, chunk);
@@ -95,12 +92,13 @@ pub(in crate::aft) fn forward<T: Real>(
         });
         return;
     }
-    let workers = threads.min(chunks.tasks()).max(1);
-    let edges_len = geometry.edges_len::<T>(&windows, dims.kv_heads, width);
-    let mut arena = Arena::new(scratch.take(workers * work_len + edges_len + 128));
-    let (work, memory) = (arena.take(workers * work_len), arena.rest());
-    let edges = geometry.edges(&windows, dims.kv_heads, width, source, initial, memory, work, work_len);
-    parallel_chunks(chunks.tasks(), work, work_len, |task, work| {
+    let edges_len = Edges::<T>::memory(&geometry, &windows, dims.kv_heads, width);
+    let memory = Arena::measure(|arena| Workers::<T>::new(chunks.tasks(), work_len, arena));
+    let mut arena = Arena::new(scratch.take(memory + edges_len));
+    let (mut workers, memory) = (Workers::new(chunks.tasks(), work_len, &mut arena), arena.rest());
+    let sides = (&windows[..], dims.kv_heads, width);
+    let edges = Edges::new(&geometry, sides, source, initial, memory, &mut workers);
+    workers.run_chunks(chunks.tasks(), |task, work| {
         let (line, head, chunk) = chunks.task(task);
         one(line, head, chunk, edges.of(&windows[line], line, head / dims.group(), chunk), work);
     });

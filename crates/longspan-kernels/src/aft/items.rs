@@ -1,0 +1,130 @@
+//! What is summed: items in order, each a mean.
+
+use super::chunks::{CHUNK, Chunks, Window, Workers};
+use super::log_sum::{FactorMeans, Factored, Factors, join, join_items};
+use crate::call::ViewMut;
+use crate::simd::rows::line;
+use crate::simd::{Real, dispatch};
+
+/// Items that are brought to one exponent at a time: the columns of the largest tile. References are changed, and rows joined, once
+/// a tile, which 64 columns show (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a
+/// core's second cache.
+pub(super) const REACH: usize = 256;
+
+/// Items of a head.
+pub(super) trait Items<T: Real> {
+    /// The items from `from` on, `count` of them, one after the other; `block` has room for as many.
+    fn load<'a>(&'a self, from: isize, count: usize, block: &'a mut [T]) -> &'a [T];
+
+    /// The mean of `count` items from `from` on; `block` has room for as many.
+    fn sum(&self, from: isize, count: usize, mean: &mut [T], block: &mut [T]) {
+        join_items(self.load(from, count, block), mean);
+    }
+
+    /// The items from `from` on relative to the largest exponent of each channel, and the range of exponents. `block` has room for
+    /// as many as `count` items.
+    fn factor(&self, from: isize, count: usize, to: Factors<'_, T>, block: &mut [T]) -> T {
+        dispatch(FactorMeans { items: self.load(from, count, block), to })
+    }
+
+    /// Blocks of items that have been brought to one exponent.
+    fn blocks(&self) -> Option<Blocks<'_, T>> {
+        None
+    }
+
+    /// The mean of what came before the first item.
+    fn start(&self, mean: &mut [T]);
+}
+
+/// Joins the items `from..to` to `sum`, a chunk at a time: rounding errors then grow with the number of chunks and not of
+/// items, and what is joined to a long sum is of its size. `block` has room for a chunk of items and one more.
+pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, sum: &mut [T], block: &mut [T]) {
+    let (part, block) = block.split_at_mut(sum.len());
+    for at in (from..to).step_by(CHUNK) {
+        items.sum(at, (to - at).min(CHUNK as isize) as usize, part, block);
+        join(sum, part, T::ZERO);
+    }
+}
+
+/// Items of one head in blocks of [`REACH`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
+/// the same blocks.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks<'a, T> {
+    window: Window,
+    width: usize,
+    numbers: &'a [T],
+}
+
+impl<'a, T: Real> Blocks<'a, T> {
+    /// Some items and the largest range of their exponents, if they are a block.
+    pub fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
+        let place = (from - self.window.first) as usize;
+        if !place.is_multiple_of(REACH) || (self.window.end - from).min(REACH as isize) != count as isize {
+            return None;
+        }
+        let len = block_len::<T>(self.width);
+        let block = &self.numbers[place / REACH * len..][..len];
+        let (reference, block) = block.split_at(2 * self.width);
+        let (range, block) = block.split_at(line::<T>());
+        let (numerators, denominators) = block.split_at(REACH * self.width);
+        Some((Factored { reference, numerators, denominators }, range[0]))
+    }
+}
+
+/// Numbers of a block: the exponents, their largest range, numerators and denominators.
+fn block_len<T>(width: usize) -> usize {
+    2 * width + line::<T>() + 2 * REACH * width
+}
+
+/// Where the [`Blocks`] of the heads of some sequences stand.
+pub(super) struct BlockTable {
+    width: usize,
+    /// Blocks as chunks.
+    blocks: Chunks,
+}
+
+impl BlockTable {
+    /// For the items of these windows.
+    pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
+        let blocks = |window: &Window| ((window.end - window.first).max(0) as usize).div_ceil(REACH);
+        let as_chunks = |window: &Window| Window { outputs: blocks(window) * CHUNK, ..*window };
+        let blocks = Chunks::new(windows.iter().map(as_chunks).collect(), heads);
+        Self { width, blocks }
+    }
+
+    /// Numbers of memory.
+    pub fn len<T: Real>(&self) -> usize {
+        self.blocks.tasks() * block_len::<T>(self.width)
+    }
+
+    /// Forms every block of `items(sequence, head)`.
+    pub fn fill<T: Real, I: Items<T>>(
+        &self,
+        items: impl Fn(usize, usize) -> I + Sync,
+        memory: &mut [T],
+        workers: &mut Workers<'_, T>,
+    ) {
+        let len = block_len::<T>(self.width);
+        let mut memory = ViewMut::strided(memory, [0, 0, len]);
+        let memory = memory.shared();
+        workers.run(self.blocks.tasks(), |task, work| {
+            let (sequence, head, index) = self.blocks.task(task);
+            let window = &self.blocks.windows[sequence];
+            let from = window.first + (index * REACH) as isize;
+            // SAFETY: every block has one task, and the slice ends with it.
+            let block = unsafe { memory.row(0, 0, task, len) };
+            let (reference, block) = block.split_at_mut(2 * self.width);
+            let (range, block) = block.split_at_mut(line::<T>());
+            let (numerators, denominators) = block.split_at_mut(REACH * self.width);
+            let to = Factors { reference, numerators, denominators };
+            let count = (window.end - from).min(REACH as isize) as usize;
+            range[0] = items(sequence, head).factor(from, count, to, work);
+        });
+    }
+
+    /// The blocks of one head; none if the table is that of no sequence.
+    pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
+        let (window, len) = (*self.blocks.windows.get(sequence)?, block_len::<T>(self.width));
+        Some(Blocks { window, width: self.width, numbers: &memory[self.blocks.index(sequence, head, 0) * len..] })
+    }
+}
