@@ -11,7 +11,7 @@ use super::tile::{Buffers, Piece, combine_states};
 use crate::call::{Arena, Scratch, SharedRows, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_row_dots, scale_by, store};
-use crate::simd::product::{Band, MaskAndSum, Product, ProductWith, ZeroOutside};
+use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -52,22 +52,13 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     problem.queries_ahead(unit, head, next, end),
                     self.out.ahead(sequence.batch, head, sequence.query_start + first, count, problem.dims.value_dim),
                 ];
-                let product = Product {
-                    a: buffers.q,
-                    a_row: head_width,
-                    a_column: 1,
-                    b: sum,
-                    b_row: value_width,
-                    c: buffers.o,
-                    c_row: value_width,
-                    rows: piece.rows,
-                    columns: value_width,
-                    depth: problem.depth,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &ahead });
+                Product::of(
+                    (buffers.q, head_width),
+                    (sum, value_width),
+                    (buffers.o, value_width),
+                    [piece.rows, value_width, problem.depth],
+                )
+                .compute_with(None, &ahead);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
@@ -90,36 +81,24 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             if let Some(from) = separate {
                 buffers.fill_denominators(problem, piece, from, scales.local, decays);
                 let sums = &mut buffers.sums[..piece.rows];
-                dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
+                mask_and_sum((buffers.tile, row_length), piece.columns(), band, sums);
             }
             if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
                 if separate.is_some() {
-                    dispatch(ZeroOutside {
-                        block: buffers.tile,
-                        row_length,
-                        rows: piece.rows,
-                        columns: piece.columns(),
-                        band,
-                    });
+                    zero_outside((buffers.tile, row_length), (piece.rows, piece.columns()), band);
                 } else {
                     let sums = &mut buffers.sums[..piece.rows];
-                    dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
+                    mask_and_sum((buffers.tile, row_length), piece.columns(), band, sums);
                 }
-                dispatch(Product {
-                    a: buffers.tile,
-                    a_row: row_length,
-                    a_column: 1,
-                    b: &buffers.v[piece.skip * value_width..],
-                    b_row: value_width,
-                    c: buffers.o,
-                    c_row: value_width,
-                    rows: piece.rows,
-                    columns: value_width,
-                    depth: piece.columns(),
-                    accumulate: written,
-                    a_band: band,
-                    c_band: Band::ALL,
-                });
+                Product::of(
+                    (buffers.tile, row_length),
+                    (&buffers.v[piece.skip * value_width..], value_width),
+                    (buffers.o, value_width),
+                    [piece.rows, value_width, piece.columns()],
+                )
+                .accumulate(written)
+                .a_band(band)
+                .compute();
                 written = true;
             }
             if !written {

@@ -19,13 +19,12 @@ use super::features::{Lift, PositionSink};
 use super::forward::Sink;
 use super::problem::{Problem, Table, Unit};
 use crate::call::{Arena, Cotangent, Scratch, ViewMut};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::{copy_rows, load_exponentials};
 use crate::feature_map::rows::Shift;
-use crate::simd::block::{Transpose, add_row_dots, add_scaled, all_finite, dot, multiply, scale_by, store};
-use crate::simd::product::{Band, MaskAndSum, Product, ZeroOutside};
-use crate::simd::rows::{Rows, padded};
-use crate::simd::{Real, dispatch};
+use crate::simd::Real;
+use crate::simd::block::{add_row_dots, add_scaled, all_finite, dot, multiply, scale_by, store, transpose};
+use crate::simd::product::{Band, Product, mask_and_sum, zero_outside};
+use crate::simd::rows::padded;
 use crate::threads::{self, parallel};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
@@ -165,25 +164,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         for key in (0..keys).step_by(tile_width.max(1)) {
             let (k, k_to) = (&all.k[(key * width).min(all.k.len())..], &mut *all.k_columns);
             if problem.content && keys >= FEW_KEYS {
-                dispatch(Transpose {
-                    from: k,
-                    from_row: width,
-                    rows: tile_width,
-                    columns: width,
-                    to: &mut k_to[key * width..],
-                    to_row: tile_width,
-                });
+                transpose((k, width), (tile_width, width), (&mut k_to[key * width..], tile_width));
             }
             if backward {
                 let (v, to) = (&all.v[key * value_width..], &mut all.v_columns[key * value_width..]);
-                dispatch(Transpose {
-                    from: v,
-                    from_row: value_width,
-                    rows: tile_width,
-                    columns: value_width,
-                    to,
-                    to_row: tile_width,
-                });
+                transpose((v, value_width), (tile_width, value_width), (to, tile_width));
             }
         }
         all
@@ -194,16 +179,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         let (keys, padding) = (unit.sequence.keys, unit.sequence.padding);
         let width = problem.head_width;
         let (value_width, value_dim) = (problem.value_width, problem.dims.value_dim);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from: unit.v,
-            count: keys,
-            width: value_dim,
-            ignored: padding,
-            to: self.v,
-            to_row: value_width,
-        });
+        copy_rows(unit.v, (keys, value_dim), padding, (self.v, value_width));
         self.v[keys * value_width..].fill(T::ZERO);
         if !problem.content {
             return;
@@ -273,21 +249,13 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         let width = problem.head_width;
         problem.load_queries(&self.unit, head, row, rows, block.exponents, block.q, lift);
         let Some(table) = &self.table else { return };
-        dispatch(Product {
-            a: block.q,
-            a_row: width,
-            a_column: 1,
-            b: table.columns(range.head),
-            b_row: table.width,
-            c: block.relative,
-            c_row: table.width,
-            rows: range.rows,
-            columns: table.width,
-            depth: problem.depth,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        Product::of(
+            (block.q, width),
+            (table.columns(range.head), table.width),
+            (block.relative, table.width),
+            [range.rows, table.width, problem.depth],
+        )
+        .compute();
         if problem.exponential {
             for row in 0..range.rows {
                 let position = self.sight(range.row + row).map_or(T::ONE, |sight| sight.position);
@@ -333,21 +301,14 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                 add_row_dots(&self.k[key * width + features.start..], width, q, &mut line[..keys]);
             }
         } else {
-            dispatch(Product {
-                a: &block.q[features.start..],
-                a_row: width,
-                a_column: 1,
-                b: &self.k_columns[key * width + features.start * row_length..],
-                b_row: row_length,
-                c: block.tile,
-                c_row: row_length,
-                rows: range.rows,
-                columns: keys,
-                depth: features.len(),
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: self.band(range, key),
-            });
+            Product::of(
+                (&block.q[features.start..], width),
+                (&self.k_columns[key * width + features.start * row_length..], row_length),
+                (block.tile, row_length),
+                [range.rows, keys, features.len()],
+            )
+            .c_band(self.band(range, key))
+            .compute();
         }
         if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
@@ -377,17 +338,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         if self.row_max.is_empty() {
             return;
         }
-        let row_max = Rows { data: &self.row_max[key..], stride: keys };
-        dispatch(LoadFeatures {
-            map: FeatureMap::Exp,
-            shift: sight.shift,
-            from: row_max,
-            count: 1,
-            width: keys,
-            ignored: None,
-            to,
-            to_row: self.tile_width,
-        });
+        load_exponentials(&self.row_max[key..][..keys], sight.shift, &mut to[..self.tile_width]);
         apply(to);
     }
 
@@ -477,38 +428,20 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                     let count = (range.end - key).min(keys.tile_width);
                     let band = keys.band(range, key);
                     keys.weigh(range, key, count, separate, &mut block);
-                    dispatch(MaskAndSum {
-                        block: block.tile,
-                        row_length: keys.tile_width,
-                        columns: count,
-                        band,
-                        sums: &mut block.sums[..range.rows],
-                    });
+                    mask_and_sum((block.tile, keys.tile_width), count, band, &mut block.sums[..range.rows]);
                     if separate {
                         keys.weigh(range, key, count, false, &mut block);
-                        dispatch(ZeroOutside {
-                            block: block.tile,
-                            row_length: keys.tile_width,
-                            rows: range.rows,
-                            columns: count,
-                            band,
-                        });
+                        zero_outside((block.tile, keys.tile_width), (range.rows, count), band);
                     }
-                    dispatch(Product {
-                        a: block.tile,
-                        a_row: keys.tile_width,
-                        a_column: 1,
-                        b: &keys.v[key * value_width..],
-                        b_row: value_width,
-                        c: block.o,
-                        c_row: value_width,
-                        rows: range.rows,
-                        columns: value_width,
-                        depth: count,
-                        accumulate: true,
-                        a_band: band,
-                        c_band: Band::ALL,
-                    });
+                    Product::of(
+                        (block.tile, keys.tile_width),
+                        (&keys.v[key * value_width..], value_width),
+                        (block.o, value_width),
+                        [range.rows, value_width, count],
+                    )
+                    .accumulate(true)
+                    .a_band(band)
+                    .compute();
                 }
                 for at in 0..range.rows {
                     let sum = &mut block.o[at * value_width..][..value_width];
@@ -603,16 +536,7 @@ pub(super) fn backward<T: Real>(
                     });
                     keys.load_rows(range, &mut block, &mut lift);
                     let from = d_out.skip(row);
-                    dispatch(LoadFeatures {
-                        map: FeatureMap::Identity,
-                        shift: T::ZERO,
-                        from,
-                        count: range.rows,
-                        width: value_dim,
-                        ignored: None,
-                        to: block.o,
-                        to_row: value_width,
-                    });
+                    copy_rows(from, (range.rows, value_dim), None, (block.o, value_width));
                     for at in 0..range.rows {
                         let d = &mut block.o[at * value_width..][..value_width];
                         (gains[at], c[at]) = (T::ZERO, T::ZERO);
@@ -645,28 +569,15 @@ pub(super) fn backward<T: Real>(
                         let count = (range.end - key).min(tile_width);
                         let band = keys.band(range, key);
                         keys.weigh(range, key, count, false, &mut block);
-                        dispatch(ZeroOutside {
-                            block: block.tile,
-                            row_length: tile_width,
-                            rows: range.rows,
-                            columns: count,
-                            band,
-                        });
-                        dispatch(Product {
-                            a: block.o,
-                            a_row: value_width,
-                            a_column: 1,
-                            b: &keys.v_columns[key * value_width..],
-                            b_row: tile_width,
-                            c: d_tile,
-                            c_row: tile_width,
-                            rows: range.rows,
-                            columns: count,
-                            depth: value_dim,
-                            accumulate: false,
-                            a_band: Band::ALL,
-                            c_band: band,
-                        });
+                        zero_outside((block.tile, tile_width), (range.rows, count), band);
+                        Product::of(
+                            (block.o, value_width),
+                            (&keys.v_columns[key * value_width..], tile_width),
+                            (d_tile, tile_width),
+                            [range.rows, count, value_dim],
+                        )
+                        .c_band(band)
+                        .compute();
                         for at in 0..range.rows {
                             let (line, d_line) =
                                 (&mut block.tile[at * tile_width..], &mut d_tile[at * tile_width..][..tile_width]);
@@ -699,38 +610,25 @@ pub(super) fn backward<T: Real>(
                         }
                         // `to += aᵀ b` and `dq += a k`, both over some columns.
                         let back = |a: &[T], b: &[T], to: &mut [T], width: usize, columns: Range<usize>| {
-                            dispatch(Product {
-                                a,
-                                a_row: 1,
-                                a_column: tile_width,
-                                b: &b[columns.start..],
-                                b_row: width,
-                                c: &mut to[key * width + columns.start..],
-                                c_row: width,
-                                rows: count,
-                                columns: columns.len(),
-                                depth: range.rows,
-                                accumulate: true,
-                                a_band: Band::ALL,
-                                c_band: Band::ALL,
-                            });
+                            Product::of_transposed(
+                                (a, tile_width),
+                                (&b[columns.start..], width),
+                                (&mut to[key * width + columns.start..], width),
+                                [count, columns.len(), range.rows],
+                            )
+                            .accumulate(true)
+                            .compute();
                         };
                         let mut forth = |a: &[T], columns: Range<usize>| {
-                            dispatch(Product {
-                                a,
-                                a_row: tile_width,
-                                a_column: 1,
-                                b: &keys.k[key * head_width + columns.start..],
-                                b_row: head_width,
-                                c: &mut dq[columns.start..],
-                                c_row: head_width,
-                                rows: range.rows,
-                                columns: columns.len(),
-                                depth: count,
-                                accumulate: true,
-                                a_band: band,
-                                c_band: Band::ALL,
-                            });
+                            Product::of(
+                                (a, tile_width),
+                                (&keys.k[key * head_width + columns.start..], head_width),
+                                (&mut dq[columns.start..], head_width),
+                                [range.rows, columns.len(), count],
+                            )
+                            .accumulate(true)
+                            .a_band(band)
+                            .compute();
                         };
                         back(block.tile, block.o, dv, value_width, 0..value_width);
                         if problem.content {
@@ -757,36 +655,22 @@ pub(super) fn backward<T: Real>(
                     }
                     if let Some(table) = &table {
                         let d_table = &mut d_table[n * entry..][..entry - sums_len];
-                        dispatch(Product {
-                            a: dw,
-                            a_row: table_width,
-                            a_column: 1,
-                            b: table.rows(head),
-                            b_row: head_width,
-                            c: dq,
-                            c_row: head_width,
-                            rows: range.rows,
-                            columns: head_width,
-                            depth: table.count,
-                            accumulate: true,
-                            a_band: Band::ALL,
-                            c_band: Band::ALL,
-                        });
-                        dispatch(Product {
-                            a: dw,
-                            a_row: 1,
-                            a_column: table_width,
-                            b: block.q,
-                            b_row: head_width,
-                            c: d_table,
-                            c_row: head_width,
-                            rows: table.count,
-                            columns: head_width,
-                            depth: range.rows,
-                            accumulate: true,
-                            a_band: Band::ALL,
-                            c_band: Band::ALL,
-                        });
+                        Product::of(
+                            (dw, table_width),
+                            (table.rows(head), head_width),
+                            (dq, head_width),
+                            [range.rows, head_width, table.count],
+                        )
+                        .accumulate(true)
+                        .compute();
+                        Product::of_transposed(
+                            (dw, table_width),
+                            (block.q, head_width),
+                            (d_table, head_width),
+                            [table.count, head_width, range.rows],
+                        )
+                        .accumulate(true)
+                        .compute();
                     }
                     let (sums, positions) = (&mut d_table[(n + 1) * entry - sums_len..][..sums_len], sink.positions);
                     let (raw, raw_row) =

@@ -7,7 +7,7 @@ use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{FeatureDots, Features, LoadFeatures};
+use crate::feature_map::elementwise::{FeatureDots, Features, load_features};
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
@@ -281,16 +281,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let Some(Turns { rotations, buffers, mapped }) = turns else {
             return match self.row_map {
                 Some(map) => self.map_row(map, of, shift, x, to, work),
-                None => dispatch(LoadFeatures {
-                    map,
-                    shift,
-                    from,
-                    count: 1,
-                    width: x.len(),
-                    ignored: None,
-                    to,
-                    to_row: row,
-                }),
+                None => load_features((map, shift), from, (1, x.len()), None, (to, row)),
             };
         };
         let mapped_row = mapped.len();

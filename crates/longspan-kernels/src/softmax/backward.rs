@@ -131,40 +131,28 @@ pub(super) fn backward<T: Real>(
                             d_tile[line * columns..][..unseen].fill(T::ZERO);
                         }
                         let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
-                            dispatch(Product {
-                                a,
-                                a_row: columns,
-                                a_column: 1,
-                                b,
-                                b_row: width,
-                                c: &mut to[(first + key) * width..],
-                                c_row: width,
-                                rows: keys,
-                                columns: width,
-                                depth: rows,
-                                accumulate: true,
-                                a_band: band,
-                                c_band: Band::ALL,
-                            });
+                            Product::of(
+                                (a, columns),
+                                (b, width),
+                                (&mut to[(first + key) * width..], width),
+                                [keys, width, rows],
+                            )
+                            .accumulate(true)
+                            .a_band(band)
+                            .compute();
                         };
                         into(block.tile, (block.o, value_width), dv);
                         into(d_tile, (block.q, head_width), dk);
                         let (k, k_row) = right_side(k, keys, ignored, k_block);
-                        dispatch(Product {
-                            a: d_tile,
-                            a_row: 1,
-                            a_column: columns,
-                            b: k,
-                            b_row: k_row,
-                            c: dq,
-                            c_row: head_width,
-                            rows,
-                            columns: dims.head_dim,
-                            depth: keys,
-                            accumulate: true,
-                            a_band: Band::up_to(ahead),
-                            c_band: Band::ALL,
-                        });
+                        Product::of_transposed(
+                            (d_tile, columns),
+                            (k, k_row),
+                            (dq, head_width),
+                            [rows, dims.head_dim, keys],
+                        )
+                        .accumulate(true)
+                        .a_band(Band::up_to(ahead))
+                        .compute();
                     }
                 }
                 for at in 0..rows {

@@ -97,21 +97,15 @@ fn attend<T: Real>(
                 }
             }
             let (v, v_row) = right_side((segment.v.skip(key), dims.value_dim), keys, ignored, memory.v);
-            dispatch(Product {
-                a: memory.tile,
-                a_row: 1,
-                a_column: columns,
-                b: v,
-                b_row: v_row,
-                c: memory.o,
-                c_row: value_width,
-                rows,
-                columns: dims.value_dim,
-                depth: keys,
-                accumulate: true,
-                a_band: Band::up_to(ahead),
-                c_band: Band::ALL,
-            });
+            Product::of_transposed(
+                (memory.tile, columns),
+                (v, v_row),
+                (memory.o, value_width),
+                [rows, dims.value_dim, keys],
+            )
+            .accumulate(true)
+            .a_band(Band::up_to(ahead))
+            .compute();
         }
     }
 }

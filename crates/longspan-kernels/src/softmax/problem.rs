@@ -5,12 +5,11 @@ use crate::call::{
     Arena, Call, Dims, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
 };
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
-use crate::simd::block::{Transpose, all_finite, scale_by};
+use crate::feature_map::elementwise::copy_rows;
+use crate::simd::Real;
+use crate::simd::block::{all_finite, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
-use crate::simd::{Real, dispatch};
 
 /// Queries of a block: four AVX-512 registers, the width of the matrix product's own block.
 pub(super) const ROWS: usize = 64;
@@ -151,26 +150,10 @@ impl<'a, T: Real> Problem<'a, T> {
         (transposed, columns): (&mut [T], usize),
     ) {
         let row_length = padded::<T>(width);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from,
-            count: rows,
-            width,
-            ignored: None,
-            to: block,
-            to_row: row_length,
-        });
+        copy_rows(from, (rows, width), None, (block, row_length));
         scale_by(&mut block[..rows * row_length], factor);
         block[rows * row_length..columns * row_length].fill(T::ZERO);
-        dispatch(Transpose {
-            from: block,
-            from_row: row_length,
-            rows: columns,
-            columns: row_length,
-            to: transposed,
-            to_row: columns,
-        });
+        transpose((block, row_length), (columns, row_length), (transposed, columns));
     }
 }
 
@@ -182,21 +165,9 @@ pub(super) fn against<T: Real>(
     to: &mut [T],
     band: Band,
 ) {
-    dispatch(Product {
-        a: rows.data,
-        a_row: rows.stride,
-        a_column: 1,
-        b: transposed,
-        b_row: columns,
-        c: to,
-        c_row: columns,
-        rows: keys,
-        columns,
-        depth: width,
-        accumulate: false,
-        a_band: Band::ALL,
-        c_band: band,
-    });
+    Product::of((rows.data, rows.stride), (transposed, columns), (to, columns), [keys, columns, width])
+        .c_band(band)
+        .compute();
 }
 
 /// Rows of a segment as the right side of a product: as they stand where that can be read in whole registers, else
@@ -211,16 +182,7 @@ pub(super) fn right_side<'b, T: Real>(
     if ignored.is_none() && row_length == width {
         return (rows.data, rows.stride);
     }
-    dispatch(LoadFeatures {
-        map: FeatureMap::Identity,
-        shift: T::ZERO,
-        from: rows,
-        count: keys,
-        width,
-        ignored,
-        to: block,
-        to_row: row_length,
-    });
+    copy_rows(rows, (keys, width), ignored, (block, row_length));
     (block, row_length)
 }
 

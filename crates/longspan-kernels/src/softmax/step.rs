@@ -4,11 +4,9 @@ use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
 use crate::call::{Dims, State, Token, check_token, token_dims};
 use crate::error::Error;
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::load_exponentials;
+use crate::simd::Real;
 use crate::simd::block::{add_row_dots, add_scaled, scale_by};
-use crate::simd::rows::Rows;
-use crate::simd::{Real, dispatch};
 use crate::threads;
 
 /// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
@@ -80,17 +78,7 @@ fn attend<T: Real>(q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize),
             scale_by(out, factor);
             highest = top;
         }
-        let scores = Rows { data: &*scores, stride: count };
-        dispatch(LoadFeatures {
-            map: FeatureMap::Exp,
-            shift: highest,
-            from: scores,
-            count: 1,
-            width: count,
-            ignored: None,
-            to: &mut weights,
-            to_row: KEYS,
-        });
+        load_exponentials(scores, highest, &mut weights);
         for (&weight, value) in weights[..count].iter().zip(values[key * value_dim..].chunks_exact(value_dim.max(1))) {
             add_scaled(out, weight, value);
         }

@@ -21,8 +21,7 @@ use super::problem::{Problem, Shared, TILE, Unit};
 use super::state::StateGradients;
 use super::tiled::{self, GradientSink, Sink, Task, load_cotangent};
 use crate::call::{Arena, Cotangent, Scratch, Sequence, ViewMut};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::simd::block::{add_scaled, multiply, store};
@@ -362,17 +361,7 @@ impl<'s> Keys<'s> {
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
             problem.load_keys(unit, (first, rows), exponent, block, &mut map);
             k.put(first, rows, block, problem.head_width, features);
-            let (from, identity) = (unit.v.skip(first), FeatureMap::Identity);
-            dispatch(LoadFeatures {
-                map: identity,
-                shift: T::ZERO,
-                from,
-                count: rows,
-                width: value_dim,
-                ignored: padding,
-                to: block,
-                to_row: problem.value_width,
-            });
+            copy_rows(unit.v.skip(first), (rows, value_dim), padding, (block, problem.value_width));
             v.put(first, rows, block, problem.value_width, value_dim);
         }
         for key in 0..keys {

@@ -12,7 +12,7 @@ use crate::call::{Arena, Cotangent, ViewMut};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
 use crate::simd::block::{add_scaled, all_finite, dot, multiply, store};
-use crate::simd::product::{Band, Product, ZeroOutside};
+use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -445,24 +445,18 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 let factors = weights.form(problem, unit, line, &block, keys);
                 dispatch(WeighByDistance { tile, row_length: TILE, columns: visible, factors, band, sums: unused });
                 if keys_wanted {
-                    dispatch(Product {
-                        a: tile,
-                        a_row: 1,
-                        a_column: TILE,
-                        b: d,
-                        b_row: value_width,
-                        c: dv[which],
-                        c_row: value_width,
-                        rows: visible,
-                        columns: value_width,
-                        depth: block.rows,
-                        accumulate: true,
-                        a_band: transposed,
-                        c_band: Band::ALL,
-                    });
+                    Product::of_transposed(
+                        (tile, TILE),
+                        (d, value_width),
+                        (dv[which], value_width),
+                        [visible, value_width, block.rows],
+                    )
+                    .accumulate(true)
+                    .a_band(transposed)
+                    .compute();
                 }
                 // Unseen elements of the tile are 0, but those of the products may be anything.
-                dispatch(ZeroOutside { block: products, row_length: TILE, rows: block.rows, columns: visible, band });
+                zero_outside((products, TILE), (block.rows, visible), band);
                 for r in 0..block.rows {
                     let weights = &mut tile[r * TILE..][..visible];
                     multiply(weights, &products[r * TILE..][..visible]);
@@ -493,21 +487,15 @@ impl<T: Real> KeyPass<'_, '_, T> {
                     let dq = &mut dq[(block.row - near.start) * head_width..];
                     add_keys(problem, products, keys, (block.rows, visible, band), dq);
                 }
-                dispatch(Product {
-                    a: products,
-                    a_row: 1,
-                    a_column: TILE,
-                    b: q,
-                    b_row: head_width,
-                    c: dk[which],
-                    c_row: head_width,
-                    rows: visible,
-                    columns: head_width,
-                    depth: block.rows,
-                    accumulate: true,
-                    a_band: transposed,
-                    c_band: Band::ALL,
-                });
+                Product::of_transposed(
+                    (products, TILE),
+                    (q, head_width),
+                    (dk[which], head_width),
+                    [visible, head_width, block.rows],
+                )
+                .accumulate(true)
+                .a_band(transposed)
+                .compute();
             };
             shared.blocks(problem, unit, head, range, |block| {
                 if finite || !problem.causal {

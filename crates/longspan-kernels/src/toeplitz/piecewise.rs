@@ -12,10 +12,10 @@ use super::state::{EXPONENT, StateGradients};
 use super::tiled::{self, Far, GradientSink, KeyBlock, Sink, load_cotangent};
 use crate::call::{Arena, Cotangent, Scratch, ViewMut};
 use crate::feature_map::mapping::MapBuffers;
+use crate::simd::Real;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
-use crate::simd::product::{Band, Product};
+use crate::simd::product::Product;
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
@@ -120,21 +120,14 @@ fn clear<T: Real>(sum: &mut [T]) {
 
 /// Adds `Σ x_j y_jᵀ` of some rows of a block.
 fn add_outer<T: Real>(problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize, sum: &mut [T]) {
-    dispatch(Product {
-        a: x,
-        a_row: 1,
-        a_column: problem.head_width,
-        b: y,
-        b_row: problem.value_width,
-        c: sum,
-        c_row: problem.value_width,
-        rows: problem.head_width,
-        columns: problem.value_width,
-        depth: count,
-        accumulate: true,
-        a_band: Band::ALL,
-        c_band: Band::ALL,
-    });
+    Product::of_transposed(
+        (x, problem.head_width),
+        (y, problem.value_width),
+        (sum, problem.value_width),
+        [problem.head_width, problem.value_width, count],
+    )
+    .accumulate(true)
+    .compute();
 }
 
 /// Adds `k̄_j v⁺_jᵀ` of the keys `from..to`.

@@ -7,7 +7,7 @@ use super::{Bias, OPERATION, Toeplitz};
 use crate::call::{Arena, Dims, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{FeatureDots, LoadFeatures};
+use crate::feature_map::elementwise::{FeatureDots, load_exponentials, load_features};
 use crate::feature_map::rows::{RowMap, Shift, Side};
 use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, all_finite, dot, largest, multiply, scale_by};
 use crate::simd::rows::{Rows, padded};
@@ -141,18 +141,7 @@ impl<T: Real> HeadToken<'_, T> {
                 weights.iter_mut().zip(own).for_each(|(weight, &own)| *weight += own - level);
                 shift = T::ZERO;
             }
-            let rows = Rows { data: weights, stride: tokens };
-            let width = exponentials.len();
-            dispatch(LoadFeatures {
-                map: FeatureMap::Exp,
-                shift,
-                from: rows,
-                count: 1,
-                width: tokens,
-                ignored: None,
-                to: exponentials,
-                to_row: width,
-            });
+            load_exponentials(weights, shift, exponentials);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             for (slots, first) in &ranges {
@@ -230,7 +219,7 @@ impl<T: Real> HeadToken<'_, T> {
         }
         let top = if map == FeatureMap::Exp { largest(x) } else { T::ZERO };
         let shift = if top.is_finite() { top } else { T::ZERO };
-        dispatch(LoadFeatures { map, shift, from: rows, count: 1, width: x.len(), ignored: None, to, to_row: row });
+        load_features((map, shift), rows, (1, x.len()), None, (to, row));
         shift
     }
 }

@@ -8,10 +8,10 @@ use super::problem::{Block, CHUNK, Problem, Shared, TILE, Unit};
 use super::state::{Head, StateGradients, Writer};
 use crate::call::{Arena, Cotangent, Scratch, SharedRows, State};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::{copy_rows, load_exponentials, load_features};
 use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::Side;
-use crate::simd::block::{Transpose, add_scaled, dot, scale_by, store};
+use crate::simd::block::{add_scaled, dot, scale_by, store, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
@@ -84,39 +84,15 @@ impl<'s, T: Real> KeyBlock<'s, T> {
             let padding = unit.sequence.padding.map(|padding| &padding[first..first + rows]);
             problem.load_keys(unit, (first, rows), exponent, &mut self.k[kept * head_width..], map);
             let v = &mut self.v[kept * value_width..];
-            let identity = FeatureMap::Identity;
-            dispatch(LoadFeatures {
-                map: identity,
-                shift: T::ZERO,
-                from: unit.v.skip(first),
-                count: rows,
-                width: value_dim,
-                ignored: padding,
-                to: v,
-                to_row: value_width,
-            });
+            copy_rows(unit.v.skip(first), (rows, value_dim), padding, (v, value_width));
         }
         // Products and transposes take whole registers of rows.
         let whole = padded::<T>(count).min(TILE);
         self.k[count * head_width..whole * head_width].fill(T::ZERO);
         self.v[count * value_width..whole * value_width].fill(T::ZERO);
-        dispatch(Transpose {
-            from: self.k,
-            from_row: head_width,
-            rows: whole,
-            columns: head_width,
-            to: self.k_columns,
-            to_row: TILE,
-        });
+        transpose((self.k, head_width), (whole, head_width), (self.k_columns, TILE));
         if !self.v_columns.is_empty() {
-            dispatch(Transpose {
-                from: self.v,
-                from_row: value_width,
-                rows: whole,
-                columns: value_width,
-                to: self.v_columns,
-                to_row: TILE,
-            });
+            transpose((self.v, value_width), (whole, value_width), (self.v_columns, TILE));
         }
     }
 
@@ -161,33 +137,13 @@ impl<'s, T: Real> Weights<'s, T> {
                     self.raw[row * TILE + column..][..len].copy_from_slice(&line[index..][..len]);
                 });
             }
-            let raw = Rows { data: &*self.raw, stride: TILE };
-            dispatch(LoadFeatures {
-                map: FeatureMap::Exp,
-                shift,
-                from: raw,
-                count: block.rows,
-                width: visible,
-                ignored: None,
-                to: self.values,
-                to_row: TILE,
-            });
+            let (raw, sizes) = (Rows { data: &*self.raw, stride: TILE }, (block.rows, visible));
+            load_features((FeatureMap::Exp, shift), raw, sizes, None, (self.values, TILE));
             return Factors { values: self.values, start: 0, step: TILE as isize };
         }
         // Row r and column c need the difference from + c − (stands + r).
         let first = problem.line_index(keys.from - (block.stands + block.rows as isize - 1)) as usize;
-        let raw = Rows { data: &line[first..], stride: 0 };
-        let width = block.rows + visible - 1;
-        dispatch(LoadFeatures {
-            map: FeatureMap::Exp,
-            shift,
-            from: raw,
-            count: 1,
-            width,
-            ignored: None,
-            to: self.values,
-            to_row: 2 * TILE,
-        });
+        load_exponentials(&line[first..][..block.rows + visible - 1], shift, self.values);
         Factors { values: self.values, start: block.rows - 1, step: -1 }
     }
 }
@@ -325,29 +281,14 @@ impl<T: Real> Far<'_, T> {
         (turned, tile): (&mut [T], &mut [T]),
     ) -> T {
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        dispatch(Transpose {
-            from: self.outer,
-            from_row: value_width,
-            rows: head_width,
-            columns: value_width,
-            to: turned,
-            to_row: head_width,
-        });
-        dispatch(Product {
-            a: y,
-            a_row: value_width,
-            a_column: 1,
-            b: turned,
-            b_row: head_width,
-            c: tile,
-            c_row: head_width,
-            rows: count,
-            columns: head_width,
-            depth: problem.dims.value_dim,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        transpose((self.outer, value_width), (head_width, value_width), (turned, head_width));
+        Product::of(
+            (y, value_width),
+            (turned, head_width),
+            (tile, head_width),
+            [count, head_width, problem.dims.value_dim],
+        )
+        .compute();
         let mut sum = T::ZERO;
         for row in 0..count {
             let line = &mut tile[row * head_width..][..head_width];
@@ -361,21 +302,13 @@ impl<T: Real> Far<'_, T> {
     /// Adds `weight·Sᵀ x_i` for each row of a block of features.
     pub fn add_values(&self, problem: &Problem<'_, T>, weight: T, x: &[T], count: usize, to: &mut [T], tile: &mut [T]) {
         let value_width = problem.value_width;
-        dispatch(Product {
-            a: x,
-            a_row: problem.head_width,
-            a_column: 1,
-            b: self.outer,
-            b_row: value_width,
-            c: tile,
-            c_row: value_width,
-            rows: count,
-            columns: value_width,
-            depth: problem.features,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        Product::of(
+            (x, problem.head_width),
+            (self.outer, value_width),
+            (tile, value_width),
+            [count, value_width, problem.features],
+        )
+        .compute();
         for row in 0..count {
             let line = &tile[row * value_width..][..value_width];
             add_scaled(&mut to[row * value_width..][..value_width], weight, line);
@@ -439,21 +372,15 @@ fn chunk<T: Real>(
                 band,
                 sums: &mut sums[at..at + block.rows],
             });
-            dispatch(Product {
-                a: tile,
-                a_row: TILE,
-                a_column: 1,
-                b: keys.v,
-                b_row: value_width,
-                c: &mut o[at * value_width..],
-                c_row: value_width,
-                rows: block.rows,
-                columns: value_width,
-                depth: visible,
-                accumulate: true,
-                a_band: band,
-                c_band: Band::ALL,
-            });
+            Product::of(
+                (tile, TILE),
+                (keys.v, value_width),
+                (&mut o[at * value_width..], value_width),
+                [block.rows, value_width, visible],
+            )
+            .accumulate(true)
+            .a_band(band)
+            .compute();
         });
         from += keys.count as isize;
     }
@@ -559,17 +486,7 @@ pub(super) fn load_cotangent<T: Real>(
     let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
     let [out, d_out] = [cotangent.out, cotangent.d_out]
         .map(|view| view.rows(unit.sequence.batch, head).skip(unit.sequence.query_start));
-    let identity = FeatureMap::Identity;
-    dispatch(LoadFeatures {
-        map: identity,
-        shift: T::ZERO,
-        from: d_out.skip(rows.start),
-        count: rows.len(),
-        width: value_dim,
-        ignored: None,
-        to: d,
-        to_row: width,
-    });
+    copy_rows(d_out.skip(rows.start), (rows.len(), value_dim), None, (d, width));
     let first = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries + unit.sequence.query_start;
     for row in rows.clone() {
         let at = row - rows.start;
@@ -597,21 +514,9 @@ pub(super) fn scores<T: Real>(
     (rows, visible, band): (usize, usize, Band),
     tile: &mut [T],
 ) {
-    dispatch(Product {
-        a: q,
-        a_row: problem.head_width,
-        a_column: 1,
-        b: keys.k_columns,
-        b_row: TILE,
-        c: tile,
-        c_row: TILE,
-        rows,
-        columns: visible,
-        depth: problem.features,
-        accumulate: false,
-        a_band: Band::ALL,
-        c_band: band,
-    });
+    Product::of((q, problem.head_width), (keys.k_columns, TILE), (tile, TILE), [rows, visible, problem.features])
+        .c_band(band)
+        .compute();
 }
 
 /// Adds the keys' features, weighed by a tile, to gradients of queries.
@@ -622,21 +527,15 @@ pub(super) fn add_keys<T: Real>(
     (rows, visible, band): (usize, usize, Band),
     dq: &mut [T],
 ) {
-    dispatch(Product {
-        a: tile,
-        a_row: TILE,
-        a_column: 1,
-        b: keys.k,
-        b_row: problem.head_width,
-        c: dq,
-        c_row: problem.head_width,
-        rows,
-        columns: problem.head_width,
-        depth: visible,
-        accumulate: true,
-        a_band: band,
-        c_band: Band::ALL,
-    });
+    Product::of(
+        (tile, TILE),
+        (keys.k, problem.head_width),
+        (dq, problem.head_width),
+        [rows, problem.head_width, visible],
+    )
+    .accumulate(true)
+    .a_band(band)
+    .compute();
 }
 
 /// Fills a tile with `dN_i·v⁺_j = d_i·v_j + c_i`.
@@ -651,21 +550,15 @@ pub(super) fn value_products<T: Real>(
     for (row, &c) in c[..rows].iter().enumerate() {
         tile[row * TILE..(row + 1) * TILE].fill(c);
     }
-    dispatch(Product {
-        a: d,
-        a_row: problem.value_width,
-        a_column: 1,
-        b: keys.v_columns,
-        b_row: TILE,
-        c: tile,
-        c_row: TILE,
-        rows,
-        columns: visible,
-        depth: problem.dims.value_dim,
-        accumulate: true,
-        a_band: Band::ALL,
-        c_band: band,
-    });
+    Product::of(
+        (d, problem.value_width),
+        (keys.v_columns, TILE),
+        (tile, TILE),
+        [rows, visible, problem.dims.value_dim],
+    )
+    .accumulate(true)
+    .c_band(band)
+    .compute();
 }
 
 /// Computes every gradient of a call.

@@ -30,11 +30,10 @@ use super::features::PositionSink;
 use super::problem::{Problem, Unit};
 use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
 use crate::call::{Arena, Cotangent, Scratch, SharedRows, State, ViewMut};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::copy_rows;
+use crate::simd::Real;
 use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::{Ahead, Rows, padded};
-use crate::simd::{Real, dispatch};
 use crate::threads;
 pub(super) use table::reduce_table;
 
@@ -90,16 +89,7 @@ impl<'a, T: Real> Source<'a, T> {
     ) {
         let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
         let (out, d_out) = self.rows(unit, head);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from: d_out.skip(first),
-            count,
-            width: value_dim,
-            ignored: None,
-            to: d,
-            to_row: width,
-        });
+        copy_rows(d_out.skip(first), (count, value_dim), None, (d, width));
         let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
         let start = start + unit.sequence.query_start + first;
         for row in 0..count {

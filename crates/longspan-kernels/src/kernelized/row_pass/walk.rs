@@ -7,7 +7,7 @@ use super::super::tile::{Buffers, Piece};
 use super::{FarSums, Segment, Visitor};
 use crate::kernelized::running_sum::AddRunning;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
-use crate::simd::product::{Band, Product, ProductWith};
+use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
@@ -168,22 +168,14 @@ impl<T: Real> Walk<'_, '_, T> {
         let chunk = buffers.sizes.chunk;
         let next = (piece.key + piece.keys) as isize;
         let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
-        let product = Product {
-            a: buffers.k,
-            a_row: 1,
-            a_column: width,
-            b: &buffers.v[first..],
-            b_row: problem.value_width,
-            c: local.sum(),
-            c_row: problem.value_width,
-            rows: problem.depth,
-            columns: problem.value_width,
-            depth: piece.keys,
-            accumulate: true,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        };
-        dispatch(ProductWith { product, outer: None, ahead: &ahead });
+        Product::of_transposed(
+            (buffers.k, width),
+            (&buffers.v[first..], problem.value_width),
+            (local.sum(), problem.value_width),
+            [problem.depth, problem.value_width, piece.keys],
+        )
+        .accumulate(true)
+        .compute_with(None, &ahead);
         local.set_content();
     }
 
