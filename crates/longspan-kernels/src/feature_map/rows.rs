@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
-use crate::call::{Dims, Scratch, View, ViewMut};
+use crate::call::{Dims, Scratch, SharedRows, View};
 use crate::feature_map::elementwise::{copy_rows, load_features};
 use crate::simd::Real;
 use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store, transpose};
@@ -220,8 +220,7 @@ impl<'a, T: Real> RowMap<'a, T> {
             return Vec::new();
         }
         let mut all = vec![T::ZERO; heads * keys];
-        let mut view = ViewMut::strided(&mut all, [keys, 0, 1]);
-        let view = view.shared();
+        let view = SharedRows::new(&mut all, [keys, 0, 1]);
         let (chunks, per_worker) = (keys.div_ceil(CHUNK), self.work_len(CHUNK.min(keys)));
         let tasks = heads * chunks;
         let scratch = scratch.take(per_worker * threads::count().min(tasks));
@@ -282,14 +281,10 @@ impl<'a, T: Real> RowMap<'a, T> {
                 self.times_rows(side, count, difference, self.width, dx);
                 let block = &mut work[..count * raw_width];
                 copy_rows(from, (count, head_dim), ignored, (block, raw_width));
-                Product::of_transposed(
-                    (difference, self.width),
-                    (block, raw_width),
-                    (sums, raw_width),
-                    [self.exponents, raw_width, count],
-                )
-                .accumulate(true)
-                .compute();
+                let sizes = [self.exponents, raw_width, count];
+                Product::of_transposed((difference, self.width), (block, raw_width), (sums, raw_width), sizes)
+                    .accumulate(true)
+                    .compute();
             }
             _ => {
                 // What all exponents of a row share.
@@ -360,14 +355,10 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
         };
         if let Some(matrix) = matrix {
-            Product::of(
-                (from.data, from.stride),
-                (&matrix.columns, self.width),
-                (to, row),
-                [count, exponents, head_dim],
-            )
-            .accumulate(true)
-            .compute();
+            let sizes = [count, exponents, head_dim];
+            Product::of((from.data, from.stride), (&matrix.columns, self.width), (to, row), sizes)
+                .accumulate(true)
+                .compute();
         } else {
             let rows = self.given(side);
             for n in 0..count {
@@ -407,13 +398,8 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::None, _) => None,
         };
         let Some(matrix) = matrix else { return };
-        Product::of(
-            (g, row),
-            (&matrix.rows, self.raw_width),
-            (to, self.raw_width),
-            [count, self.raw_width, self.exponents],
-        )
-        .compute();
+        let sizes = [count, self.raw_width, self.exponents];
+        Product::of((g, row), (&matrix.rows, self.raw_width), (to, self.raw_width), sizes).compute();
     }
 
     /// `r_i r_{i+n}`.

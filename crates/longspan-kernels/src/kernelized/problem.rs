@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::features::FeatureLayout;
+use super::layout::FeatureLayout;
 use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};

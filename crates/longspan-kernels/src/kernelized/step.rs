@@ -1,6 +1,6 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
-use super::features::FeatureLayout;
+use super::layout::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
@@ -16,10 +16,6 @@ use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, 
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads;
-
-/// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
-/// microseconds, in which one thread updates about this many.
-const PARALLEL_NUMBERS: usize = 1 << 17;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<'p, T: Real>(
@@ -54,7 +50,7 @@ pub(super) fn step<'p, T: Real>(
             Rotations::empty(fourier, of_head, layout.mapped)
         }),
     };
-    let run = |memory: &mut Memory<'p, T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut Memory<'p, T>| {
         let token = HeadToken {
             attention,
             layout,
@@ -71,14 +67,8 @@ pub(super) fn step<'p, T: Real>(
         };
         token.step(head, out, memory);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    if numbers < PARALLEL_NUMBERS {
-        let mut memory = memory();
-        tasks.for_each(|task| run(&mut memory, task));
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        threads::share_with(tasks.into_iter(), memory, |task, memory| run(memory, task));
-    }
+    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+    threads::share_step(numbers, heads, memory, run);
     negative.report(operation, &dims)
 }
 

@@ -11,10 +11,10 @@ use crate::simd::block::{all_finite, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
 
-/// Queries of a block: four AVX-512 registers, the width of the matrix product's own block.
+/// Queries of a chunk: four AVX-512 registers, the width of the matrix product's own block.
 pub(super) const ROWS: usize = 64;
 
-/// Keys of a tile. 64 × 64 scores of `f32` are 16 KiB; with the block's queries and outputs of 64 features that is the
+/// Keys of a tile. 64 × 64 scores of `f32` are 16 KiB; with the chunk's queries and outputs of 64 features that is the
 /// first-level cache.
 pub(super) const KEYS: usize = 64;
 
@@ -170,6 +170,28 @@ pub(super) fn against<T: Real>(
         .compute();
 }
 
+/// Column `i` of a tile, row `row + i`, sees its lines, the keys from `key` on, up to `i` plus this.
+pub(super) fn ahead<T: Real>(problem: &Problem<'_, T>, segment: &Segment<'_, T>, row: usize, key: usize) -> isize {
+    match segment.past || !problem.causal {
+        true => isize::MAX / 2,
+        false => row as isize + problem.offset - key as isize,
+    }
+}
+
+/// Fills what is not seen of a tile of `keys` lines, by mask or because the key is ignored.
+pub(super) fn clear_unseen<T: Real>(
+    (tile, columns): (&mut [T], usize),
+    keys: usize,
+    (ahead, ignored): (isize, Option<&[bool]>),
+    fill: T,
+) {
+    for (line, numbers) in tile.chunks_exact_mut(columns).take(keys).enumerate() {
+        let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
+        let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
+        numbers[..unseen].fill(fill);
+    }
+}
+
 /// Rows of a segment as the right side of a product: as they stand where that can be read in whole registers, else
 /// through a block, with 0 for ignored ones.
 pub(super) fn right_side<'b, T: Real>(
@@ -186,14 +208,14 @@ pub(super) fn right_side<'b, T: Real>(
     (block, row_length)
 }
 
-/// Blocks of rows over all sequences and heads: the tasks of a forward pass.
-pub(super) struct Blocks {
-    /// Blocks before each sequence, and after the last.
+/// Chunks of rows over all sequences and heads: the tasks of a forward pass.
+pub(super) struct Chunks {
+    /// Chunks before each sequence, and after the last.
     before: Vec<usize>,
     heads: usize,
 }
 
-impl Blocks {
+impl Chunks {
     pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         let heads = problem.dims.heads;
         let mut before = vec![0];
@@ -207,7 +229,7 @@ impl Blocks {
         self.before[self.before.len() - 1]
     }
 
-    /// Sequence, head and block of rows of a task. Late blocks come first: under a causal mask they are the longest.
+    /// Sequence, head and chunk of a task. Late chunks come first: under a causal mask they are the longest.
     pub fn task(&self, task: usize) -> (usize, usize, usize) {
         let task = self.len() - 1 - task;
         let sequence = self.before.partition_point(|&before| before <= task) - 1;
@@ -216,7 +238,7 @@ impl Blocks {
     }
 }
 
-/// Memory of one block of rows, forward and backward.
+/// Memory of one chunk of rows, forward and backward.
 pub(super) struct Block<'s, T> {
     /// `s·q`, ROWS × head_width, and its transpose.
     pub q: &'s mut [T],

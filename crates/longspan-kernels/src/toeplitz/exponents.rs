@@ -1,4 +1,4 @@
-//! The exponents that weights are counted from: of every row, and of every block of keys.
+//! The exponents that weights are counted from: of every row, and of every piece of keys.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads;
 
-/// How far the exponents of rows in one tile, or of keys in one block, may lie apart: beyond it they are taken one row
+/// How far the exponents of rows in one tile, or of keys in one piece, may lie apart: beyond it they are taken one row
 /// at a time, so that e⁻³⁰ of the precision range is the most that a row can lose to its neighbours.
 const RISE: f64 = 30.0;
 
@@ -31,9 +31,9 @@ impl<'s, T> RunningMax<'s, T> {
     }
 }
 
-/// Consecutive rows that are computed together.
+/// Consecutive rows that one tile serves.
 #[derive(Clone, Copy)]
-pub(super) struct Block<T> {
+pub(super) struct Piece<T> {
     /// The first row, and how many.
     pub row: usize,
     pub rows: usize,
@@ -53,7 +53,7 @@ pub(super) struct Shared<'s, T> {
     line_width: usize,
     /// `[units × group, queries]`: the exponent of each row.
     levels: &'s [T],
-    /// `[units × group, blocks]`: 1 where the rows of a block must be taken one by one.
+    /// `[units × group, pieces]`: 1 where the rows of a piece must be taken one by one.
     splits: &'s [T],
     queries: usize,
     group: usize,
@@ -66,8 +66,8 @@ fn top<T: Real>(row: &[T]) -> Option<T> {
 }
 
 impl<T: Real> Problem<'_, T> {
-    /// Blocks of rows of the longest sequence.
-    fn blocks(&self) -> usize {
+    /// Pieces of rows of the longest sequence.
+    fn pieces(&self) -> usize {
         self.most_queries().div_ceil(TILE)
     }
 
@@ -83,7 +83,7 @@ impl<T: Real> Problem<'_, T> {
             self.dims.heads * self.line_width(),
             self.units() * self.row_max_len(),
             heads * self.most_queries(),
-            heads * self.blocks(),
+            heads * self.pieces(),
         ]
         .map(|len| arena.take(len))
     }
@@ -109,25 +109,25 @@ impl<T: Real> Problem<'_, T> {
                 *b = entry.map_or(T::NEG_INFINITY, |entry| table[entry]);
             }
         });
-        let (lines, row_max_len, blocks) = (&*lines, self.row_max_len(), self.blocks());
+        let (lines, row_max_len, pieces) = (&*lines, self.row_max_len(), self.pieces());
         if row_max_len > 0 {
             self.find_max(row_max, row_max_len);
         }
         let row_max = &*row_max;
         let level_rows = SharedRows::new(levels, [queries, 0, 1]);
-        let split_rows = SharedRows::new(splits, [blocks, 1, 0]);
-        threads::share(0..self.units() * group * blocks, |task| {
-            let (index, block) = (task / blocks, task % blocks);
+        let split_rows = SharedRows::new(splits, [pieces, 1, 0]);
+        threads::share(0..self.units() * group * pieces, |task| {
+            let (index, piece) = (task / pieces, task % pieces);
             let unit = self.unit(index / group);
-            let rows = block * TILE..((block + 1) * TILE).min(unit.sequence.queries);
+            let rows = piece * TILE..((piece + 1) * TILE).min(unit.sequence.queries);
             if rows.is_empty() {
                 return;
             }
             let head = unit.kv_head * group + index % group;
             let line = &lines[head * line_width..][..line_width];
-            // SAFETY: each block of rows is one task's own.
+            // SAFETY: each piece of rows is one task's own.
             let (levels, split) = unsafe {
-                (level_rows.row(index, 0, rows.start, rows.len()), &mut split_rows.row(index, block, 0, 1)[0])
+                (level_rows.row(index, 0, rows.start, rows.len()), &mut split_rows.row(index, piece, 0, 1)[0])
             };
             let row_max = RunningMax::new(&row_max[index / group * row_max_len..][..row_max_len]);
             *split = if self.levels(&unit, head, line, row_max, rows, levels) { T::ONE } else { T::ZERO };
@@ -168,7 +168,7 @@ impl<T: Real> Problem<'_, T> {
         }
     }
 
-    /// Finds the exponents of a block's rows; returns whether they must be taken one by one.
+    /// Finds the exponents of a piece's rows; returns whether they must be taken one by one.
     fn levels(
         &self,
         unit: &Unit<'_, T>,
@@ -293,9 +293,9 @@ impl<T: Real> Problem<'_, T> {
         }
     }
 
-    /// How many keys from `from` on, before `end`, one block takes, and the exponent subtracted from them. A block ends
+    /// How many keys from `from` on, before `end`, one piece takes, and the exponent subtracted from them. A piece ends
     /// before a key that rises too far above its first.
-    pub fn key_block(&self, unit: &Unit<'_, T>, from: isize, end: isize) -> (usize, T) {
+    pub fn key_piece(&self, unit: &Unit<'_, T>, from: isize, end: isize) -> (usize, T) {
         let most = ((end - from) as usize).min(TILE);
         if !self.mapping.exponential {
             return (most, T::ZERO);
@@ -319,23 +319,23 @@ impl<'s, T: Real> Shared<'s, T> {
         &self.lines[head * self.line_width..][..self.line_width]
     }
 
-    /// Calls `body` for the blocks of rows `rows` of one head.
-    pub fn blocks(
+    /// Calls `body` for the pieces of rows `rows` of one head.
+    pub fn pieces(
         &self,
         problem: &Problem<'_, T>,
         unit: &Unit<'_, T>,
         head: usize,
         rows: Range<usize>,
-        mut body: impl FnMut(Block<T>),
+        mut body: impl FnMut(Piece<T>),
     ) {
         let index = unit.index * self.group + head % self.group;
         let levels = &self.levels[index * self.queries..][..self.queries];
         let splits = &self.splits[index * self.queries.div_ceil(TILE)..][..self.queries.div_ceil(TILE)];
         let mut row = rows.start;
         while row < rows.end {
-            let block_end = (row / TILE + 1) * TILE;
-            let count = if splits[row / TILE] == T::ONE { 1 } else { rows.end.min(block_end) - row };
-            body(Block {
+            let piece_end = (row / TILE + 1) * TILE;
+            let count = if splits[row / TILE] == T::ONE { 1 } else { rows.end.min(piece_end) - row };
+            body(Piece {
                 row,
                 rows: count,
                 stands: problem.stands(row),

@@ -75,20 +75,20 @@ fn compute<T: Real>(
     problem.load_queries((unit, head), (rows.start, rows.len()), (q, q_shifts), map);
     o[..rows.len() * value_width].fill(T::ZERO);
     sums[..rows.len()].fill(T::ZERO);
-    each_tile(problem, shared, (unit, head), rows, reach.keys, keys, map, |at, block, keys, seen| {
+    each_tile(problem, shared, (unit, head), rows, reach.keys, keys, map, |at, piece, keys, seen| {
         keys.scores(problem, &q[at * head_width..], seen, tile);
-        let factors = weights.form(problem, unit, line, block, (keys, seen));
+        let factors = weights.form(problem, unit, line, piece, (keys, seen));
         seen.weigh(tile, factors, &mut sums[at..]);
         seen.add_keys(tile, (keys.v, value_width), &mut o[at * value_width..]);
     });
     for far in reach.fars.iter().flatten() {
-        shared.blocks(problem, unit, head, rows.clone(), |block| {
+        shared.pieces(problem, unit, head, rows.clone(), |piece| {
             // The large numbers first: their difference is exact where it matters.
-            let weight = ((far.exponent - block.level) + far.bias).exp();
-            let at = block.row - rows.start;
+            let weight = ((far.exponent - piece.level) + far.bias).exp();
+            let at = piece.row - rows.start;
             let q = &q[at * head_width..];
-            far.add_values(problem, weight, (q, block.rows), &mut o[at * value_width..], tile);
-            for row in 0..block.rows {
+            far.add_values(problem, weight, (q, piece.rows), &mut o[at * value_width..], tile);
+            for row in 0..piece.rows {
                 sums[at + row] += weight * dot(far.features, &q[row * head_width..][..head_width]);
             }
         });

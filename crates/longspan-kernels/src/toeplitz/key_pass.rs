@@ -79,12 +79,12 @@ impl<T: Real> KeyPass<'_, '_, T> {
         let mut lasts: Vec<Option<Last<'_, T>>> = vec![None; units.len()];
         if let Some(state) = states.last {
             threads::share(lasts.iter_mut().zip(units), |(last, unit)| {
-                *last = Some(Last::new(problem, &problem.unit(unit.index), state));
+                *last = Some(Last::new(problem, &problem.unit(unit.0), state));
             });
         }
         let chunk_len = if self.rows.is_some() { far::ROWS } else { CHUNK };
         parallel(units.len() * segments, memory.workers, memory.per_worker, |task, scratch| {
-            let KeyUnit { index, left } = &units[task / segments];
+            let (index, left) = &units[task / segments];
             let (unit, left, segment) = (problem.unit(*index), left.as_ref(), task % segments);
             // SAFETY: each task has lines of its own, and a sum of its own.
             let (lines, map_sums) = unsafe {
@@ -297,7 +297,7 @@ impl<T: Real> KeyPass<'_, '_, T> {
             // The ring's key counts from an exponent of its own.
             let (phi, d_phi) = buffers.rows.q.split_at_mut(head_width);
             let d_phi = &mut d_phi[..head_width];
-            let exponent = problem.key_block(unit, key as isize, key as isize + 1).1;
+            let exponent = problem.key_piece(unit, key as isize, key as isize + 1).1;
             problem.load_keys(unit, (key, 1), Shift::One(exponent), phi, map);
             d_phi.fill(T::ZERO);
             d_phi[..features].copy_from_slice(d_keys);

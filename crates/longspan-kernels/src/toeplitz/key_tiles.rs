@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::exponents::Block;
+use super::exponents::Piece;
 use super::left::Left;
 use super::pass::{Pass, RowBlock};
 use super::problem::{CHUNK, Problem, TILE, Unit};
@@ -103,28 +103,28 @@ impl<T: Real> Pass<'_, '_, T> {
             let finite = all_finite(Rows { data: q, stride: head_width }, count, head_width)
                 && all_finite(Rows { data: d, stride: value_width }, count, value_width)
                 && c[..count].iter().all(|c| c.is_finite());
-            let mut tile_of = |block: &Block<T>, KeyGradients { keys, dk, dv }: &mut KeyGradients<'_, T>| {
-                let Some(seen) = keys.seen(problem, block) else { return };
+            let mut tile_of = |piece: &Piece<T>, KeyGradients { keys, dk, dv }: &mut KeyGradients<'_, T>| {
+                let Some(seen) = keys.seen(problem, piece) else { return };
                 let keys_wanted = wants_keys(keys);
-                if !keys_wanted && !wants_biases(keys, block.row, block.rows) {
+                if !keys_wanted && !wants_biases(keys, piece.row, piece.rows) {
                     return;
                 }
-                let at = block.row - row;
+                let at = piece.row - row;
                 let (q, d) = (&q[at * head_width..], &d[at * value_width..]);
                 keys.scores(problem, q, seen, tile);
                 keys.value_products(problem, d, &c[at..], seen, products);
                 let unused = &mut [T::ZERO; TILE];
-                let factors = weights.form(problem, unit, line, block, (keys, seen));
+                let factors = weights.form(problem, unit, line, piece, (keys, seen));
                 seen.weigh(tile, factors, unused);
                 if keys_wanted {
                     seen.add_rows(tile, (d, value_width), dv);
                 }
                 // Unseen elements of the tile are 0, but those of the products may be anything.
                 zero_outside((products, TILE), (seen.rows, seen.keys), seen.band);
-                for r in 0..block.rows {
+                for r in 0..piece.rows {
                     let weights = &mut tile[r * TILE..][..seen.keys];
                     multiply(weights, &products[r * TILE..][..seen.keys]);
-                    each_run(problem, unit, block.row + r, keys.from, seen.keys, |column, index, len| {
+                    each_run(problem, unit, piece.row + r, keys.from, seen.keys, |column, index, len| {
                         let (to, from) = (&mut d_line[index - first..][..len], &weights[column..][..len]);
                         match left {
                             None => add_scaled(to, T::ONE, from),
@@ -141,21 +141,21 @@ impl<T: Real> Pass<'_, '_, T> {
                 }
                 seen.weigh(products, factors, unused);
                 if !dq.is_empty() {
-                    let dq = &mut dq[(block.row - near.start) * head_width..];
+                    let dq = &mut dq[(piece.row - near.start) * head_width..];
                     seen.add_keys(products, (keys.k, head_width), dq);
                 }
                 seen.add_rows(products, (q, head_width), dk);
             };
-            shared.blocks(problem, unit, head, range, |block| {
+            shared.pieces(problem, unit, head, range, |piece| {
                 if finite || !problem.causal {
-                    blocks.iter_mut().for_each(|of| tile_of(&block, of));
+                    blocks.iter_mut().for_each(|of| tile_of(&piece, of));
                     return;
                 }
                 // A product of 0 and NaN would reach keys that a row which is NaN does not see.
-                for row in block.row..block.row + block.rows {
+                for row in piece.row..piece.row + piece.rows {
                     let (stands, end) = (problem.stands(row), problem.end(unit, row));
-                    let block = Block { row, rows: 1, stands, end, ..block };
-                    blocks.iter_mut().for_each(|of| tile_of(&block, of));
+                    let piece = Piece { row, rows: 1, stands, end, ..piece };
+                    blocks.iter_mut().for_each(|of| tile_of(&piece, of));
                 }
             });
         }

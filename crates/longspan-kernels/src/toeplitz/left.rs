@@ -4,17 +4,12 @@ use super::problem::Problem;
 use super::tile::KeyBlock;
 use crate::simd::Real;
 
-/// A unit of the pass, and what of it is wanted if not all.
-pub(super) struct KeyUnit {
-    pub index: usize,
-    pub left: Option<Left>,
-}
+/// The number of a unit, and what of it is wanted if not all.
+pub(super) type KeyUnit = (usize, Option<Left>);
 
-impl KeyUnit {
-    /// All of a unit.
-    pub fn whole(index: usize) -> Self {
-        Self { index, left: None }
-    }
+/// All of the units of a call.
+pub(super) fn all_units<T: Real>(problem: &Problem<'_, T>) -> Vec<KeyUnit> {
+    (0..problem.units()).map(|index| (index, None)).collect()
 }
 
 /// The keys and distances of a unit whose gradients transforms leave to tiles. Not for images.

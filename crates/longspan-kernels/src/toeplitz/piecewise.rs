@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::chunks::all_chunks;
 use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows, sides};
 use super::key_pass::{self, KeyPass};
-use super::left::KeyUnit;
+use super::left::all_units;
 use super::pass::{Backward, Pass, RowBlock, Sizes};
 use super::problem::{Problem, TILE, Unit};
 use super::state::EXPONENT;
@@ -224,7 +224,6 @@ pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mu
         let sums = key_sums(problem, &mut *numbers, (&mut *memory.workers, per_worker));
         query_pass::run(pass, all_chunks(problem, ROWS), Some(&sums), (&mut *memory.workers, per_worker));
         let sums = row_sums(pass, numbers, (&mut *memory.workers, per_worker));
-        let units: Vec<KeyUnit> = (0..problem.units()).map(KeyUnit::whole).collect();
-        KeyPass { pass, rows: Some(&sums) }.run(&units, memory);
+        KeyPass { pass, rows: Some(&sums) }.run(&all_units(problem), memory);
     });
 }

@@ -79,18 +79,18 @@ fn compute<T: Real>(
     pass.load_rows((unit, head), rows.clone(), block_rows, map);
     let RowBlock { q, d, c, .. } = block_rows;
     dq[..rows.len() * head_width].fill(T::ZERO);
-    each_tile(problem, shared, (unit, head), rows, reach.keys, keys, map, |at, block, keys, seen| {
+    each_tile(problem, shared, (unit, head), rows, reach.keys, keys, map, |at, piece, keys, seen| {
         keys.value_products(problem, &d[at * value_width..], &c[at..], seen, tile);
-        let factors = weights.form(problem, unit, line, block, (keys, seen));
+        let factors = weights.form(problem, unit, line, piece, (keys, seen));
         seen.weigh(tile, factors, &mut [T::ZERO; TILE]);
         seen.add_keys(tile, (keys.k, head_width), &mut dq[at * head_width..]);
     });
     for far in reach.fars.iter().flatten() {
-        shared.blocks(problem, unit, head, rows.clone(), |block| {
-            let weight = ((far.exponent - block.level) + far.bias).exp();
-            let at = block.row - rows.start;
+        shared.pieces(problem, unit, head, rows.clone(), |piece| {
+            let weight = ((far.exponent - piece.level) + far.bias).exp();
+            let at = piece.row - rows.start;
             let features = (&q[at * head_width..], &mut dq[at * head_width..]);
-            let d = (&d[at * value_width..], Some(&c[at..]), block.rows);
+            let d = (&d[at * value_width..], Some(&c[at..]), piece.rows);
             far.add_features(problem, weight, d, features, (&mut *turned, &mut *tile));
         });
     }

@@ -14,10 +14,6 @@ use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
-/// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
-/// microseconds, in which one thread reads about this many.
-const PARALLEL_NUMBERS: usize = 1 << 17;
-
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(
     toeplitz: &Toeplitz,
@@ -53,7 +49,7 @@ pub(super) fn step<T: Real>(
     // Not prepared: that takes longer than one row of each side does.
     let own = token.parameters.get(1..).unwrap_or_default();
     let row_map = RowMap::new(toeplitz.feature_map, &dims, own);
-    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut StepMemory<T>| {
         let token = HeadToken {
             toeplitz,
             row_map: row_map.as_ref(),
@@ -65,14 +61,8 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out, memory);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    if numbers < PARALLEL_NUMBERS {
-        let mut memory = StepMemory::new();
-        tasks.for_each(|task| run(&mut memory, task));
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        threads::share_with(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
-    }
+    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+    threads::share_step(numbers, heads, StepMemory::new, run);
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Bias;
-use super::exponents::{Block, Shared};
+use super::exponents::{Piece, Shared};
 use super::problem::{Problem, TILE, Unit};
 use super::weigh::{Factors, weigh};
 use crate::call::Arena;
@@ -43,7 +43,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
         }
     }
 
-    /// Loads the next block of the keys from `from` on and before `end`.
+    /// Loads the next piece of the keys from `from` on and before `end`.
     pub fn load(
         &mut self,
         problem: &Problem<'_, T>,
@@ -51,7 +51,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
         (from, end): (isize, isize),
         map: &mut MapBuffers<'_, T>,
     ) {
-        let (count, exponent) = problem.key_block(unit, from, end);
+        let (count, exponent) = problem.key_piece(unit, from, end);
         (self.from, self.count, self.exponent) = (from, count, exponent);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let (features, value_dim) = (problem.features, problem.dims.value_dim);
@@ -85,11 +85,11 @@ impl<'s, T: Real> KeyBlock<'s, T> {
         }
     }
 
-    /// What the rows of a block see of it, if anything.
-    pub fn seen(&self, problem: &Problem<'_, T>, block: &Block<T>) -> Option<Seen> {
-        let keys = (block.end - self.from).clamp(0, self.count as isize) as usize;
-        let band = if problem.causal { Band::up_to(block.stands - self.from) } else { Band::ALL };
-        (keys > 0).then_some(Seen { rows: block.rows, keys, band })
+    /// What the rows of a piece see of it, if anything.
+    pub fn seen(&self, problem: &Problem<'_, T>, piece: &Piece<T>) -> Option<Seen> {
+        let keys = (piece.end - self.from).clamp(0, self.count as isize) as usize;
+        let band = if problem.causal { Band::up_to(piece.stands - self.from) } else { Band::ALL };
+        (keys > 0).then_some(Seen { rows: piece.rows, keys, band })
     }
 
     /// Fills a tile with the products `φ(q_i)·φ(k_j)`.
@@ -111,7 +111,7 @@ impl<'s, T: Real> KeyBlock<'s, T> {
     }
 }
 
-/// The tile of a block of rows and a block of keys: its sizes, and which of its elements are seen.
+/// The tile of a piece of rows and a block of keys: its sizes, and which of its elements are seen.
 #[derive(Clone, Copy)]
 pub(super) struct Seen {
     pub rows: usize,
@@ -143,7 +143,7 @@ impl Seen {
 }
 
 /// Calls `visit` for every tile of the rows `rows` of a head and the keys of a range: with the place of its first row among
-/// the rows, the block of rows, that of keys, and what is seen.
+/// the rows, the piece, the block of keys, and what is seen.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn each_tile<T: Real>(
     problem: &Problem<'_, T>,
@@ -153,13 +153,13 @@ pub(super) fn each_tile<T: Real>(
     (mut from, end): (isize, isize),
     keys: &mut KeyBlock<'_, T>,
     map: &mut MapBuffers<'_, T>,
-    mut visit: impl FnMut(usize, &Block<T>, &KeyBlock<'_, T>, Seen),
+    mut visit: impl FnMut(usize, &Piece<T>, &KeyBlock<'_, T>, Seen),
 ) {
     while from < end {
         keys.load(problem, unit, (from, end), map);
-        shared.blocks(problem, unit, head, rows.clone(), |block| {
-            if let Some(seen) = keys.seen(problem, &block) {
-                visit(block.row - rows.start, &block, keys, seen);
+        shared.pieces(problem, unit, head, rows.clone(), |piece| {
+            if let Some(seen) = keys.seen(problem, &piece) {
+                visit(piece.row - rows.start, &piece, keys, seen);
             }
         });
         from += keys.count as isize;
@@ -179,30 +179,30 @@ impl<'s, T: Real> Weights<'s, T> {
         Self { values: arena.take(values), raw: arena.take(raw) }
     }
 
-    /// Forms `e^{b_δ}` for a tile, times what brings the keys' exponent to the block's level.
+    /// Forms `e^{b_δ}` for a tile, times what brings the keys' exponent to the piece's level.
     pub fn form(
         &mut self,
         problem: &Problem<'_, T>,
         unit: &Unit<'_, T>,
         line: &[T],
-        block: &Block<T>,
+        piece: &Piece<T>,
         (keys, seen): (&KeyBlock<'_, T>, Seen),
     ) -> Factors<'_, T> {
-        let shift = block.level - keys.exponent;
+        let shift = piece.level - keys.exponent;
         if problem.is_grid() {
-            for row in 0..block.rows {
-                each_run(problem, unit, block.row + row, keys.from, seen.keys, |column, index, len| {
+            for row in 0..piece.rows {
+                each_run(problem, unit, piece.row + row, keys.from, seen.keys, |column, index, len| {
                     self.raw[row * TILE + column..][..len].copy_from_slice(&line[index..][..len]);
                 });
             }
-            let (raw, sizes) = (Rows { data: &*self.raw, stride: TILE }, (block.rows, seen.keys));
+            let (raw, sizes) = (Rows { data: &*self.raw, stride: TILE }, (piece.rows, seen.keys));
             load_features((FeatureMap::Exp, shift), raw, sizes, None, (self.values, TILE));
             return Factors { values: self.values, start: 0, step: TILE as isize };
         }
         // Row r and column c need the difference from + c − (stands + r).
-        let first = problem.line_index(keys.from - (block.stands + block.rows as isize - 1)) as usize;
-        load_exponentials(&line[first..][..block.rows + seen.keys - 1], shift, self.values);
-        Factors { values: self.values, start: block.rows - 1, step: -1 }
+        let first = problem.line_index(keys.from - (piece.stands + piece.rows as isize - 1)) as usize;
+        load_exponentials(&line[first..][..piece.rows + seen.keys - 1], shift, self.values);
+        Factors { values: self.values, start: piece.rows - 1, step: -1 }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::chunks::{RowChunk, all_chunks};
 use super::key_pass::{self, KeyPass};
-use super::left::KeyUnit;
+use super::left::{KeyUnit, all_units};
 use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem};
 use super::{forward, one_pass, query_pass};
@@ -26,8 +26,7 @@ pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mu
     }
     let sizes = Sizes { per_worker: worker_len(call.problem), ..Sizes::default() };
     call.run(parameters, sizes, scratch, |pass, memory| {
-        let units: Vec<KeyUnit> = (0..call.problem.units()).map(KeyUnit::whole).collect();
-        two_passes(pass, all_chunks(call.problem, CHUNK), &units, memory);
+        two_passes(pass, all_chunks(call.problem, CHUNK), &all_units(call.problem), memory);
     });
 }
 

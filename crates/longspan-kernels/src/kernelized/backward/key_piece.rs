@@ -5,7 +5,7 @@ use super::super::problem::CHUNK;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{combine_states, near_columns};
 use super::key_buffers::KeyBuffers;
-use super::key_pass::KeyWalk;
+use super::key_walk::KeyWalk;
 use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::rows::Shift;
 use crate::simd::Real;
@@ -111,8 +111,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
                 let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
                 let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
-                let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
-                let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
+                let to_k = self.sink.rows.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+                let to_v = self.sink.rows.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
                 // Each row of dk has one times z.
                 Product::of(
                     (buffers.v, value_width),
@@ -121,13 +121,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     [keys, head_width, problem.dims.value_dim],
                 )
                 .compute_with(Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
-                Product::of(
-                    (buffers.k, head_width),
-                    (sum, value_width),
-                    (buffers.dv, value_width),
-                    [keys, value_width, problem.depth],
-                )
-                .compute_with(None, &[next_v, to_v]);
+                let sizes = [keys, value_width, problem.depth];
+                Product::of((buffers.k, head_width), (sum, value_width), (buffers.dv, value_width), sizes)
+                    .compute_with(None, &[next_v, to_v]);
                 written = true;
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
@@ -166,14 +162,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
-                    Product::of(
-                        (buffers.q, head_width),
-                        (buffers.k_columns, chunk),
-                        (buffers.tile, chunk),
-                        [content_rows, keys, problem.depth],
-                    )
-                    .c_band(Band::up_to(0))
-                    .compute();
+                    let sizes = [content_rows, keys, problem.depth];
+                    Product::of((buffers.q, head_width), (buffers.k_columns, chunk), (buffers.tile, chunk), sizes)
+                        .c_band(Band::up_to(0))
+                        .compute();
                     zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                     if exp {
                         self.lift_tile(content_rows, key_shift, buffers);
@@ -221,14 +213,10 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
-                Product::of(
-                    (buffers.d, value_width),
-                    (buffers.v_columns, chunk),
-                    (buffers.tile, chunk),
-                    [content_rows, keys, problem.dims.value_dim],
-                )
-                .c_band(Band::up_to(0))
-                .compute_with(None, &ahead[2..]);
+                let sizes = [content_rows, keys, problem.dims.value_dim];
+                Product::of((buffers.d, value_width), (buffers.v_columns, chunk), (buffers.tile, chunk), sizes)
+                    .c_band(Band::up_to(0))
+                    .compute_with(None, &ahead[2..]);
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
@@ -236,15 +224,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
                 zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                 self.scale_tile(content_rows, keys, key_shift, buffers);
-                Product::of_transposed(
-                    (buffers.tile, chunk),
-                    (buffers.q, head_width),
-                    (buffers.dk, head_width),
-                    [keys, separate.unwrap_or(head_width), content_rows],
-                )
-                .accumulate(true)
-                .a_band(Band::starting_at(0))
-                .compute();
+                let sizes = [keys, separate.unwrap_or(head_width), content_rows];
+                Product::of_transposed((buffers.tile, chunk), (buffers.q, head_width), (buffers.dk, head_width), sizes)
+                    .accumulate(true)
+                    .a_band(Band::starting_at(0))
+                    .compute();
                 if let Some(from) = separate {
                     for x in 0..content_rows {
                         buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
@@ -277,8 +261,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.store_ring(first, keys, buffers.dv);
             return;
         }
-        // Out.
-        let KeyBuffers { k, dk, dv, lift, .. } = &mut *buffers;
+        self.write(stage, (key, keys), content, buffers);
+    }
+
+    /// Writes the gradients of the keys `key..key + keys`, or adds them to those of another pass.
+    fn write(&self, stage: usize, (key, keys): (usize, usize), content: bool, buffers: &mut KeyBuffers<'_, T>) {
+        let (problem, unit) = (self.problem, &self.unit);
+        let KeyBuffers { k, dk, dv, lift, .. } = buffers;
         let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
         if content {
             // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
@@ -287,14 +276,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         for n in 0..keys {
             let token = unit.sequence.key_start + key + n;
-            let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+            let batch = unit.sequence.batch;
             // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
-            let (to_k, to_v) = unsafe {
-                (
-                    self.sink.dk.row(unit.sequence.batch, unit.kv_head, token, head_dim),
-                    self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
-                )
-            };
+            let (to_k, to_v) = unsafe { self.sink.rows.key([batch, unit.kv_head, token], &problem.dims) };
             match (unit.ignores(key + n), self.rows) {
                 (true, true) => {
                     to_k.fill(T::ZERO);
@@ -307,13 +291,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     } else {
                         to_k.fill(T::ZERO);
                     }
-                    store(&dv[n * value_width..], T::ONE, to_v);
+                    store(&dv[n * problem.value_width..], T::ONE, to_v);
                 }
                 (false, false) => {
                     if content {
                         add_scaled(to_k, T::ONE, &rows[n * row_length..]);
                     }
-                    add_scaled(to_v, T::ONE, &dv[n * value_width..]);
+                    add_scaled(to_v, T::ONE, &dv[n * problem.value_width..]);
                 }
             }
         }

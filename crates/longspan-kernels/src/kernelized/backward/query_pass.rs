@@ -3,7 +3,8 @@
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
 use super::super::tile::{Buffers, Piece, combine_states, near_columns};
-use super::{GradientSink, Source, row_sums};
+use super::row_sums;
+use super::source::{GradientSink, Source};
 use crate::kernelized::running_sum::RunningDots;
 use crate::simd::block::{add_scaled, scale_by, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
@@ -83,7 +84,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let band = Buffers::tile_band(problem, piece);
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
                 let token = sequence.query_start + first;
-                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 Product::of(
                     (buffers.o, value_width),
                     (&buffers.v_columns[piece.skip..], buffers.sizes.window),
@@ -132,14 +133,10 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 if scales.relative != T::ONE {
                     scale_by(d_relative, scales.relative);
                 }
-                Product::of(
-                    (d_relative, table.width),
-                    (table.rows(head), head_width),
-                    (buffers.dq, head_width),
-                    [piece.rows, head_width, table.count],
-                )
-                .accumulate(written)
-                .compute();
+                let sizes = [piece.rows, head_width, table.count];
+                Product::of((d_relative, table.width), (table.rows(head), head_width), (buffers.dq, head_width), sizes)
+                    .accumulate(written)
+                    .compute();
                 written = true;
                 let len = table.width * head_width;
                 Product::of_transposed(
@@ -191,7 +188,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 // Without a mask the exponent is that of the whole unit.
                 place.sums.raise(-scales.shift);
                 let token = sequence.query_start + first;
-                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
                 row_sums::absorb(problem, count, rows, &[ahead], &mut place.sums);
             }
@@ -204,7 +201,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             for row in 0..piece.rows {
                 let token = sequence.query_start + piece.row + row;
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
-                let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
+                let to = unsafe { self.sink.rows.dq.row(sequence.batch, head, token, head_dim) };
                 store(&rows[row * row_length..], T::ONE, to);
             }
         }
@@ -214,7 +211,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
     fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize) {
         let token = unit.sequence.query_start + row;
         // SAFETY: these rows belong to no segment, and each unit's are written by one task.
-        let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
+        let to = unsafe { self.sink.rows.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
         to.fill(T::ZERO);
     }
 

@@ -20,14 +20,10 @@ pub(super) fn absorb<T: Real>(
     sums: &mut Summary<'_, T>,
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    Product::of_transposed(
-        (q, head_width),
-        (d, value_width),
-        (sums.sum(), value_width),
-        [problem.depth, value_width, rows],
-    )
-    .accumulate(true)
-    .compute_with(None, ahead);
+    let sizes = [problem.depth, value_width, rows];
+    Product::of_transposed((q, head_width), (d, value_width), (sums.sum(), value_width), sizes)
+        .accumulate(true)
+        .compute_with(None, ahead);
     let from = problem.layout.denominator();
     for row in 0..rows {
         let q = &q[row * head_width + from..][..head_width - from];

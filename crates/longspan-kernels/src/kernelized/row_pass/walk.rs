@@ -4,7 +4,8 @@ use super::super::problem::{Problem, Table, Unit};
 use super::super::state::Head;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{Buffers, Piece};
-use super::{FarSums, Segment, Visitor};
+use super::far_sums::FarSums;
+use super::segments::Segment;
 use crate::kernelized::running_sum::AddRunning;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
 use crate::simd::product::Product;
@@ -66,6 +67,18 @@ impl<T: Real> Scales<T> {
             shift,
         }
     }
+}
+
+/// What is done with the rows of a call: their outputs, or the gradients of their queries.
+pub(in crate::kernelized) trait Visitor<T: Real> {
+    /// Handles the rows of one piece for every query head of the unit.
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>);
+
+    /// Handles a row that sees nothing.
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
+
+    /// Called when every row of a segment has been handled.
+    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
 }
 
 /// What a walk over a segment does beside forming its state.

@@ -5,7 +5,7 @@ use realfft::num_complex::Complex;
 
 use super::super::bias_gradient::{line_len, unit_lines};
 use super::super::chunks::{RowChunk, push_chunks, push_unit};
-use super::super::left::{KeyUnit, Left};
+use super::super::left::Left;
 use super::super::pass::{Backward, Pass, Sizes};
 use super::super::problem::{CHUNK, Problem, TILE, Unit};
 use super::super::tiled;
@@ -42,14 +42,14 @@ pub(in super::super) fn backward<T: Real>(
             let line = lines[index / problem.dims.kv_heads].as_ref().filter(|_| transforms(problem, &unit));
             let Some(line) = line else {
                 push_unit(problem, &mut chunks, &unit, CHUNK);
-                units.push(KeyUnit::whole(index));
+                units.push((index, None));
                 continue;
             };
             let d_lines = unit_lines(problem, memory.lines, index);
             let whole = Whole { pass, unit, line, per_transform };
             match whole.compute(&mut chunks, d_lines, memory.workers, memory.own_f64) {
-                None => units.push(KeyUnit::whole(index)),
-                Some(left) if left.any() => units.push(KeyUnit { index, left: Some(left) }),
+                None => units.push((index, None)),
+                Some(left) if left.any() => units.push((index, Some(left))),
                 Some(_) => {}
             }
         }
@@ -62,7 +62,7 @@ pub(in super::super) fn backward<T: Real>(
 struct Buffers<'s> {
     work: Work<'s>,
     keys: Keys<'s>,
-    heads: Vec<HeadBuffers<'s>>,
+    heads: Vec<HeadColumns<'s>>,
     sums: Sums<'s>,
     /// Gradients of features and values.
     dk: Columns<'s>,
@@ -72,10 +72,13 @@ struct Buffers<'s> {
     spectra: &'s mut [f64],
 }
 
-struct HeadBuffers<'s> {
-    spectrum: &'s mut [f64],
+/// What one query head brings into the gradients of its unit.
+struct HeadColumns<'s> {
+    kernel: Kernel<'s>,
     q: Columns<'s>,
+    /// `dN⁺_i` relative to the kernel's largest factor, (values + 1) × queries.
     d: Columns<'s>,
+    /// `‖q̄_i‖` and `‖dN⁺_i‖`.
     norms: Norms<'s>,
 }
 
@@ -91,8 +94,8 @@ impl<'s> Buffers<'s> {
     fn new<T: Real>(problem: &Problem<'_, T>, line: &Line, arena: &mut Arena<'s, f64>) -> Self {
         let (features, value_dim) = (problem.features, problem.dims.value_dim);
         let (keys, queries, spectrum_len) = (line.keys.count, line.queries.count, line.spectrum_len());
-        let mut head = |_| HeadBuffers {
-            spectrum: arena.take(spectrum_len),
+        let mut head = |_| HeadColumns {
+            kernel: Kernel::new(line, arena),
             q: Columns::new(features, queries, arena),
             d: Columns::new(value_dim + 1, queries, arena),
             norms: Norms::new(queries, arena),
@@ -116,16 +119,6 @@ impl<'s> Buffers<'s> {
     }
 }
 
-/// What one query head brings into the gradients of its unit.
-struct HeadColumns<'s> {
-    kernel: Kernel<'s>,
-    q: Columns<'s>,
-    /// `dN⁺_i` relative to the kernel's largest factor, (values + 1) × queries.
-    d: Columns<'s>,
-    /// `‖q̄_i‖` and `‖dN⁺_i‖`.
-    norms: Norms<'s>,
-}
-
 /// One unit of the backward pass.
 struct Whole<'x, 'a, T: 'static> {
     pass: &'x Pass<'x, 'a, T>,
@@ -147,21 +140,16 @@ impl<T: Real> Whole<'_, '_, T> {
     ) -> Option<Left> {
         let (Self { pass, unit, line, .. }, problem) = (self, self.pass.call.problem);
         let mut arena = Arena::new(memory_f64);
-        let Buffers { mut work, mut keys, heads, mut sums, mut dk, mut dv, mut dq, spectra } =
+        let Buffers { mut work, mut keys, mut heads, mut sums, mut dk, mut dv, mut dq, spectra } =
             Buffers::new(problem, line, &mut arena);
         let rest = arena.rest();
         keys.load(problem, unit, memory);
-        let heads: Vec<HeadColumns<'_>> = problem
-            .heads(unit)
-            .zip(heads)
-            .map(|(head, HeadBuffers { spectrum, mut q, mut d, mut norms })| {
-                let kernel = Kernel::new(problem, line, pass.shared.line(head), &mut work, spectrum);
-                load_queries(problem, (unit, head), memory, &mut q);
-                self.load_cotangent(head, kernel.largest + keys.exponent, memory, &mut d);
-                norms.load(&q, &d);
-                HeadColumns { kernel, q, d, norms }
-            })
-            .collect();
+        for (head, HeadColumns { kernel, q, d, norms }) in problem.heads(unit).zip(&mut heads) {
+            kernel.load(problem, line, pass.shared.line(head), &mut work);
+            load_queries(problem, (unit, head), memory, q);
+            self.load_cotangent(head, kernel.largest + keys.exponent, memory, d);
+            norms.load(q, d);
+        }
         let mut failing = vec![false; line.keys.count];
         let distances: Option<Vec<Vec<bool>>> =
             heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();

@@ -16,13 +16,13 @@ struct Buffers<'s> {
     work: Work<'s>,
     keys: Keys<'s>,
     /// Of each head that reads the keys.
-    heads: Vec<HeadBuffers<'s>>,
+    heads: Vec<HeadColumns<'s>>,
     /// `[values + 1, group, queries]`
     sums: &'s mut [f64],
 }
 
-struct HeadBuffers<'s> {
-    spectrum: &'s mut [f64],
+struct HeadColumns<'s> {
+    kernel: Kernel<'s>,
     q: Columns<'s>,
     q_norms: &'s mut [f64],
 }
@@ -30,8 +30,8 @@ struct HeadBuffers<'s> {
 impl<'s> Buffers<'s> {
     fn new<T: Real>(problem: &Problem<'_, T>, line: &Line, arena: &mut Arena<'s, f64>) -> Self {
         let (group, queries) = (problem.dims.group(), line.queries.count);
-        let mut head = |_| HeadBuffers {
-            spectrum: arena.take(line.spectrum_len()),
+        let mut head = |_| HeadColumns {
+            kernel: Kernel::new(line, arena),
             q: Columns::new(problem.features, queries, arena),
             q_norms: arena.take(queries),
         };
@@ -93,18 +93,13 @@ impl<T: Real> Whole<'_, '_, T> {
         let Self { problem, shared, unit, line, .. } = self;
         let (group, queries) = (problem.dims.group(), unit.sequence.queries);
         let mut arena = Arena::new(memory_f64);
-        let Buffers { mut work, mut keys, heads, sums } = Buffers::new(problem, line, &mut arena);
+        let Buffers { mut work, mut keys, mut heads, sums } = Buffers::new(problem, line, &mut arena);
         keys.load(problem, unit, memory);
-        let heads: Vec<(Kernel<'_>, Columns<'_>, &[f64])> = problem
-            .heads(unit)
-            .zip(heads)
-            .map(|(head, HeadBuffers { spectrum, mut q, q_norms })| {
-                let kernel = Kernel::new(problem, line, shared.line(head), &mut work, spectrum);
-                load_queries(problem, (unit, head), memory, &mut q);
-                q.norms(q_norms);
-                (kernel, q, &*q_norms)
-            })
-            .collect();
+        for (head, HeadColumns { kernel, q, q_norms }) in problem.heads(unit).zip(&mut heads) {
+            kernel.load(problem, line, shared.line(head), &mut work);
+            load_queries(problem, (unit, head), memory, q);
+            q.norms(q_norms);
+        }
         let places = SharedRows::new(&mut *sums, [group * queries, queries, 0]);
         parallel(problem.dims.value_dim + 1, arena.rest(), per_transform, |value, memory| {
             let (mut work, mut other) = works(problem, line, &mut Arena::new(memory));
@@ -113,7 +108,7 @@ impl<T: Real> Whole<'_, '_, T> {
             sums.fill(0.0);
             for feature in 0..problem.features {
                 line.transform(&line.keys, keys.k.column(feature), Some(keys.v.column(value)), &mut work);
-                for ((kernel, q, _), to) in heads.iter().zip(sums.chunks_exact_mut(queries)) {
+                for (HeadColumns { kernel, q, .. }, to) in heads.iter().zip(sums.chunks_exact_mut(queries)) {
                     let work = match &mut other {
                         None => &mut work,
                         Some(other) => {
@@ -126,12 +121,12 @@ impl<T: Real> Whole<'_, '_, T> {
                 }
             }
         });
-        for (n, (head, (kernel, _, q_norms))) in problem.heads(unit).zip(&heads).enumerate() {
+        for (n, (head, HeadColumns { kernel, q_norms, .. })) in problem.heads(unit).zip(&heads).enumerate() {
             let lost = lost(line, kernel);
             for (value, sums) in sums.chunks_exact_mut(group * queries).enumerate() {
                 let bound = lost * norm_of(keys.norms.first, keys.v.column(value));
                 let sums = &mut sums[n * queries..][..queries];
-                sums.iter_mut().zip(*q_norms).for_each(|(sum, q)| clear(sum, bound * q));
+                sums.iter_mut().zip(&**q_norms).for_each(|(sum, q)| clear(sum, bound * q));
             }
             let column = |value: usize| &sums[(value * group + n) * queries..][..queries];
             let bound = lost * norm(keys.norms.products) / allowed::<T>(line);

@@ -233,7 +233,7 @@ pub(super) fn most<R>(lines: &[Option<Line>], layout: impl Fn(&Line, &mut Arena<
 
 /// `e^{b − max b}` of one head over one sequence.
 pub(super) struct Kernel<'s> {
-    spectrum: &'s [Complex<f64>],
+    spectrum: &'s mut [Complex<f64>],
     /// `max b`.
     pub largest: f64,
     /// `‖c‖`.
@@ -241,32 +241,30 @@ pub(super) struct Kernel<'s> {
 }
 
 impl<'s> Kernel<'s> {
-    pub fn new<T: Real>(
-        problem: &Problem<'_, T>,
-        line: &Line,
-        biases: &[T],
-        work: &mut Work<'_>,
-        to: &'s mut [f64],
-    ) -> Self {
+    pub fn new(line: &Line, arena: &mut Arena<'s, f64>) -> Self {
+        Self { spectrum: complex(arena.take(line.spectrum_len())), largest: 0.0, norm: 0.0 }
+    }
+
+    /// Takes the biases of a head.
+    pub fn load<T: Real>(&mut self, problem: &Problem<'_, T>, line: &Line, biases: &[T], work: &mut Work<'_>) {
         let value = |difference: isize| biases[problem.line_index(difference) as usize].to_f64();
         let known = |difference: &isize| {
             let index = problem.line_index(*difference);
             (0..biases.len() as isize).contains(&index)
         };
         let largest = line.differences().filter(known).map(value).fold(f64::NEG_INFINITY, f64::max);
-        let largest = if largest.is_finite() { largest } else { 0.0 };
+        self.largest = if largest.is_finite() { largest } else { 0.0 };
         work.signal.fill(0.0);
         let mut squares = 0.0;
         // A sequence with the length of its places has no difference outside the line.
         for difference in line.differences().filter(known) {
-            let c = (value(difference) - largest).exp();
+            let c = (value(difference) - self.largest).exp();
             squares += c * c;
             work.signal[line.kernel_index(difference)] = c / line.length as f64;
         }
         line.forward_signal(work);
-        let spectrum = complex(to);
-        spectrum.copy_from_slice(work.spectrum);
-        Self { spectrum, largest, norm: squares.sqrt() }
+        self.spectrum.copy_from_slice(work.spectrum);
+        self.norm = squares.sqrt();
     }
 }
 
