@@ -92,6 +92,7 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
 }
 
 /// Reads `count` rows of `width` numbers through `φ(x − shift)`, as [`LoadFeatures`].
+#[inline]
 pub(crate) fn load_features<T: Real>(
     (map, shift): (FeatureMap, T),
     from: Rows<'_, T>,
@@ -104,6 +105,7 @@ pub(crate) fn load_features<T: Real>(
 
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block of rows `to_row` apart, which are filled up
 /// with 0; ignored rows become 0.
+#[inline]
 pub(crate) fn copy_rows<T: Real>(
     from: Rows<'_, T>,
     (count, width): (usize, usize),
@@ -114,6 +116,7 @@ pub(crate) fn copy_rows<T: Real>(
 }
 
 /// Writes `e^{x − shift}` for numbers that are at most `shift`, and 0 to what is left of `to`, which is whole registers.
+#[inline]
 pub(crate) fn load_exponentials<T: Real>(x: &[T], shift: T, to: &mut [T]) {
     let (from, to_row) = (Rows { data: x, stride: x.len() }, to.len());
     load_features((FeatureMap::Exp, shift), from, (1, x.len()), None, (to, to_row));

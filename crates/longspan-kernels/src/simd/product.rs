@@ -76,11 +76,13 @@ impl<'a, T> Product<'a, T> {
 
 impl<T: Real> Product<'_, T> {
     /// Computes it.
+    #[inline]
     pub fn compute(self) {
         dispatch(self)
     }
 
     /// Computes it with what else is done on the way, as [`ProductWith`].
+    #[inline]
     pub fn compute_with(self, outer: Outer<'_, T>, ahead: &[Ahead<T>]) {
         dispatch(ProductWith { product: self, outer, ahead })
     }
