@@ -113,6 +113,28 @@ pub(crate) fn share_with<I: Send, M>(
     });
 }
 
+/// Numbers of state below which handing the heads of a step to other threads costs more than it saves: a rayon hand-over
+/// takes a few microseconds, in which one thread passes over about this many.
+const STEP_NUMBERS: usize = 1 << 17;
+
+/// Runs `body(head, memory)` for every head of a step over so many numbers: as [`share_with`] does, or, where they are few,
+/// on this thread alone, which allocates nothing.
+#[inline]
+pub(crate) fn share_step<I: Send, M>(
+    numbers: usize,
+    heads: impl Iterator<Item = I>,
+    memory: impl Fn() -> M + Sync,
+    body: impl Fn(I, &mut M) + Sync,
+) {
+    if numbers < STEP_NUMBERS {
+        let mut memory = memory();
+        heads.for_each(|head| body(head, &mut memory));
+    } else {
+        let heads: Vec<I> = heads.collect();
+        share_with(heads.into_iter(), memory, body);
+    }
+}
+
 /// Runs `body(task, scratch)` for every task, each worker with `per_worker` numbers of its own. Which worker takes which
 /// task is left to chance, so results must not depend on it.
 pub(crate) fn parallel<T: Real>(

@@ -351,10 +351,10 @@ fn query_side<T: Real>(
                     let (rows, count) = (queries.len(), (to - from) as usize);
                     let (u, z) = ((&factors.u[query..], row), (&factors.z[key..], row));
                     for product in [
-                        Product::dense((tile, [REACH, 1]), z, (&mut d_u[query..], row), [rows, row, count]),
-                        Product::dense((tile, [1, REACH]), u, (&mut d_z[key..], row), [count, row, rows]),
+                        Product::of((tile, REACH), z, (&mut d_u[query..], row), [rows, row, count]),
+                        Product::of_transposed((tile, REACH), u, (&mut d_z[key..], row), [count, row, rows]),
                     ] {
-                        dispatch(Product { accumulate: true, ..product });
+                        product.accumulate(true).compute();
                     }
                     return;
                 }

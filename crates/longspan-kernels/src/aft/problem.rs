@@ -11,7 +11,7 @@ use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call};
 use crate::error::{Error, expect};
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
+use crate::simd::Real;
 
 /// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
@@ -296,7 +296,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let u = &factors.u[(first + skipped as isize) as usize * factors.row..];
         let z = &factors.turned[(key + self.origin(sequence)) as usize..];
         let sizes = [queries.len() - skipped, count, factors.rank];
-        dispatch(Product::dense((u, [factors.row, 1]), (z, factors.across), (to, row), sizes));
+        Product::of((u, factors.row), (z, factors.across), (to, row), sizes).compute();
     }
 }
 

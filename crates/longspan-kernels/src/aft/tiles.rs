@@ -245,7 +245,7 @@ pub(super) fn means<T: Real>(
             .skip(usize::from(!with_numerators))
         {
             let sizes = [count, width, columns];
-            dispatch(Product::dense((weights, [row, 1]), (b, width), (c, width), sizes));
+            Product::of((weights, row), (b, width), (c, width), sizes).compute();
         }
         // What stands in the place of numerators is not looked at.
         let numerators = if with_numerators { &*numerators } else { &*denominators };
@@ -310,8 +310,8 @@ pub(super) fn bias_gradients<T: Real>(
         }
         let running_max = &mut work.running_max[..count];
         dispatch(ProjectRows { rows, reference: factored.reference, to: work.rows, running_max });
-        let (rows, keys) = ((&*work.rows, [2 * width, 1]), (&*work.products, REACH));
-        dispatch(Product::dense(rows, keys, (work.turned, REACH), [count, columns, 2 * width]));
+        let (rows, keys) = ((&*work.rows, 2 * width), (&*work.products, REACH));
+        Product::of(rows, keys, (work.turned, REACH), [count, columns, 2 * width]).compute();
         let lines = work.biases.chunks_exact_mut(REACH).zip(work.turned.chunks_exact(REACH));
         for ((biases, terms), &max) in lines.zip(&*running_max) {
             dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: max, factors: terms });

@@ -4,6 +4,7 @@ mod mask;
 mod mechanism;
 mod scratch;
 mod shape;
+mod sink;
 mod state;
 
 pub(crate) use mask::Sequence;
@@ -16,5 +17,6 @@ pub use scratch::Scratch;
 pub(crate) use scratch::{Arena, Lines, StepMemory};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
+pub(crate) use sink::{GradientSink, Sink};
 pub(crate) use state::{PARTS, VERSION, fingerprint};
 pub use state::{State, StateShape};

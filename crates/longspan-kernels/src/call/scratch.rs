@@ -50,24 +50,24 @@ impl<T: Real> StepMemory<T> {
 #[derive(Debug, Default)]
 pub struct Scratch<T> {
     buffer: Vec<T>,
-    /// For the few algorithms that count in doubles whatever `T` is.
-    doubles: Vec<f64>,
+    /// For the few algorithms that count in `f64` whatever `T` is.
+    buffer_f64: Vec<f64>,
 }
 
 impl<T: Real> Scratch<T> {
     /// No memory yet.
     pub fn new() -> Self {
-        Self { buffer: Vec::new(), doubles: Vec::new() }
+        Self { buffer: Vec::new(), buffer_f64: Vec::new() }
     }
 
-    /// Memory for `len` numbers, and as many doubles, all of them `fill`: NaN shows a kernel that reads what it never wrote.
+    /// Memory for `len` numbers, and as many of `f64`, all of them `fill`: NaN shows a kernel that reads what it never wrote.
     pub fn filled(len: usize, fill: T) -> Self {
-        Self { buffer: vec![fill; len], doubles: vec![fill.to_f64(); len] }
+        Self { buffer: vec![fill; len], buffer_f64: vec![fill.to_f64(); len] }
     }
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        std::mem::size_of_val(self.buffer.as_slice()) + std::mem::size_of_val(self.doubles.as_slice())
+        std::mem::size_of_val(self.buffer.as_slice()) + std::mem::size_of_val(self.buffer_f64.as_slice())
     }
 
     /// `len` numbers that start on a cache line, with any contents.
@@ -75,9 +75,9 @@ impl<T: Real> Scratch<T> {
         aligned(&mut self.buffer, len)
     }
 
-    /// The same, and beside it `doubles` doubles.
-    pub(crate) fn take_with_doubles(&mut self, len: usize, doubles: usize) -> (&mut [T], &mut [f64]) {
-        (aligned(&mut self.buffer, len), aligned(&mut self.doubles, doubles))
+    /// The same, and beside it `len_f64` of `f64`.
+    pub(crate) fn take_with_f64(&mut self, len: usize, len_f64: usize) -> (&mut [T], &mut [f64]) {
+        (aligned(&mut self.buffer, len), aligned(&mut self.buffer_f64, len_f64))
     }
 }
 

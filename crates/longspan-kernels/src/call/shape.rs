@@ -223,12 +223,7 @@ impl<'a, T> ViewMut<'a, T> {
 
     /// A handle from which tasks write disjoint rows at the same time.
     pub(crate) fn shared(&mut self) -> SharedRows<'_, T> {
-        SharedRows {
-            data: self.data.as_mut_ptr(),
-            len: self.data.len(),
-            strides: self.strides,
-            lifetime: std::marker::PhantomData,
-        }
+        SharedRows::new(self.data, self.strides)
     }
 }
 
@@ -246,6 +241,13 @@ pub(crate) struct SharedRows<'a, T> {
 unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 // SAFETY: as above; a shared reference gives no more than `row` does.
 unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
+
+impl<'a, T> SharedRows<'a, T> {
+    /// Rows of numbers, with strides as those of [`ViewMut::strided`].
+    pub fn new(data: &'a mut [T], strides: [usize; 3]) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), strides, lifetime: std::marker::PhantomData }
+    }
+}
 
 impl<T> SharedRows<'_, T> {
     /// `count` rows from a token on that are written soon.

@@ -3,7 +3,7 @@
 use super::FeatureMap;
 use crate::simd::block::WIDEST;
 use crate::simd::rows::Rows;
-use crate::simd::{Operation, Real, Vector, exp_nonpositive, ln_1p_unit};
+use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit};
 
 /// One loop for each elementwise map, in which it is a constant: a choice inside the loop would be made for every register. Maps of
 /// whole rows are not made here and count as the identity.
@@ -89,6 +89,37 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
             load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
         });
     }
+}
+
+/// Reads `count` rows of `width` numbers through `φ(x − shift)`, as [`LoadFeatures`].
+#[inline]
+pub(crate) fn load_features<T: Real>(
+    (map, shift): (FeatureMap, T),
+    from: Rows<'_, T>,
+    (count, width): (usize, usize),
+    ignored: Option<&[bool]>,
+    (to, to_row): (&mut [T], usize),
+) {
+    dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row });
+}
+
+/// Reads `count` rows of `width` numbers from a caller's tensor into a block of rows `to_row` apart, which are filled up
+/// with 0; ignored rows become 0.
+#[inline]
+pub(crate) fn copy_rows<T: Real>(
+    from: Rows<'_, T>,
+    (count, width): (usize, usize),
+    ignored: Option<&[bool]>,
+    (to, to_row): (&mut [T], usize),
+) {
+    load_features((FeatureMap::Identity, T::ZERO), from, (count, width), ignored, (to, to_row));
+}
+
+/// Writes `e^{x − shift}` for numbers that are at most `shift`, and 0 to what is left of `to`, which is whole registers.
+#[inline]
+pub(crate) fn load_exponentials<T: Real>(x: &[T], shift: T, to: &mut [T]) {
+    let (from, to_row) = (Rows { data: x, stride: x.len() }, to.len());
+    load_features((FeatureMap::Exp, shift), from, (1, x.len()), None, (to, to_row));
 }
 
 #[inline(always)]

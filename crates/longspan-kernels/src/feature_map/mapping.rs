@@ -3,7 +3,7 @@
 use super::FeatureMap;
 use super::rows::{RowMap, Shift, Side};
 use crate::call::{Arena, Dims, Scratch, View};
-use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures};
+use crate::feature_map::elementwise::{Features, PullBackFeatures, load_features};
 use crate::simd::block::{all_finite, dot, largest};
 use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
@@ -111,7 +111,7 @@ impl<'a, T: Real> Mapping<'a, T> {
         }
         let head_dim = self.head_dim;
         if let Shift::One(shift) = shift {
-            dispatch(LoadFeatures { map: self.map, shift, from, count, width: head_dim, ignored, to, to_row: stride });
+            load_features((self.map, shift), from, (count, head_dim), ignored, (to, stride));
             return;
         }
         for row in 0..count {
@@ -125,16 +125,8 @@ impl<'a, T: Real> Mapping<'a, T> {
                 }
             };
             let ignored = ignored.map(|ignored| &ignored[row..]);
-            dispatch(LoadFeatures {
-                map: self.map,
-                shift,
-                from: from.skip(row),
-                count: 1,
-                width: head_dim,
-                ignored,
-                to: &mut to[row * stride..],
-                to_row: stride,
-            });
+            let to = (&mut to[row * stride..], stride);
+            load_features((self.map, shift), from.skip(row), (1, head_dim), ignored, to);
         }
     }
 

@@ -1,4 +1,4 @@
-//! The definition of a row's features in f64, each as `factor · e^exponent`. Never optimised.
+//! The definition of a row's features in `f64`, each as `factor · e^exponent`. Never optimised.
 
 use std::sync::Arc;
 

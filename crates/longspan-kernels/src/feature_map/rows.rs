@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::{FeatureMap, HedgehogNorm, draw, scale};
-use crate::call::{Dims, Scratch, View, ViewMut};
-use crate::feature_map::elementwise::LoadFeatures;
-use crate::simd::block::{Transpose, add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store};
-use crate::simd::product::{Band, Product};
+use crate::call::{Dims, Scratch, SharedRows, View};
+use crate::feature_map::elementwise::{copy_rows, load_features};
+use crate::simd::Real;
+use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store, transpose};
+use crate::simd::product::Product;
 use crate::simd::rows::{Rows, padded};
-use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows that are mapped at a time where nothing else sets their number.
@@ -144,31 +144,13 @@ impl<'a, T: Real> RowMap<'a, T> {
             let exponents = Rows { data: &*work, stride: width };
             match shift {
                 Shift::One(shift) => {
-                    dispatch(LoadFeatures {
-                        map: FeatureMap::Exp,
-                        shift,
-                        from: exponents,
-                        count,
-                        width: features,
-                        ignored,
-                        to,
-                        to_row: row,
-                    });
+                    load_features((FeatureMap::Exp, shift), exponents, (count, features), ignored, (to, row));
                 }
                 Shift::Each(shifts) => {
                     for (n, &shift) in shifts.iter().enumerate().take(count) {
                         let ignored = ignored.map(|ignored| &ignored[n..]);
                         let (exponents, to) = (exponents.skip(n), &mut to[n * row..]);
-                        dispatch(LoadFeatures {
-                            map: FeatureMap::Exp,
-                            shift,
-                            from: exponents,
-                            count: 1,
-                            width: features,
-                            ignored,
-                            to,
-                            to_row: row,
-                        });
+                        load_features((FeatureMap::Exp, shift), exponents, (1, features), ignored, (to, row));
                     }
                 }
                 Shift::Own(_) => {}
@@ -238,8 +220,7 @@ impl<'a, T: Real> RowMap<'a, T> {
             return Vec::new();
         }
         let mut all = vec![T::ZERO; heads * keys];
-        let mut view = ViewMut::strided(&mut all, [keys, 0, 1]);
-        let view = view.shared();
+        let view = SharedRows::new(&mut all, [keys, 0, 1]);
         let (chunks, per_worker) = (keys.div_ceil(CHUNK), self.work_len(CHUNK.min(keys)));
         let tasks = heads * chunks;
         let scratch = scratch.take(per_worker * threads::count().min(tasks));
@@ -299,31 +280,11 @@ impl<'a, T: Real> RowMap<'a, T> {
                 }
                 self.times_rows(side, count, difference, self.width, dx);
                 let block = &mut work[..count * raw_width];
-                dispatch(LoadFeatures {
-                    map: FeatureMap::Identity,
-                    shift: T::ZERO,
-                    from,
-                    count,
-                    width: head_dim,
-                    ignored,
-                    to: block,
-                    to_row: raw_width,
-                });
-                dispatch(Product {
-                    a: difference,
-                    a_row: 1,
-                    a_column: self.width,
-                    b: block,
-                    b_row: raw_width,
-                    c: sums,
-                    c_row: raw_width,
-                    rows: self.exponents,
-                    columns: raw_width,
-                    depth: count,
-                    accumulate: true,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                });
+                copy_rows(from, (count, head_dim), ignored, (block, raw_width));
+                let sizes = [self.exponents, raw_width, count];
+                Product::of_transposed((difference, self.width), (block, raw_width), (sums, raw_width), sizes)
+                    .accumulate(true)
+                    .compute();
             }
             _ => {
                 // What all exponents of a row share.
@@ -394,21 +355,10 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
         };
         if let Some(matrix) = matrix {
-            dispatch(Product {
-                a: from.data,
-                a_row: from.stride,
-                a_column: 1,
-                b: &matrix.columns,
-                b_row: self.width,
-                c: to,
-                c_row: row,
-                rows: count,
-                columns: exponents,
-                depth: head_dim,
-                accumulate: true,
-                a_band: Band::ALL,
-                c_band: Band::ALL,
-            });
+            let sizes = [count, exponents, head_dim];
+            Product::of((from.data, from.stride), (&matrix.columns, self.width), (to, row), sizes)
+                .accumulate(true)
+                .compute();
         } else {
             let rows = self.given(side);
             for n in 0..count {
@@ -448,21 +398,8 @@ impl<'a, T: Real> RowMap<'a, T> {
             (Weights::None, _) => None,
         };
         let Some(matrix) = matrix else { return };
-        dispatch(Product {
-            a: g,
-            a_row: row,
-            a_column: 1,
-            b: &matrix.rows,
-            b_row: self.raw_width,
-            c: to,
-            c_row: self.raw_width,
-            rows: count,
-            columns: self.raw_width,
-            depth: self.exponents,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        let sizes = [count, self.raw_width, self.exponents];
+        Product::of((g, row), (&matrix.rows, self.raw_width), (to, self.raw_width), sizes).compute();
     }
 
     /// `r_i r_{i+n}`.
@@ -553,24 +490,8 @@ impl<T: Real> Matrix<T> {
         let (row, column) = (padded::<T>(width), padded::<T>(count));
         let mut all = Self { rows: vec![T::ZERO; column * row], columns: vec![T::ZERO; row * column] };
         let from = Rows { data: rows, stride: width };
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from,
-            count,
-            width,
-            ignored: None,
-            to: &mut all.rows,
-            to_row: row,
-        });
-        dispatch(Transpose {
-            from: &all.rows,
-            from_row: row,
-            rows: column,
-            columns: row,
-            to: &mut all.columns,
-            to_row: column,
-        });
+        copy_rows(from, (count, width), None, (&mut all.rows, row));
+        transpose((&all.rows, row), (column, row), (&mut all.columns, column));
         all
     }
 }

@@ -11,6 +11,7 @@
 pub(crate) mod reference;
 pub(crate) mod rotate;
 pub(crate) mod rotation;
+mod turns;
 
 use smallvec::{SmallVec, smallvec};
 

@@ -6,9 +6,8 @@ use super::{Fourier, FourierNormalizer, Positions, Tensors, Wave};
 use crate::call::{Arena, Dims};
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::Features;
-use crate::fourier::rotate::{
-    AddTurns, AngleSums, Angles, CosSin, Rotate, Rotation, SumAngles, Turn, TurnRates, Unrotate, Unrotated, is_double,
-};
+use crate::fourier::rotate::{AngleSums, Angles, Rotate, Rotation, SumAngles, Turn, Unrotate, Unrotated};
+use crate::fourier::turns::{AddTurns, CosSin, TurnRates, is_double};
 use crate::simd::block::{add_scaled, dot, multiply};
 use crate::simd::{Real, dispatch};
 
@@ -54,7 +53,7 @@ pub(crate) struct Rotations<'a, T: 'static> {
     angles: usize,
     axes: usize,
     dims: Dims,
-    /// Turns for a step, `[kv_heads, axes, angles]`, and for doubles what rounding took from each.
+    /// Turns for a step, `[kv_heads, axes, angles]`, and for `f64` what rounding took from each.
     rates: [Angular<f64>; 2],
     /// Radians for a step, `[kv_heads, angles, axes]`: what takes the gradients of angles to positions.
     slopes: &'a [T],
@@ -496,7 +495,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         let inputs = self.fourier.tensors(parameters);
         let mut rest = gradients.iter_mut();
         let Tensors { mut a, mut b, mut c, mut beta, .. } = self.fourier.split(&mut rest);
-        // Sums over all segments in doubles: parts for queries and for keys nearly cancel far from position 0.
+        // Sums over all segments in `f64`: parts for queries and for keys nearly cancel far from position 0.
         let total = |parts: &[&[T]], from: usize, len: usize| -> Vec<f64> {
             let mut sum = vec![0.0; len];
             for part in parts {

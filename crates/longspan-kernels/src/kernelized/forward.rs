@@ -1,27 +1,18 @@
 //! The chunked forward pass: each chunk of rows reads the state of all earlier keys, adds its own keys' scores as one dense
 //! tile, and is divided and written.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, Place, Scales, Scene, Visitor, Walk, Worker, cut, visit_rows};
-use super::state::{Head, OLDEST};
-use super::summary::{Carry, Summary};
+use super::row_pass::{Memory, Scales, Scene, Visitor, Walk, Worker, cut, visit_rows};
+use super::summary::{Carry, Place, Summary, store_state};
 use super::tile::{Buffers, Piece, combine_states};
-use crate::call::{Arena, Scratch, SharedRows, State};
+use crate::call::{Arena, Scratch, Sink, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_row_dots, scale_by, store};
-use crate::simd::product::{Band, MaskAndSum, Product, ProductWith, ZeroOutside};
+use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
-
-/// Where outputs go.
-#[derive(Clone, Copy)]
-pub(super) struct Sink<'a, T> {
-    pub out: SharedRows<'a, T>,
-    /// `[batch, heads, queries]` as rows of one number.
-    pub denominators: Option<SharedRows<'a, T>>,
-}
 
 impl<T: Real> Visitor<T> for Sink<'_, T> {
     fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
@@ -52,22 +43,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                     problem.queries_ahead(unit, head, next, end),
                     self.out.ahead(sequence.batch, head, sequence.query_start + first, count, problem.dims.value_dim),
                 ];
-                let product = Product {
-                    a: buffers.q,
-                    a_row: head_width,
-                    a_column: 1,
-                    b: sum,
-                    b_row: value_width,
-                    c: buffers.o,
-                    c_row: value_width,
-                    rows: piece.rows,
-                    columns: value_width,
-                    depth: problem.depth,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &ahead });
+                let sizes = [piece.rows, value_width, problem.depth];
+                Product::of((buffers.q, head_width), (sum, value_width), (buffers.o, value_width), sizes)
+                    .compute_with(None, &ahead);
                 let from = problem.layout.denominator();
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
@@ -90,36 +68,24 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             if let Some(from) = separate {
                 buffers.fill_denominators(problem, piece, from, scales.local, decays);
                 let sums = &mut buffers.sums[..piece.rows];
-                dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
+                mask_and_sum((buffers.tile, row_length), piece.columns(), band, sums);
             }
             if buffers.fill_tile(problem, piece, walk.table.as_ref(), scales.local, decays) {
                 if separate.is_some() {
-                    dispatch(ZeroOutside {
-                        block: buffers.tile,
-                        row_length,
-                        rows: piece.rows,
-                        columns: piece.columns(),
-                        band,
-                    });
+                    zero_outside((buffers.tile, row_length), (piece.rows, piece.columns()), band);
                 } else {
                     let sums = &mut buffers.sums[..piece.rows];
-                    dispatch(MaskAndSum { block: buffers.tile, row_length, columns: piece.columns(), band, sums });
+                    mask_and_sum((buffers.tile, row_length), piece.columns(), band, sums);
                 }
-                dispatch(Product {
-                    a: buffers.tile,
-                    a_row: row_length,
-                    a_column: 1,
-                    b: &buffers.v[piece.skip * value_width..],
-                    b_row: value_width,
-                    c: buffers.o,
-                    c_row: value_width,
-                    rows: piece.rows,
-                    columns: value_width,
-                    depth: piece.columns(),
-                    accumulate: written,
-                    a_band: band,
-                    c_band: Band::ALL,
-                });
+                Product::of(
+                    (buffers.tile, row_length),
+                    (&buffers.v[piece.skip * value_width..], value_width),
+                    (buffers.o, value_width),
+                    [piece.rows, value_width, piece.columns()],
+                )
+                .accumulate(written)
+                .a_band(band)
+                .compute();
                 written = true;
             }
             if !written {
@@ -164,11 +130,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 } else {
                     store(&buffers.o[row * value_width..], T::ONE / sum, out);
                 }
-                if let Some(denominators) = self.denominators {
-                    // SAFETY: as above.
-                    let place = unsafe { denominators.row(sequence.batch, head, token, 1) };
-                    place[0] = if problem.attention.normalizes() { sum } else { T::ONE };
-                }
+                let denominator = if problem.attention.normalizes() { sum } else { T::ONE };
+                // SAFETY: as above.
+                unsafe { self.set_denominator([sequence.batch, head, token], denominator) };
             }
         }
         buffers.far = run_sum;
@@ -178,11 +142,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         // SAFETY: these rows belong to no segment, and each unit's are written by one task.
         let out = unsafe { self.out.row(unit.sequence.batch, head, token, problem.dims.value_dim) };
         out.fill(T::ZERO);
-        if let Some(denominators) = self.denominators {
-            // SAFETY: as above.
-            let place = unsafe { denominators.row(unit.sequence.batch, head, token, 1) };
-            place[0] = if problem.attention.normalizes() { T::ZERO } else { T::ONE };
-        }
+        let denominator = if problem.attention.normalizes() { T::ZERO } else { T::ONE };
+        // SAFETY: as above.
+        unsafe { self.set_denominator([unit.sequence.batch, head, token], denominator) };
     }
 }
 
@@ -234,35 +196,4 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         }
         store_state(problem, &unit, ring, &carry.high, &heads[index]);
     });
-}
-
-/// Writes the state after the last key of a unit: its sums, and the ring of its last values, or of those of the initial
-/// state.
-pub(super) fn store_state<T: Real>(
-    problem: &Problem<'_, T>,
-    unit: &Unit<'_, T>,
-    ring: Option<Head<&[T]>>,
-    sums: &Summary<'_, T>,
-    place: &Place<'_, T>,
-) {
-    // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
-    let mut head = place.lock().unwrap_or_else(PoisonError::into_inner);
-    sums.store(&mut head, problem.dims.value_dim, problem.exponential);
-    let keys = unit.sequence.keys;
-    let entry = problem.dims.value_dim + 1;
-    let radius = head.ring.len() / entry;
-    head.marks[OLDEST] = T::ZERO;
-    head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
-    for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
-        to.fill(T::ZERO);
-        let key = (keys + slot) as isize - radius as isize;
-        if key >= 0 && !unit.ignores(key as usize) {
-            to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
-            to[entry - 1] = T::ONE;
-        } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
-            && key < 0
-        {
-            to.copy_from_slice(row);
-        }
-    }
 }

@@ -23,6 +23,7 @@ mod backward;
 mod cost;
 mod features;
 mod forward;
+mod layout;
 mod naive;
 mod problem;
 mod row_pass;
@@ -38,8 +39,8 @@ use problem::Problem;
 use smallvec::smallvec;
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, fingerprint,
+    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
+    Scratch, Sink, State, Token, check_final_mask, check_gradients, check_initial_gradient, check_output, fingerprint,
     kernels,
 };
 use crate::error::{Error, expect};
@@ -235,9 +236,7 @@ impl Compute for KernelizedAttention {
             check_final_mask(operation, &call.mask)?;
         }
         problem.prepare(scratch);
-        let mut denominators =
-            denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
-        let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
+        let sink = Sink::new(&mut out, denominators, dims);
         // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice
         // free: backward, which does not know of it, must find the denominators of its own algorithm.
         let final_state = match self.chosen(call, purpose) {
@@ -277,7 +276,7 @@ impl Compute for KernelizedAttention {
             check_initial_gradient(operation, call)?;
         }
         problem.prepare(scratch);
-        let sink = backward::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared(), positions: None };
+        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         match self.chosen(call, Purpose::Training) {
             Algorithm::Naive => {
                 naive::backward(&problem, cotangent, sink, parameters, scratch);

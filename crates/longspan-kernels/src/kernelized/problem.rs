@@ -2,21 +2,21 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::features::FeatureLayout;
+use super::layout::FeatureLayout;
 use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::load_features;
 use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{Shift, Side as MapSide};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::block::{Transpose, all_finite, largest};
+use crate::simd::Real;
+use crate::simd::block::{all_finite, largest, transpose};
 use crate::simd::rows::{Ahead, Rows, padded};
-use crate::simd::{Real, dispatch};
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -308,27 +308,11 @@ impl<'a, T: Real> Problem<'a, T> {
             if let Some(map) = row_map {
                 map.write(side, from, count, None, Shift::One(shift), rows, head_width, work);
             } else {
-                dispatch(LoadFeatures {
-                    map,
-                    shift,
-                    from,
-                    count,
-                    width: table_dim,
-                    ignored: None,
-                    to: rows,
-                    to_row: head_width,
-                });
+                load_features((map, shift), from, (count, table_dim), None, (rows, head_width));
             }
             rows[count * head_width..].fill(T::ZERO);
             let columns = &mut columns[table * width * head_width..][..width * head_width];
-            dispatch(Transpose {
-                from: rows,
-                from_row: head_width,
-                rows: width,
-                columns: head_width,
-                to: columns,
-                to_row: width,
-            });
+            transpose((rows, head_width), (width, head_width), (columns, width));
         }
         Some(Table { rows, columns, count, width, head_width, heads, shift })
     }

@@ -1,4 +1,4 @@
-//! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
+//! The definition in `f64`, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::{KernelizedAttention, Score};
 use crate::call::{Call, Compute, Dims, Keys, Mask, Order, Reference};

@@ -1,7 +1,7 @@
 //! The state of kernelized attention: what each part of a [`State`] means here.
 
 use super::KernelizedAttention;
-use super::features::FeatureLayout;
+use super::layout::FeatureLayout;
 use crate::call::{Dims, Mechanism, PARTS, State, StateShape, VERSION};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;

@@ -1,13 +1,13 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
-use super::features::FeatureLayout;
+use super::layout::FeatureLayout;
 use super::problem::NegativeRows;
 use super::state::{self, Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{FeatureDots, Features, LoadFeatures};
+use crate::feature_map::elementwise::{FeatureDots, Features, load_features};
 use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
@@ -16,10 +16,6 @@ use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, 
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads;
-
-/// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
-/// microseconds, in which one thread updates about this many.
-const PARALLEL_NUMBERS: usize = 1 << 17;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<'p, T: Real>(
@@ -54,7 +50,7 @@ pub(super) fn step<'p, T: Real>(
             Rotations::empty(fourier, of_head, layout.mapped)
         }),
     };
-    let run = |memory: &mut Memory<'p, T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut Memory<'p, T>| {
         let token = HeadToken {
             attention,
             layout,
@@ -71,14 +67,8 @@ pub(super) fn step<'p, T: Real>(
         };
         token.step(head, out, memory);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    if numbers < PARALLEL_NUMBERS {
-        let mut memory = memory();
-        tasks.for_each(|task| run(&mut memory, task));
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        threads::share_with(tasks.into_iter(), memory, |task, memory| run(memory, task));
-    }
+    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+    threads::share_step(numbers, heads, memory, run);
     negative.report(operation, &dims)
 }
 
@@ -281,16 +271,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let Some(Turns { rotations, buffers, mapped }) = turns else {
             return match self.row_map {
                 Some(map) => self.map_row(map, of, shift, x, to, work),
-                None => dispatch(LoadFeatures {
-                    map,
-                    shift,
-                    from,
-                    count: 1,
-                    width: x.len(),
-                    ignored: None,
-                    to,
-                    to_row: row,
-                }),
+                None => load_features((map, shift), from, (1, x.len()), None, (to, row)),
             };
         };
         let mapped_row = mapped.len();

@@ -1,8 +1,10 @@
 //! What a range of keys leaves behind for later queries, in the layout of the kernels.
 
-use super::features::FeatureLayout;
+use std::sync::{Mutex, PoisonError};
+
+use super::layout::FeatureLayout;
 use super::problem::{Problem, Unit};
-use super::state::{Head, SHIFT};
+use super::state::{Head, OLDEST, SHIFT};
 use crate::kernelized::running_sum::add_compensated;
 use crate::simd::Real;
 use crate::simd::block::scale_by;
@@ -260,6 +262,40 @@ impl<'s, T: Real> Carry<'s, T> {
         }
         if local.has_content() {
             self.high.set_content();
+        }
+    }
+}
+
+/// One head's place for its state. One task at a time writes to it.
+pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
+
+/// Writes the state after the last key of a unit: its sums, and the ring of its last values, or of those of the initial
+/// state.
+pub(super) fn store_state<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    ring: Option<Head<&[T]>>,
+    sums: &Summary<'_, T>,
+    place: &Place<'_, T>,
+) {
+    // One task holds each head; a poisoned lock would mean that another panicked, which ends the call anyway.
+    let mut head = place.lock().unwrap_or_else(PoisonError::into_inner);
+    sums.store(&mut head, problem.dims.value_dim, problem.exponential);
+    let keys = unit.sequence.keys;
+    let entry = problem.dims.value_dim + 1;
+    let radius = head.ring.len() / entry;
+    head.marks[OLDEST] = T::ZERO;
+    head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
+    for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
+        to.fill(T::ZERO);
+        let key = (keys + slot) as isize - radius as isize;
+        if key >= 0 && !unit.ignores(key as usize) {
+            to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
+            to[entry - 1] = T::ONE;
+        } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
+            && key < 0
+        {
+            to.copy_from_slice(row);
         }
     }
 }

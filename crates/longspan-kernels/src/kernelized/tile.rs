@@ -6,14 +6,13 @@ use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
 use crate::call::Arena;
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::rows::Shift;
 use crate::kernelized::running_sum::{Run, combine};
-use crate::simd::block::{Transpose, add_scaled, multiply, scale_by};
+use crate::simd::Real;
+use crate::simd::block::{add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -252,16 +251,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         let there = to - from;
         self.v[..before * width].fill(T::ZERO);
         let padding = unit.padding(from, to);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from: unit.v.skip(from),
-            count: there,
-            width: value_dim,
-            ignored: padding,
-            to: &mut self.v[before * width..],
-            to_row: width,
-        });
+        copy_rows(unit.v.skip(from), (there, value_dim), padding, (&mut self.v[before * width..], width));
         // Products and transposes take whole registers of rows.
         let filled = (before + there) * width;
         self.v[filled..padded::<T>(piece.window_len).min(self.sizes.window) * width].fill(T::ZERO);
@@ -300,14 +290,7 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Transposes the piece's keys, for scores.
     pub fn transpose_keys(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
         let (width, rows) = (problem.head_width, padded::<T>(piece.keys));
-        dispatch(Transpose {
-            from: self.k,
-            from_row: width,
-            rows,
-            columns: width,
-            to: self.k_columns,
-            to_row: self.sizes.chunk,
-        });
+        transpose((self.k, width), (rows, width), (self.k_columns, self.sizes.chunk));
     }
 
     /// `φ(q)·ρ(r)` for every row of the piece, times `scale`.
@@ -319,21 +302,13 @@ impl<'s, T: Real> Buffers<'s, T> {
         rows: usize,
         scale: T,
     ) {
-        dispatch(Product {
-            a: self.q,
-            a_row: problem.head_width,
-            a_column: 1,
-            b: table.columns(head),
-            b_row: table.width,
-            c: self.relative,
-            c_row: table.width,
-            rows,
-            columns: table.width,
-            depth: problem.depth,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        });
+        Product::of(
+            (self.q, problem.head_width),
+            (table.columns(head), table.width),
+            (self.relative, table.width),
+            [rows, table.width, problem.depth],
+        )
+        .compute();
         if scale != T::ONE {
             scale_by(&mut self.relative[..rows * table.width], scale);
         }
@@ -359,21 +334,14 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.tile[..piece.rows * row_length].fill(T::ZERO);
         }
         if content {
-            dispatch(Product {
-                a: self.q,
-                a_row: problem.head_width,
-                a_column: 1,
-                b: self.k_columns,
-                b_row: self.sizes.chunk,
-                c: &mut self.tile[piece.lead..],
-                c_row: row_length,
-                rows: piece.rows,
-                columns: piece.keys,
-                depth: problem.depth,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: Band::up_to(0),
-            });
+            Product::of(
+                (self.q, problem.head_width),
+                (self.k_columns, self.sizes.chunk),
+                (&mut self.tile[piece.lead..], row_length),
+                [piece.rows, piece.keys, problem.depth],
+            )
+            .c_band(Band::up_to(0))
+            .compute();
             if content_scale != T::ONE {
                 scale_by(&mut self.tile[..piece.rows * row_length], content_scale);
             }
@@ -406,21 +374,14 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.
     pub fn fill_denominators(&mut self, problem: &Problem<'_, T>, piece: &Piece, from: usize, scale: T, decays: bool) {
         let chunk = self.sizes.chunk;
-        dispatch(Product {
-            a: &self.q[from..],
-            a_row: problem.head_width,
-            a_column: 1,
-            b: &self.k_columns[from * chunk..],
-            b_row: chunk,
-            c: self.tile,
-            c_row: self.sizes.tile_row,
-            rows: piece.rows,
-            columns: piece.keys,
-            depth: problem.layout.mapped,
-            accumulate: false,
-            a_band: Band::ALL,
-            c_band: Band::up_to(0),
-        });
+        Product::of(
+            (&self.q[from..], problem.head_width),
+            (&self.k_columns[from * chunk..], chunk),
+            (self.tile, self.sizes.tile_row),
+            [piece.rows, piece.keys, problem.layout.mapped],
+        )
+        .c_band(Band::up_to(0))
+        .compute();
         if scale != T::ONE {
             scale_by(&mut self.tile[..piece.rows * self.sizes.tile_row], scale);
         }

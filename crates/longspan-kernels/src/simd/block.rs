@@ -80,6 +80,16 @@ impl<T: Real> Operation for Transpose<'_, T> {
     }
 }
 
+/// Writes the transpose of a block of `rows × columns`, as [`Transpose`]; of both blocks the numbers and the distance from
+/// one row to the next.
+pub(crate) fn transpose<T: Real>(
+    (from, from_row): (&[T], usize),
+    (rows, columns): (usize, usize),
+    (to, to_row): (&mut [T], usize),
+) {
+    dispatch(Transpose { from, from_row, rows, columns, to, to_row })
+}
+
 /// `to += scale · Σ_rows block[row]`.
 pub(crate) struct AddColumnSums<'a, T> {
     pub block: &'a [T],

@@ -1,7 +1,7 @@
 //! The matrix product of blocks, whole or within a band.
 
 use super::rows::Ahead;
-use super::{Operation, Real, Vector};
+use super::{Operation, Real, Vector, dispatch};
 
 /// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
 /// hide the latency of two fused products a cycle, and needs two loads for every four of them.
@@ -30,15 +30,61 @@ pub(crate) struct Product<'a, T> {
 }
 
 impl<'a, T> Product<'a, T> {
-    /// `C = A·B` of whole blocks, each with the distances of its elements.
-    pub fn dense(
-        (a, [a_row, a_column]): (&'a [T], [usize; 2]),
+    /// `C = A·B`, of each matrix its numbers and the distance from one row to the next; `[rows, columns, depth]` as the
+    /// fields of these names.
+    #[inline]
+    pub fn of(
+        (a, a_row): (&'a [T], usize),
         (b, b_row): (&'a [T], usize),
         (c, c_row): (&'a mut [T], usize),
         [rows, columns, depth]: [usize; 3],
     ) -> Self {
         let (a_band, c_band) = (Band::ALL, Band::ALL);
-        Self { a, a_row, a_column, b, b_row, c, c_row, rows, columns, depth, accumulate: false, a_band, c_band }
+        let accumulate = false;
+        Self { a, a_row, a_column: 1, b, b_row, c, c_row, rows, columns, depth, accumulate, a_band, c_band }
+    }
+
+    /// `C = AᵀB`, where `A` is given as it stands.
+    #[inline]
+    pub fn of_transposed(
+        (a, a_column): (&'a [T], usize),
+        b: (&'a [T], usize),
+        c: (&'a mut [T], usize),
+        sizes: [usize; 3],
+    ) -> Self {
+        Self { a_row: 1, a_column, ..Self::of((a, a_column), b, c, sizes) }
+    }
+
+    /// Adds to what stands in C, or not.
+    #[inline]
+    pub fn accumulate(self, accumulate: bool) -> Self {
+        Self { accumulate, ..self }
+    }
+
+    /// With zeros in A outside a band.
+    #[inline]
+    pub fn a_band(self, a_band: Band) -> Self {
+        Self { a_band, ..self }
+    }
+
+    /// For the elements of C inside a band alone.
+    #[inline]
+    pub fn c_band(self, c_band: Band) -> Self {
+        Self { c_band, ..self }
+    }
+}
+
+impl<T: Real> Product<'_, T> {
+    /// Computes it.
+    #[inline]
+    pub fn compute(self) {
+        dispatch(self)
+    }
+
+    /// Computes it with what else is done on the way, as [`ProductWith`].
+    #[inline]
+    pub fn compute_with(self, outer: Outer<'_, T>, ahead: &[Ahead<T>]) {
+        dispatch(ProductWith { product: self, outer, ahead })
     }
 }
 
@@ -61,6 +107,11 @@ impl Band {
     /// The elements from `diagonal` beyond the main one.
     pub fn starting_at(diagonal: isize) -> Self {
         Self { from: diagonal, ..Self::ALL }
+    }
+
+    /// Where these elements are in the transpose.
+    pub fn transposed(self) -> Self {
+        Self { from: 1 - self.to, to: 1 - self.from }
     }
 
     /// The columns below `end` that any of the rows `first..=last` has.
@@ -115,11 +166,11 @@ impl<T: Real> Operation for Product<'_, T> {
 pub(crate) type Outer<'a, T> = Option<(&'a [T], &'a [T])>;
 
 /// A matrix product with what else is done on the way.
-pub(crate) struct ProductWith<'a, T> {
-    pub product: Product<'a, T>,
-    pub outer: Outer<'a, T>,
+struct ProductWith<'a, T> {
+    product: Product<'a, T>,
+    outer: Outer<'a, T>,
     /// Rows that are asked for meanwhile.
-    pub ahead: &'a [Ahead<T>],
+    ahead: &'a [Ahead<T>],
 }
 
 impl<T: Real> Operation for ProductWith<'_, T> {
@@ -217,12 +268,12 @@ unsafe fn tile<V: Vector, const N: usize>(
 }
 
 /// Makes the elements of a block outside `band` 0 and adds each row's sum to `sums`.
-pub(crate) struct MaskAndSum<'a, T> {
-    pub block: &'a mut [T],
-    pub row_length: usize,
-    pub columns: usize,
-    pub band: Band,
-    pub sums: &'a mut [T],
+struct MaskAndSum<'a, T> {
+    block: &'a mut [T],
+    row_length: usize,
+    columns: usize,
+    band: Band,
+    sums: &'a mut [T],
 }
 
 impl<T: Real> Operation for MaskAndSum<'_, T> {
@@ -252,13 +303,23 @@ impl<T: Real> Operation for MaskAndSum<'_, T> {
     }
 }
 
+/// Makes the elements of a block of rows `row_length` apart outside `band` 0 and adds each row's sum to `sums`.
+pub(crate) fn mask_and_sum<T: Real>(
+    (block, row_length): (&mut [T], usize),
+    columns: usize,
+    band: Band,
+    sums: &mut [T],
+) {
+    dispatch(MaskAndSum { block, row_length, columns, band, sums })
+}
+
 /// Makes the elements of a block outside `band` 0.
-pub(crate) struct ZeroOutside<'a, T> {
-    pub block: &'a mut [T],
-    pub row_length: usize,
-    pub rows: usize,
-    pub columns: usize,
-    pub band: Band,
+struct ZeroOutside<'a, T> {
+    block: &'a mut [T],
+    row_length: usize,
+    rows: usize,
+    columns: usize,
+    band: Band,
 }
 
 impl<T: Real> Operation for ZeroOutside<'_, T> {
@@ -276,4 +337,13 @@ impl<T: Real> Operation for ZeroOutside<'_, T> {
             line[to..].fill(V::Element::ZERO);
         }
     }
+}
+
+/// Makes the elements of a block of rows `row_length` apart outside `band` 0.
+pub(crate) fn zero_outside<T: Real>(
+    (block, row_length): (&mut [T], usize),
+    (rows, columns): (usize, usize),
+    band: Band,
+) {
+    dispatch(ZeroOutside { block, row_length, rows, columns, band })
 }

@@ -3,30 +3,22 @@
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
 //! have one writer and sums run in one order, whatever the number of threads.
 
-use super::problem::{Block, KEYS, Problem, ROWS, against, right_side};
+use super::problem::{Block, KEYS, Problem, ROWS, against, ahead, clear_unseen, right_side};
 use super::state;
-use crate::call::{Arena, Cotangent, Scratch, SharedRows, State, ViewMut};
+use super::tile::{ExpColumns, SoftmaxPullBack};
+use crate::call::{Arena, Cotangent, GradientSink, Scratch, SharedRows, State};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
-use crate::softmax::tile::{ExpColumns, SoftmaxPullBack};
 use crate::threads::{self, parallel};
-
-/// Where gradients go.
-#[derive(Clone, Copy)]
-pub(super) struct Sink<'a, T> {
-    pub dq: SharedRows<'a, T>,
-    pub dk: SharedRows<'a, T>,
-    pub dv: SharedRows<'a, T>,
-}
 
 /// Computes every gradient of a call: with `p_ij = e^{s·q_i·k_j − l_i}`, `dv_j = Σ_i p_ij G_i`,
 /// `dS_ij = p_ij (G_i·v_j − G_i·A_i)`, `dq_i = s Σ_j dS_ij k_j` and `dk_j = s Σ_i dS_ij q_i`.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
-    sink: Sink<'_, T>,
+    sink: GradientSink<'_, T>,
     mut d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
@@ -46,8 +38,7 @@ pub(super) fn backward<T: Real>(
         state::clear(state);
     }
     // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
-    let mut d_initial = d_initial.map(|state| ViewMut::strided(state.numbers_mut(), [entry, 0, 0]));
-    let d_initial = d_initial.as_mut().map(ViewMut::shared);
+    let d_initial = d_initial.map(|state| SharedRows::new(state.numbers_mut(), [entry, 0, 0]));
     parallel(units, scratch.take(workers * per_worker), per_worker, |unit, scratch| {
         let mut arena = Arena::new(scratch);
         let block = Block::new(problem, &mut arena);
@@ -100,11 +91,7 @@ pub(super) fn backward<T: Real>(
                     let first = if segment.past { 0 } else { past };
                     for key in (0..end).step_by(KEYS) {
                         let keys = (end - key).min(KEYS);
-                        let ahead = if segment.past || !problem.causal {
-                            isize::MAX / 2
-                        } else {
-                            row as isize + problem.offset - key as isize
-                        };
+                        let ahead = ahead(problem, segment, row, key);
                         let band = Band::starting_at(-ahead);
                         let k = (segment.k.skip(key), dims.head_dim);
                         let v = (segment.v.skip(key), dims.value_dim);
@@ -124,47 +111,24 @@ pub(super) fn backward<T: Real>(
                             keys,
                             dots: &dots[..columns],
                         });
-                        for line in 0..keys {
-                            let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
-                            let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
-                            block.tile[line * columns..][..unseen].fill(T::ZERO);
-                            d_tile[line * columns..][..unseen].fill(T::ZERO);
+                        for tile in [&mut *block.tile, &mut *d_tile] {
+                            clear_unseen((tile, columns), keys, (ahead, ignored), T::ZERO);
                         }
                         let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
-                            dispatch(Product {
-                                a,
-                                a_row: columns,
-                                a_column: 1,
-                                b,
-                                b_row: width,
-                                c: &mut to[(first + key) * width..],
-                                c_row: width,
-                                rows: keys,
-                                columns: width,
-                                depth: rows,
-                                accumulate: true,
-                                a_band: band,
-                                c_band: Band::ALL,
-                            });
+                            let sizes = [keys, width, rows];
+                            Product::of((a, columns), (b, width), (&mut to[(first + key) * width..], width), sizes)
+                                .accumulate(true)
+                                .a_band(band)
+                                .compute();
                         };
                         into(block.tile, (block.o, value_width), dv);
                         into(d_tile, (block.q, head_width), dk);
                         let (k, k_row) = right_side(k, keys, ignored, k_block);
-                        dispatch(Product {
-                            a: d_tile,
-                            a_row: 1,
-                            a_column: columns,
-                            b: k,
-                            b_row: k_row,
-                            c: dq,
-                            c_row: head_width,
-                            rows,
-                            columns: dims.head_dim,
-                            depth: keys,
-                            accumulate: true,
-                            a_band: Band::up_to(ahead),
-                            c_band: Band::ALL,
-                        });
+                        let sizes = [rows, dims.head_dim, keys];
+                        Product::of_transposed((d_tile, columns), (k, k_row), (dq, head_width), sizes)
+                            .accumulate(true)
+                            .a_band(Band::up_to(ahead))
+                            .compute();
                     }
                 }
                 for at in 0..rows {
@@ -187,12 +151,7 @@ pub(super) fn backward<T: Real>(
         for key in 0..own + sequence.absent {
             let token = sequence.key_start + key;
             // SAFETY: all of a unit's keys belong to its task.
-            let (to_k, to_v) = unsafe {
-                (
-                    sink.dk.row(sequence.batch, kv_head, token, dims.head_dim),
-                    sink.dv.row(sequence.batch, kv_head, token, dims.value_dim),
-                )
-            };
+            let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, token], dims) };
             to_k.fill(T::ZERO);
             to_v.fill(T::ZERO);
             if key >= own || sequence.padding.is_some_and(|ignored| ignored[key]) {

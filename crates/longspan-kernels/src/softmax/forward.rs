@@ -1,21 +1,14 @@
-//! The forward pass: blocks of queries against tiles of keys, with running maxima, so that no score is kept.
+//! The forward pass: chunks of queries against tiles of keys, with running maxima, so that no score is kept.
 
-use super::problem::{Block, Blocks, KEYS, Problem, ROWS, Segment, against, right_side};
-use crate::call::{Arena, Scratch, Sequence, SharedRows};
+use super::problem::{Block, Chunks, KEYS, Problem, ROWS, Segment, against, ahead, clear_unseen, right_side};
+use super::state;
+use super::tile::SoftmaxTile;
+use crate::call::{Arena, Scratch, Sequence, Sink, State};
 use crate::simd::block::{scale_by, store};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
-use crate::softmax::tile::SoftmaxTile;
 use crate::threads::{self, parallel};
-
-/// Where outputs go.
-#[derive(Clone, Copy)]
-pub(super) struct Sink<'a, T> {
-    pub out: SharedRows<'a, T>,
-    /// `[batch, heads, queries]` as rows of one number.
-    pub denominators: Option<SharedRows<'a, T>>,
-}
 
 /// Rows of one head.
 #[derive(Clone, Copy)]
@@ -27,15 +20,15 @@ struct RowRange {
 
 /// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let blocks = Blocks::new(problem);
+    let chunks = Chunks::new(problem);
     let per_worker = Arena::measure(|arena| Block::new(problem, arena));
-    let workers = threads::count().min(blocks.len());
-    parallel(blocks.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
+    let workers = threads::count().min(chunks.len());
+    parallel(chunks.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
         let mut memory = Block::new(problem, &mut Arena::new(scratch));
-        let (sequence, head, block) = blocks.task(task);
+        let (sequence, head, chunk) = chunks.task(task);
         let sequence = &problem.sequences[sequence];
         let segments = problem.segments(sequence, head / problem.dims.group());
-        let (mut row, end) = (block * ROWS, (block * ROWS + ROWS).min(sequence.queries));
+        let (mut row, end) = (chunk * ROWS, (chunk * ROWS + ROWS).min(sequence.queries));
         while row < end {
             let whole = !segments.iter().any(|segment| problem.carries(segment, row, end - row));
             let range = RowRange { head, row, rows: if whole { end - row } else { 1 } };
@@ -68,20 +61,11 @@ fn attend<T: Real>(
         let end = problem.end(segment, row + rows - 1);
         for key in (0..end).step_by(KEYS) {
             let keys = (end - key).min(KEYS);
-            // Column `i` sees the lines up to `i + ahead`.
-            let ahead = if segment.past || !problem.causal {
-                isize::MAX / 2
-            } else {
-                row as isize + problem.offset - key as isize
-            };
+            let ahead = ahead(problem, segment, row, key);
             let k = (segment.k.skip(key), dims.head_dim);
             against(k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
             let ignored = segment.padding.map(|padding| &padding[key..key + keys]);
-            for (line, scores) in memory.tile.chunks_exact_mut(columns).take(keys).enumerate() {
-                let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
-                let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
-                scores[..unseen].fill(T::NEG_INFINITY);
-            }
+            clear_unseen((memory.tile, columns), keys, (ahead, ignored), T::NEG_INFINITY);
             let (highest, factors) = (&mut memory.highest[..columns], &mut memory.factors[..columns]);
             dispatch(SoftmaxTile {
                 scores: memory.tile,
@@ -97,21 +81,11 @@ fn attend<T: Real>(
                 }
             }
             let (v, v_row) = right_side((segment.v.skip(key), dims.value_dim), keys, ignored, memory.v);
-            dispatch(Product {
-                a: memory.tile,
-                a_row: 1,
-                a_column: columns,
-                b: v,
-                b_row: v_row,
-                c: memory.o,
-                c_row: value_width,
-                rows,
-                columns: dims.value_dim,
-                depth: keys,
-                accumulate: true,
-                a_band: Band::up_to(ahead),
-                c_band: Band::ALL,
-            });
+            let sizes = [rows, dims.value_dim, keys];
+            Product::of_transposed((memory.tile, columns), (v, v_row), (memory.o, value_width), sizes)
+                .accumulate(true)
+                .a_band(Band::up_to(ahead))
+                .compute();
         }
     }
 }
@@ -126,18 +100,34 @@ fn write<T: Real>(
     for at in 0..range.rows {
         let token = sequence.query_start + range.row + at;
         let (sum, highest) = (memory.sums[at], memory.highest[at]);
-        // SAFETY: each (batch, head, token) belongs to one block of rows, so to one task.
+        // SAFETY: each (batch, head, token) belongs to one chunk, so to one task.
         let out = unsafe { sink.out.row(sequence.batch, range.head, token, problem.dims.value_dim) };
         if sum == T::ZERO {
             out.fill(T::ZERO);
         } else {
             store(&memory.o[at * problem.value_width..], T::ONE / sum, out);
         }
-        if let Some(denominators) = sink.denominators {
-            // SAFETY: as above.
-            let place = unsafe { denominators.row(sequence.batch, range.head, token, 1) };
-            // The largest weight is 1, so the sum is 1 or more.
-            place[0] = if sum == T::ZERO { T::NEG_INFINITY } else { highest + (sum - T::ONE).ln_1p() };
+        // The largest weight is 1, so the sum is 1 or more.
+        let logarithm = if sum == T::ZERO { T::NEG_INFINITY } else { highest + (sum - T::ONE).ln_1p() };
+        // SAFETY: as above.
+        unsafe { sink.set_denominator([sequence.batch, range.head, token], logarithm) };
+    }
+}
+
+/// Writes the cache after the last key of a call that was checked for it.
+pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) {
+    state::clear(to);
+    let (head_dim, value_dim, kv_heads) = (problem.dims.head_dim, problem.dims.value_dim, problem.dims.kv_heads);
+    for (unit, [keys, values, held, ..]) in to.heads_mut().enumerate() {
+        let segments = problem.segments(&problem.sequences[unit / kv_heads], unit % kv_heads);
+        let mut place = 0;
+        for segment in segments {
+            for key in (0..segment.keys).filter(|&key| !segment.padding.is_some_and(|ignored| ignored[key])) {
+                keys[place * head_dim..][..head_dim].copy_from_slice(segment.k.row(key, head_dim));
+                values[place * value_dim..][..value_dim].copy_from_slice(segment.v.row(key, value_dim));
+                place += 1;
+            }
         }
+        held[0] = T::from_f64(place as f64);
     }
 }

@@ -22,8 +22,8 @@ mod reference;
 use problem::Problem;
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch, State, Token,
-    ViewMut, check_gradients, check_output, kernels,
+    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
+    Sink, State, Token, check_gradients, check_output, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -108,12 +108,10 @@ impl Compute for SoftmaxAttention {
         if let Some(to) = &final_state {
             problem.check_final_state(to, "final_state")?;
         }
-        let mut denominators =
-            denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
-        let sink = forward::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
+        let sink = Sink::new(&mut out, denominators, dims);
         forward::forward(&problem, sink, scratch);
         if let Some(to) = final_state {
-            state::append(&problem, to);
+            forward::final_state(&problem, to);
         }
         Ok(())
     }
@@ -134,7 +132,7 @@ impl Compute for SoftmaxAttention {
             problem.check_initial_gradient(to)?;
         }
         let Gradients { mut dq, mut dk, mut dv, initial_state, .. } = gradients;
-        let sink = backward::Sink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         backward::backward(&problem, cotangent, sink, initial_state, scratch);
         Ok(())
     }

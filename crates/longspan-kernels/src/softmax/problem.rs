@@ -5,17 +5,16 @@ use crate::call::{
     Arena, Call, Dims, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
 };
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
-use crate::simd::block::{Transpose, all_finite, scale_by};
+use crate::feature_map::elementwise::copy_rows;
+use crate::simd::Real;
+use crate::simd::block::{all_finite, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
-use crate::simd::{Real, dispatch};
 
-/// Queries of a block: four AVX-512 registers, the width of the matrix product's own block.
+/// Queries of a chunk: four AVX-512 registers, the width of the matrix product's own block.
 pub(super) const ROWS: usize = 64;
 
-/// Keys of a tile. 64 × 64 scores of `f32` are 16 KiB; with the block's queries and outputs of 64 features that is the
+/// Keys of a tile. 64 × 64 scores of `f32` are 16 KiB; with the chunk's queries and outputs of 64 features that is the
 /// first-level cache.
 pub(super) const KEYS: usize = 64;
 
@@ -151,26 +150,10 @@ impl<'a, T: Real> Problem<'a, T> {
         (transposed, columns): (&mut [T], usize),
     ) {
         let row_length = padded::<T>(width);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from,
-            count: rows,
-            width,
-            ignored: None,
-            to: block,
-            to_row: row_length,
-        });
+        copy_rows(from, (rows, width), None, (block, row_length));
         scale_by(&mut block[..rows * row_length], factor);
         block[rows * row_length..columns * row_length].fill(T::ZERO);
-        dispatch(Transpose {
-            from: block,
-            from_row: row_length,
-            rows: columns,
-            columns: row_length,
-            to: transposed,
-            to_row: columns,
-        });
+        transpose((block, row_length), (columns, row_length), (transposed, columns));
     }
 }
 
@@ -182,21 +165,31 @@ pub(super) fn against<T: Real>(
     to: &mut [T],
     band: Band,
 ) {
-    dispatch(Product {
-        a: rows.data,
-        a_row: rows.stride,
-        a_column: 1,
-        b: transposed,
-        b_row: columns,
-        c: to,
-        c_row: columns,
-        rows: keys,
-        columns,
-        depth: width,
-        accumulate: false,
-        a_band: Band::ALL,
-        c_band: band,
-    });
+    Product::of((rows.data, rows.stride), (transposed, columns), (to, columns), [keys, columns, width])
+        .c_band(band)
+        .compute();
+}
+
+/// Column `i` of a tile, row `row + i`, sees its lines, the keys from `key` on, up to `i` plus this.
+pub(super) fn ahead<T: Real>(problem: &Problem<'_, T>, segment: &Segment<'_, T>, row: usize, key: usize) -> isize {
+    match segment.past || !problem.causal {
+        true => isize::MAX / 2,
+        false => row as isize + problem.offset - key as isize,
+    }
+}
+
+/// Fills what is not seen of a tile of `keys` lines, by mask or because the key is ignored.
+pub(super) fn clear_unseen<T: Real>(
+    (tile, columns): (&mut [T], usize),
+    keys: usize,
+    (ahead, ignored): (isize, Option<&[bool]>),
+    fill: T,
+) {
+    for (line, numbers) in tile.chunks_exact_mut(columns).take(keys).enumerate() {
+        let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
+        let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
+        numbers[..unseen].fill(fill);
+    }
 }
 
 /// Rows of a segment as the right side of a product: as they stand where that can be read in whole registers, else
@@ -211,27 +204,18 @@ pub(super) fn right_side<'b, T: Real>(
     if ignored.is_none() && row_length == width {
         return (rows.data, rows.stride);
     }
-    dispatch(LoadFeatures {
-        map: FeatureMap::Identity,
-        shift: T::ZERO,
-        from: rows,
-        count: keys,
-        width,
-        ignored,
-        to: block,
-        to_row: row_length,
-    });
+    copy_rows(rows, (keys, width), ignored, (block, row_length));
     (block, row_length)
 }
 
-/// Blocks of rows over all sequences and heads: the tasks of a forward pass.
-pub(super) struct Blocks {
-    /// Blocks before each sequence, and after the last.
+/// Chunks of rows over all sequences and heads: the tasks of a forward pass.
+pub(super) struct Chunks {
+    /// Chunks before each sequence, and after the last.
     before: Vec<usize>,
     heads: usize,
 }
 
-impl Blocks {
+impl Chunks {
     pub fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
         let heads = problem.dims.heads;
         let mut before = vec![0];
@@ -245,7 +229,7 @@ impl Blocks {
         self.before[self.before.len() - 1]
     }
 
-    /// Sequence, head and block of rows of a task. Late blocks come first: under a causal mask they are the longest.
+    /// Sequence, head and chunk of a task. Late chunks come first: under a causal mask they are the longest.
     pub fn task(&self, task: usize) -> (usize, usize, usize) {
         let task = self.len() - 1 - task;
         let sequence = self.before.partition_point(|&before| before <= task) - 1;
@@ -254,7 +238,7 @@ impl Blocks {
     }
 }
 
-/// Memory of one block of rows, forward and backward.
+/// Memory of one chunk of rows, forward and backward.
 pub(super) struct Block<'s, T> {
     /// `s·q`, ROWS × head_width, and its transpose.
     pub q: &'s mut [T],

@@ -1,7 +1,6 @@
 //! The state of softmax attention: a cache of keys and values.
 
 use super::SoftmaxAttention;
-use super::problem::Problem;
 use crate::call::{Dims, State, StateShape, VERSION};
 use crate::error::{Error, expect};
 use crate::simd::Real;
@@ -72,24 +71,6 @@ pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, t
         || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity),
         || tokens.to_string(),
     )
-}
-
-/// Writes the cache after the last key of a call that was checked for it.
-pub(super) fn append<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) {
-    clear(to);
-    let (head_dim, value_dim, kv_heads) = (problem.dims.head_dim, problem.dims.value_dim, problem.dims.kv_heads);
-    for (unit, [keys, values, held, ..]) in to.heads_mut().enumerate() {
-        let segments = problem.segments(&problem.sequences[unit / kv_heads], unit % kv_heads);
-        let mut place = 0;
-        for segment in segments {
-            for key in (0..segment.keys).filter(|&key| !segment.padding.is_some_and(|ignored| ignored[key])) {
-                keys[place * head_dim..][..head_dim].copy_from_slice(segment.k.row(key, head_dim));
-                values[place * value_dim..][..value_dim].copy_from_slice(segment.v.row(key, value_dim));
-                place += 1;
-            }
-        }
-        held[0] = T::from_f64(place as f64);
-    }
 }
 
 /// Makes every number 0.

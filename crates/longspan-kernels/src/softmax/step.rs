@@ -2,18 +2,12 @@
 
 use super::problem::KEYS;
 use super::{SoftmaxAttention, state};
-use crate::call::{Dims, State, Token, check_token, token_dims};
+use crate::call::{Dims, PARTS, State, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use crate::feature_map::elementwise::load_exponentials;
+use crate::simd::Real;
 use crate::simd::block::{add_row_dots, add_scaled, scale_by};
-use crate::simd::rows::Rows;
-use crate::simd::{Real, dispatch};
 use crate::threads;
-
-/// Numbers of cache below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
-/// microseconds, in which one thread reads about this many.
-const PARALLEL_NUMBERS: usize = 1 << 17;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(
@@ -33,13 +27,7 @@ pub(super) fn step<T: Real>(
     state::check_room(attention, "state", longest)?;
     let group = dims.group();
     let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
-    let mut rest = out;
-    let tasks = state.heads_mut().enumerate().map(|(unit, head)| {
-        let (own, later) = std::mem::take(&mut rest).split_at_mut(group * value_dim);
-        rest = later;
-        (unit, head, own)
-    });
-    let run = |(unit, [keys, values, held, ..], out): (usize, [&mut [T]; 6], &mut [T])| {
+    let run = |(unit, ([keys, values, held, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])), (): &mut ()| {
         let place = held[0].to_f64() as usize;
         keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
         values[place * value_dim..][..value_dim].copy_from_slice(&token.v[unit * value_dim..][..value_dim]);
@@ -50,12 +38,8 @@ pub(super) fn step<T: Real>(
             attend(q, scale, (keys, values, place + 1), out);
         }
     };
-    if batch * kv_heads * longest * (head_dim + value_dim) < PARALLEL_NUMBERS {
-        tasks.for_each(run);
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        threads::share(tasks.into_iter(), run);
-    }
+    let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
+    threads::share_step(batch * kv_heads * longest * (head_dim + value_dim), heads, || (), run);
     Ok(())
 }
 
@@ -80,17 +64,7 @@ fn attend<T: Real>(q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize),
             scale_by(out, factor);
             highest = top;
         }
-        let scores = Rows { data: &*scores, stride: count };
-        dispatch(LoadFeatures {
-            map: FeatureMap::Exp,
-            shift: highest,
-            from: scores,
-            count: 1,
-            width: count,
-            ignored: None,
-            to: &mut weights,
-            to_row: KEYS,
-        });
+        load_exponentials(scores, highest, &mut weights);
         for (&weight, value) in weights[..count].iter().zip(values[key * value_dim..].chunks_exact(value_dim.max(1))) {
             add_scaled(out, weight, value);
         }

@@ -1,7 +1,7 @@
 //! What each algorithm would cost for a call, and which is the cheapest.
 
+use super::far::ROWS;
 use super::fft::transform_length;
-use super::piecewise::ROWS;
 use super::problem::{CHUNK, TILE};
 use super::{Bias, Toeplitz};
 use crate::call::{Dims, Mask, Order};
@@ -117,7 +117,7 @@ fn fft(toeplitz: &Toeplitz, dims: &Dims) -> Estimate {
         algorithm: Algorithm::Fft,
         flops: heads * flops,
         published_elements: length * d * (dv + 1.0),
-        // Columns of φ(q), φ(k), v and the sums in doubles, and one task's signal and spectra.
+        // Columns of φ(q), φ(k), v and the sums in `f64`, and one task's signal and spectra.
         scratch_bytes: 8.0 * ((dims.keys as f64 + dims.queries as f64) * (d + dv) + 4.0 * length),
         work,
         automatic: true,

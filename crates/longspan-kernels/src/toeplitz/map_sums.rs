@@ -1,9 +1,8 @@
 //! The sums that the gradients of a learned feature map's matrices are formed in: rows of one head's queries add theirs to
 //! one of a few lanes, keys to that of their segment, so that neither memory nor the order of sums depends on threads.
 
-use super::gradient::segments;
 use super::problem::Problem;
-use crate::call::{SharedRows, ViewMut};
+use crate::call::SharedRows;
 use crate::simd::Real;
 
 /// Lanes that the chunks of one head's queries are dealt to: as many tasks as a head can keep busy under a learned map.
@@ -25,32 +24,23 @@ impl<'s, T: Real> MapSums<'s, T> {
     /// Numbers of all sums.
     pub fn len(problem: &Problem<'_, T>) -> usize {
         let owners = problem.units() * problem.dims.group();
-        (owners * LANES + problem.units() * segments(problem)) * problem.mapping.sums_len()
+        (owners * LANES + problem.units() * problem.segments()) * problem.mapping.sums_len()
     }
 
     /// In memory of [`len`](Self::len) numbers, which are made 0.
-    pub fn view(problem: &Problem<'_, T>, numbers: &'s mut [T]) -> ViewMut<'s, T> {
+    pub fn new(problem: &Problem<'_, T>, numbers: &'s mut [T]) -> Self {
         numbers.fill(T::ZERO);
-        ViewMut::strided(numbers, [problem.mapping.sums_len(), 0, 1])
-    }
-
-    pub fn new(problem: &Problem<'_, T>, rows: SharedRows<'s, T>) -> Self {
-        let group = problem.dims.group();
+        let (group, len) = (problem.dims.group(), problem.mapping.sums_len());
         Self {
-            rows,
-            len: problem.mapping.sums_len(),
+            rows: SharedRows::new(numbers, [len, 0, 1]),
+            len,
             group,
-            segments: segments(problem),
+            segments: problem.segments(),
             queries: problem.units() * group * LANES,
         }
     }
 
-    /// Into how many lanes of tasks the chunks of one head's rows are dealt in turn: each its own but for learned maps.
-    pub fn lanes(&self, chunks: usize) -> usize {
-        if self.len == 0 { chunks } else { chunks.min(LANES) }
-    }
-
-    /// The lane of a chunk.
+    /// The lane of one of a head's chunks: each its own but for learned maps.
     pub fn lane(&self, chunk: usize) -> usize {
         if self.len == 0 { chunk } else { chunk % LANES }
     }
@@ -80,7 +70,7 @@ impl<'s, T: Real> MapSums<'s, T> {
 /// Writes the gradients of a learned map's parameters from the sums of all tasks; there are none of other maps.
 pub(super) fn write<T: Real>(problem: &Problem<'_, T>, numbers: &[T], gradients: &mut [&mut [T]]) {
     let (Some(map), [queries, keys]) = (&problem.mapping.rows, gradients) else { return };
-    let (group, len, segments) = (problem.dims.group(), problem.mapping.sums_len(), segments(problem));
+    let (group, len, segments) = (problem.dims.group(), problem.mapping.sums_len(), problem.segments());
     let (of_queries, of_keys) = numbers.split_at(problem.units() * group * LANES * len);
     let units = |kv_head: usize| (0..problem.sequences.len()).map(move |n| n * problem.dims.kv_heads + kv_head);
     let sums = |all, owner: usize, count: usize| <[T]>::chunks_exact(all, len).skip(owner * count).take(count);

@@ -17,29 +17,42 @@
 //! The derivations stand in this folder's `README.md`.
 
 mod bias;
+mod bias_gradient;
+mod chunks;
 mod cost;
+mod exponents;
+mod far;
 mod fft;
-mod gradient;
+mod final_state;
+mod forward;
+mod key_pass;
+mod key_tiles;
+mod left;
 mod map_sums;
 mod one_pass;
+mod pass;
 mod piecewise;
 mod problem;
+mod query_pass;
 mod reference;
-pub(crate) mod spectrum;
+mod rows;
 mod state;
+mod state_gradient;
 mod step;
+mod tile;
 mod tiled;
-pub(crate) mod weigh;
+mod weigh;
 
 pub use bias::{Beyond, Bias};
 
+use pass::Backward;
 use problem::Problem;
 use smallvec::smallvec;
-use state::StateGradients;
+use state_gradient::{FirstGradient, StateGradients};
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, Token, ViewMut, check_gradients, check_initial_gradient, check_output, kernels,
+    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
+    Scratch, Sink, State, Token, check_gradients, check_output, kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -143,16 +156,14 @@ impl Compute for Toeplitz {
             problem.check_final_state(to, "final_state")?;
         }
         problem.prepare(scratch);
-        let mut denominators =
-            denominators.map(|numbers| ViewMut::strided(numbers, [dims.heads * dims.queries, dims.queries, 1]));
-        let sink = tiled::Sink { out: out.shared(), denominators: denominators.as_mut().map(ViewMut::shared) };
+        let sink = Sink::new(&mut out, denominators, &dims);
         match self.chosen(call, purpose, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
             Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
             _ => tiled::forward(&problem, sink, scratch),
         }
         if let Some(state) = final_state {
-            tiled::final_state(&problem, state, scratch);
+            final_state::final_state(&problem, state, scratch);
         }
         Ok(())
     }
@@ -170,18 +181,17 @@ impl Compute for Toeplitz {
             problem.check_final_state(state, "gradient of the final state")?;
         }
         if let Some(to) = &gradients.initial_state {
-            to.check(OPERATION, "gradient of the initial state", state::shape(self, &problem.dims))?;
-            check_initial_gradient(OPERATION, call)?;
+            problem.check_initial_gradient(to)?;
         }
         problem.prepare(scratch);
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
-        let sink = tiled::GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        let mut first = initial_state.map(state::FirstGradient::new);
-        let states = StateGradients { last: cotangent.final_state, first: first.as_mut().map(|first| first.shared()) };
+        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        let states = StateGradients { last: cotangent.final_state, first: initial_state.map(FirstGradient::new) };
+        let backward = Backward { problem: &problem, cotangent, sink, states };
         match self.chosen(call, Purpose::Training, cotangent.final_state.is_some()) {
-            Algorithm::Fft => fft::backward(&problem, cotangent, sink, parameters, scratch),
-            Algorithm::Piecewise => piecewise::backward(&problem, cotangent, sink, parameters, states, scratch),
-            _ => tiled::backward(&problem, cotangent, sink, parameters, states, scratch),
+            Algorithm::Fft => fft::backward(backward, parameters, scratch),
+            Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
+            _ => tiled::backward(backward, parameters, scratch),
         }
         Ok(())
     }

@@ -7,16 +7,14 @@
 
 use std::ops::Range;
 
-use super::gradient::{self, Beside, Buffers, Chunk, KeyPass, places};
-use super::map_sums::MapSums;
+use super::bias_gradient::{line_len, unit_lines_len};
+use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
+use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem, TILE, Unit};
-use super::state::StateGradients;
-use super::tiled::GradientSink;
-use crate::call::{Arena, Cotangent, Scratch, SharedRows, ViewMut};
-use crate::feature_map::rows::Side;
+use crate::call::{Arena, Scratch, SharedRows};
+use crate::feature_map::rows::Shift;
 use crate::simd::Real;
-use crate::simd::block::{add_scaled, store};
-use crate::simd::rows::padded;
+use crate::simd::block::add_scaled;
 use crate::threads::{self, parallel};
 
 /// Distances between two chunks, one more to be even.
@@ -28,57 +26,43 @@ const TASKS: usize = 8;
 
 /// Whether all that a call wants comes from tiles, with gradients of features as wide as rows. Exponents of keys, which each
 /// block has its own, and images, whose distances are scattered, are left to two passes.
-pub(super) fn takes<T: Real>(problem: &Problem<'_, T>, states: &StateGradients<'_, T>) -> bool {
+pub(super) fn takes<T: Real>(call: &Backward<'_, '_, T>) -> bool {
+    let (problem, states) = (call.problem, &call.states);
     let stateless = problem.call.initial_state.is_none() && states.last.is_none() && states.first.is_none();
     stateless && problem.mapping.rows.is_none() && !problem.mapping.exponential && !problem.is_grid()
 }
 
 /// Computes every gradient of a call that it [`takes`].
-pub(super) fn backward<T: Real>(
-    problem: &Problem<'_, T>,
-    cotangent: &Cotangent<'_, T>,
-    sink: GradientSink<'_, T>,
-    d_bias: &mut [T],
-    states: StateGradients<'_, T>,
-    scratch: &mut Scratch<T>,
-) {
+pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
+    let problem = call.problem;
     let longest = problem.sequences.iter().map(|sequence| sequence.keys.max(sequence.queries)).max().unwrap_or(0);
     // Without a chunk there may be keys that no sequence has, and their gradients.
     let (units, chunks) = (problem.units(), longest.div_ceil(CHUNK).max(1));
     let window_len = problem.dims.group() * DISTANCES;
     let together = (TASKS * threads::count()).div_ceil(chunks).min(units);
-    let (windows_len, lines_len) = (padded::<T>(together * chunks * window_len), gradient::lines_len(problem));
-    let per_worker = gradient::buffers_len(problem, Beside::Queries);
-    let len = problem.shared_len() + lines_len + windows_len + threads::count() * per_worker;
-    let mut arena = Arena::new(scratch.take(len));
-    let shared = problem.shared(&mut arena);
-    let (lines, windows) = (arena.take(lines_len), arena.take(together * chunks * window_len));
-    lines.fill(T::ZERO);
-    let memory = arena.rest();
-    // There is no learned map.
-    let mut nothing = MapSums::view(problem, &mut []);
-    let sums = MapSums::new(problem, nothing.shared());
-    let pass = KeyPass { problem, shared: &shared, cotangent, sink, rows: None, states, sums };
-    for first in (0..units).step_by(together.max(1)) {
-        let count = together.min(units - first);
-        for phase in 0..chunks {
-            let mut view = ViewMut::strided(&mut *windows, [window_len, 0, 1]);
-            let view = view.shared();
-            parallel(count * chunks, &mut *memory, per_worker, |task, memory| {
-                // SAFETY: each window is one task's own.
-                let window = unsafe { view.row(task, 0, 0, window_len) };
-                let (unit, chunk) = (problem.unit(first + task / chunks), task % chunks);
-                let meeting = Meeting::new(unit, chunk, (chunk + phase) % chunks);
-                meeting.compute(&pass, phase == 0, window, &mut Arena::new(memory));
-            });
-            add_windows(problem, first..first + count, (chunks, phase), windows, lines);
+    let per_worker = Arena::measure(|arena| (key_gradients(problem, arena), TileBuffers::new(problem, true, arena)));
+    let sizes = Sizes { per_worker, own: together * chunks * window_len, own_f64: 0 };
+    call.run(parameters, sizes, scratch, |pass, memory| {
+        let Memory { lines, workers, own: windows, .. } = memory;
+        for first in (0..units).step_by(together.max(1)) {
+            let count = together.min(units - first);
+            for phase in 0..chunks {
+                let places = SharedRows::new(&mut *windows, [window_len, 0, 1]);
+                parallel(count * chunks, &mut *workers, per_worker, |task, memory| {
+                    // SAFETY: each window is one task's own.
+                    let window = unsafe { places.row(task, 0, 0, window_len) };
+                    let (unit, chunk) = (problem.unit(first + task / chunks), task % chunks);
+                    let meeting = Meeting::new(unit, chunk, (chunk + phase) % chunks);
+                    meeting.compute(pass, phase == 0, window, &mut Arena::new(memory));
+                });
+                add_windows(problem, first..first + count, (chunks, phase), windows, lines);
+            }
         }
-    }
-    parallel(units * chunks, memory, per_worker, |task, memory| {
-        let (unit, chunk) = (problem.unit(task / chunks), task % chunks);
-        Meeting::new(unit, chunk, chunk).finish(&pass, chunk == 0, &mut Arena::new(memory));
+        parallel(units * chunks, workers, per_worker, |task, memory| {
+            let (unit, chunk) = (problem.unit(task / chunks), task % chunks);
+            Meeting::new(unit, chunk, chunk).finish(pass, chunk == 0, &mut Arena::new(memory));
+        });
     });
-    gradient::reduce(problem, lines, d_bias);
 }
 
 /// A chunk of keys and one of queries of a unit.
@@ -109,102 +93,72 @@ impl<'a, T: Real> Meeting<'a, T> {
 
     /// Adds what the pairs give, to nothing yet in the `first` phase, in which chunks of the same number meet; the gradients
     /// of biases are written by distance, one range of [`DISTANCES`] a head.
-    fn compute(&self, pass: &KeyPass<'_, 'a, T>, first: bool, window: &mut [T], arena: &mut Arena<'_, T>) {
-        let (problem, sink) = (pass.problem, &pass.sink);
+    fn compute(&self, pass: &Pass<'_, 'a, T>, first: bool, window: &mut [T], arena: &mut Arena<'_, T>) {
+        let (problem, sink, unit) = (pass.call.problem, &pass.call.sink, &self.unit);
         window.fill(T::ZERO);
         let seen = self.is_seen(problem);
         if !seen && !first {
             return;
         }
-        let mut buffers = Buffers::new(problem, Beside::Queries, &mut [], arena);
+        let mut blocks = key_gradients(problem, arena);
+        let mut buffers = TileBuffers::new(problem, true, arena);
         let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let from = self.keys.start as isize;
-        let chunk = Chunk { unit: self.unit, left: None, index: 0, keys: from..self.keys.end as isize, last: None };
-        let batch = self.unit.sequence.batch;
-        let key_rows = |first: usize| (batch, self.unit.kv_head, self.unit.sequence.key_start + first);
-        let blocks = || self.keys.clone().step_by(TILE).enumerate();
-        for (which, key) in blocks() {
-            let end = self.keys.end as isize;
-            buffers.keys[which].load(problem, &self.unit, (key as isize, end), &mut buffers.map);
-            let count = buffers.keys[which].count;
-            take(sink.dk, key_rows(key), count, head_dim, first, (&mut *buffers.dk[which], head_width));
-            take(sink.dv, key_rows(key), count, value_dim, first, (&mut *buffers.dv[which], value_width));
+        let blocks = &mut blocks[..self.keys.len().div_ceil(TILE)];
+        for (KeyGradients { keys, dk, dv }, key) in blocks.iter_mut().zip(self.keys.clone().step_by(TILE)) {
+            keys.load(problem, unit, (key as isize, self.keys.end as isize), &mut buffers.map);
+            take(sink.dk, (unit.key_place(key), keys.count, head_dim), first, (dk, head_width));
+            take(sink.dv, (unit.key_place(key), keys.count, value_dim), first, (dv, value_width));
         }
-        for (n, head) in problem.heads(&self.unit).enumerate() {
-            let rows = (batch, head, self.unit.sequence.query_start + self.queries.start);
-            take(sink.dq, rows, self.queries.len(), head_dim, first, (&mut *buffers.dq, head_width));
+        for (n, head) in problem.heads(unit).enumerate() {
+            let token = unit.sequence.query_start + self.queries.start;
+            let rows = ([unit.sequence.batch, head, token], self.queries.len(), head_dim);
+            take(sink.dq, rows, first, (&mut *buffers.dq, head_width));
             if seen {
                 let line = (&mut window[n * DISTANCES..][..DISTANCES], self.distances(problem).0);
-                pass.tiles(&chunk, (n, head), self.queries.clone(), blocks().count(), line, &mut buffers);
+                pass.tiles(unit, (n, head), None, self.queries.clone(), blocks, line, &mut buffers);
             }
-            put(sink.dq, rows, self.queries.len(), head_dim, (&*buffers.dq, head_width));
+            put(sink.dq, rows, (&*buffers.dq, head_width));
         }
-        for (which, key) in blocks() {
-            let count = buffers.keys[which].count;
-            put(sink.dk, key_rows(key), count, head_dim, (&*buffers.dk[which], head_width));
-            put(sink.dv, key_rows(key), count, value_dim, (&*buffers.dv[which], value_width));
+        for (KeyGradients { keys, dk, dv }, key) in blocks.iter().zip(self.keys.clone().step_by(TILE)) {
+            put(sink.dk, (unit.key_place(key), keys.count, head_dim), (dk, head_width));
+            put(sink.dv, (unit.key_place(key), keys.count, value_dim), (dv, value_width));
         }
     }
 
     /// Takes the gradients of the features of both chunks back to rows; with `absent` those of keys beyond a sequence's
     /// last, too.
-    fn finish(&self, pass: &KeyPass<'_, 'a, T>, absent: bool, arena: &mut Arena<'_, T>) {
-        let (problem, unit, sink) = (pass.problem, &self.unit, &pass.sink);
+    fn finish(&self, pass: &Pass<'_, 'a, T>, absent: bool, arena: &mut Arena<'_, T>) {
+        let (problem, unit, sink) = (pass.call.problem, &self.unit, pass.call.sink);
         let (head_dim, head_width) = (problem.dims.head_dim, problem.head_width);
-        let Buffers { q: phi, q_shifts, dq: d, map, .. } = &mut Buffers::new(problem, Beside::Queries, &mut [], arena);
+        let TileBuffers { rows, dq: d, map, .. } = &mut TileBuffers::new(problem, true, arena);
+        let (phi, shifts) = (&mut *rows.q, &mut *rows.q_shifts);
         for head in problem.heads(unit) {
             for row in self.queries.clone().step_by(TILE) {
                 let count = (self.queries.end - row).min(TILE);
-                let rows = (unit.sequence.batch, head, unit.sequence.query_start + row);
-                problem.load_queries(unit, head, row, count, phi, q_shifts, map);
-                take(sink.dq, rows, count, head_dim, false, (&mut **d, head_width));
-                let sees = |n: usize| problem.sees(unit, row + n);
-                let (side, from) = (Side::Query(head), problem.queries(unit, head).skip(row));
-                let (raw, width) = problem.pull_back(side, from, count, sees, phi, d, &mut [], map);
-                for n in 0..count {
-                    // SAFETY: each query belongs to one task.
-                    let to = unsafe { sink.dq.row(rows.0, rows.1, rows.2 + n, head_dim) };
-                    match sees(n) {
-                        true => store(&raw[n * width..], T::ONE, to),
-                        false => to.fill(T::ZERO),
-                    }
-                }
+                problem.load_queries((unit, head), (row, count), (phi, shifts), map);
+                let place = [unit.sequence.batch, head, unit.sequence.query_start + row];
+                take(sink.dq, (place, count, head_dim), false, (&mut **d, head_width));
+                problem.write_queries((unit, head), (row, count), (phi, d), &mut [], map, sink);
             }
         }
-        let seen = unit.sequence.queries.checked_sub(1).map_or(0, |last| problem.end(unit, last));
         for key in self.keys.clone().step_by(TILE) {
             let count = (self.keys.end - key).min(TILE);
-            let rows = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);
-            problem.load_keys(unit, (key, count), T::ZERO, phi, map);
-            take(sink.dk, rows, count, head_dim, false, (&mut **d, head_width));
-            let counts = |n: usize| ((key + n) as isize) < seen && !unit.ignores(key + n);
-            let (side, from) = (Side::Key(unit.kv_head), unit.k.skip(key));
-            let (raw, width) = problem.pull_back(side, from, count, counts, phi, d, &mut [], map);
-            for n in 0..count {
-                if !counts(n) {
-                    gradient::write(problem, unit, key + n, *sink, None);
-                    continue;
-                }
-                // SAFETY: each key belongs to one task.
-                let (to, _) = unsafe { places(problem, unit, key + n, sink) };
-                store(&raw[n * width..], T::ONE, to);
-            }
+            problem.load_keys(unit, (key, count), Shift::One(T::ZERO), phi, map);
+            take(sink.dk, (unit.key_place(key), count, head_dim), false, (&mut **d, head_width));
+            let counts = |key: usize| problem.is_seen(unit, key);
+            problem.write_keys(unit, (key, count), counts, (phi, d), None, &mut [], map, sink);
         }
         if absent {
-            for key in unit.sequence.keys..unit.sequence.keys + unit.sequence.absent {
-                gradient::write(problem, unit, key, *sink, None);
-            }
+            problem.write_absent(unit, sink);
         }
     }
 }
 
-/// Reads rows from the `token`-th of a head on into a block, or makes it 0.
+/// Reads `count` rows of `width` numbers from a token of a head on into a block, or makes it 0.
 fn take<T: Real>(
     from: SharedRows<'_, T>,
-    (batch, head, token): (usize, usize, usize),
-    count: usize,
-    width: usize,
+    ([batch, head, token], count, width): ([usize; 3], usize, usize),
     none: bool,
     (block, row_length): (&mut [T], usize),
 ) {
@@ -221,9 +175,7 @@ fn take<T: Real>(
 /// Writes them back.
 fn put<T: Real>(
     to: SharedRows<'_, T>,
-    (batch, head, token): (usize, usize, usize),
-    count: usize,
-    width: usize,
+    ([batch, head, token], count, width): ([usize; 3], usize, usize),
     (block, row_length): (&[T], usize),
 ) {
     for (row, from) in block.chunks_exact(row_length.max(1)).take(count).enumerate() {
@@ -240,7 +192,7 @@ fn add_windows<T: Real>(
     windows: &[T],
     lines: &mut [T],
 ) {
-    let (group, len, unit_len) = (problem.dims.group(), gradient::line_len(problem), gradient::unit_lines_len(problem));
+    let (group, len, unit_len) = (problem.dims.group(), line_len(problem), unit_lines_len(problem));
     let lines = lines[units.start * unit_len..units.end * unit_len].chunks_exact_mut(unit_len).enumerate();
     threads::share(lines, |(n, lines)| {
         for chunk in 0..chunks {

@@ -1,4 +1,4 @@
-//! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
+//! The definition in `f64`, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::{OPERATION, Toeplitz};
 use crate::call::{Call, Compute, Keys, Order, Reference};

@@ -7,16 +7,12 @@ use super::{Bias, OPERATION, Toeplitz};
 use crate::call::{Arena, Dims, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{FeatureDots, LoadFeatures};
+use crate::feature_map::elementwise::{FeatureDots, load_exponentials, load_features};
 use crate::feature_map::rows::{RowMap, Shift, Side};
 use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, all_finite, dot, largest, multiply, scale_by};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads;
-
-/// Numbers of state below which handing heads to other threads costs more than it saves: a rayon hand-over takes a few
-/// microseconds, in which one thread reads about this many.
-const PARALLEL_NUMBERS: usize = 1 << 17;
 
 /// Takes one token into `state` and writes its output.
 pub(super) fn step<T: Real>(
@@ -53,7 +49,7 @@ pub(super) fn step<T: Real>(
     // Not prepared: that takes longer than one row of each side does.
     let own = token.parameters.get(1..).unwrap_or_default();
     let row_map = RowMap::new(toeplitz.feature_map, &dims, own);
-    let run = |memory: &mut StepMemory<T>, (index, (head, out)): (usize, (Head<&mut [T]>, &mut [T]))| {
+    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut StepMemory<T>| {
         let token = HeadToken {
             toeplitz,
             row_map: row_map.as_ref(),
@@ -65,14 +61,8 @@ pub(super) fn step<T: Real>(
         };
         token.step(head, out, memory);
     };
-    let tasks = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    if numbers < PARALLEL_NUMBERS {
-        let mut memory = StepMemory::new();
-        tasks.for_each(|task| run(&mut memory, task));
-    } else {
-        let tasks: Vec<_> = tasks.collect();
-        threads::share_with(tasks.into_iter(), StepMemory::new, |task, memory| run(memory, task));
-    }
+    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+    threads::share_step(numbers, heads, StepMemory::new, run);
     Ok(())
 }
 
@@ -141,18 +131,7 @@ impl<T: Real> HeadToken<'_, T> {
                 weights.iter_mut().zip(own).for_each(|(weight, &own)| *weight += own - level);
                 shift = T::ZERO;
             }
-            let rows = Rows { data: weights, stride: tokens };
-            let width = exponentials.len();
-            dispatch(LoadFeatures {
-                map: FeatureMap::Exp,
-                shift,
-                from: rows,
-                count: 1,
-                width: tokens,
-                ignored: None,
-                to: exponentials,
-                to_row: width,
-            });
+            load_exponentials(weights, shift, exponentials);
             out.fill(T::ZERO);
             let mut sum = T::ZERO;
             for (slots, first) in &ranges {
@@ -230,7 +209,7 @@ impl<T: Real> HeadToken<'_, T> {
         }
         let top = if map == FeatureMap::Exp { largest(x) } else { T::ZERO };
         let shift = if top.is_finite() { top } else { T::ZERO };
-        dispatch(LoadFeatures { map, shift, from: rows, count: 1, width: x.len(), ignored: None, to, to_row: row });
+        load_features((map, shift), rows, (1, x.len()), None, (to, row));
         shift
     }
 }

@@ -1,10 +1,10 @@
 //! Weights that depend on the distance, over a tile of scores.
 
 use crate::simd::product::Band;
-use crate::simd::{Operation, Real, Vector};
+use crate::simd::{Operation, Real, Vector, dispatch};
 
 /// `sum += factor · x yᵀ`; `sum` is `x.len() × y.len()`, row-major.
-pub(crate) struct AddOuter<'a, T> {
+pub(super) struct AddOuter<'a, T> {
     pub sum: &'a mut [T],
     pub factor: T,
     pub x: &'a [T],
@@ -40,7 +40,7 @@ impl<T: Real> Operation for AddOuter<'_, T> {
 
 /// The factor of element `(i, j)` of a tile is `values[start + i·step + j]`.
 #[derive(Clone, Copy)]
-pub(crate) struct Factors<'a, T> {
+pub(super) struct Factors<'a, T> {
     pub values: &'a [T],
     pub start: usize,
     pub step: isize,
@@ -48,13 +48,13 @@ pub(crate) struct Factors<'a, T> {
 
 /// Multiplies the elements of a tile inside `band` by their factors, makes those outside it 0 whatever they were, and
 /// adds each row's sum to `sums`; whole registers up to `columns` are written.
-pub(crate) struct WeighByDistance<'a, T> {
-    pub tile: &'a mut [T],
-    pub row_length: usize,
-    pub columns: usize,
-    pub factors: Factors<'a, T>,
-    pub band: Band,
-    pub sums: &'a mut [T],
+struct WeighByDistance<'a, T> {
+    tile: &'a mut [T],
+    row_length: usize,
+    columns: usize,
+    factors: Factors<'a, T>,
+    band: Band,
+    sums: &'a mut [T],
 }
 
 impl<T: Real> Operation for WeighByDistance<'_, T> {
@@ -94,4 +94,15 @@ impl<T: Real> Operation for WeighByDistance<'_, T> {
             }
         }
     }
+}
+
+/// Weighs a tile of rows `row_length` apart, as [`WeighByDistance`].
+pub(super) fn weigh<T: Real>(
+    (tile, row_length): (&mut [T], usize),
+    columns: usize,
+    factors: Factors<'_, T>,
+    band: Band,
+    sums: &mut [T],
+) {
+    dispatch(WeighByDistance { tile, row_length, columns, factors, band, sums })
 }

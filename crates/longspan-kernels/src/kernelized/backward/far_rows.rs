@@ -2,7 +2,7 @@
 
 use super::super::summary::Summary;
 use super::key_buffers::KeyBuffers;
-use super::key_pass::KeyWalk;
+use super::key_walk::KeyWalk;
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_scaled, dot, scale_by};
 use crate::simd::{Real, dispatch};
@@ -111,7 +111,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             for n in (0..keys).filter(|&n| !unit.ignores(key + n)) {
                 let token = unit.sequence.key_start + key + n;
                 // SAFETY: all of a unit's keys belong to the task that calls.
-                let dv = unsafe { self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
+                let dv =
+                    unsafe { self.sink.rows.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
                 add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
             }
             key += keys;

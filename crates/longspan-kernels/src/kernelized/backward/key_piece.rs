@@ -5,14 +5,13 @@ use super::super::problem::CHUNK;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{combine_states, near_columns};
 use super::key_buffers::KeyBuffers;
-use super::key_pass::KeyWalk;
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
+use super::key_walk::KeyWalk;
+use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::rows::Shift;
-use crate::simd::block::{Transpose, add_scaled, multiply, scale_by, store};
-use crate::simd::product::{Band, Product, ProductWith, ZeroOutside};
+use crate::simd::Real;
+use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
+use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
 
 /// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
 /// one further back for every row, and products write whole cache lines.
@@ -31,21 +30,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let last = (row + step).min(rows) - 1;
             let from = (radius + lead).saturating_sub(last) / line * line;
             let to = (radius + lead + keys - row).min(table.count);
-            dispatch(Product {
-                a: &buffers.q[row * problem.head_width..],
-                a_row: problem.head_width,
-                a_column: 1,
-                b: &table.columns(head)[from..],
-                b_row: table.width,
-                c: &mut buffers.relative[row * table.width + from..],
-                c_row: table.width,
-                rows: last + 1 - row,
-                columns: to - from,
-                depth: problem.depth,
-                accumulate: false,
-                a_band: Band::ALL,
-                c_band: Band::ALL,
-            });
+            Product::of(
+                (&buffers.q[row * problem.head_width..], problem.head_width),
+                (&table.columns(head)[from..], table.width),
+                (&mut buffers.relative[row * table.width + from..], table.width),
+                [last + 1 - row, to - from, problem.depth],
+            )
+            .compute();
         }
     }
 
@@ -86,37 +77,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             if problem.causal {
-                dispatch(Transpose {
-                    from: buffers.k,
-                    from_row: head_width,
-                    rows,
-                    columns: head_width,
-                    to: buffers.k_columns,
-                    to_row: chunk,
-                });
+                transpose((buffers.k, head_width), (rows, head_width), (buffers.k_columns, chunk));
             }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
-            dispatch(LoadFeatures {
-                map: FeatureMap::Identity,
-                shift: T::ZERO,
-                from: v,
-                count: keys,
-                width: value_dim,
-                ignored: padding,
-                to: buffers.v,
-                to_row: value_width,
-            });
+            copy_rows(v, (keys, value_dim), padding, (buffers.v, value_width));
             buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
             if problem.causal {
-                dispatch(Transpose {
-                    from: buffers.v,
-                    from_row: value_width,
-                    rows,
-                    columns: value_width,
-                    to: buffers.v_columns,
-                    to_row: chunk,
-                });
+                transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, chunk));
             }
         }
         let mut written = false;
@@ -138,53 +106,24 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if let Some((sum, z)) = state {
                 // Without a mask every piece of the stage reads the same.
                 if problem.causal || !buffers.state_transposed {
-                    dispatch(Transpose {
-                        from: sum,
-                        from_row: value_width,
-                        rows: head_width,
-                        columns: value_width,
-                        to: buffers.state_columns,
-                        to_row: head_width,
-                    });
+                    transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
                     buffers.state_transposed = true;
                 }
                 let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
                 let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
-                let to_k = self.sink.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
-                let to_v = self.sink.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
-                let product = Product {
-                    a: buffers.v,
-                    a_row: value_width,
-                    a_column: 1,
-                    b: buffers.state_columns,
-                    b_row: head_width,
-                    c: buffers.dk,
-                    c_row: head_width,
-                    rows: keys,
-                    columns: head_width,
-                    depth: problem.dims.value_dim,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                };
+                let to_k = self.sink.rows.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+                let to_v = self.sink.rows.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
                 // Each row of dk has one times z.
-                dispatch(ProductWith { product, outer: Some((&[T::ONE; CHUNK][..keys], z)), ahead: &[next_k, to_k] });
-                let product = Product {
-                    a: buffers.k,
-                    a_row: head_width,
-                    a_column: 1,
-                    b: sum,
-                    b_row: value_width,
-                    c: buffers.dv,
-                    c_row: value_width,
-                    rows: keys,
-                    columns: value_width,
-                    depth: problem.depth,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &[next_v, to_v] });
+                Product::of(
+                    (buffers.v, value_width),
+                    (buffers.state_columns, head_width),
+                    (buffers.dk, head_width),
+                    [keys, head_width, problem.dims.value_dim],
+                )
+                .compute_with(Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
+                let sizes = [keys, value_width, problem.depth];
+                Product::of((buffers.k, head_width), (sum, value_width), (buffers.dv, value_width), sizes)
+                    .compute_with(None, &[next_v, to_v]);
                 written = true;
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
@@ -223,28 +162,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
-                    dispatch(Product {
-                        a: buffers.q,
-                        a_row: head_width,
-                        a_column: 1,
-                        b: buffers.k_columns,
-                        b_row: chunk,
-                        c: buffers.tile,
-                        c_row: chunk,
-                        rows: content_rows,
-                        columns: keys,
-                        depth: problem.depth,
-                        accumulate: false,
-                        a_band: Band::ALL,
-                        c_band: Band::up_to(0),
-                    });
-                    dispatch(ZeroOutside {
-                        block: buffers.tile,
-                        row_length: chunk,
-                        rows: content_rows,
-                        columns: keys,
-                        band: Band::up_to(0),
-                    });
+                    let sizes = [content_rows, keys, problem.depth];
+                    Product::of((buffers.q, head_width), (buffers.k_columns, chunk), (buffers.tile, chunk), sizes)
+                        .c_band(Band::up_to(0))
+                        .compute();
+                    zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                     if exp {
                         self.lift_tile(content_rows, key_shift, buffers);
                     }
@@ -277,91 +199,50 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
                 let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
                 let band = Band { from: 0, to };
-                let product = Product {
-                    a: buffers.tile,
-                    a_row: 1,
-                    a_column: chunk,
-                    b: buffers.d,
-                    b_row: value_width,
-                    c: buffers.dv,
-                    c_row: value_width,
-                    rows: keys,
-                    columns: value_width,
-                    depth: tile_rows,
-                    accumulate: true,
-                    a_band: band,
-                    c_band: Band::ALL,
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &ahead[..2] });
+                Product::of_transposed(
+                    (buffers.tile, chunk),
+                    (buffers.d, value_width),
+                    (buffers.dv, value_width),
+                    [keys, value_width, tile_rows],
+                )
+                .accumulate(true)
+                .a_band(band)
+                .compute_with(None, &ahead[..2]);
             }
             if far_rows {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
-                let product = Product {
-                    a: buffers.d,
-                    a_row: value_width,
-                    a_column: 1,
-                    b: buffers.v_columns,
-                    b_row: chunk,
-                    c: buffers.tile,
-                    c_row: chunk,
-                    rows: content_rows,
-                    columns: keys,
-                    depth: problem.dims.value_dim,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::up_to(0),
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &ahead[2..] });
+                let sizes = [content_rows, keys, problem.dims.value_dim];
+                Product::of((buffers.d, value_width), (buffers.v_columns, chunk), (buffers.tile, chunk), sizes)
+                    .c_band(Band::up_to(0))
+                    .compute_with(None, &ahead[2..]);
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
                     buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
                 }
-                dispatch(ZeroOutside {
-                    block: buffers.tile,
-                    row_length: chunk,
-                    rows: content_rows,
-                    columns: keys,
-                    band: Band::up_to(0),
-                });
+                zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                 self.scale_tile(content_rows, keys, key_shift, buffers);
-                dispatch(Product {
-                    a: buffers.tile,
-                    a_row: 1,
-                    a_column: chunk,
-                    b: buffers.q,
-                    b_row: head_width,
-                    c: buffers.dk,
-                    c_row: head_width,
-                    rows: keys,
-                    columns: separate.unwrap_or(head_width),
-                    depth: content_rows,
-                    accumulate: true,
-                    a_band: Band::starting_at(0),
-                    c_band: Band::ALL,
-                });
+                let sizes = [keys, separate.unwrap_or(head_width), content_rows];
+                Product::of_transposed((buffers.tile, chunk), (buffers.q, head_width), (buffers.dk, head_width), sizes)
+                    .accumulate(true)
+                    .a_band(Band::starting_at(0))
+                    .compute();
                 if let Some(from) = separate {
                     for x in 0..content_rows {
                         buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
                     }
                     self.scale_tile(content_rows, keys, key_shift, buffers);
-                    dispatch(Product {
-                        a: buffers.tile,
-                        a_row: 1,
-                        a_column: chunk,
-                        b: &buffers.q[from..],
-                        b_row: head_width,
-                        c: &mut buffers.dk[from..],
-                        c_row: head_width,
-                        rows: keys,
-                        columns: head_width - from,
-                        depth: content_rows,
-                        accumulate: true,
-                        a_band: Band::starting_at(0),
-                        c_band: Band::ALL,
-                    });
+                    Product::of_transposed(
+                        (buffers.tile, chunk),
+                        (&buffers.q[from..], head_width),
+                        (&mut buffers.dk[from..], head_width),
+                        [keys, head_width - from, content_rows],
+                    )
+                    .accumulate(true)
+                    .a_band(Band::starting_at(0))
+                    .compute();
                 }
                 self.absorb(keys, &[], local, buffers);
             }
@@ -380,8 +261,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.store_ring(first, keys, buffers.dv);
             return;
         }
-        // Out.
-        let KeyBuffers { k, dk, dv, lift, .. } = &mut *buffers;
+        self.write(stage, (key, keys), content, buffers);
+    }
+
+    /// Writes the gradients of the keys `key..key + keys`, or adds them to those of another pass.
+    fn write(&self, stage: usize, (key, keys): (usize, usize), content: bool, buffers: &mut KeyBuffers<'_, T>) {
+        let (problem, unit) = (self.problem, &self.unit);
+        let KeyBuffers { k, dk, dv, lift, .. } = buffers;
         let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
         if content {
             // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
@@ -390,14 +276,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         for n in 0..keys {
             let token = unit.sequence.key_start + key + n;
-            let (head_dim, value_dim) = (problem.dims.head_dim, problem.dims.value_dim);
+            let batch = unit.sequence.batch;
             // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
-            let (to_k, to_v) = unsafe {
-                (
-                    self.sink.dk.row(unit.sequence.batch, unit.kv_head, token, head_dim),
-                    self.sink.dv.row(unit.sequence.batch, unit.kv_head, token, value_dim),
-                )
-            };
+            let (to_k, to_v) = unsafe { self.sink.rows.key([batch, unit.kv_head, token], &problem.dims) };
             match (unit.ignores(key + n), self.rows) {
                 (true, true) => {
                     to_k.fill(T::ZERO);
@@ -410,13 +291,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     } else {
                         to_k.fill(T::ZERO);
                     }
-                    store(&dv[n * value_width..], T::ONE, to_v);
+                    store(&dv[n * problem.value_width..], T::ONE, to_v);
                 }
                 (false, false) => {
                     if content {
                         add_scaled(to_k, T::ONE, &rows[n * row_length..]);
                     }
-                    add_scaled(to_v, T::ONE, &dv[n * value_width..]);
+                    add_scaled(to_v, T::ONE, &dv[n * problem.value_width..]);
                 }
             }
         }

@@ -13,120 +13,38 @@ mod far_rows;
 mod key_buffers;
 mod key_pass;
 mod key_piece;
+mod key_walk;
 mod query_pass;
 mod row_sums;
+mod source;
 mod stages;
 mod states;
 mod table;
 
 use std::sync::Mutex;
 
-use key_pass::KeyWalk;
+use key_walk::KeyWalk;
 use query_pass::QueryGradients;
 use row_sums::RowSums;
+pub(super) use source::GradientSink;
+use source::Source;
 use stages::KeyMemory;
 
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, Place, cut_count, first_row, visit_rows};
-use crate::call::{Arena, Cotangent, Scratch, SharedRows, State, ViewMut};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::LoadFeatures;
-use crate::simd::block::{dot, scale_by};
-use crate::simd::rows::{Ahead, Rows, padded};
-use crate::simd::{Real, dispatch};
+use super::row_pass::{Memory, cut_count, first_row, visit_rows};
+use super::summary::Place;
+use crate::call::{self, Arena, Cotangent, Scratch, SharedRows, State};
+use crate::simd::Real;
+use crate::simd::rows::padded;
 use crate::threads;
 pub(super) use table::reduce_table;
-
-/// Where gradients go.
-#[derive(Clone, Copy)]
-pub(super) struct GradientSink<'a, T> {
-    pub dq: SharedRows<'a, T>,
-    pub dk: SharedRows<'a, T>,
-    pub dv: SharedRows<'a, T>,
-    /// For given positions.
-    pub positions: Option<PositionSink<'a, T>>,
-}
-
-/// What the rows' gradients start from.
-#[derive(Clone, Copy)]
-struct Source<'a, T> {
-    cotangent: &'a Cotangent<'a, T>,
-}
-
-impl<'a, T: Real> Source<'a, T> {
-    fn rows(&self, unit: &Unit<'_, T>, head: usize) -> (Rows<'a, T>, Rows<'a, T>) {
-        let sequence = &unit.sequence;
-        let of = |view: &crate::call::View<'a, T>| view.rows(sequence.batch, head).skip(sequence.query_start);
-        (of(&self.cotangent.out), of(&self.cotangent.d_out))
-    }
-
-    /// The same that come soon: the rows `from..to` of the sequence.
-    fn ahead(
-        &self,
-        problem: &Problem<'_, T>,
-        unit: &Unit<'_, T>,
-        head: usize,
-        from: isize,
-        to: isize,
-    ) -> [Ahead<T>; 2] {
-        let (out, d_out) = self.rows(unit, head);
-        [out, d_out].map(|rows| Ahead::new(rows, from, to, unit.sequence.queries, problem.dims.value_dim))
-    }
-
-    /// Writes `dN` of `count` rows from `first` into a block and `c` beside it; `scale[n]` multiplies row `n` where the
-    /// call does not normalise.
-    #[allow(clippy::too_many_arguments)]
-    fn load(
-        &self,
-        problem: &Problem<'_, T>,
-        unit: &Unit<'_, T>,
-        head: usize,
-        first: usize,
-        count: usize,
-        scale: impl Fn(usize) -> T,
-        d: &mut [T],
-        c: &mut [T],
-    ) {
-        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
-        let (out, d_out) = self.rows(unit, head);
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from: d_out.skip(first),
-            count,
-            width: value_dim,
-            ignored: None,
-            to: d,
-            to_row: width,
-        });
-        let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
-        let start = start + unit.sequence.query_start + first;
-        for row in 0..count {
-            let d = &mut d[row * width..][..width];
-            if !problem.attention.normalizes() {
-                scale_by(d, scale(row));
-                c[row] = T::ZERO;
-                continue;
-            }
-            let denominator = self.cotangent.denominators[start + row];
-            if problem.gives_nothing(denominator) {
-                // The row gave 0 whatever the inputs were.
-                d.fill(T::ZERO);
-                c[row] = T::ZERO;
-            } else {
-                scale_by(d, T::ONE / denominator);
-                c[row] = -dot(out.row(first + row, value_dim), d);
-            }
-        }
-    }
-}
 
 /// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
-    sink: GradientSink<'_, T>,
+    sink: call::GradientSink<'_, T>,
     parameters: &mut [&mut [T]],
     d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
@@ -163,20 +81,16 @@ pub(super) fn backward<T: Real>(
     let (query_positions, key_positions) = (arena.take(query_positions), arena.take(key_positions));
     let scratch = arena.rest();
     let mut positions = problem.position_views(query_positions, key_positions);
-    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
-    let mut sums = ViewMut::strided(&mut *key_sums, [per_unit_sums, problem.sums_len(), 0]);
-    let sums = sums.shared();
+    let sink = GradientSink { rows: sink, positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)) };
+    let sums = SharedRows::new(&mut *key_sums, [per_unit_sums, problem.sums_len(), 0]);
     let source = Source { cotangent };
 
     let per_unit_rows = row_sums.len().max(1);
     all_row_sums.chunks_exact_mut(per_unit_rows).for_each(|unit| row_sums.clear(unit));
     {
-        let mut places = ViewMut::strided(&mut *all_row_sums, [row_sums.len(), 0, 1]);
-        let places = places.shared();
-        let mut gradients = ViewMut::strided(&mut *table_gradients, [per_unit_table, group * entry, 0]);
-        let gradients = gradients.shared();
-        let mut shifts = ViewMut::strided(&mut *shifts, [per_unit_shifts, 0, 0]);
-        let shifts = shifts.shared();
+        let places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
+        let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
+        let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 0]);
         visit_rows(
             problem,
             memory,
@@ -250,7 +164,7 @@ fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize 
 pub(super) fn add_final_state<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
-    sink: GradientSink<'_, T>,
+    sink: call::GradientSink<'_, T>,
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
@@ -266,9 +180,8 @@ pub(super) fn add_final_state<T: Real>(
     key_sums.fill(T::ZERO);
     let key_positions = arena.take(positions_len);
     let mut positions = problem.position_views(&mut [], key_positions);
-    let sink = GradientSink { positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)), ..sink };
-    let mut sums = ViewMut::strided(&mut *key_sums, [stages * sums_len, sums_len, 0]);
-    let sums = sums.shared();
+    let sink = GradientSink { rows: sink, positions: positions.as_mut().map(|[q, k]| PositionSink::new(q, k)) };
+    let sums = SharedRows::new(&mut *key_sums, [stages * sums_len, sums_len, 0]);
     let walk = |index: usize| {
         let unit = problem.unit(index);
         let d_final = cotangent.final_state.map(|state| unit.head(state));

@@ -3,10 +3,11 @@
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
 use super::super::tile::{Buffers, Piece, combine_states, near_columns};
-use super::{GradientSink, Source, row_sums};
+use super::row_sums;
+use super::source::{GradientSink, Source};
 use crate::kernelized::running_sum::RunningDots;
-use crate::simd::block::{Transpose, add_scaled, scale_by, store};
-use crate::simd::product::{Band, Product, ProductWith, ZeroOutside};
+use crate::simd::block::{add_scaled, scale_by, store, transpose};
+use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
@@ -43,14 +44,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         if problem.content && !has_state {
             let local = scene.local.map(|local| (local, scales.local));
             if let Some((sum, keys)) = combine_states(buffers.state, (scene.start, scales.start), local) {
-                dispatch(Transpose {
-                    from: sum,
-                    from_row: value_width,
-                    rows: head_width,
-                    columns: value_width,
-                    to: buffers.state_columns,
-                    to_row: head_width,
-                });
+                transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
                 buffers.keys_sum.copy_from_slice(keys);
                 has_state = true;
             }
@@ -60,14 +54,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let tiled = near > 0 || (problem.content && piece.keys > 0);
         if tiled {
             let rows = padded::<T>(piece.window_len);
-            dispatch(Transpose {
-                from: buffers.v,
-                from_row: value_width,
-                rows,
-                columns: value_width,
-                to: buffers.v_columns,
-                to_row: buffers.sizes.window,
-            });
+            transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, buffers.sizes.window));
         }
         let run_sum = std::mem::take(&mut buffers.far);
         for (n, head) in problem.heads(unit).enumerate() {
@@ -81,22 +68,13 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let (next, end) = piece.next_rows();
                 let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
                 let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
-                let product = Product {
-                    a: buffers.o,
-                    a_row: value_width,
-                    a_column: 1,
-                    b: buffers.state_columns,
-                    b_row: head_width,
-                    c: buffers.dq,
-                    c_row: head_width,
-                    rows: piece.rows,
-                    columns: head_width,
-                    depth: problem.dims.value_dim,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                };
-                dispatch(ProductWith { product, outer: Some((buffers.sums, buffers.keys_sum)), ahead: &ahead });
+                Product::of(
+                    (buffers.o, value_width),
+                    (buffers.state_columns, head_width),
+                    (buffers.dq, head_width),
+                    [piece.rows, head_width, problem.dims.value_dim],
+                )
+                .compute_with(Some((buffers.sums, buffers.keys_sum)), &ahead);
                 for row in 0..if decays { piece.rows } else { 0 } {
                     scale_by(&mut buffers.dq[row * head_width..][..head_width], unit.decay(row));
                 }
@@ -106,34 +84,20 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let band = Buffers::tile_band(problem, piece);
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
                 let token = sequence.query_start + first;
-                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
-                let product = Product {
-                    a: buffers.o,
-                    a_row: value_width,
-                    a_column: 1,
-                    b: &buffers.v_columns[piece.skip..],
-                    b_row: buffers.sizes.window,
-                    c: buffers.tile,
-                    c_row: row_length,
-                    rows: piece.rows,
-                    columns: piece.columns(),
-                    depth: problem.dims.value_dim,
-                    accumulate: false,
-                    a_band: Band::ALL,
-                    c_band: band,
-                };
-                dispatch(ProductWith { product, outer: None, ahead: &[ahead] });
+                let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                Product::of(
+                    (buffers.o, value_width),
+                    (&buffers.v_columns[piece.skip..], buffers.sizes.window),
+                    (buffers.tile, row_length),
+                    [piece.rows, piece.columns(), problem.dims.value_dim],
+                )
+                .c_band(band)
+                .compute_with(None, &[ahead]);
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
                 }
-                dispatch(ZeroOutside {
-                    block: buffers.tile,
-                    row_length,
-                    rows: piece.rows,
-                    columns: piece.columns(),
-                    band,
-                });
+                zero_outside((buffers.tile, row_length), (piece.rows, piece.columns()), band);
                 if decays {
                     buffers.decay_tile(piece);
                 }
@@ -169,58 +133,34 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 if scales.relative != T::ONE {
                     scale_by(d_relative, scales.relative);
                 }
-                dispatch(Product {
-                    a: d_relative,
-                    a_row: table.width,
-                    a_column: 1,
-                    b: table.rows(head),
-                    b_row: head_width,
-                    c: buffers.dq,
-                    c_row: head_width,
-                    rows: piece.rows,
-                    columns: head_width,
-                    depth: table.count,
-                    accumulate: written,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                });
+                let sizes = [piece.rows, head_width, table.count];
+                Product::of((d_relative, table.width), (table.rows(head), head_width), (buffers.dq, head_width), sizes)
+                    .accumulate(written)
+                    .compute();
                 written = true;
                 let len = table.width * head_width;
-                dispatch(Product {
-                    a: d_relative,
-                    a_row: 1,
-                    a_column: table.width,
-                    b: buffers.q,
-                    b_row: head_width,
-                    c: &mut self.table[n * (len + problem.sums_len())..][..len],
-                    c_row: head_width,
-                    rows: table.count,
-                    columns: head_width,
-                    depth: piece.rows,
-                    accumulate: true,
-                    a_band: Band::ALL,
-                    c_band: Band::ALL,
-                });
+                Product::of_transposed(
+                    (d_relative, table.width),
+                    (buffers.q, head_width),
+                    (&mut self.table[n * (len + problem.sums_len())..][..len], head_width),
+                    [table.count, head_width, piece.rows],
+                )
+                .accumulate(true)
+                .compute();
             }
             if problem.content && piece.keys > 0 {
                 if scales.local != T::ONE {
                     scale_by(&mut buffers.tile[..piece.rows * row_length], scales.local);
                 }
-                dispatch(Product {
-                    a: &buffers.tile[piece.lead..],
-                    a_row: row_length,
-                    a_column: 1,
-                    b: buffers.k,
-                    b_row: head_width,
-                    c: buffers.dq,
-                    c_row: head_width,
-                    rows: piece.rows,
-                    columns: separate.unwrap_or(head_width),
-                    depth: piece.keys,
-                    accumulate: written,
-                    a_band: Band::up_to(0),
-                    c_band: Band::ALL,
-                });
+                Product::of(
+                    (&buffers.tile[piece.lead..], row_length),
+                    (buffers.k, head_width),
+                    (buffers.dq, head_width),
+                    [piece.rows, separate.unwrap_or(head_width), piece.keys],
+                )
+                .accumulate(written)
+                .a_band(Band::up_to(0))
+                .compute();
                 if let Some(from) = separate {
                     for row in 0..piece.rows {
                         let c = buffers.sums[row] * scales.local;
@@ -229,21 +169,15 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     if decays {
                         buffers.decay_tile(piece);
                     }
-                    dispatch(Product {
-                        a: buffers.tile,
-                        a_row: row_length,
-                        a_column: 1,
-                        b: &buffers.k[from..],
-                        b_row: head_width,
-                        c: &mut buffers.dq[from..],
-                        c_row: head_width,
-                        rows: piece.rows,
-                        columns: head_width - from,
-                        depth: piece.keys,
-                        accumulate: written,
-                        a_band: Band::up_to(0),
-                        c_band: Band::ALL,
-                    });
+                    Product::of(
+                        (buffers.tile, row_length),
+                        (&buffers.k[from..], head_width),
+                        (&mut buffers.dq[from..], head_width),
+                        [piece.rows, head_width - from, piece.keys],
+                    )
+                    .accumulate(written)
+                    .a_band(Band::up_to(0))
+                    .compute();
                 }
                 written = true;
             }
@@ -254,7 +188,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 // Without a mask the exponent is that of the whole unit.
                 place.sums.raise(-scales.shift);
                 let token = sequence.query_start + first;
-                let ahead = self.sink.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
+                let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);
                 row_sums::absorb(problem, count, rows, &[ahead], &mut place.sums);
             }
@@ -267,7 +201,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             for row in 0..piece.rows {
                 let token = sequence.query_start + piece.row + row;
                 // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
-                let to = unsafe { self.sink.dq.row(sequence.batch, head, token, head_dim) };
+                let to = unsafe { self.sink.rows.dq.row(sequence.batch, head, token, head_dim) };
                 store(&rows[row * row_length..], T::ONE, to);
             }
         }
@@ -277,7 +211,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
     fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize) {
         let token = unit.sequence.query_start + row;
         // SAFETY: these rows belong to no segment, and each unit's are written by one task.
-        let to = unsafe { self.sink.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
+        let to = unsafe { self.sink.rows.dq.row(unit.sequence.batch, head, token, problem.dims.head_dim) };
         to.fill(T::ZERO);
     }
 

@@ -6,10 +6,10 @@
 use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use crate::call::SharedRows;
+use crate::simd::Real;
 use crate::simd::block::add_scaled;
-use crate::simd::product::{Band, Product, ProductWith};
+use crate::simd::product::Product;
 use crate::simd::rows::Ahead;
-use crate::simd::{Real, dispatch};
 
 /// Lets rows enter the sums: features `q`, `dN` and `c` of each.
 pub(super) fn absorb<T: Real>(
@@ -20,22 +20,10 @@ pub(super) fn absorb<T: Real>(
     sums: &mut Summary<'_, T>,
 ) {
     let (head_width, value_width) = (problem.head_width, problem.value_width);
-    let product = Product {
-        a: q,
-        a_row: 1,
-        a_column: head_width,
-        b: d,
-        b_row: value_width,
-        c: sums.sum(),
-        c_row: value_width,
-        rows: problem.depth,
-        columns: value_width,
-        depth: rows,
-        accumulate: true,
-        a_band: Band::ALL,
-        c_band: Band::ALL,
-    };
-    dispatch(ProductWith { product, outer: None, ahead });
+    let sizes = [problem.depth, value_width, rows];
+    Product::of_transposed((q, head_width), (d, value_width), (sums.sum(), value_width), sizes)
+        .accumulate(true)
+        .compute_with(None, ahead);
     let from = problem.layout.denominator();
     for row in 0..rows {
         let q = &q[row * head_width + from..][..head_width - from];

@@ -5,50 +5,11 @@ use super::super::row_pass::{cut, cut_count};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::super::tile::Sizes;
 use super::key_buffers::KeyBuffers;
-use super::key_pass::KeyWalk;
-use crate::call::{Arena, ViewMut};
+use super::key_pass::{Stage, Work};
+use super::key_walk::KeyWalk;
+use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads::{self, parallel};
-
-/// Part of a walk over the keys.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Stage {
-    /// Positions, or keys.
-    pub from: isize,
-    pub to: isize,
-    pub work: Work,
-    /// Positions without row or key between the stage before and this one.
-    pub idle: usize,
-    /// Its place among the unit's stages.
-    pub number: usize,
-}
-
-impl Stage {
-    /// Whether gradients come of it.
-    fn writes(&self) -> bool {
-        matches!(self.work, Work::Keys | Work::InitialState)
-    }
-
-    /// Tokens that pass with the stage; the order of time has no meaning without a causal mask, nor has decay.
-    pub fn passes<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        if problem.causal { (self.to - self.from) as usize } else { 0 }
-    }
-}
-
-/// What a stage does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Work {
-    /// Rows that only enter the sums: whether the state, and how many positions later the far sum.
-    Rows { content: bool, far: Option<usize> },
-    /// The sums of all rows, which the pass over the rows formed.
-    RowSums,
-    /// The gradient of the final state enters the sums.
-    FinalState,
-    /// Keys whose gradients are wanted.
-    Keys,
-    /// The ring of the initial state, and all that the state holds beside it.
-    InitialState,
-}
 
 /// The stages of a unit in the order of the walk: rows that every key must know of first, then the keys, last to first.
 fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
@@ -183,8 +144,7 @@ impl KeyMemory {
         let tasks: Vec<(usize, usize)> =
             plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |n| (unit, n))).collect();
         {
-            let mut states = ViewMut::strided(&mut *shared, [most * summary, 0, summary]);
-            let states = states.shared();
+            let states = SharedRows::new(&mut *shared, [most * summary, 0, summary]);
             parallel(tasks.len(), scratch, per_worker, |task, scratch| {
                 let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
                 let (index, n) = tasks[task];

@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 
 use super::super::state::{Head, SHIFT};
 use super::super::summary::{Summary, SummaryRef};
-use super::key_pass::KeyWalk;
+use super::key_walk::KeyWalk;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, store};
 

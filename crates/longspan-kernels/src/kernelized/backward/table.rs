@@ -1,8 +1,7 @@
 //! The gradient of the table of relative positions, from those that the units and segments left.
 
 use super::super::problem::{Problem, Table};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{LoadFeatures, PullBackFeatures};
+use crate::feature_map::elementwise::{PullBackFeatures, copy_rows};
 use crate::feature_map::rows::{RowMap, Side as MapSide};
 use crate::shaw::RelativeMap;
 use crate::simd::block::{add_scaled, store};
@@ -54,16 +53,7 @@ pub(in crate::kernelized) fn reduce_table<T: Real>(
         let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * table_dim..], stride: table_dim };
         let d = &mut d_table[index * shaw.rows() * table_dim..][..table.count * table_dim];
         let from = Rows { data: &*d, stride: table_dim };
-        dispatch(LoadFeatures {
-            map: FeatureMap::Identity,
-            shift: T::ZERO,
-            from,
-            count: table.count,
-            width: table_dim,
-            ignored: None,
-            to: block,
-            to_row: head_width,
-        });
+        copy_rows(from, (table.count, table_dim), None, (block, head_width));
         dispatch(PullBackFeatures {
             map: problem.map,
             x: raw,

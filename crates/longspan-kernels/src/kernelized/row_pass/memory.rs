@@ -3,7 +3,7 @@
 use super::super::problem::Problem;
 use super::super::summary::Layout;
 use super::super::tile::{Buffers, Sizes};
-use super::FarMemory;
+use super::far_sums::FarMemory;
 use super::segments::segment_count;
 use crate::call::Arena;
 use crate::simd::Real;

@@ -10,37 +10,17 @@ mod memory;
 mod segments;
 mod walk;
 
-use std::sync::Mutex;
-
 use far_sums::FarMemory;
 
-use super::forward::store_state;
 use super::problem::{Problem, Table, Unit};
-use super::state::Head;
-use super::summary::{Carry, Summary, SummaryRef};
-use super::tile::{Buffers, Piece};
-use crate::call::{Arena, ViewMut};
+use super::summary::{Carry, Place, Summary, SummaryRef, store_state};
+use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads::parallel;
 pub(super) use far_sums::{FarSums, accumulate};
 pub(super) use memory::{Memory, Worker};
 pub(super) use segments::{Segment, cut, cut_count, first_row, segments};
-pub(super) use walk::{Scales, Scene, Walk};
-
-/// What is done with the rows of a call: their outputs, or the gradients of their queries.
-pub(super) trait Visitor<T: Real> {
-    /// Handles the rows of one piece for every query head of the unit.
-    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>);
-
-    /// Handles a row that sees nothing.
-    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
-
-    /// Called when every row of a segment has been handled.
-    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
-}
-
-/// One head's place for its state. One task at a time writes to it.
-pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
+pub(super) use walk::{Scales, Scene, Visitor, Walk};
 
 /// Shows every row of a call to the visitor that `make` gives for its unit and segment, and leaves the state after the
 /// last row in `last`, one place a unit.
@@ -70,8 +50,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     let tasks: Vec<(usize, usize)> =
         plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |s| (unit, s))).collect();
     {
-        let mut states = ViewMut::strided(&mut *shared, [per_unit, 0, memory.summary]);
-        let states = states.shared();
+        let states = SharedRows::new(&mut *shared, [per_unit, 0, memory.summary]);
         parallel(tasks.len(), scratch, per_worker, |task, scratch| {
             let mut worker = memory.worker(problem, &mut Arena::new(scratch));
             let (index, segment) = tasks[task];

@@ -4,10 +4,11 @@ use super::super::problem::{Problem, Table, Unit};
 use super::super::state::Head;
 use super::super::summary::{Summary, SummaryRef};
 use super::super::tile::{Buffers, Piece};
-use super::{FarSums, Segment, Visitor};
+use super::far_sums::FarSums;
+use super::segments::Segment;
 use crate::kernelized::running_sum::AddRunning;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
-use crate::simd::product::{Band, Product, ProductWith};
+use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
@@ -66,6 +67,18 @@ impl<T: Real> Scales<T> {
             shift,
         }
     }
+}
+
+/// What is done with the rows of a call: their outputs, or the gradients of their queries.
+pub(in crate::kernelized) trait Visitor<T: Real> {
+    /// Handles the rows of one piece for every query head of the unit.
+    fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>);
+
+    /// Handles a row that sees nothing.
+    fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
+
+    /// Called when every row of a segment has been handled.
+    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
 }
 
 /// What a walk over a segment does beside forming its state.
@@ -168,22 +181,14 @@ impl<T: Real> Walk<'_, '_, T> {
         let chunk = buffers.sizes.chunk;
         let next = (piece.key + piece.keys) as isize;
         let ahead = problem.keys_ahead(&self.unit, next, next + chunk as isize);
-        let product = Product {
-            a: buffers.k,
-            a_row: 1,
-            a_column: width,
-            b: &buffers.v[first..],
-            b_row: problem.value_width,
-            c: local.sum(),
-            c_row: problem.value_width,
-            rows: problem.depth,
-            columns: problem.value_width,
-            depth: piece.keys,
-            accumulate: true,
-            a_band: Band::ALL,
-            c_band: Band::ALL,
-        };
-        dispatch(ProductWith { product, outer: None, ahead: &ahead });
+        Product::of_transposed(
+            (buffers.k, width),
+            (&buffers.v[first..], problem.value_width),
+            (local.sum(), problem.value_width),
+            [problem.depth, problem.value_width, piece.keys],
+        )
+        .accumulate(true)
+        .compute_with(None, &ahead);
         local.set_content();
     }
 

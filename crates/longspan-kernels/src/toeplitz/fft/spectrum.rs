@@ -5,7 +5,7 @@ use realfft::num_complex::Complex;
 use crate::simd::{Operation, Real, Vector, dispatch};
 
 /// `to[i] += x[i] · y[i]`.
-pub(crate) struct AddProducts<'a, T> {
+pub(super) struct AddProducts<'a, T> {
     pub to: &'a mut [T],
     pub x: &'a [T],
     pub y: &'a [T],
@@ -36,12 +36,12 @@ impl<T: Real> Operation for AddProducts<'_, T> {
 }
 
 /// `to[i] += x[i] · y[i]`.
-pub(crate) fn add_products<T: Real>(to: &mut [T], x: &[T], y: &[T]) {
+pub(super) fn add_products<T: Real>(to: &mut [T], x: &[T], y: &[T]) {
     dispatch(AddProducts { to, x, y })
 }
 
 /// `x[i] ← x[i] · by[i]`, or by its conjugate.
-pub(crate) struct MultiplySpectrum<'a, T> {
+pub(super) struct MultiplySpectrum<'a, T> {
     pub x: &'a mut [Complex<T>],
     pub by: &'a [Complex<T>],
     pub conjugate: bool,
@@ -68,7 +68,7 @@ impl<T: Real> Operation for MultiplySpectrum<'_, T> {
 }
 
 /// `to[i] += conj(x[i]) · y[i]`.
-pub(crate) struct AddConjugateProducts<'a, T> {
+pub(super) struct AddConjugateProducts<'a, T> {
     pub to: &'a mut [Complex<T>],
     pub x: &'a [Complex<T>],
     pub y: &'a [Complex<T>],

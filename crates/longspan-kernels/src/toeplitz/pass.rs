@@ -1,0 +1,144 @@
+//! What the passes of a backward call share.
+
+use std::ops::Range;
+
+use super::bias_gradient;
+use super::exponents::Shared;
+use super::map_sums::{self, MapSums};
+use super::problem::{Problem, Unit};
+use super::state_gradient::StateGradients;
+use crate::call::{Arena, Cotangent, GradientSink, Scratch};
+use crate::feature_map::elementwise::copy_rows;
+use crate::feature_map::mapping::MapBuffers;
+use crate::simd::Real;
+use crate::simd::block::{dot, scale_by};
+use crate::simd::rows::padded;
+use crate::threads;
+
+/// A backward call, checked.
+#[derive(Clone, Copy)]
+pub(super) struct Backward<'x, 'a, T: 'static> {
+    pub problem: &'x Problem<'a, T>,
+    pub cotangent: &'x Cotangent<'x, T>,
+    pub sink: GradientSink<'x, T>,
+    pub states: StateGradients<'x, T>,
+}
+
+/// What every task of a backward call knows.
+pub(super) struct Pass<'x, 'a, T: 'static> {
+    pub call: Backward<'x, 'a, T>,
+    pub shared: Shared<'x, T>,
+    pub map_sums: MapSums<'x, T>,
+}
+
+/// Numbers that an algorithm wants: for each worker, for itself, and of `f64` whatever the number type.
+#[derive(Default)]
+pub(super) struct Sizes {
+    pub per_worker: usize,
+    pub own: usize,
+    pub own_f64: usize,
+}
+
+/// The memory of that many numbers, and lines of 0 for the gradients of biases.
+pub(super) struct Memory<'m, T> {
+    pub lines: &'m mut [T],
+    pub workers: &'m mut [T],
+    pub per_worker: usize,
+    pub own: &'m mut [T],
+    pub own_f64: &'m mut [f64],
+}
+
+impl<'x, 'a, T: Real> Backward<'x, 'a, T> {
+    /// Computes every gradient of the call: `passes` all but those of parameters, which are summed up here from what it leaves
+    /// in the lines and in the sums for a learned map.
+    pub fn run(
+        self,
+        parameters: &mut [&mut [T]],
+        sizes: Sizes,
+        scratch: &mut Scratch<T>,
+        passes: impl FnOnce(&Pass<'_, 'a, T>, Memory<'_, T>),
+    ) {
+        let problem = self.problem;
+        let Sizes { per_worker, own, own_f64 } = sizes;
+        let (lines_len, map_len) = (bias_gradient::lines_len(problem), MapSums::len(problem));
+        let len = problem.shared_len() + [lines_len, map_len, own].map(padded::<T>).iter().sum::<usize>();
+        let (numbers, own_f64) = scratch.take_with_f64(len + threads::count() * per_worker, own_f64);
+        let mut arena = Arena::new(numbers);
+        let shared = problem.shared(&mut arena);
+        let (lines, map_numbers, own) = (arena.take(lines_len), arena.take(map_len), arena.take(own));
+        lines.fill(T::ZERO);
+        let map_sums = MapSums::new(problem, &mut *map_numbers);
+        let memory = Memory { lines: &mut *lines, workers: arena.rest(), per_worker, own, own_f64 };
+        passes(&Pass { call: self, shared, map_sums }, memory);
+        let [d_bias, of_map @ ..] = parameters else { return };
+        bias_gradient::reduce(problem, lines, d_bias);
+        map_sums::write(problem, map_numbers, of_map);
+    }
+}
+
+/// A block of rows and what their gradients start from.
+pub(super) struct RowBlock<'s, T> {
+    /// `φ(q)`, and the exponent subtracted from each row.
+    pub q: &'s mut [T],
+    pub q_shifts: &'s mut [T],
+    /// `d = G/D` (or `G` times the row's scale) and `c = −G·A/D`.
+    pub d: &'s mut [T],
+    pub c: &'s mut [T],
+}
+
+impl<'s, T: Real> RowBlock<'s, T> {
+    pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
+        Self {
+            q: arena.take(rows * problem.head_width),
+            q_shifts: arena.take(rows),
+            d: arena.take(rows * problem.value_width),
+            c: arena.take(rows),
+        }
+    }
+}
+
+impl<T: Real> Pass<'_, '_, T> {
+    /// Loads rows of a head.
+    pub fn load_rows(
+        &self,
+        head: (&Unit<'_, T>, usize),
+        rows: Range<usize>,
+        block: &mut RowBlock<'_, T>,
+        map: &mut MapBuffers<'_, T>,
+    ) {
+        let RowBlock { q, q_shifts, d, c } = block;
+        self.call.problem.load_queries(head, (rows.start, rows.len()), (q, q_shifts), map);
+        self.load_cotangent(head, rows, q_shifts, (d, c));
+    }
+
+    /// Loads `d` and `c` of rows of a head, as [`RowBlock`] has them.
+    pub fn load_cotangent(
+        &self,
+        (unit, head): (&Unit<'_, T>, usize),
+        rows: Range<usize>,
+        q_shifts: &[T],
+        (d, c): (&mut [T], &mut [T]),
+    ) {
+        let (Backward { problem, cotangent, .. }, shared) = (&self.call, &self.shared);
+        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
+        let (batch, first) = (unit.sequence.batch, unit.sequence.query_start);
+        let [out, d_out] = [cotangent.out, cotangent.d_out].map(|view| view.rows(batch, head).skip(first));
+        copy_rows(d_out.skip(rows.start), (rows.len(), value_dim), None, (d, width));
+        let first = (batch * problem.dims.heads + head) * problem.dims.queries + first;
+        for (at, row) in rows.enumerate() {
+            let line = &mut d[at * width..][..width];
+            c[at] = T::ZERO;
+            if !problem.sees(unit, row) {
+                line.fill(T::ZERO);
+            } else if !problem.toeplitz.normalize {
+                scale_by(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
+            } else if cotangent.denominators[first + row].vanishes() {
+                // The row gave 0 whatever the inputs were.
+                line.fill(T::ZERO);
+            } else {
+                scale_by(line, T::ONE / cotangent.denominators[first + row]);
+                c[at] = -dot(out.row(row, value_dim), line);
+            }
+        }
+    }
+}
