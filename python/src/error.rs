@@ -34,8 +34,8 @@ pub fn kernel(operation: &str, error: longspan_kernels::Error) -> PyErr {
             let argument = NAMES.iter().find(|(name, _)| *name == argument).map_or(argument, |(_, known)| known);
             value(operation, argument, in_words(&expected), in_words(&got))
         }
-        Error::Unsupported { combination, mend, .. } => {
-            PyValueError::new_err(format!("{operation}: {combination} has no meaning; {mend}"))
+        Error::Unsupported { combination, help, .. } => {
+            PyValueError::new_err(format!("{operation}: {combination} has no meaning; {help}"))
         }
         memory @ Error::Memory { .. } => PyMemoryError::new_err(format!("{operation}: {memory}")),
         other => PyValueError::new_err(format!("{operation}: {other}")),

@@ -68,7 +68,7 @@ where
             return Err(KernelError::Unsupported {
                 operation: "broken",
                 combination: "a bidirectional mask",
-                mend: "use a causal one",
+                help: "use a causal one",
             });
         }
         if self.fault == Fault::Refusal && call.dims.queries > 100 {

@@ -18,14 +18,14 @@ pub enum Error {
         got: String,
     },
     /// Two options that are fine alone have no meaning together.
-    #[error("{operation}: {combination} has no meaning; {mend}")]
+    #[error("{operation}: {combination} has no meaning; {help}")]
     Unsupported {
         /// The operation that was called.
         operation: &'static str,
         /// The options that exclude each other.
         combination: &'static str,
         /// What to do instead.
-        mend: &'static str,
+        help: &'static str,
     },
     /// The sum of a row's weights is negative, so that its quotient would mean nothing. Outputs have been written; such
     /// rows are 0 in them, and so are their gradients.

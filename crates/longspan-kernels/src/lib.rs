@@ -13,6 +13,7 @@ mod feature_map;
 pub mod fourier;
 pub mod half;
 pub mod kernelized;
+pub mod layers;
 mod plan;
 pub mod shaw;
 mod simd;

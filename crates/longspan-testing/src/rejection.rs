@@ -18,8 +18,8 @@ pub fn names_the_fault(what: &str, operation: &str, argument: &str, error: &Erro
             ensure(*own == operation && !expected.is_empty() && !got.is_empty(), || format!("{what}: {text}"))?;
             ensure(at.contains(argument), || format!("{what}: blames {at:?} instead of {argument:?}: {text}"))
         }
-        Error::Unsupported { operation: own, combination, mend } => {
-            ensure(*own == operation && !mend.is_empty(), || format!("{what}: {text}"))?;
+        Error::Unsupported { operation: own, combination, help } => {
+            ensure(*own == operation && !help.is_empty(), || format!("{what}: {text}"))?;
             ensure(combination.contains(argument), || format!("{what}: blames {combination:?}, not {argument:?}"))
         }
         other => Err(Failure(format!("{what}: {other}"))),

@@ -3,7 +3,8 @@
 //!
 //! Reading order: [`attention`] holds the mechanisms as modules, and
 //! [`MultiHeadAttention`](attention::MultiHeadAttention) over all of them; [`backend`] runs them, in the kernels on the
-//! CPU and in plain tensor operations elsewhere; [`models`] stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq);
+//! CPU and in plain tensor operations elsewhere; [`layers`] is what stands around them;
+//! [`models`] stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq);
 //! [`generate`] decodes; [`checkpoint`] keeps weights and training states on disk.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
@@ -18,8 +19,8 @@ pub mod backend;
 pub mod checkpoint;
 mod error;
 pub mod generate;
+pub mod layers;
 pub mod models;
-mod projection;
 
 pub use error::{Error, Result};
 pub use longspan_kernels as kernels;

@@ -102,8 +102,8 @@ def expect_plain(operation: str, earlier: Any, later: Any) -> None:
     for name, state in (("earlier", earlier), ("later", later)):
         if not isinstance(state, State):
             learns = hasattr(state, "numbers")
-            mend = "; give state.detach(), or for gradients the earlier state as initial_state" if learns else ""
-            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}{mend}")
+            help = "; give state.detach(), or for gradients the earlier state as initial_state" if learns else ""
+            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}{help}")
 
 
 def flag(operation: str, name: str, value: Any) -> bool:

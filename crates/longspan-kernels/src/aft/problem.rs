@@ -9,9 +9,9 @@ use super::options::{Aft, Variant};
 use super::state::{self, Head};
 use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call};
 use crate::error::{Error, expect};
+use crate::simd::Real;
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
-use crate::simd::Real;
 
 /// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
@@ -100,7 +100,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 return Err(Error::Unsupported {
                     operation,
                     combination: "an initial state with a bidirectional mask or an offset",
-                    mend: "use a causal mask with offset 0",
+                    help: "use a causal mask with offset 0",
                 });
             }
         }
@@ -110,7 +110,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 return Err(Error::Unsupported {
                     operation,
                     combination: "an image under a causal mask, with an offset, lengths or packed sequences",
-                    mend: "use a bidirectional mask without an offset, and a padding mask for keys to be ignored",
+                    help: "use a bidirectional mask without an offset, and a padding mask for keys to be ignored",
                 });
             }
             for (name, count) in [("queries", dims.queries), ("keys", dims.keys)] {

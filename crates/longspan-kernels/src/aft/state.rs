@@ -120,14 +120,14 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
         return Err(Error::Unsupported {
             operation,
             combination: "a state with biases that belong to one call",
-            mend: "give the table of biases a length, so that its rows are positions",
+            help: "give the table of biases a length, so that its rows are positions",
         });
     }
     if let Variant::Conv2d { .. } = aft.variant {
         return Err(Error::Unsupported {
             operation,
             combination: "a state of an image, whose places look both ways",
-            mend: "give the call the whole image",
+            help: "give the call the whole image",
         });
     }
     let shape = shape(aft, dims);

@@ -232,7 +232,7 @@ pub trait Kernel<T: Real>: Mechanism {
         Err(Error::Unsupported {
             operation: self.name(),
             combination: "the sum of two states",
-            mend: "give the earlier state to the call of the later tokens",
+            help: "give the earlier state to the call of the later tokens",
         })
     }
 }
@@ -388,7 +388,7 @@ pub(crate) fn check_initial_mask(operation: &'static str, mask: &Mask<'_>) -> Re
     Err(Error::Unsupported {
         operation,
         combination: "an initial state with a bidirectional mask or a negative offset",
-        mend: "use a causal mask with offset 0",
+        help: "use a causal mask with offset 0",
     })
 }
 
@@ -400,7 +400,7 @@ pub(crate) fn check_final_mask(operation: &'static str, mask: &Mask<'_>) -> Resu
     Err(Error::Unsupported {
         operation,
         combination: "a final state with a bidirectional mask or packed sequences",
-        mend: "use a causal mask and give each sequence its own batch entry",
+        help: "use a causal mask and give each sequence its own batch entry",
     })
 }
 
@@ -412,7 +412,7 @@ pub(crate) fn check_initial_gradient<T>(operation: &'static str, call: &Call<'_,
     Err(Error::Unsupported {
         operation,
         combination: "the gradient of the initial state without such a state, or with packed sequences",
-        mend: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
+        help: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
     })
 }
 

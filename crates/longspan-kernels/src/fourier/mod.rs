@@ -183,7 +183,7 @@ impl Fourier {
             return Err(Error::Unsupported {
                 operation,
                 combination: "rotary pairs with the normaliser OnePlus or Dominant",
-                mend: "use Unrotated, Literal or None",
+                help: "use Unrotated, Literal or None",
             });
         }
         expect(

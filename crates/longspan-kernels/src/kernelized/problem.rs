@@ -112,7 +112,7 @@ impl<'a, T: Real> Problem<'a, T> {
             return Err(Error::Unsupported {
                 operation,
                 combination: "decay with a bidirectional mask",
-                mend: "use a causal mask or leave the decay out",
+                help: "use a causal mask or leave the decay out",
             });
         }
         if let Some(initial) = call.initial_state {

@@ -6,6 +6,7 @@ mod feature_maps;
 mod fourier;
 mod instruction_sets;
 mod kernelized;
+mod layers;
 mod properties;
 mod softmax;
 mod toeplitz;

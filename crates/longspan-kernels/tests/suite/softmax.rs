@@ -147,7 +147,7 @@ fn large_scores_do_not_overflow() {
     }
 }
 
-/// A full cache is an error that says the mend, and nothing is written.
+/// A full cache is an error that says what helps, and nothing is written.
 #[test]
 fn a_full_cache_is_refused() {
     let attention = SoftmaxAttention { scale: None, capacity: 3 };

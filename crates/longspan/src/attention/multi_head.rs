@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
 use crate::error::{Result, argument, config};
-use crate::projection;
+use crate::layers::{Activation, After, apply, linear};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -81,8 +81,13 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn self_attention(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        self.self_attention_with(x, mask, After::default())
+    }
+
+    /// [`self_attention`](Self::self_attention) and what follows it.
+    pub(crate) fn self_attention_with(&self, x: Tensor<3>, mask: &AttentionMask, after: After) -> Result<Tensor<3>> {
         let [q, k, v] = self.split(x, "self-attention")?;
-        Ok(self.merge(self.attention.forward(q, k, v, mask)?))
+        Ok(self.merge(self.attention.forward(q, k, v, mask)?, after))
     }
 
     /// Cross-attention: queries from `x`, keys and values from `memory`.
@@ -94,11 +99,22 @@ impl MultiHeadAttention {
     /// # Errors
     /// Wrong widths, different batch sizes, or a mask of the wrong size.
     pub fn cross_attention(&self, x: Tensor<3>, memory: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        self.cross_attention_with(x, memory, mask, After::default())
+    }
+
+    /// [`cross_attention`](Self::cross_attention) and what follows it.
+    pub(crate) fn cross_attention_with(
+        &self,
+        x: Tensor<3>,
+        memory: Tensor<3>,
+        mask: &AttentionMask,
+        after: After,
+    ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
         self.check("cross-attention", "memory", &memory)?;
         let q = self.queries(x);
         let [k, v] = self.keys_and_values(memory);
-        Ok(self.merge(self.attention.forward(q, k, v, mask)?))
+        Ok(self.merge(self.attention.forward(q, k, v, mask)?, after))
     }
 
     /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its
@@ -110,8 +126,13 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        self.step_with(x, state, After::default())
+    }
+
+    /// [`step`](Self::step) and what follows it.
+    pub(crate) fn step_with(&self, x: Tensor<3>, state: &mut AttentionState, after: After) -> Result<Tensor<3>> {
         let [q, k, v] = self.split(x, "self-attention step")?;
-        Ok(self.merge(self.attention.step(q, k, v, state)?))
+        Ok(self.merge(self.attention.step(q, k, v, state)?, after))
     }
 
     /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
@@ -133,9 +154,20 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a memory of another batch or mechanism.
     pub fn recall(&self, x: Tensor<3>, first: usize, memory: &MemoryState) -> Result<Tensor<3>> {
+        self.recall_with(x, first, memory, After::default())
+    }
+
+    /// [`recall`](Self::recall) and what follows it.
+    pub(crate) fn recall_with(
+        &self,
+        x: Tensor<3>,
+        first: usize,
+        memory: &MemoryState,
+        after: After,
+    ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
         let q = self.queries(x);
-        Ok(self.merge(self.attention.recall(q, first, memory)?))
+        Ok(self.merge(self.attention.recall(q, first, memory)?, after))
     }
 
     /// Queries of `x`, `[batch, heads, tokens, head_dim]`.
@@ -167,7 +199,8 @@ impl MultiHeadAttention {
         }
         let [batch, tokens, _] = x.dims();
         let all = heads + 2 * kv_heads;
-        let projected = projection::apply(&self.query_key_value, x).reshape([batch, tokens, all, head_dim]);
+        let projected = apply(&self.query_key_value, x, Activation::Identity, After::default())
+            .reshape([batch, tokens, all, head_dim]);
         let projected = projected.swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
         Ok([part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)])
@@ -179,13 +212,16 @@ impl MultiHeadAttention {
         let columns = count * width;
         let weight = self.query_key_value.weight.val().narrow(1, start, columns);
         let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, columns));
-        projection::project(x, weight, bias).reshape([batch, tokens, count, width]).swap_dims(1, 2)
+        linear(x, weight, bias, Activation::Identity, After::default())
+            .reshape([batch, tokens, count, width])
+            .swap_dims(1, 2)
     }
 
-    fn merge(&self, output: Tensor<4>) -> Tensor<3> {
+    fn merge(&self, output: Tensor<4>, after: After) -> Tensor<3> {
         let [batch, _, tokens, _] = output.dims();
         let Heads { heads, head_dim, .. } = self.heads;
-        projection::apply(&self.output, output.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]))
+        let output = output.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]);
+        apply(&self.output, output, Activation::Identity, after)
     }
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {

@@ -10,8 +10,6 @@ mod autodiff;
 pub(crate) mod feature_map;
 #[cfg(feature = "flex")]
 mod flex;
-#[cfg(feature = "flex")]
-mod layer_norm;
 pub(crate) mod pairs;
 mod state;
 pub(crate) mod tensor;
@@ -23,7 +21,6 @@ use std::sync::Arc;
 
 #[cfg(feature = "flex")]
 use burn::backend::{DispatchDevice, Flex};
-use burn::nn::LayerNorm;
 #[cfg(feature = "flex")]
 use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
@@ -168,19 +165,6 @@ fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
         )?;
     }
     Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
-}
-
-/// `norm` of each token, `[batch, tokens, width]`, where `norm` was made with this `epsilon`.
-pub(crate) fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<3>) -> Tensor<3> {
-    let _ = epsilon;
-    #[cfg(feature = "flex")]
-    if let Some(beta) = &norm.beta
-        && x.dtype() == DType::F32
-        && matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
-    {
-        return layer_norm::layer_norm(x, norm.gamma.val(), beta.val(), epsilon);
-    }
-    norm.forward(x)
 }
 
 /// Whether a tensor lies on the CPU backend, with or without autodiff.

@@ -5,15 +5,13 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
 use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
-use crate::backend;
 use crate::error::{Result, config};
-use crate::projection;
+use crate::layers::{self, Activation, After, apply};
 
 /// Where the norm of a residual branch stands.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -42,7 +40,13 @@ impl FeedForward {
 
     /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        projection::apply(&self.outer, relu(projection::apply(&self.inner, x)))
+        self.forward_with(x, After::default())
+    }
+
+    /// [`forward`](Self::forward) and what follows it.
+    fn forward_with(&self, x: Tensor<3>, after: After) -> Tensor<3> {
+        let inner = apply(&self.inner, x, Activation::Relu, After::default());
+        apply(&self.outer, inner, Activation::Identity, after)
     }
 }
 
@@ -63,21 +67,22 @@ pub(super) fn layer_norm(width: usize, device: &Device) -> LayerNorm {
 
 /// A norm that [`layer_norm`] made, applied to each token.
 pub(super) fn normalize(norm: &LayerNorm, x: Tensor<3>) -> Tensor<3> {
-    backend::layer_norm(norm, EPSILON, x)
+    layers::layer_norm(norm, EPSILON, x)
 }
 
-/// One residual branch.
+/// One residual branch, which drops and adds as its last layer does.
 fn residual(
     x: Tensor<3>,
     norm: &LayerNorm,
     place: Norm,
     dropout: &Dropout,
-    branch: impl FnOnce(Tensor<3>) -> Result<Tensor<3>>,
+    branch: impl FnOnce(Tensor<3>, After) -> Result<Tensor<3>>,
 ) -> Result<Tensor<3>> {
-    Ok(match place {
-        Norm::Pre => x.clone() + dropout.forward(branch(normalize(norm, x))?),
-        Norm::Post => normalize(norm, x.clone() + dropout.forward(branch(x)?)),
-    })
+    let after = After { dropout: dropout.prob, residual: Some(x.clone()) };
+    match place {
+        Norm::Pre => branch(normalize(norm, x), after),
+        Norm::Post => Ok(normalize(norm, branch(x, after)?)),
+    }
 }
 
 /// Makes an [`EncoderBlock`].
@@ -170,9 +175,12 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        let x =
-            residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.self_attention(x, mask))?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
+            self.attention.self_attention_with(x, mask, after)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
+            Ok(self.feed_forward.forward_with(x, after))
+        })
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -184,8 +192,12 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.step(x, state))?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
+            self.attention.step_with(x, state, after)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
+            Ok(self.feed_forward.forward_with(x, after))
+        })
     }
 }
 
@@ -297,12 +309,15 @@ impl DecoderBlock {
     /// Wrong widths, different batch sizes, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, memory: Tensor<3>, memory_mask: &AttentionMask) -> Result<Tensor<3>> {
         let causal = AttentionMask::causal();
-        let x =
-            residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.self_attention(x, &causal))?;
-        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x| {
-            self.cross_attention.cross_attention(x, memory, memory_mask)
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
+            self.attention.self_attention_with(x, &causal, after)
         })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
+        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x, after| {
+            self.cross_attention.cross_attention_with(x, memory, memory_mask, after)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
+            Ok(self.feed_forward.forward_with(x, after))
+        })
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -321,10 +336,14 @@ impl DecoderBlock {
         state: &mut AttentionState,
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x| self.attention.step(x, state))?;
-        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x| {
-            self.cross_attention.recall(x, position, memory)
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
+            self.attention.step_with(x, state, after)
         })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x| Ok(self.feed_forward.forward(x)))
+        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x, after| {
+            self.cross_attention.recall_with(x, position, memory, after)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
+            Ok(self.feed_forward.forward_with(x, after))
+        })
     }
 }

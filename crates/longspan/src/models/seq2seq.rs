@@ -8,7 +8,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm, layer_norm, normalize};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
-use crate::projection;
+use crate::layers::{Activation, After, CrossEntropyLoss, apply, cross_entropy};
 
 /// Absolute positions, added to the embeddings.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -152,6 +152,31 @@ impl Seq2Seq {
         source_lengths: &[usize],
         target: Tensor<2, Int>,
     ) -> Result<Tensor<3>> {
+        let x = self.decode(source, source_lengths, target)?;
+        Ok(apply(&self.output, x, Activation::Identity, After::default()))
+    }
+
+    /// The loss of targets that follow sources: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives, which are
+    /// never held whole.
+    ///
+    /// # Shapes
+    /// `next`: for each token of `target`, sequence after sequence, the one that comes after it; `None` where none is learned.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward) and [`cross_entropy`].
+    pub fn loss(
+        &self,
+        source: Tensor<2, Int>,
+        source_lengths: &[usize],
+        target: Tensor<2, Int>,
+        next: Vec<Option<u32>>,
+        smoothing: f64,
+    ) -> Result<CrossEntropyLoss> {
+        cross_entropy(self.decode(source, source_lengths, target)?, &self.output, next, smoothing)
+    }
+
+    /// What the decoder gives to the output layer.
+    fn decode(&self, source: Tensor<2, Int>, source_lengths: &[usize], target: Tensor<2, Int>) -> Result<Tensor<3>> {
         let ([batch, _], [target_batch, _]) = (source.dims(), target.dims());
         argument(
             batch == target_batch,
@@ -168,7 +193,7 @@ impl Seq2Seq {
         if let Some(norm) = &self.decoder_norm {
             x = normalize(norm, x);
         }
-        Ok(projection::apply(&self.output, x))
+        Ok(x)
     }
 
     /// Reads the sources, once for all targets that will be decoded from them. A model on a training device applies
@@ -225,7 +250,7 @@ impl Seq2Seq {
             x = normalize(norm, x);
         }
         state.position += 1;
-        Ok(projection::apply(&self.output, x).squeeze_dim(1))
+        Ok(apply(&self.output, x, Activation::Identity, After::default()).squeeze_dim(1))
     }
 
     /// Number of target tokens.

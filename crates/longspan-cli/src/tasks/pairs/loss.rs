@@ -1,8 +1,8 @@
 //! The loss of a batch of pairs.
 
 use anyhow::Result;
-use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::Device;
+use longspan::layers::CrossEntropyLoss;
 use longspan::models::Seq2Seq;
 
 use super::example::Pair;
@@ -21,20 +21,9 @@ pub fn loss(model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -
     };
     let (source, source_lengths) = rows(&sources);
     let (input, lengths) = rows(&inputs);
-    let (label, _) = rows(&labels);
-    let log_p = log_softmax(model.forward(source, &source_lengths, input)?, 2);
-    let [batch, longest, vocabulary] = log_p.dims();
-    let counted: Vec<f32> =
-        lengths.iter().flat_map(|&length| (0..longest).map(move |at| f32::from(u8::from(at < length)))).collect();
-    let counted = Tensor::<2>::from_data(TensorData::new(counted, [batch, longest]), device);
-    let right: Tensor<2> = log_p.clone().gather(2, label.unsqueeze_dim::<3>(2)).squeeze_dim(2);
-    let plain = (right * counted.clone()).sum().neg();
-    if smoothing == 0.0 {
-        return Ok(Loss { plain: plain.clone(), smoothed: plain });
-    }
-    let mean: Tensor<2> = log_p.sum_dim(2).squeeze_dim(2).div_scalar(vocabulary as f64);
-    let spread = (mean * counted).sum().neg();
-    let smoothed = plain.clone().mul_scalar(1.0 - smoothing) + spread.mul_scalar(smoothing);
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let next = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
+    let CrossEntropyLoss { plain, smoothed } = model.loss(source, &source_lengths, input, next, smoothing)?;
     Ok(Loss { plain, smoothed })
 }
 

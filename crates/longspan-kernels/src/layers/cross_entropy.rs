@@ -1,0 +1,270 @@
+//! The cross-entropy of a vocabulary, from the rows before the last linear layer.
+//!
+//! With `z = h·W + b` and `p = softmax(z)` of a row whose target is `t`: `plain = −log p_t`, and with label smoothing `ε` over `V`
+//! entries `smoothed = (1 − ε) plain − ε mean_v log p_v` (Szegedy et al. 2016). The gradient of `smoothed` by `z` is
+//! `p − (1 − ε) 1_t − ε/V`. Logits are formed, used and forgotten a piece of rows at a time; gradients are formed beside the loss,
+//! for a cotangent of 1, since both need the same logits.
+
+use std::mem::MaybeUninit;
+
+use super::products::{Fresh, Matrix, add_product, product};
+use crate::error::{Error, expect};
+use crate::simd::block::add_scaled;
+use crate::simd::rows::{load_part, store_part};
+use crate::simd::{Operation, Vector, dispatch, exp_nonpositive};
+use crate::threads::share;
+
+/// Logits of a piece: 1 MiB, which a second-level cache holds.
+const PIECE: usize = 1 << 18;
+/// Parts of the rows that each have a sum of `dW` of their own; fewer where those would take more numbers than this.
+const PARTS: usize = 8;
+const SUMS: usize = 1 << 25;
+
+/// One call.
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropy<'a> {
+    /// `[rows, width]`.
+    pub h: &'a [f32],
+    /// `[width, vocabulary]`.
+    pub weight: &'a [f32],
+    /// `[vocabulary]`.
+    pub bias: Option<&'a [f32]>,
+    /// The entry that is right in each row; `None` in rows that do not count.
+    pub targets: &'a [Option<u32>],
+    /// Numbers of a row of `h`.
+    pub width: usize,
+    /// Entries of the vocabulary.
+    pub vocabulary: usize,
+    /// `ε`.
+    pub smoothing: f32,
+}
+
+/// Sums over the rows that count.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Loss {
+    /// Without smoothing.
+    pub plain: f64,
+    /// With it.
+    pub smoothed: f64,
+}
+
+/// The gradients of [`Loss::smoothed`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct LossGradients {
+    /// `[rows, width]`.
+    pub dh: Vec<f32>,
+    /// `[width, vocabulary]`.
+    pub d_weight: Vec<f32>,
+    /// `[vocabulary]`.
+    pub d_bias: Vec<f32>,
+}
+
+/// Where a part of the rows writes its gradients.
+struct Sink<'a> {
+    dh: &'a mut [MaybeUninit<f32>],
+    /// Its own sums.
+    d_weight: Vec<f32>,
+    d_bias: Vec<f32>,
+}
+
+const OPERATION: &str = "cross_entropy";
+
+impl CrossEntropy<'_> {
+    fn check(&self) -> Result<(), Error> {
+        let Self { width, vocabulary, smoothing, .. } = *self;
+        for (name, got, [a, b]) in [
+            ("h", self.h.len(), [self.targets.len(), width]),
+            ("weight", self.weight.len(), [width, vocabulary]),
+            ("bias", self.bias.map_or(vocabulary, <[f32]>::len), [1, vocabulary]),
+        ] {
+            let fits = a.checked_mul(b) == Some(got);
+            expect(fits, OPERATION, name, || format!("{a} × {b} numbers"), || got.to_string())?;
+        }
+        let fits = (0.0..1.0).contains(&smoothing);
+        expect(fits, OPERATION, "smoothing", || "a number in [0, 1)".into(), || smoothing.to_string())?;
+        let beyond = self.targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
+        expect(
+            beyond.is_none(),
+            OPERATION,
+            "targets",
+            || format!("entries below {vocabulary}"),
+            || beyond.copied().unwrap_or(0).to_string(),
+        )
+    }
+
+    /// The loss.
+    ///
+    /// # Errors
+    /// Lengths that do not fit, a smoothing outside [0, 1), targets beyond the vocabulary, memory that is not there.
+    pub fn loss(&self) -> Result<Loss, Error> {
+        self.run(None)
+    }
+
+    /// The loss and its gradients.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    pub fn training(&self) -> Result<(Loss, LossGradients), Error> {
+        self.check()?;
+        let (width, vocabulary, rows) = (self.width, self.vocabulary, self.targets.len());
+        let mut dh = Fresh::new(rows * width)?;
+        let part = self.part();
+        let mut sinks = Vec::new();
+        if width > 0 {
+            for dh in dh.room().chunks_mut(part * width) {
+                let mut d_weight = Vec::new();
+                let bytes = size_of_val(self.weight);
+                d_weight.try_reserve_exact(self.weight.len()).map_err(|_| Error::Memory { bytes })?;
+                d_weight.resize(self.weight.len(), 0.0);
+                sinks.push(Sink { dh, d_weight, d_bias: vec![0.0; vocabulary] });
+            }
+        }
+        let loss = self.run(Some(&mut sinks))?;
+        let mut sums = sinks.into_iter().map(|sink| (sink.d_weight, sink.d_bias));
+        let zeros = || (vec![0.0; self.weight.len()], vec![0.0; vocabulary]);
+        let (mut d_weight, mut d_bias) = sums.next().unwrap_or_else(zeros);
+        for (weight, bias) in sums {
+            let piece = d_weight.len().div_ceil(PARTS).next_multiple_of(16);
+            share(d_weight.chunks_mut(piece).zip(weight.chunks(piece)), |(to, part)| add_scaled(to, 1.0, part));
+            add_scaled(&mut d_bias, 1.0, &bias);
+        }
+        // SAFETY: every part wrote all of its rows.
+        Ok((loss, LossGradients { dh: unsafe { dh.written() }, d_weight, d_bias }))
+    }
+
+    /// Rows of a part: cut by sizes alone, so that sums have the same order on any number of threads.
+    fn part(&self) -> usize {
+        let parts = (SUMS / self.weight.len().max(1)).clamp(1, PARTS);
+        self.targets.len().div_ceil(parts).max(64)
+    }
+
+    fn run(&self, sinks: Option<&mut [Sink<'_>]>) -> Result<Loss, Error> {
+        self.check()?;
+        let part = self.part();
+        let count = self.targets.len().div_ceil(part);
+        let mut sinks: Vec<Option<&mut Sink<'_>>> = match sinks {
+            Some(sinks) => sinks.iter_mut().map(Some).collect(),
+            None => Vec::new(),
+        };
+        sinks.resize_with(count, || None);
+        let mut losses = vec![Ok(Loss::default()); count];
+        let tasks: Vec<_> = sinks.into_iter().zip(&mut losses).enumerate().collect();
+        share(tasks.into_iter(), |(n, (sink, loss))| {
+            let end = ((n + 1) * part).min(self.targets.len());
+            *loss = self.rows(n * part, &self.targets[n * part..end], sink);
+        });
+        let mut sum = Loss::default();
+        for loss in losses {
+            let loss = loss?;
+            sum.plain += loss.plain;
+            sum.smoothed += loss.smoothed;
+        }
+        Ok(sum)
+    }
+
+    /// The loss of the rows from `first` on.
+    fn rows(&self, first: usize, targets: &[Option<u32>], mut sink: Option<&mut Sink<'_>>) -> Result<Loss, Error> {
+        let Self { width, vocabulary, bias, smoothing, .. } = *self;
+        let mut sum = Loss::default();
+        if vocabulary == 0 {
+            // No row can have a target.
+            if let Some(sink) = sink {
+                sink.dh.fill(MaybeUninit::new(0.0));
+            }
+            return Ok(sum);
+        }
+        let piece = (PIECE / vocabulary).clamp(8, 512).min(targets.len());
+        let mut memory = Fresh::new(piece * vocabulary)?;
+        let weight = Matrix::rows(self.weight, vocabulary);
+        for (n, targets) in targets.chunks(piece).enumerate() {
+            let rows = targets.len();
+            let h = Matrix::rows(&self.h[(first + n * piece) * width..][..rows * width], width);
+            let logits = product([rows, width, vocabulary], h, weight, &mut memory.room()[..rows * vocabulary]);
+            let gradients = sink.is_some();
+            let loss = dispatch(RowLosses { logits, bias, targets, smoothing, gradients });
+            sum.plain += loss.plain;
+            sum.smoothed += loss.smoothed;
+            if let Some(sink) = &mut sink {
+                let dz = Matrix::rows(logits, vocabulary);
+                product(
+                    [rows, vocabulary, width],
+                    dz,
+                    weight.transposed(),
+                    &mut sink.dh[n * piece * width..][..rows * width],
+                );
+                add_product([width, rows, vocabulary], h.transposed(), dz, &mut sink.d_weight);
+                logits.chunks_exact(vocabulary).for_each(|row| add_scaled(&mut sink.d_bias, 1.0, row));
+            }
+        }
+        Ok(sum)
+    }
+}
+
+/// The losses of rows of logits, which become their gradients if those are wanted.
+struct RowLosses<'a> {
+    logits: &'a mut [f32],
+    bias: Option<&'a [f32]>,
+    targets: &'a [Option<u32>],
+    smoothing: f32,
+    gradients: bool,
+}
+
+impl Operation for RowLosses<'_> {
+    type Element = f32;
+    type Output = Loss;
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) -> Loss {
+        let Self { logits, bias, targets, smoothing, gradients } = self;
+        let width = logits.len() / targets.len().max(1);
+        assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
+        let mut sum = Loss::default();
+        for (row, target) in logits.chunks_exact_mut(width).zip(targets) {
+            let Some(target) = *target else {
+                row.fill(0.0);
+                continue;
+            };
+            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+            unsafe {
+                let (mut most, mut total) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
+                let whole = width / V::LANES * V::LANES;
+                for column in (0..width).step_by(V::LANES) {
+                    let mut z = load_part::<V>(row, column);
+                    if let Some(bias) = bias {
+                        z = z.add(load_part(bias, column));
+                        store_part(z, row, column);
+                    }
+                    if column < whole {
+                        most = most.max(z);
+                    }
+                    total = total.add(z);
+                }
+                let most = row[whole..].iter().fold(most.largest(), |most, &z| most.max(z));
+                let (mean, right) = (total.sum() / width as f32, row[target as usize]);
+                let (mut sums, shift) = (V::splat(0.0), V::splat(most));
+                for column in (0..whole).step_by(V::LANES) {
+                    let e = exp_nonpositive(V::load(row.as_ptr().add(column)).sub(shift));
+                    e.store(row.as_mut_ptr().add(column));
+                    sums = sums.add(e);
+                }
+                let mut sums = sums.sum();
+                for z in &mut row[whole..] {
+                    *z = (*z - most).exp();
+                    sums += *z;
+                }
+                let log_sum = most + sums.ln();
+                let plain = f64::from(log_sum - right);
+                sum.plain += plain;
+                sum.smoothed += plain + f64::from(smoothing) * (f64::from(log_sum - mean) - plain);
+                if gradients {
+                    let (scale, spread) = (V::splat(1.0 / sums), V::splat(-smoothing / width as f32));
+                    for column in (0..width).step_by(V::LANES) {
+                        store_part(load_part::<V>(row, column).mul_add(scale, spread), row, column);
+                    }
+                    row[target as usize] -= 1.0 - smoothing;
+                }
+            }
+        }
+        sum
+    }
+}

@@ -1,0 +1,225 @@
+//! Layer norm and RMS norm of rows.
+//!
+//! `y = x̂ ⊙ γ + β` with `x̂ = (x − m) s`, `s = 1/√(mean((x − m)²) + ε)`, and `m = mean(x)` in a layer norm (Ba et al. 2016), 0 in an
+//! RMS norm (Zhang and Sennrich 2019). With `h = dy ⊙ γ`: `dx = s (h − mean(h) − x̂ mean(h ⊙ x̂))`, without `mean(h)` in an RMS
+//! norm; `dγ = Σ dy ⊙ x̂`, `dβ = Σ dy`. A backward forms `m` and `s` anew from `x`.
+
+use super::products::Fresh;
+use crate::error::{Error, expect};
+use crate::simd::block::add_scaled;
+use crate::simd::{Operation, Vector, dispatch};
+use crate::threads::share;
+
+/// Rows of a task, and of one sum of `dγ` and `dβ`.
+const ROWS: usize = 64;
+
+/// One call of a norm.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[rows, width]`.
+    pub x: &'a [f32],
+    /// `γ`, `[width]`.
+    pub gamma: &'a [f32],
+    /// `β`, `[width]`.
+    pub beta: Option<&'a [f32]>,
+    /// Whether the mean is subtracted: a layer norm's, and not an RMS norm's.
+    pub centred: bool,
+    /// `ε`, which keeps the division finite.
+    pub epsilon: f32,
+}
+
+/// The gradients of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NormGradients {
+    /// `[rows, width]`.
+    pub dx: Vec<f32>,
+    /// `[width]`.
+    pub d_gamma: Vec<f32>,
+    /// `[width]`.
+    pub d_beta: Vec<f32>,
+}
+
+impl Norm<'_> {
+    fn check(&self) -> Result<(), Error> {
+        let width = self.gamma.len();
+        let rows = self.x.len().is_multiple_of(width.max(1)) && (width > 0 || self.x.is_empty());
+        expect(rows, "norm", "x", || format!("rows of {width} numbers"), || format!("{} numbers", self.x.len()))?;
+        let beta = self.beta.map_or(width, <[f32]>::len);
+        expect(beta == width, "norm", "beta", || format!("{width} numbers, as gamma"), || beta.to_string())
+    }
+
+    /// The result, `[rows, width]`.
+    ///
+    /// # Errors
+    /// Lengths that do not fit, and memory that is not there.
+    pub fn forward(&self) -> Result<Vec<f32>, Error> {
+        self.check()?;
+        let mut out = Fresh::new(self.x.len())?;
+        if !self.x.is_empty() {
+            let block = ROWS * self.gamma.len();
+            share(self.x.chunks(block).zip(out.room().chunks_mut(block)), |(x, out)| {
+                dispatch(Normalize { norm: Norm { x, ..*self }, out: out.write_copy_of_slice(x) });
+            });
+        }
+        // SAFETY: every row has been written.
+        Ok(unsafe { out.written() })
+    }
+
+    /// The gradients from that of the result.
+    ///
+    /// # Errors
+    /// Lengths that do not fit, and memory that is not there.
+    pub fn backward(&self, d_out: &[f32]) -> Result<NormGradients, Error> {
+        self.check()?;
+        let (got, len) = (d_out.len(), self.x.len());
+        expect(got == len, "norm", "d_out", || format!("{len} numbers, as x"), || got.to_string())?;
+        let width = self.gamma.len();
+        let mut dx = Fresh::new(len)?;
+        let (mut d_gamma, mut d_beta) = (vec![0.0; width], vec![0.0; width]);
+        if len > 0 {
+            let block = ROWS * width;
+            let mut sums = vec![0.0; len.div_ceil(block) * 2 * width];
+            let rows = self.x.chunks(block).zip(d_out.chunks(block));
+            share(rows.zip(dx.room().chunks_mut(block)).zip(sums.chunks_mut(2 * width)), |(((x, d), dx), sums)| {
+                let (d_gamma, d_beta) = sums.split_at_mut(width);
+                let norm = Norm { x, ..*self };
+                dispatch(NormalizeBackward { norm, dx: dx.write_copy_of_slice(d), d_gamma, d_beta });
+            });
+            for sums in sums.chunks_exact(2 * width) {
+                add_scaled(&mut d_gamma, 1.0, &sums[..width]);
+                add_scaled(&mut d_beta, 1.0, &sums[width..]);
+            }
+        }
+        // SAFETY: every row has been written.
+        Ok(NormGradients { dx: unsafe { dx.written() }, d_gamma, d_beta })
+    }
+}
+
+/// `m` and `s` of a row.
+#[inline(always)]
+unsafe fn statistics<V: Vector<Element = f32>>(x: &[f32], centred: bool, epsilon: f32) -> (f32, f32) {
+    let width = x.len() as f32;
+    let mean = if centred {
+        // SAFETY: forwarded to the caller.
+        unsafe { sum::<V>(x, |x| x, |x| x) / width }
+    } else {
+        0.0
+    };
+    // SAFETY: forwarded to the caller.
+    let square = unsafe {
+        let centre = V::splat(mean);
+        sum::<V>(x, |x| x.sub(centre).mul(x.sub(centre)), |x| (x - mean) * (x - mean))
+    };
+    (mean, 1.0 / (square / width + epsilon).sqrt())
+}
+
+/// `Σ f(x)`; `f` twice, for registers and for what does not fill one.
+#[inline(always)]
+unsafe fn sum<V: Vector<Element = f32>>(x: &[f32], f: impl Fn(V) -> V, of_one: impl Fn(f32) -> f32) -> f32 {
+    let whole = x.len() / V::LANES * V::LANES;
+    // SAFETY: whole registers lie in the row.
+    let sums = unsafe {
+        let mut sums = V::splat(0.0);
+        for column in (0..whole).step_by(V::LANES) {
+            sums = sums.add(f(V::load(x.as_ptr().add(column))));
+        }
+        sums.sum()
+    };
+    x[whole..].iter().fold(sums, |sum, &x| sum + of_one(x))
+}
+
+/// Writes the norm of rows.
+struct Normalize<'a> {
+    norm: Norm<'a>,
+    out: &'a mut [f32],
+}
+
+impl Operation for Normalize<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Norm { x, gamma, beta, centred, epsilon } = self.norm;
+        let width = gamma.len();
+        let whole = width / V::LANES * V::LANES;
+        assert!(self.out.len() == x.len() && beta.is_none_or(|beta| beta.len() == width));
+        for (x, out) in x.chunks_exact(width).zip(self.out.chunks_exact_mut(width)) {
+            // SAFETY: whole registers lie in every row, in `gamma` and `beta`.
+            unsafe {
+                let (mean, scale) = statistics::<V>(x, centred, epsilon);
+                for column in (0..whole).step_by(V::LANES) {
+                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                    let y = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                    let zero = V::splat(0.0);
+                    let y = y.mul_add(at(gamma), beta.map_or(zero, at));
+                    y.store(out.as_mut_ptr().add(column));
+                }
+                for column in whole..width {
+                    let beta = beta.map_or(0.0, |beta| beta[column]);
+                    out[column] = (x[column] - mean) * scale * gamma[column] + beta;
+                }
+            }
+        }
+    }
+}
+
+/// Turns the gradients of rows into those of what they were made from, and adds up those of `γ` and `β`.
+struct NormalizeBackward<'a> {
+    norm: Norm<'a>,
+    /// `dy`, and then `dx`.
+    dx: &'a mut [f32],
+    d_gamma: &'a mut [f32],
+    d_beta: &'a mut [f32],
+}
+
+impl Operation for NormalizeBackward<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { norm: Norm { x, gamma, centred, epsilon, .. }, dx, d_gamma, d_beta } = self;
+        let width = gamma.len();
+        let whole = width / V::LANES * V::LANES;
+        assert!(dx.len() == x.len() && d_gamma.len() == width && d_beta.len() == width);
+        for (x, dx) in x.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
+            // SAFETY: whole registers lie in every row of numbers.
+            unsafe {
+                let (mean, scale) = statistics::<V>(x, centred, epsilon);
+                let (mut level, mut slope) = (V::splat(0.0), V::splat(0.0));
+                for column in (0..whole).step_by(V::LANES) {
+                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                    let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                    let d = at(dx);
+                    d.mul_add(normal, at(d_gamma)).store(d_gamma.as_mut_ptr().add(column));
+                    at(d_beta).add(d).store(d_beta.as_mut_ptr().add(column));
+                    let h = d.mul(at(gamma));
+                    level = level.add(h);
+                    slope = h.mul_add(normal, slope);
+                }
+                let (mut level, mut slope) = (level.sum(), slope.sum());
+                for column in whole..width {
+                    let (normal, d) = ((x[column] - mean) * scale, dx[column]);
+                    d_gamma[column] += d * normal;
+                    d_beta[column] += d;
+                    level += d * gamma[column];
+                    slope += d * gamma[column] * normal;
+                }
+                let level = if centred { level / width as f32 } else { 0.0 };
+                slope /= width as f32;
+                for column in (0..whole).step_by(V::LANES) {
+                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                    let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                    let h = at(dx).mul_add(at(gamma), V::splat(-level));
+                    let d = normal.mul_add(V::splat(-slope), h).mul(V::splat(scale));
+                    d.store(dx.as_mut_ptr().add(column));
+                }
+                for column in whole..width {
+                    let normal = (x[column] - mean) * scale;
+                    dx[column] = scale * (dx[column] * gamma[column] - level - normal * slope);
+                }
+            }
+        }
+    }
+}

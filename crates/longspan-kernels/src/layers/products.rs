@@ -1,0 +1,111 @@
+//! Matrix products by `gemm`, and memory that is not cleared first.
+
+use std::mem::MaybeUninit;
+
+use gemm::{Parallelism, gemm};
+
+use crate::error::Error;
+
+/// Numbers that are written before they are read.
+pub(super) struct Fresh {
+    numbers: Vec<f32>,
+    len: usize,
+}
+
+impl Fresh {
+    /// Room for `len` numbers.
+    pub fn new(len: usize) -> Result<Self, Error> {
+        let mut numbers = Vec::new();
+        numbers.try_reserve_exact(len).map_err(|_| Error::Memory { bytes: len.saturating_mul(size_of::<f32>()) })?;
+        Ok(Self { numbers, len })
+    }
+
+    /// All of it.
+    pub fn room(&mut self) -> &mut [MaybeUninit<f32>] {
+        &mut self.numbers.spare_capacity_mut()[..self.len]
+    }
+
+    /// The numbers.
+    ///
+    /// # Safety
+    /// All of the room has been written.
+    pub unsafe fn written(mut self) -> Vec<f32> {
+        // SAFETY: the room was reserved, and the caller wrote all of it.
+        unsafe { self.numbers.set_len(self.len) };
+        self.numbers
+    }
+}
+
+/// A matrix in a slice; either stride may be 1.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a> {
+    pub numbers: &'a [f32],
+    pub row: usize,
+    pub column: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Row after row.
+    pub fn rows(numbers: &'a [f32], columns: usize) -> Self {
+        Self { numbers, row: columns, column: 1 }
+    }
+
+    /// The transpose.
+    pub fn transposed(self) -> Self {
+        Self { row: self.column, column: self.row, ..self }
+    }
+
+    fn holds(&self, rows: usize, columns: usize) -> bool {
+        rows == 0 || columns == 0 || (rows - 1) * self.row + (columns - 1) * self.column < self.numbers.len()
+    }
+}
+
+/// `C = A·B` for `m × k` and `k × n` on this thread, and gives `C` as it is then.
+pub(super) fn product<'c>(
+    [m, k, n]: [usize; 3],
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    c: &'c mut [MaybeUninit<f32>],
+) -> &'c mut [f32] {
+    assert_eq!(c.len(), m * n, "a result of other sizes");
+    multiply([m, k, n], a, b, c.as_mut_ptr().cast(), false);
+    // SAFETY: the product wrote every number.
+    unsafe { c.assume_init_mut() }
+}
+
+/// `C += A·B`.
+pub(super) fn add_product([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32]) {
+    assert_eq!(c.len(), m * n, "a result of other sizes");
+    multiply([m, k, n], a, b, c.as_mut_ptr(), true);
+}
+
+/// `c` has room for `m · n` numbers, which are there if they are to be added to.
+fn multiply([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: *mut f32, add: bool) {
+    assert!(a.holds(m, k) && b.holds(k, n), "factors of other sizes");
+    let strides = |matrix: Matrix<'_>| (matrix.column as isize, matrix.row as isize);
+    let ((a_column, a_row), (b_column, b_row)) = (strides(a), strides(b));
+    // SAFETY: the factors hold what is read by the assertion above, and the callers checked the result.
+    unsafe {
+        gemm(
+            m,
+            n,
+            k,
+            c,
+            1,
+            n as isize,
+            add,
+            a.numbers.as_ptr(),
+            a_column,
+            a_row,
+            b.numbers.as_ptr(),
+            b_column,
+            b_row,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}

@@ -1,0 +1,16 @@
+//! What stands around attention in a model: linear layers with activation, dropout and residual sum, norms, and the loss of a
+//! vocabulary.
+//!
+//! On Burn's CPU backend in `f32` each is one operation with a backward of its own, by
+//! [`longspan_kernels::layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
+
+mod cross_entropy;
+#[cfg(feature = "flex")]
+mod flex;
+mod linear;
+mod norm;
+
+pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
+pub(crate) use linear::apply;
+pub use linear::{Activation, After, linear};
+pub(crate) use norm::layer_norm;
