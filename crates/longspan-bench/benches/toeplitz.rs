@@ -1,7 +1,8 @@
 //! Toeplitz relative positions: tiles against the machine's own matrix product, transforms against themselves, and the
 //! length from which transforms are faster.
 //!
-//! `cargo bench -p longspan-bench --bench toeplitz -- [--quick]`. Flops of a pair that is seen: `2·(d + dv)`; weighing is not
+//! `cargo bench -p longspan-bench --bench toeplitz -- [--quick] [--length L]`. With a length, one forward call of each way at that
+//! length alone, which may take minutes. Flops of a pair that is seen: `2·(d + dv)`; weighing is not
 //! counted, so that the product has less to do than the kernel.
 
 use std::hint::black_box;
@@ -9,7 +10,7 @@ use std::hint::black_box;
 use longspan_bench::machine::Limits;
 use longspan_bench::timing::seconds;
 use longspan_bench::turns::{Clock, HEAD_DIM, Options, Turn, alternate};
-use longspan_bench::{Pass, on_threads};
+use longspan_bench::{Error, Pass, on_threads};
 use longspan_kernels::{Algorithm, Bias, Dims, FeatureMap, Order, Toeplitz};
 use realfft::RealFftPlanner;
 
@@ -43,8 +44,31 @@ fn transforms(length: usize) -> f64 {
     time
 }
 
+/// Seconds of one forward call of each algorithm at one length.
+fn at_length(length: usize) -> Result<(), Error> {
+    println!("{length} tokens, one head, d = dv = {HEAD_DIM}, f32, one thread; seconds of a forward call");
+    let (full, clip) = (Bias::symmetric(length), Bias::clipped(64));
+    for order in [Order::Causal, Order::Bidirectional] {
+        for (name, algorithm, bias) in [
+            ("whole table, tiled", Algorithm::Tiled, full),
+            ("whole table, fft", Algorithm::Fft, full),
+            ("clipped at 64, piecewise", Algorithm::Piecewise, clip),
+        ] {
+            let mut turn = turn(Toeplitz { algorithm, ..Toeplitz::new(bias) }, length, order, Pass::Forward);
+            turn.run(&|body| seconds(body))?;
+            println!("{name:<26} {order:?}: {:.3}", turn.least()[0]);
+        }
+    }
+    Ok(())
+}
+
 fn main() -> Result<(), String> {
-    let quick = Options::of_program()?.quick;
+    let options = Options::of_program()?;
+    if options.length_is_given {
+        let measured = on_threads(1, || at_length(options.length));
+        return measured.and_then(|result| result).map_err(|error| error.to_string());
+    }
+    let quick = options.quick;
     let clock: Clock<'_> = &|body| seconds(body);
     let measured = on_threads(1, || {
         println!("one thread, f32, d = dv = {HEAD_DIM}; the fastest of runs by turns, the products' medians");

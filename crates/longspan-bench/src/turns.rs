@@ -28,6 +28,8 @@ pub struct Options {
     pub threads: usize,
     /// Tokens.
     pub length: usize,
+    /// Whether that was asked for.
+    pub length_is_given: bool,
     name: Option<String>,
 }
 
@@ -37,7 +39,8 @@ impl Options {
     /// # Errors
     /// For an unknown option, or one without its number.
     pub fn of_program() -> Result<Self, String> {
-        let mut options = Self { quick: false, processor: false, threads: 2, length: 4096, name: None };
+        let mut options =
+            Self { quick: false, processor: false, threads: 2, length: 4096, length_is_given: false, name: None };
         // Cargo adds `--bench`.
         let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
         while let Some(argument) = arguments.next() {
@@ -49,7 +52,7 @@ impl Options {
                 "--quick" => options.quick = true,
                 "--processor" => options.processor = true,
                 "--threads" => options.threads = number()?,
-                "--length" => options.length = number()?,
+                "--length" => (options.length, options.length_is_given) = (number()?, true),
                 _ if argument.starts_with("--") => {
                     return Err(format!(
                         "{argument}: expected --quick, --processor, --threads N, --length L or a name"

@@ -9,6 +9,8 @@ mod cross_entropy;
 mod flex;
 mod linear;
 mod norm;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 
 pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
 pub(crate) use linear::apply;

@@ -1,0 +1,141 @@
+//! Fused operations in f32 beside the same in plain tensor operations in f64: results and all gradients.
+
+use burn::module::Param;
+use burn::nn::{LayerNormConfig, LinearConfig};
+use burn::tensor::{DType, Device, Distribution, Tensor};
+
+use super::*;
+
+fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+}
+
+fn flat<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+#[track_caller]
+fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
+    for (n, (a, b)) in got.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() <= allowed * largest, "{what} at {n}: {a}, not {b}");
+    }
+}
+
+#[test]
+fn linear_layers_are_plain_ones_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    for activation in Activation::ALL {
+        for (with_bias, with_residual) in [(true, true), (false, false), (true, false)] {
+            let (x, w) = (random([2, 7, 5], &device), random([5, 6], &device));
+            let (b, r) = (random([6], &device), random([2, 7, 6], &device));
+            let d = random([2, 7, 6], &device);
+            let run = |dtype: DType| {
+                let own = |x: &Tensor<3>| x.clone().detach().cast(dtype).require_grad();
+                let (x, r) = (own(&x), own(&r));
+                let w = w.clone().detach().cast(dtype).require_grad();
+                let b = b.clone().detach().cast(dtype).require_grad();
+                let after = After { dropout: 0.0, residual: with_residual.then(|| r.clone()) };
+                let y = linear(x.clone(), w.clone(), with_bias.then(|| b.clone()), activation, after);
+                let gradients = (y.clone() * d.clone().cast(dtype)).sum().backward();
+                let mut all =
+                    vec![flat(y.inner()), flat(x.grad(&gradients).unwrap()), flat(w.grad(&gradients).unwrap())];
+                if with_bias {
+                    all.push(flat(b.grad(&gradients).unwrap()));
+                }
+                if with_residual {
+                    all.push(flat(r.grad(&gradients).unwrap()));
+                }
+                all
+            };
+            for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
+                near(&format!("{activation:?}, number {n}"), got, expected, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn dropout_drops_in_training_alone_and_the_residual_stays() {
+    let training = Device::flex().autodiff();
+    let x = random([1, 400, 8], &training);
+    let (w, r) = (random([8, 32], &training), random([1, 400, 32], &training));
+    let after = |r: &Tensor<3>| After { dropout: 0.5, residual: Some(r.clone()) };
+    let whole = linear(x.clone(), w.clone(), None, Activation::Identity, After::default());
+    let dropped = linear(x.clone(), w.clone(), None, Activation::Identity, after(&r)) - r.clone();
+    let (whole, dropped) = (flat(whole.inner()), flat(dropped.inner()));
+    let lost = dropped.iter().filter(|&&y| y == 0.0).count();
+    assert!((5_900..6_900).contains(&lost), "{lost} of 12,800");
+    for (y, whole) in dropped.iter().zip(&whole) {
+        assert!(*y == 0.0 || (y - 2.0 * whole).abs() < 1e-4, "{y} is neither 0 nor twice {whole}");
+    }
+    let (x, w, r) = (x.inner(), w.inner(), r.inner());
+    let answer = linear(x, w, None, Activation::Identity, after(&r)) - r;
+    near("without training", &flat(answer), &whole, 1e-5);
+}
+
+#[test]
+fn layer_norms_are_plain_ones_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    for shape in [[1, 1, 1], [2, 3, 5], [3, 70, 40], [1, 2, 128]] {
+        let norm = LayerNormConfig::new(shape[2]).with_epsilon(1e-5).init(&device);
+        let (x, d) = (random(shape, &device), random(shape, &device));
+        let run = |fused: bool| {
+            let x = x.clone().detach().require_grad();
+            let y = if fused { layer_norm(&norm, 1e-5, x.clone()) } else { norm.forward(x.clone()) };
+            let gradients = (y.clone() * d.clone()).sum().backward();
+            [
+                flat(y.inner()),
+                flat(x.grad(&gradients).unwrap()),
+                flat(norm.gamma.val().grad(&gradients).unwrap()),
+                flat(norm.beta.as_ref().unwrap().val().grad(&gradients).unwrap()),
+            ]
+        };
+        for (n, (got, expected)) in run(true).iter().zip(&run(false)).enumerate() {
+            near(&format!("{shape:?}, number {n}"), got, expected, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn a_cross_entropy_is_a_plain_one_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    for smoothing in [0.0, 0.2] {
+        let output = LinearConfig::new(5, 9).init(&device);
+        let x = random([2, 7, 5], &device);
+        let targets: Vec<Option<u32>> = (0..14).map(|n| (n % 4 != 3).then_some(n * 5 % 9)).collect();
+        let run = |dtype: DType| {
+            let x = x.clone().detach().cast(dtype).require_grad();
+            let mut output = output.clone();
+            let w = Tensor::from_inner(output.weight.val().inner().cast(dtype)).require_grad();
+            let b = Tensor::from_inner(output.bias.as_ref().unwrap().val().inner().cast(dtype)).require_grad();
+            output.weight = Param::from_tensor(w);
+            output.bias = Some(Param::from_tensor(b));
+            let loss = cross_entropy(x.clone(), &output, targets.clone(), smoothing).unwrap();
+            let gradients = loss.smoothed.clone().mul_scalar(0.5).backward();
+            [
+                flat(loss.plain.inner()),
+                flat(loss.smoothed.inner()),
+                flat(x.grad(&gradients).unwrap()),
+                flat(output.weight.val().grad(&gradients).unwrap()),
+                flat(output.bias.as_ref().unwrap().val().grad(&gradients).unwrap()),
+            ]
+        };
+        for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
+            near(&format!("smoothing {smoothing}, number {n}"), got, expected, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn targets_that_do_not_fit_are_refused() {
+    let device = Device::flex();
+    let output = LinearConfig::new(5, 9).init(&device);
+    let refused = |targets: Vec<Option<u32>>, smoothing| {
+        cross_entropy(random([1, 2, 5], &device), &output, targets, smoothing).unwrap_err().to_string()
+    };
+    assert!(refused(vec![None], 0.0).contains("targets"));
+    assert!(refused(vec![Some(9), None], 0.0).contains("below 9"));
+    assert!(refused(vec![None, None], 1.0).contains("smoothing"));
+}
