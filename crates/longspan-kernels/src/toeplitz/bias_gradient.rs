@@ -36,14 +36,18 @@ pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mu
     };
     threads::share(d_bias.chunks_exact_mut(bias.entries()).enumerate(), |(head, to)| {
         to.fill(T::ZERO);
-        let mut run = (None, 0.0);
+        let mut add = |entry: usize, sum: f64| {
+            if let Some(to) = to.get_mut(entry) {
+                *to += T::from_f64(sum);
+            }
+        };
+        // No entry at first.
+        let mut run = (usize::MAX, 0.0);
         for index in 0..len {
             let Some(entry) = entry(index) else { continue };
-            if run.0 != Some(entry) {
-                if let (Some(entry), sum) = run {
-                    to[entry] += T::from_f64(sum);
-                }
-                run = (Some(entry), 0.0);
+            if run.0 != entry {
+                add(run.0, run.1);
+                run = (entry, 0.0);
             }
             for sequence in 0..problem.sequences.len() {
                 let unit = sequence * problem.dims.kv_heads + head / group;
@@ -52,8 +56,6 @@ pub(super) fn reduce<T: Real>(problem: &Problem<'_, T>, lines: &[T], d_bias: &mu
                 }
             }
         }
-        if let (Some(entry), sum) = run {
-            to[entry] += T::from_f64(sum);
-        }
+        add(run.0, run.1);
     });
 }
