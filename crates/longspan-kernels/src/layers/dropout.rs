@@ -1,5 +1,8 @@
 //! Dropout from a counter: which numbers are dropped depends on a seed and their places alone.
 
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+
 /// Makes numbers 0 with a probability, and the others larger, so that their mean stays.
 ///
 /// Place `n` of seed `s` is dropped if the bits `16·(n mod 4)…` of SplitMix64's number `⌊n/4⌋` from `s` on are below
@@ -34,12 +37,11 @@ impl Dropout {
         }
     }
 
-    /// A number of SplitMix64 (Steele, Lea and Flood 2014), without those before it.
+    /// The `n`-th number of SplitMix64, without those before it.
     fn bits(self, n: u64) -> u64 {
-        let z = self.seed.wrapping_add(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(n + 1));
-        let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        /// What its state grows by with each number.
+        const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+        SplitMix64::seed_from_u64(self.seed.wrapping_add(STEP.wrapping_mul(n))).next_u64()
     }
 }
 
@@ -60,6 +62,13 @@ mod tests {
             assert!((dropped - probability).abs() <= 5.0 * deviation, "{probability}: {dropped}");
             assert!((mean - 1.0).abs() <= 5.0 * deviation / (1.0 - probability) + 1e-4, "{probability}: mean {mean}");
         }
+    }
+
+    #[test]
+    fn bits_are_those_of_the_generator_in_order() {
+        let dropout = Dropout::new(0.5, 1234567).unwrap();
+        let mut generator = SplitMix64::seed_from_u64(1234567);
+        assert!((0..10).all(|n| dropout.bits(n) == generator.next_u64()));
     }
 
     #[test]
