@@ -5,8 +5,9 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use burn::module::Module;
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use longspan::checkpoint;
+use longspan::layers::FusedAdamW;
 use serde::{Deserialize, Serialize};
 
 use super::config::RunConfig;
@@ -38,12 +39,7 @@ pub struct Best {
 /// The optimiser that the settings name.
 pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
     // β₂ as in Vaswani et al. 2017: the usual 0.999 averages over more steps than a short run has.
-    AdamWConfig::new()
-        .with_beta_1(0.9)
-        .with_beta_2(0.98)
-        .with_epsilon(1e-9)
-        .with_weight_decay(config.weight_decay as f32)
-        .init()
+    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, config.weight_decay as f32))
 }
 
 impl RunFolder {

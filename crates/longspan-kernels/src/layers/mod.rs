@@ -1,5 +1,5 @@
 //! What stands around attention in a model, over slices of `f32`: linear layers with their activation, dropout and residual
-//! sum, norms, and the cross-entropy of a vocabulary.
+//! sum, norms, the cross-entropy of a vocabulary, and AdamW.
 //!
 //! Each is one pass where a framework takes several, with a backward of its own. Work is cut by sizes alone, so the bits do not
 //! depend on the number of threads, which are those of [`threads`](crate::threads). Results are new memory that is not cleared
@@ -8,6 +8,7 @@
 //! Shapes are checked as everywhere. Numbers that are not finite are not: they give what the formula gives.
 
 mod activation;
+mod adamw;
 mod cross_entropy;
 mod dropout;
 mod linear;
@@ -15,6 +16,7 @@ mod norm;
 mod products;
 
 pub use activation::Activation;
+pub use adamw::AdamW;
 pub use cross_entropy::{CrossEntropy, Loss, LossGradients};
 pub use dropout::Dropout;
 pub use linear::{Kept, Linear, LinearGradients};

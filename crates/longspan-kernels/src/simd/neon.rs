@@ -9,7 +9,7 @@ macro_rules! vector {
     (
         $name:ident, $register:ident, $element:ident, $lanes:literal, $bits:literal, $bias:literal,
         $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident, $fma:ident,
-        $greater:ident, $positive:ident, $select:ident, $abs:ident, $sum:ident,
+        $greater:ident, $positive:ident, $select:ident, $abs:ident, $sqrt:ident, $sum:ident,
         $to_bits:ident, $from_bits:ident, $add_bits:ident, $splat_bits:ident, $shift:ident,
         $transpose:item
     ) => {
@@ -84,6 +84,11 @@ macro_rules! vector {
                 Self(unsafe { $abs(self.0) })
             }
             #[inline(always)]
+            unsafe fn sqrt(self) -> Self {
+                // SAFETY: every processor of the target has the instructions.
+                Self(unsafe { $sqrt(self.0) })
+            }
+            #[inline(always)]
             unsafe fn power_of_two(self) -> Self {
                 // SAFETY: every processor of the target has the instructions.
                 Self(unsafe { $from_bits($shift::<$bits>($add_bits($to_bits(self.0), $splat_bits($bias)))) })
@@ -102,7 +107,7 @@ macro_rules! vector {
 vector! {
     F32x4, float32x4_t, f32, 4, 23, 127,
     vdupq_n_f32, vld1q_f32, vst1q_f32, vaddq_f32, vsubq_f32, vmulq_f32, vdivq_f32, vfmaq_f32,
-    vcgtq_f32, vcgtzq_f32, vbslq_f32, vabsq_f32, vaddvq_f32,
+    vcgtq_f32, vcgtzq_f32, vbslq_f32, vabsq_f32, vsqrtq_f32, vaddvq_f32,
     vreinterpretq_u32_f32, vreinterpretq_f32_u32, vaddq_u32, vdupq_n_u32, vshlq_n_u32,
     unsafe fn transpose(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
         // SAFETY: the caller has tiles of 4 rows of 4 numbers.
@@ -122,7 +127,7 @@ vector! {
 vector! {
     F64x2, float64x2_t, f64, 2, 52, 1023,
     vdupq_n_f64, vld1q_f64, vst1q_f64, vaddq_f64, vsubq_f64, vmulq_f64, vdivq_f64, vfmaq_f64,
-    vcgtq_f64, vcgtzq_f64, vbslq_f64, vabsq_f64, vaddvq_f64,
+    vcgtq_f64, vcgtzq_f64, vbslq_f64, vabsq_f64, vsqrtq_f64, vaddvq_f64,
     vreinterpretq_u64_f64, vreinterpretq_f64_u64, vaddq_u64, vdupq_n_u64, vshlq_n_u64,
     unsafe fn transpose(from: *const f64, from_row: usize, to: *mut f64, to_row: usize) {
         // SAFETY: the caller has tiles of 2 rows of 2 numbers.

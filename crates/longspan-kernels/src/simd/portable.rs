@@ -78,6 +78,10 @@ macro_rules! portable {
                 Self(self.0.map($t::abs))
             }
             #[inline(always)]
+            unsafe fn sqrt(self) -> Self {
+                Self(self.0.map($t::sqrt))
+            }
+            #[inline(always)]
             unsafe fn power_of_two(self) -> Self {
                 Self(self.0.map(|x| $t::from_bits(x.to_bits().wrapping_add($bias) << $mantissa)))
             }

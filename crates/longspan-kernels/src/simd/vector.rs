@@ -36,6 +36,8 @@ pub trait Vector: Copy {
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self;
     /// `|self|`.
     unsafe fn abs(self) -> Self;
+    /// `√self`.
+    unsafe fn sqrt(self) -> Self;
     /// `2ⁿ` for `self = MAGIC + n` as [`exp_nonpositive`](Self::exp_nonpositive) forms it, with n ≥ −126 (f32) or
     /// ≥ −1022 (f64).
     unsafe fn power_of_two(self) -> Self;

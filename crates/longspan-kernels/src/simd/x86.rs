@@ -29,7 +29,7 @@ macro_rules! vector {
     (
         $name:ident, $register:ident, $element:ident, $lanes:literal, $columns:literal,
         $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident, $fma:ident,
-        $max:ident, $min:ident,
+        $max:ident, $min:ident, $sqrt:ident,
         $($rest:item)*
     ) => {
         #[derive(Clone, Copy)]
@@ -95,6 +95,11 @@ macro_rules! vector {
                 // SAFETY: the caller has the instructions. They return the second operand where either is NaN.
                 Self(unsafe { $min(self.0, other.0) })
             }
+            #[inline(always)]
+            unsafe fn sqrt(self) -> Self {
+                // SAFETY: the caller has the instructions.
+                Self(unsafe { $sqrt(self.0) })
+            }
             $(#[inline(always)] $rest)*
         }
     };
@@ -103,7 +108,7 @@ macro_rules! vector {
 vector! {
     F32x16, __m512, f32, 16, 4,
     _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_div_ps,
-    _mm512_fmadd_ps, _mm512_max_ps, _mm512_min_ps,
+    _mm512_fmadd_ps, _mm512_max_ps, _mm512_min_ps, _mm512_sqrt_ps,
 
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
@@ -205,7 +210,7 @@ vector! {
 vector! {
     F64x8, __m512d, f64, 8, 4,
     _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_sub_pd, _mm512_mul_pd, _mm512_div_pd,
-    _mm512_fmadd_pd, _mm512_max_pd, _mm512_min_pd,
+    _mm512_fmadd_pd, _mm512_max_pd, _mm512_min_pd, _mm512_sqrt_pd,
 
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
@@ -238,7 +243,7 @@ vector! {
 vector! {
     F32x8, __m256, f32, 8, 2,
     _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_div_ps,
-    _mm256_fmadd_ps, _mm256_max_ps, _mm256_min_ps,
+    _mm256_fmadd_ps, _mm256_max_ps, _mm256_min_ps, _mm256_sqrt_ps,
 
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
@@ -292,7 +297,7 @@ vector! {
 vector! {
     F64x4, __m256d, f64, 4, 2,
     _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_sub_pd, _mm256_mul_pd, _mm256_div_pd,
-    _mm256_fmadd_pd, _mm256_max_pd, _mm256_min_pd,
+    _mm256_fmadd_pd, _mm256_max_pd, _mm256_min_pd, _mm256_sqrt_pd,
 
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.

@@ -2,7 +2,7 @@
 //! definition.
 
 use longspan_kernels::Error;
-use longspan_kernels::layers::{Activation, CrossEntropy, Dropout, Linear, Norm};
+use longspan_kernels::layers::{Activation, AdamW, CrossEntropy, Dropout, Linear, Norm};
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
 
@@ -232,6 +232,36 @@ fn a_cross_entropy_is_its_definition_with_all_gradients() {
             }
         }
     }
+}
+
+#[test]
+fn adamw_is_its_definition_over_many_steps() {
+    let mut random = Random::new(6);
+    let adamw = AdamW { beta_1: 0.9, beta_2: 0.98, epsilon: 1e-9, weight_decay: 0.1 };
+    for len in [0, 1, 17, 20_000] {
+        let mut values = numbers(&mut random, len);
+        let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
+        let (mut wide_values, mut wide_m, mut wide_v) = (wide(&values), vec![0.0; len], vec![0.0; len]);
+        for time in 1..=20_usize {
+            let (gradient, rate) = (numbers(&mut random, len), 0.01 / time as f64);
+            adamw.step(rate, time, &mut values, &gradient, [&mut m, &mut v]).unwrap();
+            let [b1, b2] = [adamw.beta_1, adamw.beta_2].map(f64::from);
+            for n in 0..len {
+                let g = f64::from(gradient[n]);
+                wide_m[n] = b1 * wide_m[n] + (1.0 - b1) * g;
+                wide_v[n] = b2 * wide_v[n] + (1.0 - b2) * g * g;
+                let hat = |x: f64, beta: f64| x / (1.0 - beta.powi(time as i32));
+                let delta = hat(wide_m[n], b1) / (hat(wide_v[n], b2).sqrt() + f64::from(adamw.epsilon));
+                wide_values[n] = (1.0 - rate * f64::from(adamw.weight_decay)) * wide_values[n] - rate * delta;
+            }
+        }
+        near("values", &values, &wide_values, 1e-5);
+        near("m", &m, &wide_m, 1e-5);
+        near("v", &v, &wide_v, 1e-5);
+    }
+    let refused = |rate, time| adamw.step(rate, time, &mut [0.0], &[0.0], [&mut [0.0], &mut [0.0]]).is_err();
+    assert!(refused(f64::NAN, 1) && refused(0.1, 0) && !refused(0.1, 1));
+    assert!(adamw.step(0.1, 1, &mut [0.0], &[], [&mut [0.0], &mut [0.0]]).is_err());
 }
 
 #[test]

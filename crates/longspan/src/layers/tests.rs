@@ -2,6 +2,7 @@
 
 use burn::module::Param;
 use burn::nn::{LayerNormConfig, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Distribution, Tensor};
 
 use super::*;
@@ -138,4 +139,35 @@ fn targets_that_do_not_fit_are_refused() {
     assert!(refused(vec![None], 0.0).contains("targets"));
     assert!(refused(vec![Some(9), None], 0.0).contains("below 9"));
     assert!(refused(vec![None, None], 1.0).contains("smoothing"));
+}
+
+/// Ours and Burn's in turn: the record of one is the other's.
+#[test]
+fn adamw_goes_on_where_burns_stopped_and_the_other_way_round() {
+    let device = Device::flex().autodiff();
+    let model = LinearConfig::new(7, 5).init(&device);
+    let ours = || ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, 0.1));
+    let theirs =
+        || AdamWConfig::new().with_beta_1(0.9).with_beta_2(0.98).with_epsilon(1e-9).with_weight_decay(0.1).init();
+    let inputs: Vec<Tensor<2>> = (0..6).map(|_| random([4, 7], &device)).collect();
+    let run = |optimizers: [&dyn Fn() -> ModuleOptimizer; 2]| {
+        let (mut model, mut record) = (model.clone(), None);
+        for (n, x) in inputs.iter().enumerate() {
+            let mut optimizer = optimizers[n % 2]();
+            if let Some(record) = record {
+                optimizer = optimizer.from_bytes(record).unwrap();
+            }
+            let gradients = model.forward(x.clone()).powi_scalar(2).sum().backward();
+            let gradients = GradientsParams::from_grads(gradients, &model);
+            model = optimizer.step(0.05, model, gradients);
+            record = Some(optimizer.into_bytes().unwrap());
+        }
+        [flat(model.weight.val().inner()), flat(model.bias.unwrap().val().inner())]
+    };
+    let expected = run([&theirs, &theirs]);
+    for optimizers in [[&ours as &dyn Fn() -> ModuleOptimizer, &ours], [&ours, &theirs], [&theirs, &ours]] {
+        for (got, expected) in run(optimizers).iter().zip(&expected) {
+            near("after six steps", got, expected, 1e-5);
+        }
+    }
 }
