@@ -7,9 +7,8 @@
 
 use std::mem::MaybeUninit;
 
-use super::products::{Fresh, Matrix, add_product, product};
+use super::products::{Fresh, Matrix, add_product, add_rows, product, sum_parts};
 use crate::error::{Error, expect};
-use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
 use crate::simd::{Operation, Vector, dispatch, exp_nonpositive};
 use crate::threads::share;
@@ -97,6 +96,7 @@ impl CrossEntropy<'_> {
     /// # Errors
     /// Lengths that do not fit, a smoothing outside [0, 1), targets beyond the vocabulary, memory that is not there.
     pub fn loss(&self) -> Result<Loss, Error> {
+        self.check()?;
         self.run(None)
     }
 
@@ -120,14 +120,8 @@ impl CrossEntropy<'_> {
             }
         }
         let loss = self.run(Some(&mut sinks))?;
-        let mut sums = sinks.into_iter().map(|sink| (sink.d_weight, sink.d_bias));
-        let zeros = || (vec![0.0; self.weight.len()], vec![0.0; vocabulary]);
-        let (mut d_weight, mut d_bias) = sums.next().unwrap_or_else(zeros);
-        for (weight, bias) in sums {
-            let piece = d_weight.len().div_ceil(PARTS).next_multiple_of(16);
-            share(d_weight.chunks_mut(piece).zip(weight.chunks(piece)), |(to, part)| add_scaled(to, 1.0, part));
-            add_scaled(&mut d_bias, 1.0, &bias);
-        }
+        let sums = sum_parts(sinks.into_iter().map(|sink| (sink.d_weight, sink.d_bias)));
+        let (d_weight, d_bias) = sums.unwrap_or_else(|| (vec![0.0; self.weight.len()], vec![0.0; vocabulary]));
         // SAFETY: every part wrote all of its rows.
         Ok((loss, LossGradients { dh: unsafe { dh.written() }, d_weight, d_bias }))
     }
@@ -138,8 +132,8 @@ impl CrossEntropy<'_> {
         self.targets.len().div_ceil(parts).max(64)
     }
 
+    /// A checked call.
     fn run(&self, sinks: Option<&mut [Sink<'_>]>) -> Result<Loss, Error> {
-        self.check()?;
         let part = self.part();
         let count = self.targets.len().div_ceil(part);
         let mut sinks: Vec<Option<&mut Sink<'_>>> = match sinks {
@@ -193,7 +187,7 @@ impl CrossEntropy<'_> {
                     &mut sink.dh[n * piece * width..][..rows * width],
                 );
                 add_product([width, rows, vocabulary], h.transposed(), dz, &mut sink.d_weight);
-                logits.chunks_exact(vocabulary).for_each(|row| add_scaled(&mut sink.d_bias, 1.0, row));
+                add_rows(logits, &mut sink.d_bias);
             }
         }
         Ok(sum)

@@ -8,7 +8,7 @@ use std::mem::MaybeUninit;
 
 use super::activation::{Activate, Activation, PullBack};
 use super::dropout::Dropout;
-use super::products::{Fresh, Matrix, add_product, product};
+use super::products::{Fresh, Matrix, add_product, add_rows, product, sum_parts};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::dispatch;
@@ -197,80 +197,63 @@ impl<'a> Linear<'a> {
         expect(kind, OPERATION, "kept", || "what this call's forward kept".into(), || "another call's".into())?;
         if rows * outputs * inputs == 0 {
             let zeros = |len| vec![0.0; len];
-            return Ok(LinearGradients {
-                dx: zeros(rows * inputs),
-                d_weight: zeros(inputs * outputs),
-                d_bias: column_sums(d_out, outputs),
-            });
+            let mut d_bias = zeros(outputs);
+            add_rows(d_out, &mut d_bias);
+            return Ok(LinearGradients { dx: zeros(rows * inputs), d_weight: zeros(inputs * outputs), d_bias });
         }
         // Cut by sizes alone: sums have the same order on any number of threads.
         let parts = (rows / ROWS).clamp(1, PARTS);
         let part = rows.div_ceil(parts);
         let parts = rows.div_ceil(part);
         let mut dx = Fresh::new(rows * inputs)?;
-        let mut weights = Vec::new();
+        let plain = self.activation == Activation::Identity && self.dropout.is_none();
+        let block = if plain { 0 } else { ROWS.min(part) * outputs };
+        let mut sums = Vec::new();
         for _ in 0..parts {
-            weights.push((Fresh::new(inputs * outputs)?, vec![0.0; outputs]));
+            sums.push(Sums { weight: Fresh::new(inputs * outputs)?, bias: vec![0.0; outputs], dz: Fresh::new(block)? });
         }
-        let tasks: Vec<_> = dx.room().chunks_mut(part * inputs).zip(&mut weights).collect();
-        let failed = std::sync::Mutex::new(None);
-        share(tasks.into_iter().enumerate(), |(n, (dx, (d_weight, d_bias)))| {
-            if let Err(error) = self.pull_back(n * part, at, d_out, dx, d_weight.room(), d_bias) {
-                *failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
-            }
-        });
-        if let Some(error) = failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
-            return Err(error);
-        }
+        let tasks: Vec<_> = dx.room().chunks_mut(part * inputs).zip(&mut sums).collect();
+        share(tasks.into_iter().enumerate(), |(n, (dx, sums))| self.pull_back(n * part, at, d_out, dx, sums));
         // SAFETY: every part wrote all of its numbers.
-        let mut sums = weights.into_iter().map(|(weight, bias)| (unsafe { weight.written() }, bias));
-        let (mut d_weight, mut d_bias) = sums.next().unwrap_or_default();
-        let rest: Vec<_> = sums.collect();
-        let piece = d_weight.len().div_ceil(PARTS).next_multiple_of(16);
-        share(d_weight.chunks_mut(piece).enumerate(), |(n, to)| {
-            rest.iter().for_each(|(part, _)| add_scaled(to, 1.0, &part[n * piece..][..to.len()]));
-        });
-        rest.iter().for_each(|(_, part)| add_scaled(&mut d_bias, 1.0, part));
+        let sums = sum_parts(sums.into_iter().map(|sums| (unsafe { sums.weight.written() }, sums.bias)));
+        let (d_weight, d_bias) = sums.unwrap_or_default();
         // SAFETY: as above.
         Ok(LinearGradients { dx: unsafe { dx.written() }, d_weight, d_bias })
     }
 
     /// The rows of `dx` from `first` on, and their share of the gradients of weight and bias.
-    fn pull_back(
-        &self,
-        first: usize,
-        at: &[f32],
-        d_out: &[f32],
-        dx: &mut [MaybeUninit<f32>],
-        d_weight: &mut [MaybeUninit<f32>],
-        d_bias: &mut [f32],
-    ) -> Result<(), Error> {
+    fn pull_back(&self, first: usize, at: &[f32], d_out: &[f32], dx: &mut [MaybeUninit<f32>], sums: &mut Sums) {
         let Self { inputs, outputs, activation, .. } = *self;
         let weight = Matrix::rows(self.weight, outputs);
-        let plain = activation == Activation::Identity && self.dropout.is_none();
-        let mut memory = Fresh::new(if plain { 0 } else { ROWS.min(dx.len() / inputs) * outputs })?;
-        let mut d_weight = Sum::Empty(d_weight);
+        let memory = sums.dz.room();
+        let mut d_weight = Sum::Empty(sums.weight.room());
         for (n, dx) in dx.chunks_mut(ROWS * inputs).enumerate() {
             let rows = dx.len() / inputs;
             let first = first + n * ROWS;
             let range = first * outputs..(first + rows) * outputs;
             let mut dz = &d_out[range.clone()];
-            if !plain {
-                let own = memory.room()[..dz.len()].write_copy_of_slice(dz);
+            if !memory.is_empty() {
+                let own = memory[..dz.len()].write_copy_of_slice(dz);
                 if let Some(dropout) = self.dropout {
                     dropout.apply(range.start, own);
                 }
                 dispatch(PullBack { activation, at: &at[range], d: own });
                 dz = own;
             }
-            dz.chunks_exact(outputs).for_each(|row| add_scaled(d_bias, 1.0, row));
+            add_rows(dz, &mut sums.bias);
             let dz = Matrix::rows(dz, outputs);
             product([rows, outputs, inputs], dz, weight.transposed(), dx);
             let x = Matrix::rows(&self.x[first * inputs..][..rows * inputs], inputs);
             d_weight = d_weight.add([inputs, rows, outputs], x.transposed(), dz);
         }
-        Ok(())
     }
+}
+
+/// What one part of the rows gives to the gradients of weight and bias, and memory for a block of `dz` where that is not `dy`.
+struct Sums {
+    weight: Fresh,
+    bias: Vec<f32>,
+    dz: Fresh,
 }
 
 /// A sum of products.
@@ -289,13 +272,4 @@ impl Sum<'_> {
             }
         })
     }
-}
-
-/// `Σ` of rows of `width` numbers.
-fn column_sums(rows: &[f32], width: usize) -> Vec<f32> {
-    let mut sums = vec![0.0; width];
-    if width > 0 {
-        rows.chunks_exact(width).for_each(|row| add_scaled(&mut sums, 1.0, row));
-    }
-    sums
 }

@@ -5,6 +5,8 @@ use std::mem::MaybeUninit;
 use gemm::{Parallelism, gemm};
 
 use crate::error::Error;
+use crate::simd::block::add_scaled;
+use crate::threads::share;
 
 /// Numbers that are written before they are read.
 pub(super) struct Fresh {
@@ -77,6 +79,26 @@ pub(super) fn product<'c>(
 pub(super) fn add_product([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32]) {
     assert_eq!(c.len(), m * n, "a result of other sizes");
     multiply([m, k, n], a, b, c.as_mut_ptr(), true);
+}
+
+/// `to += Σ` of rows as long as it.
+pub(super) fn add_rows(rows: &[f32], to: &mut [f32]) {
+    if !to.is_empty() {
+        rows.chunks_exact(to.len()).for_each(|row| add_scaled(to, 1.0, row));
+    }
+}
+
+/// The sums of matrices and of rows that parts of the work have formed, in their order; `None` of none.
+pub(super) fn sum_parts(mut parts: impl Iterator<Item = (Vec<f32>, Vec<f32>)>) -> Option<(Vec<f32>, Vec<f32>)> {
+    /// Pieces that threads take.
+    const PIECES: usize = 8;
+    let (mut matrix, mut row) = parts.next()?;
+    for (other_matrix, other_row) in parts {
+        let piece = matrix.len().div_ceil(PIECES).next_multiple_of(16);
+        share(matrix.chunks_mut(piece).zip(other_matrix.chunks(piece)), |(to, part)| add_scaled(to, 1.0, part));
+        add_scaled(&mut row, 1.0, &other_row);
+    }
+    Some((matrix, row))
 }
 
 /// `c` has room for `m · n` numbers, which are there if they are to be added to.
