@@ -113,6 +113,30 @@ pub(crate) fn share_with<I: Send, M>(
     });
 }
 
+/// Runs `body(item, piece)` for every item as [`share`] does, each thread with a piece of `memory` of its own, so long; on at
+/// most as many threads as there are pieces, and there is at least one.
+pub(crate) fn share_memory<I: Send, T: Send>(
+    items: impl ExactSizeIterator<Item = I> + Send,
+    memory: &mut [T],
+    piece: usize,
+    body: impl Fn(I, &mut [T]) + Sync,
+) {
+    if piece == 0 {
+        return share(items, |item| body(item, &mut []));
+    }
+    assert!(memory.len() >= piece, "memory for no thread");
+    let members = count().min(items.len()).min(memory.len() / piece);
+    let (items, pieces) = (Mutex::new(items), Mutex::new(memory.chunks_exact_mut(piece)));
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    on_members(members, || {
+        let own = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let Some(own) = own else { return };
+        while let Some(item) = next() {
+            body(item, own);
+        }
+    });
+}
+
 /// Numbers of state below which handing the heads of a step to other threads costs more than it saves: a rayon hand-over
 /// takes a few microseconds, in which one thread passes over about this many.
 const STEP_NUMBERS: usize = 1 << 17;
@@ -213,6 +237,13 @@ mod tests {
             },
         );
         assert!(done.iter().enumerate().all(|(at, &n)| n == at / 7));
+
+        let mut memory = vec![0; 30];
+        share_memory(done.chunks_mut(7).enumerate(), &mut memory, 10, |(n, chunk), piece: &mut [i32]| {
+            assert_eq!(piece.len(), 10);
+            chunk.iter_mut().for_each(|x| *x += n + 1);
+        });
+        assert!(done.iter().enumerate().all(|(at, &n)| n == 2 * (at / 7) + 1));
 
         // Room for more workers than there are threads.
         let mut scratch = vec![0.0f32; 16 * 20];

@@ -14,7 +14,7 @@ pub use mechanism::{
     AnyKernel, Call, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters, Reference, Token,
 };
 pub use scratch::Scratch;
-pub(crate) use scratch::{Arena, Lines, StepMemory};
+pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
 pub(crate) use sink::{GradientSink, Sink};

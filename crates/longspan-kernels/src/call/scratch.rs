@@ -122,7 +122,7 @@ impl<T: Real> Lines<T> {
 }
 
 /// Zeros from the system, whose pages cost nothing until they are used: a state with room for many tokens is mostly that.
-fn zeros<T: Real>(len: usize) -> Result<Vec<T>, Error> {
+pub(crate) fn zeros<T: Real>(len: usize) -> Result<Vec<T>, Error> {
     let refused = || Error::Memory { bytes: len.saturating_mul(size_of::<T>()) };
     let layout = Layout::array::<T>(len).map_err(|_| refused())?;
     assert!(len > 0, "memory for nothing");

@@ -91,8 +91,9 @@ pub struct View<'a, T> {
 /// A tensor to write, laid out as a [`View`], no two elements at one place.
 #[derive(Debug)]
 pub struct ViewMut<'a, T> {
-    data: &'a mut [T],
-    strides: [usize; 3],
+    rows: SharedRows<'a, T>,
+    /// Numbers that the heads of one token may reach over: what follows may be another tensor's.
+    reach: usize,
 }
 
 /// Strides of axes 0 to 2 of a row-major tensor.
@@ -113,6 +114,24 @@ fn span(shape: [usize; 4], strides: [usize; 3]) -> Option<usize> {
         return Some(0);
     }
     (0..3).try_fold(shape[3], |n, axis| n.checked_add(strides[axis].checked_mul(shape[axis] - 1)?))
+}
+
+/// Whether so many numbers hold a tensor.
+fn check_span(
+    operation: &'static str,
+    argument: &'static str,
+    shape: [usize; 4],
+    strides: [usize; 3],
+    len: usize,
+) -> Result<(), Error> {
+    let span = span(shape, strides);
+    expect(
+        span.is_some_and(|n| n <= len),
+        operation,
+        argument,
+        || format!("shape {shape:?}, so at least {} elements under strides {strides:?}", span.unwrap_or(usize::MAX)),
+        || format!("{len} elements"),
+    )
 }
 
 impl<'a, T> View<'a, T> {
@@ -140,20 +159,7 @@ impl<'a, T> View<'a, T> {
         argument: &'static str,
         shape: [usize; 4],
     ) -> Result<(), Error> {
-        let span = span(shape, self.strides);
-        expect(
-            span.is_some_and(|n| n <= self.data.len()),
-            operation,
-            argument,
-            || {
-                format!(
-                    "shape {shape:?}, so at least {} elements under strides {:?}",
-                    span.unwrap_or(usize::MAX),
-                    self.strides
-                )
-            },
-            || format!("{} elements", self.data.len()),
-        )
+        check_span(operation, argument, shape, self.strides, self.data.len())
     }
 
     /// All numbers of a checked tensor, if they are adjacent.
@@ -173,12 +179,39 @@ impl<'a, T> View<'a, T> {
 impl<'a, T> ViewMut<'a, T> {
     /// A row-major tensor of `shape`.
     pub fn contiguous(data: &'a mut [T], shape: [usize; 4]) -> Self {
-        Self { data, strides: row_major(shape) }
+        Self::strided(data, row_major(shape))
     }
 
     /// A tensor with strides for batch, head and token, in elements. `data` starts at element `[0, 0, 0, 0]`.
     pub fn strided(data: &'a mut [T], strides: [usize; 3]) -> Self {
-        Self { data, strides }
+        Self { rows: SharedRows::new(data, strides), reach: usize::MAX }
+    }
+
+    /// Tensors side by side in `data`, `[batch, tokens, columns]`: each of so many heads, so wide, one head after the other, and
+    /// all of them together fill the columns. So the gradients of queries, keys and values become that of one projection.
+    ///
+    /// # Panics
+    /// If `data` is not as long as its shape says.
+    pub fn side_by_side<const N: usize>(
+        data: &'a mut [T],
+        [batch, tokens]: [usize; 2],
+        parts: [[usize; 2]; N],
+    ) -> [Self; N] {
+        let columns: usize = parts.iter().map(|[heads, width]| heads * width).sum();
+        assert_eq!(data.len(), batch * tokens * columns, "numbers of {batch} × {tokens} × {columns}");
+        let (start, len) = (data.as_mut_ptr(), data.len());
+        let mut first = 0;
+        parts.map(|[heads, width]| {
+            let at = first.min(len);
+            first += heads * width;
+            let rows = SharedRows {
+                data: start.wrapping_add(at),
+                len: len - at,
+                strides: [tokens * columns, width, columns],
+                lifetime: std::marker::PhantomData,
+            };
+            Self { rows, reach: heads * width }
+        })
     }
 
     /// The features of one token: what a mechanism of another crate writes through.
@@ -186,7 +219,13 @@ impl<'a, T> ViewMut<'a, T> {
     /// # Panics
     /// If the token lies outside the data.
     pub fn token(&mut self, batch: usize, head: usize, token: usize, width: usize) -> &mut [T] {
-        &mut self.data[batch * self.strides[0] + head * self.strides[1] + token * self.strides[2]..][..width]
+        let [a, b, c] = self.rows.strides;
+        let place = [(batch, a), (head, b), (token, c)]
+            .iter()
+            .try_fold(width, |sum, (index, stride)| sum.checked_add(index.checked_mul(*stride)?));
+        assert!(place.is_some() && head * b + width <= self.reach, "a row outside the data");
+        // SAFETY: the numbers of this view are its own, and it is borrowed while the row lives.
+        unsafe { self.rows.row(batch, head, token, width) }
     }
 
     pub(crate) fn check(
@@ -195,9 +234,18 @@ impl<'a, T> ViewMut<'a, T> {
         argument: &'static str,
         shape: [usize; 4],
     ) -> Result<(), Error> {
-        View { data: &*self.data, strides: self.strides }.check(operation, argument, shape)?;
+        let SharedRows { len, strides, .. } = self.rows;
+        check_span(operation, argument, shape, strides, len)?;
+        let reach = shape[1].saturating_sub(1).saturating_mul(strides[1]).saturating_add(shape[3]);
+        expect(
+            reach <= self.reach || shape.contains(&0),
+            operation,
+            argument,
+            || format!("heads within {} numbers of a token", self.reach),
+            || format!("{} heads of {}", shape[1], shape[3]),
+        )?;
         // Sorted by stride, each axis must step over all that the smaller ones reach.
-        let mut axes = [(self.strides[0], shape[0]), (self.strides[1], shape[1]), (self.strides[2], shape[2])];
+        let mut axes = [(strides[0], shape[0]), (strides[1], shape[1]), (strides[2], shape[2])];
         axes.sort_unstable();
         let mut reach = shape[3];
         let mut apart = true;
@@ -212,18 +260,21 @@ impl<'a, T> ViewMut<'a, T> {
             operation,
             argument,
             || format!("strides under which no two elements of {shape:?} overlap"),
-            || format!("{:?}", self.strides),
+            || format!("{strides:?}"),
         )
     }
 
     /// All numbers of a checked tensor, if they are adjacent.
     pub(crate) fn row_major(&mut self, shape: [usize; 4]) -> Option<&mut [T]> {
-        adjacent(self.strides, shape).map(|len| &mut self.data[..len])
+        let len = adjacent(self.rows.strides, shape)?;
+        assert!(len <= self.rows.len, "a tensor outside its data");
+        // SAFETY: within the data, and all of them numbers of this view, which is borrowed while the slice lives.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.rows.data, len) })
     }
 
     /// A handle from which tasks write disjoint rows at the same time.
     pub(crate) fn shared(&mut self) -> SharedRows<'_, T> {
-        SharedRows::new(self.data, self.strides)
+        SharedRows { lifetime: std::marker::PhantomData, ..self.rows }
     }
 }
 

@@ -243,6 +243,118 @@ impl Operation for PullBack<'_> {
     }
 }
 
+/// Writes the activations of sums and multiplies gradients by their slopes, in one pass: for a backward that needs both.
+pub(super) struct Revisit<'a> {
+    pub activation: Activation,
+    pub sums: &'a [f32],
+    /// Of the activations, and then of the sums.
+    pub d: &'a mut [f32],
+    pub to: &'a mut [MaybeUninit<f32>],
+}
+
+impl Operation for Revisit<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { activation, sums, d, to } = self;
+        assert!(sums.len() == d.len() && sums.len() == to.len());
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        for_each_activation!(activation, ACTIVATION => unsafe {
+            for column in (0..d.len()).step_by(V::LANES) {
+                let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(sums, column));
+                store_fresh(y, to, column);
+                store_part(load_part::<V>(d, column).mul(slope), d, column);
+            }
+        });
+    }
+}
+
+/// Rows `[a, b]` of sums, to which a bias is added, become `f(a) ⊙ b`.
+pub(super) struct Gate<'a> {
+    pub activation: Activation,
+    /// They keep the bias.
+    pub sums: &'a mut [f32],
+    /// A row.
+    pub bias: Option<&'a [f32]>,
+    /// Half of a row.
+    pub width: usize,
+    pub to: &'a mut [MaybeUninit<f32>],
+}
+
+impl Operation for Gate<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { activation, sums, bias, width, to } = self;
+        assert!(width > 0 && bias.is_none_or(|bias| bias.len() == 2 * width) && 2 * to.len() == sums.len());
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        for_each_activation!(activation, ACTIVATION => unsafe {
+            for (sums, to) in sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width)) {
+                if let Some(bias) = bias {
+                    add_row::<V>(sums, bias);
+                }
+                let (a, b) = sums.split_at(width);
+                for column in (0..width).step_by(V::LANES) {
+                    let (y, _) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
+                    store_fresh(y.mul(load_part(b, column)), to, column);
+                }
+            }
+        });
+    }
+}
+
+/// `row += other`.
+#[inline(always)]
+unsafe fn add_row<V: Vector<Element = f32>>(row: &mut [f32], other: &[f32]) {
+    for column in (0..row.len()).step_by(V::LANES) {
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        unsafe { store_part(load_part::<V>(row, column).add(load_part(other, column)), row, column) };
+    }
+}
+
+/// [`Revisit`] of what [`Gate`] makes.
+pub(super) struct RevisitGate<'a> {
+    pub activation: Activation,
+    /// With their bias.
+    pub sums: &'a [f32],
+    pub width: usize,
+    /// Of the results.
+    pub d: &'a [f32],
+    /// Of the sums.
+    pub d_sums: &'a mut [MaybeUninit<f32>],
+    pub to: &'a mut [MaybeUninit<f32>],
+}
+
+impl Operation for RevisitGate<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { activation, sums, width, d, d_sums, to } = self;
+        assert!(width > 0 && sums.len() == 2 * d.len() && d_sums.len() == sums.len() && to.len() == d.len());
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        for_each_activation!(activation, ACTIVATION => unsafe {
+            let rows = sums.chunks_exact(2 * width).zip(d.chunks_exact(width));
+            let out = d_sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width));
+            for ((sums, d), (d_sums, to)) in rows.zip(out) {
+                let ((a, b), (d_a, d_b)) = (sums.split_at(width), d_sums.split_at_mut(width));
+                for column in (0..width).step_by(V::LANES) {
+                    let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
+                    let (b, d) = (load_part::<V>(b, column), load_part::<V>(d, column));
+                    store_fresh(y.mul(b), to, column);
+                    store_fresh(d.mul(b).mul(slope), d_a, column);
+                    store_fresh(d.mul(y), d_b, column);
+                }
+            }
+        });
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

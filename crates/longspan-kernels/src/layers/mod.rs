@@ -11,7 +11,9 @@ mod activation;
 mod adamw;
 mod cross_entropy;
 mod dropout;
+mod feed_forward;
 mod linear;
+mod multi_head;
 mod norm;
 mod products;
 
@@ -19,5 +21,7 @@ pub use activation::Activation;
 pub use adamw::AdamW;
 pub use cross_entropy::{CrossEntropy, Loss, LossGradients};
 pub use dropout::Dropout;
+pub use feed_forward::{FeedForward, FeedForwardGradients, Weights};
 pub use linear::{Kept, Linear, LinearGradients};
-pub use norm::{Norm, NormGradients};
+pub use multi_head::{KeptAttention, Memory, MultiHead, MultiHeadGradients};
+pub use norm::{Norm, NormGradients, NormWeights};

@@ -4,6 +4,8 @@
 //! RMS norm (Zhang and Sennrich 2019). With `h = dy ⊙ γ`: `dx = s (h − mean(h) − x̂ mean(h ⊙ x̂))`, without `mean(h)` in an RMS
 //! norm; `dγ = Σ dy ⊙ x̂`, `dβ = Σ dy`. A backward forms `m` and `s` anew from `x`.
 
+use std::mem::MaybeUninit;
+
 use super::products::Fresh;
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
@@ -13,11 +15,9 @@ use crate::threads::share;
 /// Rows of a task, and of one sum of `dγ` and `dβ`.
 const ROWS: usize = 64;
 
-/// One call of a norm.
+/// What a norm has learned, and which norm it is.
 #[derive(Debug, Clone, Copy)]
-pub struct Norm<'a> {
-    /// `[rows, width]`.
-    pub x: &'a [f32],
+pub struct NormWeights<'a> {
     /// `γ`, `[width]`.
     pub gamma: &'a [f32],
     /// `β`, `[width]`.
@@ -26,6 +26,15 @@ pub struct Norm<'a> {
     pub centred: bool,
     /// `ε`, which keeps the division finite.
     pub epsilon: f32,
+}
+
+/// One call of a norm.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[rows, width]`.
+    pub x: &'a [f32],
+    /// All else.
+    pub weights: NormWeights<'a>,
 }
 
 /// The gradients of a call.
@@ -39,13 +48,34 @@ pub struct NormGradients {
     pub d_beta: Vec<f32>,
 }
 
+impl NormWeights<'_> {
+    /// The norm of rows, in `out`.
+    pub(super) fn normalize<'o>(&self, x: &[f32], out: &'o mut [MaybeUninit<f32>]) -> &'o [f32] {
+        let out = out.write_copy_of_slice(x);
+        dispatch(Normalize { norm: Norm { x, weights: *self }, out });
+        out
+    }
+
+    /// Turns the gradients of the norms of rows into those of the rows `x`, and adds those of `γ` and `β` to sums.
+    pub(super) fn pull_back(&self, x: &[f32], d: &mut [f32], [d_gamma, d_beta]: [&mut [f32]; 2]) {
+        dispatch(NormalizeBackward { norm: Norm { x, weights: *self }, dx: d, d_gamma, d_beta });
+    }
+
+    /// Refuses weights of other rows than of `width` numbers.
+    pub(super) fn check(&self, operation: &'static str, width: usize) -> Result<(), Error> {
+        for (name, got) in [("gamma", self.gamma.len()), ("beta", self.beta.map_or(width, <[f32]>::len))] {
+            expect(got == width, operation, name, || format!("{width} numbers, as a row of x"), || got.to_string())?;
+        }
+        Ok(())
+    }
+}
+
 impl Norm<'_> {
     fn check(&self) -> Result<(), Error> {
-        let width = self.gamma.len();
+        let width = self.weights.gamma.len();
         let rows = self.x.len().is_multiple_of(width.max(1)) && (width > 0 || self.x.is_empty());
         expect(rows, "norm", "x", || format!("rows of {width} numbers"), || format!("{} numbers", self.x.len()))?;
-        let beta = self.beta.map_or(width, <[f32]>::len);
-        expect(beta == width, "norm", "beta", || format!("{width} numbers, as gamma"), || beta.to_string())
+        self.weights.check("norm", width)
     }
 
     /// The result, `[rows, width]`.
@@ -56,9 +86,9 @@ impl Norm<'_> {
         self.check()?;
         let mut out = Fresh::new(self.x.len())?;
         if !self.x.is_empty() {
-            let block = ROWS * self.gamma.len();
+            let block = ROWS * self.weights.gamma.len();
             share(self.x.chunks(block).zip(out.room().chunks_mut(block)), |(x, out)| {
-                dispatch(Normalize { norm: Norm { x, ..*self }, out: out.write_copy_of_slice(x) });
+                self.weights.normalize(x, out);
             });
         }
         // SAFETY: every row has been written.
@@ -73,7 +103,7 @@ impl Norm<'_> {
         self.check()?;
         let (got, len) = (d_out.len(), self.x.len());
         expect(got == len, "norm", "d_out", || format!("{len} numbers, as x"), || got.to_string())?;
-        let width = self.gamma.len();
+        let width = self.weights.gamma.len();
         let mut dx = Fresh::new(len)?;
         let (mut d_gamma, mut d_beta) = (vec![0.0; width], vec![0.0; width]);
         if len > 0 {
@@ -81,9 +111,7 @@ impl Norm<'_> {
             let mut sums = vec![0.0; len.div_ceil(block) * 2 * width];
             let rows = self.x.chunks(block).zip(d_out.chunks(block));
             share(rows.zip(dx.room().chunks_mut(block)).zip(sums.chunks_mut(2 * width)), |(((x, d), dx), sums)| {
-                let (d_gamma, d_beta) = sums.split_at_mut(width);
-                let norm = Norm { x, ..*self };
-                dispatch(NormalizeBackward { norm, dx: dx.write_copy_of_slice(d), d_gamma, d_beta });
+                self.weights.pull_back(x, dx.write_copy_of_slice(d), sums.split_at_mut(width).into());
             });
             for sums in sums.chunks_exact(2 * width) {
                 add_scaled(&mut d_gamma, 1.0, &sums[..width]);
@@ -140,7 +168,7 @@ impl Operation for Normalize<'_> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Norm { x, gamma, beta, centred, epsilon } = self.norm;
+        let Norm { x, weights: NormWeights { gamma, beta, centred, epsilon } } = self.norm;
         let width = gamma.len();
         let whole = width / V::LANES * V::LANES;
         assert!(self.out.len() == x.len() && beta.is_none_or(|beta| beta.len() == width));
@@ -179,7 +207,8 @@ impl Operation for NormalizeBackward<'_> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { norm: Norm { x, gamma, centred, epsilon, .. }, dx, d_gamma, d_beta } = self;
+        let Self { norm: Norm { x, weights }, dx, d_gamma, d_beta } = self;
+        let NormWeights { gamma, centred, epsilon, .. } = weights;
         let width = gamma.len();
         let whole = width / V::LANES * V::LANES;
         assert!(dx.len() == x.len() && d_gamma.len() == width && d_beta.len() == width);

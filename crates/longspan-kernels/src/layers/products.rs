@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 
 use gemm::{Parallelism, gemm};
 
+use crate::call::zeros;
 use crate::error::Error;
 use crate::simd::block::add_scaled;
 use crate::threads::share;
@@ -36,6 +37,11 @@ impl Fresh {
         unsafe { self.numbers.set_len(self.len) };
         self.numbers
     }
+}
+
+/// `len` zeros, whose pages cost nothing until they are used.
+pub(super) fn try_zeros(len: usize) -> Result<Vec<f32>, Error> {
+    if len == 0 { Ok(Vec::new()) } else { zeros(len) }
 }
 
 /// A matrix in a slice; either stride may be 1.
@@ -73,6 +79,25 @@ pub(super) fn product<'c>(
     multiply([m, k, n], a, b, c.as_mut_ptr().cast(), false);
     // SAFETY: the product wrote every number.
     unsafe { c.assume_init_mut() }
+}
+
+/// A sum of products in memory that is not cleared first.
+pub(super) enum Sum<'a> {
+    Empty(&'a mut [MaybeUninit<f32>]),
+    Some(&'a mut [f32]),
+}
+
+impl Sum<'_> {
+    /// With `A·B` added.
+    pub fn add(self, sizes: [usize; 3], a: Matrix<'_>, b: Matrix<'_>) -> Self {
+        Self::Some(match self {
+            Self::Empty(to) => product(sizes, a, b, to),
+            Self::Some(to) => {
+                add_product(sizes, a, b, to);
+                to
+            }
+        })
+    }
 }
 
 /// `C += A·B`.

@@ -2,20 +2,20 @@
 //! definition.
 
 use longspan_kernels::Error;
-use longspan_kernels::layers::{Activation, AdamW, CrossEntropy, Dropout, Linear, Norm};
+use longspan_kernels::layers::{Activation, AdamW, CrossEntropy, Dropout, Linear, Norm, NormWeights};
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
 
-fn numbers(random: &mut Random, len: usize) -> Vec<f32> {
+pub fn numbers(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| random.normal() as f32).collect()
 }
 
-fn wide(numbers: &[f32]) -> Vec<f64> {
+pub fn wide(numbers: &[f32]) -> Vec<f64> {
     numbers.iter().map(|&x| f64::from(x)).collect()
 }
 
 #[track_caller]
-fn near(what: &str, got: &[f32], expected: &[f64], allowed: f64) {
+pub fn near(what: &str, got: &[f32], expected: &[f64], allowed: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (n, (&got, &expected)) in got.iter().zip(expected).enumerate() {
         let scale = expected.abs().max(1.0);
@@ -25,7 +25,7 @@ fn near(what: &str, got: &[f32], expected: &[f64], allowed: f64) {
 
 /// Compares a gradient with difference quotients of `definition`, which gets the argument with one number moved.
 #[track_caller]
-fn is_slope(what: &str, gradient: &[f32], at: &[f32], allowed: f64, definition: impl Fn(&[f64]) -> f64) {
+pub fn is_slope(what: &str, gradient: &[f32], at: &[f32], allowed: f64, definition: impl Fn(&[f64]) -> f64) {
     assert_eq!(gradient.len(), at.len(), "{what}");
     let mut moved = wide(at);
     // All of few, some of many.
@@ -65,7 +65,7 @@ fn linear(
     out
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
@@ -148,7 +148,10 @@ fn a_norm_is_its_definition_with_all_gradients() {
             let (x, gamma) = (numbers(&mut random, rows * width), numbers(&mut random, width));
             let beta = if shifted { numbers(&mut random, width) } else { vec![0.0; width] };
             let epsilon = 1e-5;
-            let norm = Norm { x: &x, gamma: &gamma, beta: shifted.then_some(&beta), centred, epsilon };
+            let norm = Norm {
+                x: &x,
+                weights: NormWeights { gamma: &gamma, beta: shifted.then_some(&beta), centred, epsilon },
+            };
             let define = |x: &[f64], gamma: &[f64], beta: &[f64]| -> Vec<f64> {
                 let row = |x: &[f64]| -> Vec<f64> {
                     let mean = if centred { x.iter().sum::<f64>() / width as f64 } else { 0.0 };
@@ -275,7 +278,7 @@ fn bits_of_layers_do_not_depend_on_the_number_of_threads() {
         let linear = Linear::new(&x, &weight, sizes).with_bias(Some(&bias)).with_activation(Activation::Silu);
         let (out, kept) = linear.training().unwrap();
         let gradients = linear.backward(&out, &kept, &d_out).unwrap();
-        let norm = Norm { x: &x, gamma: &x[..k], beta: None, centred: true, epsilon: 1e-5 };
+        let norm = Norm { x: &x, weights: NormWeights { gamma: &x[..k], beta: None, centred: true, epsilon: 1e-5 } };
         let norms = norm.backward(&x).unwrap();
         let loss = CrossEntropy {
             h: &x,
@@ -308,7 +311,7 @@ fn nothing_is_computed_of_nothing() {
         assert_eq!(gradients.d_bias, vec![rows as f32; n]);
         assert_eq!(gradients.dx, vec![n as f32; rows * k]);
     }
-    let norm = Norm { x: &[], gamma: &[1.0; 3], beta: None, centred: true, epsilon: 1e-5 };
+    let norm = Norm { x: &[], weights: NormWeights { gamma: &[1.0; 3], beta: None, centred: true, epsilon: 1e-5 } };
     assert_eq!(norm.forward().unwrap(), []);
     assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 3]);
     let loss =
@@ -333,7 +336,8 @@ fn lengths_and_targets_that_do_not_fit_are_refused_by_name() {
     let (out, kept) = call.training().unwrap();
     refused(call.backward(&out, &kept, &x), "d_out");
     refused(call.with_activation(Activation::Relu).backward(&out, &kept, &out), "kept");
-    refused(Norm { x: &x, gamma: &x[..4], beta: None, centred: true, epsilon: 1e-5 }.forward(), "norm: x");
+    let weights = NormWeights { gamma: &x[..4], beta: None, centred: true, epsilon: 1e-5 };
+    refused(Norm { x: &x, weights }.forward(), "norm: x");
     let loss = CrossEntropy {
         h: &x,
         weight: &weight,

@@ -1,6 +1,7 @@
 //! Every mechanism held to its definition, under every instruction set of this processor.
 
 mod aft;
+mod blocks;
 mod choice;
 mod feature_maps;
 mod fourier;

@@ -7,7 +7,9 @@ use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
 use crate::error::{Result, argument, config};
-use crate::layers::{Activation, After, apply, linear};
+#[cfg(feature = "flex")]
+use crate::layers::flex::is_f32;
+use crate::layers::{Activation, After, Around, apply, linear};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -81,12 +83,40 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn self_attention(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        self.self_attention_with(x, mask, After::default())
+        self.self_attention_in(x, mask, Around::default())
     }
 
-    /// [`self_attention`](Self::self_attention) and what follows it.
-    pub(crate) fn self_attention_with(&self, x: Tensor<3>, mask: &AttentionMask, after: After) -> Result<Tensor<3>> {
-        let [q, k, v] = self.split(x, "self-attention")?;
+    /// [`self_attention`](Self::self_attention) and what stands around it.
+    pub(crate) fn self_attention_in(
+        &self,
+        x: Tensor<3>,
+        mask: &AttentionMask,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
+        self.check("self-attention", "x", &x)?;
+        #[cfg(feature = "flex")]
+        if self.is_fused(&x) {
+            return fused::multi_head(self, x, None, mask, around);
+        }
+        self.in_parts(x, None, mask, around)
+    }
+
+    /// Attention as one operation after the other.
+    fn in_parts(
+        &self,
+        x: Tensor<3>,
+        memory: Option<Tensor<3>>,
+        mask: &AttentionMask,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
+        let (x, after) = around.split(x);
+        let [q, k, v] = match memory {
+            None => self.split(x),
+            Some(memory) => {
+                let [k, v] = self.keys_and_values(memory);
+                [self.queries(x), k, v]
+            }
+        };
         Ok(self.merge(self.attention.forward(q, k, v, mask)?, after))
     }
 
@@ -99,22 +129,32 @@ impl MultiHeadAttention {
     /// # Errors
     /// Wrong widths, different batch sizes, or a mask of the wrong size.
     pub fn cross_attention(&self, x: Tensor<3>, memory: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        self.cross_attention_with(x, memory, mask, After::default())
+        self.cross_attention_in(x, memory, mask, Around::default())
     }
 
-    /// [`cross_attention`](Self::cross_attention) and what follows it.
-    pub(crate) fn cross_attention_with(
+    /// [`cross_attention`](Self::cross_attention) and what stands around it.
+    pub(crate) fn cross_attention_in(
         &self,
         x: Tensor<3>,
         memory: Tensor<3>,
         mask: &AttentionMask,
-        after: After,
+        around: Around<'_>,
     ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
         self.check("cross-attention", "memory", &memory)?;
-        let q = self.queries(x);
-        let [k, v] = self.keys_and_values(memory);
-        Ok(self.merge(self.attention.forward(q, k, v, mask)?, after))
+        let ([batch, ..], [memory_batch, ..]) = (x.dims(), memory.dims());
+        argument(
+            batch == memory_batch,
+            "cross-attention",
+            "memory",
+            || format!("a batch of {batch}, like x"),
+            || memory_batch.to_string(),
+        )?;
+        #[cfg(feature = "flex")]
+        if self.is_fused(&x) && is_f32(&memory) {
+            return fused::multi_head(self, x, Some(memory), mask, around);
+        }
+        self.in_parts(x, Some(memory), mask, around)
     }
 
     /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its
@@ -126,12 +166,14 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        self.step_with(x, state, After::default())
+        self.step_in(x, state, Around::default())
     }
 
-    /// [`step`](Self::step) and what follows it.
-    pub(crate) fn step_with(&self, x: Tensor<3>, state: &mut AttentionState, after: After) -> Result<Tensor<3>> {
-        let [q, k, v] = self.split(x, "self-attention step")?;
+    /// [`step`](Self::step) and what stands around it.
+    pub(crate) fn step_in(&self, x: Tensor<3>, state: &mut AttentionState, around: Around<'_>) -> Result<Tensor<3>> {
+        self.check("self-attention step", "x", &x)?;
+        let (x, after) = around.split(x);
+        let [q, k, v] = self.split(x);
         Ok(self.merge(self.attention.step(q, k, v, state)?, after))
     }
 
@@ -154,18 +196,19 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a memory of another batch or mechanism.
     pub fn recall(&self, x: Tensor<3>, first: usize, memory: &MemoryState) -> Result<Tensor<3>> {
-        self.recall_with(x, first, memory, After::default())
+        self.recall_in(x, first, memory, Around::default())
     }
 
-    /// [`recall`](Self::recall) and what follows it.
-    pub(crate) fn recall_with(
+    /// [`recall`](Self::recall) and what stands around it.
+    pub(crate) fn recall_in(
         &self,
         x: Tensor<3>,
         first: usize,
         memory: &MemoryState,
-        after: After,
+        around: Around<'_>,
     ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
+        let (x, after) = around.split(x);
         let q = self.queries(x);
         Ok(self.merge(self.attention.recall(q, first, memory)?, after))
     }
@@ -190,12 +233,11 @@ impl MultiHeadAttention {
     }
 
     /// Queries, keys and values of `x`, `[batch, ·, tokens, ·]` each: views of one product where they are equally wide.
-    fn split(&self, x: Tensor<3>, operation: &'static str) -> Result<[Tensor<4>; 3]> {
-        self.check(operation, "x", &x)?;
+    fn split(&self, x: Tensor<3>) -> [Tensor<4>; 3] {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         if self.key_dim != head_dim {
             let [keys, values] = self.keys_and_values(x.clone());
-            return Ok([self.queries(x), keys, values]);
+            return [self.queries(x), keys, values];
         }
         let [batch, tokens, _] = x.dims();
         let all = heads + 2 * kv_heads;
@@ -203,7 +245,7 @@ impl MultiHeadAttention {
             .reshape([batch, tokens, all, head_dim]);
         let projected = projected.swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
-        Ok([part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)])
+        [part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)]
     }
 
     /// `count` heads of `width` numbers from the projection's column `start` on, `[batch, count, tokens, width]`.
@@ -224,6 +266,12 @@ impl MultiHeadAttention {
         apply(&self.output, output, Activation::Identity, after)
     }
 
+    /// Whether all of it can run as one operation of the CPU backend.
+    #[cfg(feature = "flex")]
+    fn is_fused(&self, x: &Tensor<3>) -> bool {
+        is_f32(x) && is_f32(&self.query_key_value.weight.val()) && is_f32(&self.output.weight.val())
+    }
+
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
         let width = self.heads.heads * self.heads.head_dim;
         argument(
@@ -233,5 +281,214 @@ impl MultiHeadAttention {
             || format!("[batch, tokens, d_model = {width}]"),
             || format!("{:?}", x.dims()),
         )
+    }
+}
+
+/// Multi-head attention as one operation.
+#[cfg(feature = "flex")]
+mod fused {
+    use std::sync::Arc;
+
+    use burn::tensor::{DType, Tensor};
+    use burn_flex::FlexTensor;
+    use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
+    use longspan_kernels::{Dims, Error, Kernel, Scratch};
+
+    use super::MultiHeadAttention;
+    use crate::attention::{AttentionMask, Heads};
+    use crate::backend::operation::{Operation, run};
+    use crate::backend::{self, AnyKernel, with_scratch};
+    use crate::error::Result;
+    use crate::layers::Around;
+    use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
+    use crate::layers::linear::fused::drawn;
+    use crate::layers::norm::fused::NormSettings;
+
+    /// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, and
+    /// what the mechanism has learned as one.
+    #[derive(Debug, Clone)]
+    struct MultiHeadOperation {
+        kernel: Arc<dyn AnyKernel>,
+        mask: AttentionMask,
+        heads: Heads,
+        crossed: bool,
+        norm: Option<NormSettings>,
+        biases: [bool; 2],
+        dropout: Option<Dropout>,
+        residual: bool,
+        recompute: bool,
+    }
+
+    pub fn multi_head(
+        module: &MultiHeadAttention,
+        x: Tensor<3>,
+        memory: Option<Tensor<3>>,
+        mask: &AttentionMask,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
+        let layer = module.attention.layer();
+        layer.ready()?;
+        let parameters = backend::flat(layer, DType::F32)?;
+        let crossed = memory.is_some();
+        let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
+        let norm = around.norm.map(|norm| {
+            let (settings, tensors) = NormSettings::of(norm);
+            others.extend(tensors);
+            settings
+        });
+        let biases = [&module.query_key_value, &module.output].map(|layer| {
+            others.push(layer.weight.val().into_dispatch());
+            others.extend(layer.bias.as_ref().map(|bias| bias.val().into_dispatch()));
+            layer.bias.is_some()
+        });
+        others.extend(parameters.map(Tensor::into_dispatch));
+        let operation = MultiHeadOperation {
+            kernel: layer.kernel(),
+            mask: mask.clone(),
+            heads: module.heads,
+            crossed,
+            norm,
+            biases,
+            dropout: drawn(around.dropout, &x),
+            residual: around.residual,
+            recompute: around.recompute,
+        };
+        Ok(run(operation, x.into_dispatch(), others)?)
+    }
+
+    impl MultiHeadOperation {
+        /// Runs `work` on the kernels' form of this call.
+        fn with_call<R>(
+            &self,
+            tensors: &[FlexTensor],
+            work: impl FnOnce(&MultiHead<'_>, &mut Scratch<f32>) -> Result<R, Error>,
+        ) -> Result<R, Error> {
+            let [x, others @ ..] = tensors else { unreachable!("x") };
+            let mut others = others.iter();
+            let [batch, queries, _] = shape(x).dims();
+            let memory = self.crossed.then(|| others.next()).flatten();
+            let memory = memory.map(|memory| Memory { numbers: numbers(memory), keys: shape(memory)[1] });
+            let norm = self.norm.map(|norm| norm.weights(&mut others));
+            let [projection, output] = self.biases.map(|bias| weights(&mut others, bias));
+            let Heads { heads, kv_heads, head_dim } = self.heads;
+            let kernel: &dyn Kernel<f32> = &*self.kernel;
+            let keys = memory.map_or(queries, |memory| memory.keys);
+            let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim };
+            let parameters = backend::split_parameters(kernel, &dims, others.next().map(numbers));
+            let call = MultiHead {
+                x: numbers(x),
+                batch,
+                queries,
+                memory,
+                heads,
+                kv_heads,
+                head_dim,
+                norm,
+                projection,
+                kernel,
+                parameters: &parameters,
+                mask: self.mask.as_kernel(),
+                output,
+                dropout: self.dropout,
+                residual: self.residual,
+            };
+            with_scratch(|scratch| work(&call, scratch))
+        }
+    }
+
+    impl Operation for MultiHeadOperation {
+        /// The tensors, contiguous, and what the kernel keeps.
+        type Kept = (Vec<FlexTensor>, Option<KeptAttention>);
+
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            let tensors = contiguous(tensors);
+            let out = self.with_call(&tensors, |call, scratch| call.forward(scratch, None, None))?;
+            Ok(tensor(out, shape(&tensors[0])))
+        }
+
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+            let tensors = contiguous(tensors);
+            let (out, kept) = self.with_call(&tensors, |call, scratch| call.training(scratch))?;
+            let kept = (!self.recompute).then_some(kept);
+            Ok((tensor(out, shape(&tensors[0])), (tensors, kept)))
+        }
+
+        fn backward(
+            &self,
+            _: &[FlexTensor],
+            (tensors, kept): &Self::Kept,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let d_out = d_out.to_contiguous();
+            let found =
+                self.with_call(tensors, |call, scratch| call.backward(kept.as_ref(), numbers(&d_out), scratch))?;
+            let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_output } = found;
+            let mut shapes = tensors.iter().map(shape);
+            let mut next = |numbers: Vec<f32>| shapes.next().map(|shape| tensor(numbers, shape));
+            let mut gradients = vec![next(dx)];
+            if self.crossed {
+                gradients.push(next(d_memory));
+            }
+            gradients.extend(self.norm.into_iter().flat_map(|norm| norm.gradients(d_norm.clone())));
+            let mut shapes = tensors[gradients.len()..].iter().map(shape);
+            for (found, biased) in [d_projection, d_output].into_iter().zip(self.biases) {
+                gradients.extend(flex::gradients(found, biased, &mut shapes));
+            }
+            gradients.extend(shapes.next().map(|shape| Some(tensor(d_parameters, shape))));
+            Ok(gradients)
+        }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::layers::tests::{disturbed, near, random, with_gradients};
+    use crate::layers::{TokenNorm, TokenNormConfig};
+
+    /// With norm and residual, and alone; keeping what the backward needs, and forming it again.
+    #[test]
+    fn one_operation_gives_what_its_parts_give_with_all_gradients() {
+        let device = Device::flex().autodiff();
+        let configs = [
+            (AttentionConfig::shaw(), None, true),
+            (AttentionConfig::kernelized(), Some(2), false),
+            (AttentionConfig::softmax(), None, true),
+            (AttentionConfig::by_name("aft-conv").unwrap(), None, true),
+        ];
+        for (attention, kv_heads, causal) in configs {
+            let config = MultiHeadAttentionConfig::new(8, 4).with_kv_heads(kv_heads).with_attention(attention.clone());
+            let norm = TokenNormConfig::new(8).init(&device).unwrap();
+            let part: (MultiHeadAttention, TokenNorm) = disturbed((config.init(&device).unwrap(), norm), &device);
+            let (x, d) = (random([2, 9, 8], &device), random([2, 9, 8], &device));
+            let mask =
+                if causal { AttentionMask::causal() } else { AttentionMask::bidirectional().with_lengths(&[9, 4]) };
+            let memory = (!causal).then(|| random([2, 9, 8], &device));
+            for (normed, residual) in [(true, true), (false, false)] {
+                let around = |recompute| Around { norm: normed.then_some(&part.1), dropout: 0.0, residual, recompute };
+                let plain = with_gradients(&part, &x, &d, |x| {
+                    part.0.in_parts(x, memory.clone(), &mask, around(false)).unwrap()
+                });
+                for recompute in [false, true] {
+                    let fused = with_gradients(&part, &x, &d, |x| match &memory {
+                        None => part.0.self_attention_in(x, &mask, around(recompute)).unwrap(),
+                        Some(memory) => part.0.cross_attention_in(x, memory.clone(), &mask, around(recompute)).unwrap(),
+                    });
+                    for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
+                        near(&format!("{attention:?}, normed {normed}, number {n}"), got, expected, 5e-5);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_memory_of_another_batch_is_refused() {
+        let device = Device::flex();
+        let attention = MultiHeadAttentionConfig::new(8, 2).init(&device).unwrap();
+        let error = attention
+            .cross_attention(random([2, 3, 8], &device), random([1, 3, 8], &device), &AttentionMask::bidirectional())
+            .unwrap_err();
+        assert!(error.to_string().contains("memory: expected a batch of 2"), "{error}");
     }
 }

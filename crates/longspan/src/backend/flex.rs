@@ -17,13 +17,38 @@ use longspan_kernels::{
 };
 
 use super::AnyKernel;
+use super::operation::Operation;
 use crate::attention::AttentionMask;
 
-/// All of a call but its tensors.
+/// All of a call but its tensors: queries, keys, values and, if the mechanism has any, its learned tensors as one.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     pub kernel: Arc<dyn AnyKernel>,
     pub mask: AttentionMask,
+}
+
+impl Operation for Settings {
+    type Kept = Outcome;
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, kernels::Error> {
+        // No denominators: asking for them makes kernels choose their algorithm for a backward too.
+        Operands::new(tensors).output(self)
+    }
+
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Outcome), kernels::Error> {
+        let outcome = Operands::new(tensors).forward(self)?;
+        Ok((outcome.out.clone(), outcome))
+    }
+
+    fn backward(
+        &self,
+        tensors: &[FlexTensor],
+        outcome: &Outcome,
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, kernels::Error> {
+        let Operands { q, k, v, parameters } = Operands::new(tensors).backward(self, outcome, d_out)?;
+        Ok(vec![Some(q), Some(k), Some(v), parameters])
+    }
 }
 
 /// The tensors of a call. `parameters` holds all learned tensors of the mechanism, one after the other in the kernel's
@@ -145,8 +170,48 @@ fn rounded_to<H: Half + Stored>(tensor: &FlexTensor) -> FlexTensor {
     FlexTensor::new(H::bytes(numbers), tensor.layout().clone(), H::DTYPE)
 }
 
+/// Runs `work` with scratch memory that this thread keeps.
+pub(crate) fn with_scratch<R>(work: impl FnOnce(&mut Scratch<f32>) -> R) -> R {
+    scratch_of(work)
+}
+
+fn scratch_of<T: Number, R>(work: impl FnOnce(&mut Scratch<T>) -> R) -> R {
+    // Taken, not borrowed: while this thread waits for the kernels' tasks it may run another call.
+    let mut scratch = T::scratch().take().unwrap_or_default();
+    let result = work(&mut scratch);
+    T::scratch().set(Some(scratch));
+    result
+}
+
+/// The learned tensors as the mechanism lists them, from one that holds them all. If its length is wrong, one slice, which the
+/// kernel refuses.
+pub(crate) fn split_parameters<'a, T: Real>(
+    mechanism: &dyn Kernel<T>,
+    dims: &Dims,
+    all: Option<&'a [T]>,
+) -> Vec<&'a [T]> {
+    let Some(mut rest) = all else { return Vec::new() };
+    let listed = mechanism.parameters(dims);
+    if listed.iter().map(Parameter::len).sum::<usize>() != rest.len() {
+        return vec![rest];
+    }
+    let part = |parameter: &Parameter| {
+        let (first, others) = rest.split_at(parameter.len());
+        rest = others;
+        first
+    };
+    listed.iter().map(part).collect()
+}
+
 impl Operands {
-    /// The same numbers with adjacent rows: a view wherever possible.
+    /// Of an operation's tensors: with adjacent rows, a view wherever possible.
+    fn new(tensors: &[FlexTensor]) -> Self {
+        let [q, k, v, parameters @ ..] = tensors else { unreachable!("queries, keys and values") };
+        let (q, k, v) = (q.clone(), k.clone(), v.clone());
+        Self { q, k, v, parameters: parameters.first().cloned() }.with_adjacent_rows()
+    }
+
+    /// The same numbers with adjacent rows.
     pub fn with_adjacent_rows(self) -> Self {
         Self {
             q: adjacent_rows(self.q),
@@ -167,23 +232,6 @@ impl Operands {
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: shape(&self.v)[3] }
     }
 
-    /// The learned tensors as the mechanism lists them. If their total length is wrong, one slice, which the kernel
-    /// refuses.
-    fn parameters<T: Number>(&self, mechanism: &dyn Kernel<T>, dims: &Dims) -> Vec<&[T]> {
-        let Some(all) = &self.parameters else { return Vec::new() };
-        let mut rest = contiguous::<T>(all);
-        let listed = mechanism.parameters(dims);
-        if listed.iter().map(Parameter::len).sum::<usize>() != rest.len() {
-            return vec![rest];
-        }
-        let part = |parameter: &Parameter| {
-            let (first, others) = rest.split_at(parameter.len());
-            rest = others;
-            first
-        };
-        listed.iter().map(part).collect()
-    }
-
     /// Runs `work` on the kernels' view of this call, with scratch memory that this thread keeps.
     fn with_call<T: Number, R>(
         &self,
@@ -191,15 +239,12 @@ impl Operands {
         work: impl FnOnce(&kernels::Call<'_, T>, &mut Scratch<T>) -> R,
     ) -> R {
         let dims = self.dims();
-        let parameters = self.parameters::<T>(T::mechanism(&*settings.kernel), &dims);
+        let parameters =
+            split_parameters(T::mechanism(&*settings.kernel), &dims, self.parameters.as_ref().map(contiguous));
         let call = kernels::Call::new(dims, view(&self.q), view(&self.k), view(&self.v))
             .with_parameters(&parameters)
             .with_mask(settings.mask.as_kernel());
-        // Taken, not borrowed: while this thread waits for the kernels' tasks it may run another call.
-        let mut scratch = T::scratch().take().unwrap_or_default();
-        let result = work(&call, &mut scratch);
-        T::scratch().set(Some(scratch));
-        result
+        scratch_of(|scratch| work(&call, scratch))
     }
 
     /// Outputs alone; rows must be adjacent.
@@ -383,7 +428,7 @@ fn step_as<T: Number>(
     let (q, k, v) = (row_major(&operands.q), row_major(&operands.k), row_major(&operands.v));
     let mechanism = T::mechanism(kernel);
     let dims = operands.dims();
-    let parameters = operands.parameters::<T>(mechanism, &dims);
+    let parameters = split_parameters(mechanism, &dims, operands.parameters.as_ref().map(contiguous));
     let token = Token { q: contiguous(&q), k: contiguous(&k), v: contiguous(&v), parameters: &parameters };
     let shape = dims.out();
     let mut out = vec![T::ZERO; shape.iter().product()];

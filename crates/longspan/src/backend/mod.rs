@@ -5,11 +5,11 @@
 //! other backend the same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any
 //! mechanism: the first calls an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
 
-#[cfg(feature = "flex")]
-mod autodiff;
 pub(crate) mod feature_map;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "flex")]
+pub(crate) mod operation;
 pub(crate) mod pairs;
 mod state;
 pub(crate) mod tensor;
@@ -28,6 +28,8 @@ pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
 pub(crate) use feature_map::Learned;
+#[cfg(feature = "flex")]
+pub(crate) use flex::{split_parameters, with_scratch};
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;
@@ -114,7 +116,9 @@ pub(crate) fn attend(
     if is_flex(&q) {
         let parameters = flat(layer, q.dtype())?;
         let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone() };
-        return Ok(autodiff::attend(settings, q, k, v, parameters)?);
+        let mut others = vec![k.into_dispatch(), v.into_dispatch()];
+        others.extend(parameters.map(Tensor::into_dispatch));
+        return Ok(operation::run(settings, q.into_dispatch(), others)?);
     }
     in_tensors(layer, q, k, v, mask)
 }
@@ -153,7 +157,7 @@ pub(crate) fn in_tensors(
 /// # Errors
 /// If they are not of the type that the layer is called with.
 #[cfg(feature = "flex")]
-fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
+pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
     let mut all = layer.parameters();
     for learned in &all {
         argument(

@@ -1,13 +1,5 @@
 //! The loss of a vocabulary.
 
-#![cfg_attr(
-    feature = "flex",
-    allow(
-        deprecated,
-        reason = "the dispatch that `backend_extension` generates names backends that Burn has deprecated"
-    )
-)]
-
 use burn::nn::Linear;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::module::linear;
@@ -74,121 +66,68 @@ pub fn cross_entropy(
 
 #[cfg(feature = "flex")]
 mod fused {
-    use std::sync::Arc;
-
-    use burn::backend::autodiff::checkpoint::base::Checkpointer;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::tensor::FloatTensor;
-    use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
     use burn::nn::Linear;
     use burn::tensor::{Shape, Tensor};
     use burn_flex::FlexTensor;
+    use longspan_kernels::Error;
     use longspan_kernels::layers::{CrossEntropy, Loss, LossGradients};
 
-    use crate::layers::flex::{absent, numbers, tensor};
+    use crate::backend::operation::{Operation, run};
+    use crate::layers::flex::{contiguous, numbers, shape, tensor};
 
-    /// What is no tensor.
+    /// All but its tensors: the rows, the weight, the bias if there is one.
     #[derive(Debug, Clone)]
-    pub struct Settings {
-        targets: Arc<Vec<Option<u32>>>,
+    struct LossOperation {
+        targets: Vec<Option<u32>>,
         smoothing: f32,
-        bias: bool,
     }
 
-    #[backend_extension(Flex, Autodiff)]
-    pub trait FusedCrossEntropy: Backend {
-        /// `[2]`: the sums without smoothing and with it. Only the second has gradients.
-        fn fused_cross_entropy(
-            h: FloatTensor<Self>,
-            weight: FloatTensor<Self>,
-            bias: FloatTensor<Self>,
-            settings: Settings,
-        ) -> FloatTensor<Self>;
-    }
-
+    /// `[2]`: the sums without smoothing and with it. Only the second has gradients.
     pub fn cross_entropy(x: Tensor<2>, output: &Linear, targets: Vec<Option<u32>>, smoothing: f64) -> Tensor<1> {
-        let bias = output.bias.as_ref().map(|bias| bias.val());
-        let settings = Settings { targets: Arc::new(targets), smoothing: smoothing as f32, bias: bias.is_some() };
-        let bias = bias.unwrap_or_else(|| absent(&x));
-        Tensor::from_dispatch(<Dispatch as FusedCrossEntropy>::fused_cross_entropy(
-            x.into_dispatch(),
-            output.weight.val().into_dispatch(),
-            bias.into_dispatch(),
-            settings,
-        ))
+        let mut others = vec![output.weight.val().into_dispatch()];
+        others.extend(output.bias.as_ref().map(|bias| bias.val().into_dispatch()));
+        let operation = LossOperation { targets, smoothing: smoothing as f32 };
+        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    fn call<'a>([h, weight, bias]: [&'a FlexTensor; 3], settings: &'a Settings) -> CrossEntropy<'a> {
-        let [width, vocabulary] = weight.layout().shape().dims();
-        let bias = settings.bias.then(|| numbers(bias));
-        let (h, weight, smoothing) = (numbers(h), numbers(weight), settings.smoothing);
-        CrossEntropy { h, weight, bias, targets: &settings.targets, width, vocabulary, smoothing }
+    impl LossOperation {
+        fn call<'a>(&'a self, tensors: &'a [FlexTensor]) -> CrossEntropy<'a> {
+            let [h, weight, bias @ ..] = tensors else { unreachable!("rows and a weight") };
+            let [width, vocabulary] = shape(weight).dims();
+            let (h, weight, bias) = (numbers(h), numbers(weight), bias.first().map(numbers));
+            CrossEntropy { h, weight, bias, targets: &self.targets, width, vocabulary, smoothing: self.smoothing }
+        }
     }
 
     fn losses(loss: Loss) -> FlexTensor {
-        tensor(vec![loss.plain as f32, loss.smoothed as f32], Shape::from([2]))
+        tensor(vec![loss.plain as f32, loss.smoothed as f32], [2])
     }
 
-    impl FusedCrossEntropy for Flex {
-        fn fused_cross_entropy(h: FlexTensor, weight: FlexTensor, bias: FlexTensor, settings: Settings) -> FlexTensor {
-            let [h, weight, bias] = [h, weight, bias].map(|x| x.to_contiguous());
-            losses(call([&h, &weight, &bias], &settings).loss().unwrap_or_else(|error| panic!("{error}")))
+    impl Operation for LossOperation {
+        type Kept = LossGradients;
+
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            self.call(&contiguous(tensors)).loss().map(losses)
         }
-    }
 
-    impl<C: CheckpointStrategy> FusedCrossEntropy for Autodiff<Flex, C> {
-        fn fused_cross_entropy(
-            h: FloatTensor<Self>,
-            weight: FloatTensor<Self>,
-            bias: FloatTensor<Self>,
-            settings: Settings,
-        ) -> FloatTensor<Self> {
-            let nodes = [h.node(), weight.node(), bias.node()];
-            let preparation = Backward::<Flex, 3>::prepare::<C>(LossBackward, nodes).compute_bound().stateful();
-            let all = [&h, &weight, &bias].map(|x| x.primitive().to_contiguous());
-            match preparation {
-                OpsKind::Tracked(preparation) => {
-                    let [h, weight, bias] = &all;
-                    let call = call([h, weight, bias], &settings);
-                    let (loss, gradients) = call.training().unwrap_or_else(|error| panic!("{error}"));
-                    let shapes = all.each_ref().map(|x| x.layout().shape().clone());
-                    preparation.finish(Saved { gradients, shapes, bias: settings.bias }, losses(loss))
-                }
-                OpsKind::UnTracked(preparation) => {
-                    let [h, weight, bias] = all;
-                    preparation.finish(Flex::fused_cross_entropy(h, weight, bias, settings))
-                }
-            }
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, LossGradients), Error> {
+            let (loss, gradients) = self.call(&contiguous(tensors)).training()?;
+            Ok((losses(loss), gradients))
         }
-    }
 
-    #[derive(Debug, Clone)]
-    struct Saved {
-        gradients: LossGradients,
-        shapes: [Shape; 3],
-        bias: bool,
-    }
-
-    #[derive(Debug)]
-    struct LossBackward;
-
-    impl Backward<Flex, 3> for LossBackward {
-        type State = Saved;
-
-        fn backward(self, ops: Ops<Saved, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let d_out = grads.consume::<Flex>(&ops.node).to_contiguous();
+        fn backward(
+            &self,
+            tensors: &[FlexTensor],
+            LossGradients { dh, d_weight, d_bias }: &LossGradients,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let d_out = d_out.to_contiguous();
             let factor = numbers(&d_out)[1];
-            let Saved { gradients: LossGradients { dh, d_weight, d_bias }, shapes, bias } = ops.state;
-            let [h, weight, own] = shapes;
-            let found = [Some((dh, h)), Some((d_weight, weight)), bias.then_some((d_bias, own))];
-            for (parent, found) in ops.parents.into_iter().zip(found) {
-                if let (Some(parent), Some((mut gradient, shape))) = (parent, found) {
-                    gradient.iter_mut().for_each(|x| *x *= factor);
-                    grads.register::<Flex>(parent.id, tensor(gradient, shape));
-                }
-            }
+            let shapes: Vec<Shape> = tensors.iter().map(shape).collect();
+            let scaled = |(gradient, shape): (&Vec<f32>, Shape)| {
+                Some(tensor(gradient.iter().map(|x| x * factor).collect(), shape))
+            };
+            Ok([dh, d_weight, d_bias].into_iter().zip(shapes).map(scaled).collect())
         }
     }
 }

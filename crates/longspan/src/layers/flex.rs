@@ -3,24 +3,46 @@
 use burn::backend::DispatchDevice;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
 use burn_flex::{FlexTensor, Layout};
+use longspan_kernels::layers::Weights;
 
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
-pub(super) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
+pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
     x.dtype() == DType::F32 && matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// Stands for a tensor that is not there: operations take no optional ones. It is never read.
-pub(super) fn absent<const D: usize, const N: usize>(like: &Tensor<D>) -> Tensor<N> {
-    Tensor::zeros([1; N], (&like.device().inner(), DType::F32))
+/// The tensors, row-major.
+pub(crate) fn contiguous(tensors: &[FlexTensor]) -> Vec<FlexTensor> {
+    tensors.iter().map(FlexTensor::to_contiguous).collect()
 }
 
 /// The numbers of a contiguous tensor.
-pub(super) fn numbers(tensor: &FlexTensor) -> &[f32] {
+pub(crate) fn numbers(tensor: &FlexTensor) -> &[f32] {
     let layout = tensor.layout();
     &tensor.storage::<f32>()[layout.start_offset()..][..layout.num_elements()]
 }
 
+/// Its sizes.
+pub(crate) fn shape(tensor: &FlexTensor) -> Shape {
+    tensor.layout().shape().clone()
+}
+
 /// A tensor of numbers.
-pub(super) fn tensor(numbers: Vec<f32>, shape: Shape) -> FlexTensor {
-    FlexTensor::new(Bytes::from_elems(numbers), Layout::contiguous(shape), DType::F32)
+pub(crate) fn tensor(numbers: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(numbers), Layout::contiguous(shape.into()), DType::F32)
+}
+
+/// A layer's weight and, if it has one, its bias, from the tensors of an operation.
+pub(crate) fn weights<'a>(tensors: &mut impl Iterator<Item = &'a FlexTensor>, bias: bool) -> Weights<'a> {
+    let weight = tensors.next().map_or(&[][..], numbers);
+    Weights { weight, bias: bias.then(|| tensors.next().map(numbers)).flatten() }
+}
+
+/// Its gradients, of these shapes in turn.
+pub(crate) fn gradients(
+    [weight, bias]: [Vec<f32>; 2],
+    biased: bool,
+    shapes: &mut impl Iterator<Item = Shape>,
+) -> Vec<Option<FlexTensor>> {
+    let own = if biased { vec![weight, bias] } else { vec![weight] };
+    own.into_iter().zip(shapes).map(|(numbers, shape)| Some(tensor(numbers, shape))).collect()
 }

@@ -1,17 +1,24 @@
 //! Linear layers with what follows them, on tokens.
 
-#![cfg_attr(
-    feature = "flex",
-    allow(
-        deprecated,
-        reason = "the dispatch that `backend_extension` generates names backends that Burn has deprecated"
-    )
-)]
-
+use burn::config::Config;
 use burn::nn::{DropoutConfig, Linear};
 use burn::tensor::module::linear as plain_linear;
 use burn::tensor::{Tensor, activation as burn_activation};
-pub use longspan_kernels::layers::Activation;
+
+/// What a linear layer does to each of its sums.
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// Nothing.
+    Identity,
+    /// `max(x, 0)`.
+    Relu,
+    /// `x Φ(x)`, with the normal distribution's `Φ` (Hendrycks and Gimpel 2016).
+    Gelu,
+    /// GELU's approximation by a hyperbolic tangent.
+    GeluTanh,
+    /// `x / (1 + e⁻ˣ)`, also known as swish.
+    Silu,
+}
 
 /// What follows a layer: `residual + dropout(y)`.
 #[derive(Debug, Clone, Default)]
@@ -47,20 +54,10 @@ pub fn linear<const D: usize>(
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
-        let dropout = if x.device().is_autodiff() { fused::drawn(dropout, &x) } else { None };
+        let dropout = fused::drawn(dropout, &x);
         return fused::linear(x, weight, bias, residual, activation, dropout).reshape(shape);
     }
-    let z = plain_linear(x, weight, bias);
-    let y = match activation {
-        Activation::Identity => z,
-        Activation::Relu => burn_activation::relu(z),
-        Activation::Gelu => burn_activation::gelu(z),
-        Activation::GeluTanh => {
-            let inner = (z.clone() + z.clone().powi_scalar(3) * 0.044_715) * (8.0 / std::f64::consts::PI).sqrt();
-            z * burn_activation::sigmoid(inner)
-        }
-        Activation::Silu => burn_activation::silu(z),
-    };
+    let y = activate(plain_linear(x, weight, bias), activation);
     let y = if dropout > 0.0 { DropoutConfig::new(dropout).init().forward(y) } else { y };
     let y = match residual {
         Some(residual) => residual + y,
@@ -69,43 +66,55 @@ pub fn linear<const D: usize>(
     y.reshape(shape)
 }
 
+/// An activation in tensor operations.
+pub(super) fn activate<const D: usize>(z: Tensor<D>, activation: Activation) -> Tensor<D> {
+    match activation {
+        Activation::Identity => z,
+        Activation::Relu => burn_activation::relu(z),
+        Activation::Gelu => burn_activation::gelu(z),
+        Activation::GeluTanh => {
+            let inner = (z.clone() + z.clone().powi_scalar(3) * 0.044_715) * (8.0 / std::f64::consts::PI).sqrt();
+            z * burn_activation::sigmoid(inner)
+        }
+        Activation::Silu => burn_activation::silu(z),
+    }
+}
+
 /// [`linear`] by a layer's parameters.
 pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after: After) -> Tensor<3> {
     linear(x, layer.weight.val(), layer.bias.as_ref().map(|bias| bias.val()), activation, after)
 }
 
 #[cfg(feature = "flex")]
-mod fused {
-    use burn::backend::autodiff::checkpoint::base::Checkpointer;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::tensor::FloatTensor;
-    use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
-    use burn::tensor::{Distribution, Shape, Tensor};
+pub(crate) mod fused {
+    use burn::tensor::{Distribution, Tensor};
     use burn_flex::FlexTensor;
-    use longspan_kernels::layers::{Activation, Dropout, Kept, Linear};
+    use longspan_kernels::layers::{self as kernels, Dropout, Kept, Linear};
+    use longspan_kernels::{Error, layers::LinearGradients};
 
-    use crate::layers::flex::{absent, numbers, tensor};
+    use super::Activation;
+    use crate::backend::operation::{Operation, run};
+    use crate::layers::flex::{contiguous, numbers, shape, tensor};
 
-    /// What the operation does, and which of its tensors are there.
+    impl From<Activation> for kernels::Activation {
+        fn from(activation: Activation) -> Self {
+            match activation {
+                Activation::Identity => Self::Identity,
+                Activation::Relu => Self::Relu,
+                Activation::Gelu => Self::Gelu,
+                Activation::GeluTanh => Self::GeluTanh,
+                Activation::Silu => Self::Silu,
+            }
+        }
+    }
+
+    /// What the operation does, and which of its tensors are there: `x`, the weight, the bias, the residual.
     #[derive(Debug, Clone, Copy)]
-    pub struct Settings {
-        activation: Activation,
+    struct LinearOperation {
+        activation: kernels::Activation,
         dropout: Option<Dropout>,
         bias: bool,
         residual: bool,
-    }
-
-    #[backend_extension(Flex, Autodiff)]
-    pub trait FusedLinear: Backend {
-        fn fused_linear(
-            x: FloatTensor<Self>,
-            weight: FloatTensor<Self>,
-            bias: FloatTensor<Self>,
-            residual: FloatTensor<Self>,
-            settings: Settings,
-        ) -> FloatTensor<Self>;
     }
 
     pub fn linear(
@@ -116,21 +125,17 @@ mod fused {
         activation: Activation,
         dropout: Option<Dropout>,
     ) -> Tensor<2> {
-        let settings = Settings { activation, dropout, bias: bias.is_some(), residual: residual.is_some() };
-        let bias = bias.unwrap_or_else(|| absent(&x));
-        let residual = residual.unwrap_or_else(|| absent(&x));
-        Tensor::from_dispatch(<Dispatch as FusedLinear>::fused_linear(
-            x.into_dispatch(),
-            weight.into_dispatch(),
-            bias.into_dispatch(),
-            residual.into_dispatch(),
-            settings,
-        ))
+        let activation = activation.into();
+        let operation = LinearOperation { activation, dropout, bias: bias.is_some(), residual: residual.is_some() };
+        let mut others = vec![weight.into_dispatch()];
+        others.extend(bias.map(Tensor::into_dispatch));
+        others.extend(residual.map(Tensor::into_dispatch));
+        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// What is dropped with this probability: the seed comes from the device's own generator.
-    pub fn drawn(probability: f64, like: &Tensor<2>) -> Option<Dropout> {
-        if probability <= 0.0 {
+    /// What is dropped with this probability on a device that trains: the seed comes from the device's own generator.
+    pub fn drawn<const D: usize>(probability: f64, like: &Tensor<D>) -> Option<Dropout> {
+        if probability <= 0.0 || !like.device().is_autodiff() {
             return None;
         }
         let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &like.device().inner());
@@ -138,111 +143,56 @@ mod fused {
         Dropout::new(probability, seed)
     }
 
-    /// The operands, contiguous.
-    #[derive(Debug, Clone)]
-    struct Operands {
-        x: FlexTensor,
-        weight: FlexTensor,
-        bias: FlexTensor,
-        residual: FlexTensor,
-        settings: Settings,
-    }
-
-    impl Operands {
-        fn new([x, weight, bias, residual]: [FlexTensor; 4], settings: Settings) -> Self {
-            let [x, weight, bias, residual] = [x, weight, bias, residual].map(|x| x.to_contiguous());
-            Self { x, weight, bias, residual, settings }
-        }
-
-        fn call(&self) -> Linear<'_> {
-            let [rows, inputs] = self.x.layout().shape().dims();
-            let [_, outputs] = self.weight.layout().shape().dims();
-            let Settings { activation, dropout, bias, residual } = self.settings;
-            Linear::new(numbers(&self.x), numbers(&self.weight), [rows, inputs, outputs])
-                .with_bias(bias.then(|| numbers(&self.bias)))
+    impl LinearOperation {
+        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> Linear<'a> {
+            let [x, weight, others @ ..] = tensors else { unreachable!("x and a weight") };
+            let ([rows, inputs], [_, outputs]) = (shape(x).dims(), shape(weight).dims::<2>());
+            let mut others = others.iter().map(numbers);
+            let Self { activation, dropout, bias, residual } = *self;
+            Linear::new(numbers(x), numbers(weight), [rows, inputs, outputs])
+                .with_bias(bias.then(|| others.next()).flatten())
                 .with_activation(activation)
                 .with_dropout(dropout)
-                .with_residual(residual.then(|| numbers(&self.residual)))
-        }
-
-        fn shape(&self) -> Shape {
-            let ([rows, _], [_, outputs]) = (self.x.layout().shape().dims(), self.weight.layout().shape().dims::<2>());
-            Shape::from([rows, outputs])
+                .with_residual(residual.then(|| others.next()).flatten())
         }
     }
 
-    impl FusedLinear for Flex {
-        fn fused_linear(
-            x: FlexTensor,
-            weight: FlexTensor,
-            bias: FlexTensor,
-            residual: FlexTensor,
-            settings: Settings,
-        ) -> FlexTensor {
-            let operands = Operands::new([x, weight, bias, residual], settings);
-            let out = operands.call().forward().unwrap_or_else(|error| panic!("{error}"));
-            tensor(out, operands.shape())
-        }
-    }
+    impl Operation for LinearOperation {
+        /// The tensors, contiguous, the result, and what the kernel keeps.
+        type Kept = (Vec<FlexTensor>, FlexTensor, Kept);
 
-    impl<C: CheckpointStrategy> FusedLinear for Autodiff<Flex, C> {
-        fn fused_linear(
-            x: FloatTensor<Self>,
-            weight: FloatTensor<Self>,
-            bias: FloatTensor<Self>,
-            residual: FloatTensor<Self>,
-            settings: Settings,
-        ) -> FloatTensor<Self> {
-            let all = [&x, &weight, &bias, &residual];
-            let preparation =
-                Backward::<Flex, 4>::prepare::<C>(LinearBackward, all.map(|x| x.node())).compute_bound().stateful();
-            let operands = Operands::new(all.map(|x| x.primitive().clone()), settings);
-            let shape = operands.shape();
-            match preparation {
-                OpsKind::Tracked(preparation) => {
-                    let (out, kept) = operands.call().training().unwrap_or_else(|error| panic!("{error}"));
-                    let out = tensor(out, shape);
-                    preparation.finish(Saved { operands, kept, out: out.clone() }, out)
-                }
-                OpsKind::UnTracked(preparation) => {
-                    let out = operands.call().forward().unwrap_or_else(|error| panic!("{error}"));
-                    preparation.finish(tensor(out, shape))
-                }
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            let tensors = contiguous(tensors);
+            let call = self.call(&tensors);
+            Ok(tensor(call.forward()?, [call.rows, call.outputs]))
+        }
+
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+            let tensors = contiguous(tensors);
+            let call = self.call(&tensors);
+            let sizes = [call.rows, call.outputs];
+            let (out, kept) = call.training()?;
+            let out = tensor(out, sizes);
+            Ok((out.clone(), (tensors, out, kept)))
+        }
+
+        fn backward(
+            &self,
+            _: &[FlexTensor],
+            (tensors, out, kept): &Self::Kept,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let d_out = d_out.to_contiguous();
+            let found = self.call(tensors).backward(numbers(out), kept, numbers(&d_out))?;
+            let LinearGradients { dx, d_weight, d_bias, .. } = found;
+            let mut gradients = vec![Some(tensor(dx, shape(&tensors[0]))), Some(tensor(d_weight, shape(&tensors[1])))];
+            if self.bias {
+                gradients.push(Some(tensor(d_bias, shape(&tensors[2]))));
             }
-        }
-    }
-
-    #[derive(Debug, Clone)]
-    struct Saved {
-        operands: Operands,
-        kept: Kept,
-        out: FlexTensor,
-    }
-
-    #[derive(Debug)]
-    struct LinearBackward;
-
-    impl Backward<Flex, 4> for LinearBackward {
-        type State = Saved;
-
-        fn backward(self, ops: Ops<Saved, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let d_out = grads.consume::<Flex>(&ops.node).to_contiguous();
-            let Saved { operands, kept, out } = ops.state;
-            let found = operands.call().backward(numbers(&out), &kept, numbers(&d_out));
-            let found = found.unwrap_or_else(|error| panic!("{error}"));
-            let shape = |x: &FlexTensor| x.layout().shape().clone();
-            let bias = operands.settings.bias.then(|| tensor(found.d_bias, shape(&operands.bias)));
-            let gradients = [
-                Some(tensor(found.dx, shape(&operands.x))),
-                Some(tensor(found.d_weight, shape(&operands.weight))),
-                bias,
-                operands.settings.residual.then_some(d_out),
-            ];
-            for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-                if let (Some(parent), Some(gradient)) = (parent, gradient) {
-                    grads.register::<Flex>(parent.id, gradient);
-                }
+            if self.residual {
+                gradients.push(Some(d_out));
             }
+            Ok(gradients)
         }
     }
 }

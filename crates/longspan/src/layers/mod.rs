@@ -5,16 +5,20 @@
 //! [`longspan_kernels::layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
 
 mod adamw;
+mod around;
 mod cross_entropy;
+mod feed_forward;
 #[cfg(feature = "flex")]
-mod flex;
-mod linear;
-mod norm;
+pub(crate) mod flex;
+pub(crate) mod linear;
+pub(crate) mod norm;
 #[cfg(all(test, feature = "flex"))]
-mod tests;
+pub(crate) mod tests;
 
 pub use adamw::FusedAdamW;
+pub(crate) use around::Around;
 pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
+pub use feed_forward::{FeedForward, FeedForwardConfig};
 pub(crate) use linear::apply;
 pub use linear::{Activation, After, linear};
-pub(crate) use norm::layer_norm;
+pub use norm::{NormKind, TokenNorm, TokenNormConfig};

@@ -1,121 +1,170 @@
-//! Layer norm of tokens.
+//! Norms of tokens.
 
-#![cfg_attr(
-    feature = "flex",
-    allow(
-        deprecated,
-        reason = "the dispatch that `backend_extension` generates names backends that Burn has deprecated"
-    )
-)]
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::Initializer;
+use burn::tensor::{Device, Tensor};
 
-use burn::nn::LayerNorm;
-use burn::tensor::Tensor;
+use crate::error::{Result, config};
 
-/// `norm` of each token, `[batch, tokens, width]`, where `norm` was made with this `epsilon`.
-pub(crate) fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<3>) -> Tensor<3> {
-    let _ = epsilon;
-    #[cfg(feature = "flex")]
-    if let Some(beta) = &norm.beta
-        && super::flex::is_f32(&x)
-        && super::flex::is_f32(&norm.gamma.val())
-    {
-        return fused::layer_norm(x, norm.gamma.val(), beta.val(), epsilon);
+/// What a norm subtracts before it divides.
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// The mean of a token's numbers: layer norm (Ba et al. 2016). It learns `γ` and `β`.
+    Layer,
+    /// Nothing: RMS norm (Zhang and Sennrich 2019). It learns `γ`.
+    Rms,
+}
+
+/// Makes a [`TokenNorm`].
+#[derive(Config, Debug, PartialEq)]
+pub struct TokenNormConfig {
+    /// Numbers of a token.
+    pub width: usize,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub kind: NormKind,
+    /// Keeps the division finite.
+    #[config(default = 1e-5)]
+    pub epsilon: f64,
+}
+
+impl TokenNormConfig {
+    /// Makes the norm: `γ` is 1, `β` is 0.
+    ///
+    /// # Errors
+    /// A width of 0, an epsilon that is not a positive number.
+    pub fn init(&self, device: &Device) -> Result<TokenNorm> {
+        const NAME: &str = "TokenNormConfig";
+        config(self.width > 0, NAME, "width", "at least 1", self.width)?;
+        let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
+        config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
+        Ok(TokenNorm {
+            gamma: Initializer::Ones.init([self.width], device),
+            beta: (self.kind == NormKind::Layer).then(|| Initializer::Zeros.init([self.width], device)),
+            kind: self.kind,
+            epsilon: self.epsilon,
+        })
     }
-    norm.forward(x)
+}
+
+/// `(x − m) / √(mean((x − m)²) + ε) · γ + β` of each token, with `m = mean(x)` in a layer norm and 0 in an RMS norm, which has no
+/// `β`. On the CPU backend one operation each way; the backward keeps nothing but `x`.
+#[derive(Module, Debug)]
+pub struct TokenNorm {
+    /// `[width]`.
+    pub gamma: Param<Tensor<1>>,
+    /// `[width]`.
+    pub beta: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    kind: NormKind,
+    epsilon: f64,
+}
+
+impl TokenNorm {
+    /// Of each token of `x`, `[batch, tokens, width]`.
+    ///
+    /// # Panics
+    /// If the width differs, as Burn's own modules do.
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        #[cfg(feature = "flex")]
+        if super::flex::is_f32(&x) && super::flex::is_f32(&self.gamma.val()) {
+            return fused::norm(self, x);
+        }
+        self.in_tensors(x)
+    }
+
+    /// [`forward`](Self::forward) in tensor operations.
+    pub(super) fn in_tensors(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = match self.kind {
+            NormKind::Layer => x.clone() - x.mean_dim(2),
+            NormKind::Rms => x,
+        };
+        let scale = (x.clone().powi_scalar(2).mean_dim(2) + self.epsilon).sqrt();
+        let y = x / scale * self.gamma.val().unsqueeze();
+        match &self.beta {
+            Some(beta) => y + beta.val().unsqueeze(),
+            None => y,
+        }
+    }
 }
 
 #[cfg(feature = "flex")]
-mod fused {
-    use burn::backend::autodiff::checkpoint::base::Checkpointer;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::tensor::FloatTensor;
-    use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
-    use burn::tensor::{Shape, Tensor};
+pub(crate) mod fused {
+    use burn::backend::DispatchTensor;
+    use burn::tensor::Tensor;
     use burn_flex::FlexTensor;
-    use longspan_kernels::layers::Norm;
+    use longspan_kernels::Error;
+    use longspan_kernels::layers::{Norm, NormGradients, NormWeights};
 
-    use crate::layers::flex::{numbers, tensor};
+    use super::{NormKind, TokenNorm};
+    use crate::backend::operation::{Operation, run};
+    use crate::layers::flex::{contiguous, numbers, shape, tensor};
 
-    /// Layer norm as one operation: Burn differentiates its own through some twenty passes over the tensor, which took a third
-    /// of a training step on short sequences. It keeps nothing but its inputs.
-    #[backend_extension(Flex, Autodiff)]
-    pub trait FusedLayerNorm: Backend {
-        /// `x`: `[.., width]`; `gamma` and `beta`: `[width]`.
-        fn fused_layer_norm(
-            x: FloatTensor<Self>,
-            gamma: FloatTensor<Self>,
-            beta: FloatTensor<Self>,
-            epsilon: f64,
-        ) -> FloatTensor<Self>;
+    /// What a norm is, beside its tensors `γ` and, of a layer norm, `β`.
+    #[derive(Debug, Clone, Copy)]
+    pub struct NormSettings {
+        kind: NormKind,
+        epsilon: f64,
     }
 
-    /// Layer norm over the last axis.
-    pub fn layer_norm(x: Tensor<3>, gamma: Tensor<1>, beta: Tensor<1>, epsilon: f64) -> Tensor<3> {
-        Tensor::from_dispatch(<Dispatch as FusedLayerNorm>::fused_layer_norm(
-            x.into_dispatch(),
-            gamma.into_dispatch(),
-            beta.into_dispatch(),
-            epsilon,
-        ))
-    }
+    impl NormSettings {
+        /// Of a module, and its tensors.
+        pub fn of(norm: &TokenNorm) -> (Self, Vec<DispatchTensor>) {
+            let mut tensors = vec![norm.gamma.val().into_dispatch()];
+            tensors.extend(norm.beta.as_ref().map(|beta| beta.val().into_dispatch()));
+            (Self { kind: norm.kind, epsilon: norm.epsilon }, tensors)
+        }
 
-    fn call<'a>(x: &'a FlexTensor, gamma: &'a FlexTensor, beta: Option<&'a FlexTensor>, epsilon: f64) -> Norm<'a> {
-        let (x, gamma, beta) = (numbers(x), numbers(gamma), beta.map(numbers));
-        Norm { x, gamma, beta, centred: true, epsilon: epsilon as f32 }
-    }
+        /// Takes the norm's tensors from those of an operation.
+        pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> NormWeights<'a> {
+            let centred = self.kind == NormKind::Layer;
+            let gamma = tensors.next().map_or(&[][..], numbers);
+            let beta = centred.then(|| tensors.next().map(numbers)).flatten();
+            NormWeights { gamma, beta, centred, epsilon: self.epsilon as f32 }
+        }
 
-    impl FusedLayerNorm for Flex {
-        fn fused_layer_norm(x: FlexTensor, gamma: FlexTensor, beta: FlexTensor, epsilon: f64) -> FlexTensor {
-            let [x, gamma, beta] = [x, gamma, beta].map(|x| x.to_contiguous());
-            let out = call(&x, &gamma, Some(&beta), epsilon).forward().unwrap_or_else(|error| panic!("{error}"));
-            tensor(out, x.layout().shape().clone())
+        /// The gradients of its tensors.
+        pub fn gradients(self, [d_gamma, d_beta]: [Vec<f32>; 2]) -> impl Iterator<Item = Option<FlexTensor>> {
+            let beta = (self.kind == NormKind::Layer).then_some(d_beta);
+            [Some(d_gamma), beta].into_iter().flatten().map(|numbers| {
+                let len = numbers.len();
+                Some(tensor(numbers, [len]))
+            })
         }
     }
 
-    impl<C: CheckpointStrategy> FusedLayerNorm for Autodiff<Flex, C> {
-        fn fused_layer_norm(
-            x: FloatTensor<Self>,
-            gamma: FloatTensor<Self>,
-            beta: FloatTensor<Self>,
-            epsilon: f64,
-        ) -> FloatTensor<Self> {
-            let nodes = [x.node(), gamma.node(), beta.node()];
-            let preparation = Backward::<Flex, 3>::prepare::<C>(LayerNormBackward, nodes).compute_bound().stateful();
-            let (x, gamma, beta) = (x.primitive().clone(), gamma.primitive().clone(), beta.primitive().clone());
-            let out = Flex::fused_layer_norm(x.clone(), gamma.clone(), beta, epsilon);
-            match preparation {
-                OpsKind::Tracked(preparation) => preparation.finish((x, gamma, epsilon), out),
-                OpsKind::UnTracked(preparation) => preparation.finish(out),
-            }
-        }
+    pub fn norm(norm: &TokenNorm, x: Tensor<3>) -> Tensor<3> {
+        let (settings, tensors) = NormSettings::of(norm);
+        run(settings, x.into_dispatch(), tensors).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    #[derive(Debug)]
-    struct LayerNormBackward;
+    impl Operation for NormSettings {
+        /// The tensors, contiguous.
+        type Kept = Vec<FlexTensor>;
 
-    impl Backward<Flex, 3> for LayerNormBackward {
-        type State = (FlexTensor, FlexTensor, f64);
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            Ok(self.training(tensors)?.0)
+        }
 
-        fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let d_out = grads.consume::<Flex>(&ops.node).to_contiguous();
-            let (x, gamma, epsilon) = ops.state;
-            let [x, gamma] = [x, gamma].map(|x| x.to_contiguous());
-            let found = call(&x, &gamma, None, epsilon).backward(numbers(&d_out));
-            let found = found.unwrap_or_else(|error| panic!("{error}"));
-            let row = || Shape::from([found.d_gamma.len()]);
-            let (gamma, beta) = (row(), row());
-            let gradients = [
-                tensor(found.dx, x.layout().shape().clone()),
-                tensor(found.d_gamma, gamma),
-                tensor(found.d_beta, beta),
-            ];
-            for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-                if let Some(parent) = parent {
-                    grads.register::<Flex>(parent.id, gradient);
-                }
-            }
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+            let tensors = contiguous(tensors);
+            let weights = self.weights(&mut tensors[1..].iter());
+            let out = Norm { x: numbers(&tensors[0]), weights }.forward()?;
+            Ok((tensor(out, shape(&tensors[0])), tensors))
+        }
+
+        fn backward(
+            &self,
+            _: &[FlexTensor],
+            tensors: &Self::Kept,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let weights = self.weights(&mut tensors[1..].iter());
+            let norm = Norm { x: numbers(&tensors[0]), weights };
+            let NormGradients { dx, d_gamma, d_beta } = norm.backward(numbers(&d_out.to_contiguous()))?;
+            let dx = Some(tensor(dx, shape(&tensors[0])));
+            Ok(std::iter::once(dx).chain(self.gradients([d_gamma, d_beta])).collect())
         }
     }
 }

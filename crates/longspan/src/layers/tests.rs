@@ -1,13 +1,13 @@
 //! Fused operations in f32 beside the same in plain tensor operations in f64: results and all gradients.
 
-use burn::module::Param;
-use burn::nn::{LayerNormConfig, LinearConfig};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn::tensor::{DType, Device, Distribution, Gradients, Tensor};
 
 use super::*;
 
-fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+pub(crate) fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
@@ -16,7 +16,7 @@ fn flat<const D: usize>(x: Tensor<D>) -> Vec<f64> {
 }
 
 #[track_caller]
-fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
+pub(crate) fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
     for (n, (a, b)) in got.iter().zip(expected).enumerate() {
@@ -24,10 +24,13 @@ fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
     }
 }
 
+const ACTIVATIONS: [Activation; 5] =
+    [Activation::Identity, Activation::Relu, Activation::Gelu, Activation::GeluTanh, Activation::Silu];
+
 #[test]
 fn linear_layers_are_plain_ones_with_all_gradients() {
     let device = Device::flex().autodiff();
-    for activation in Activation::ALL {
+    for activation in ACTIVATIONS {
         for (with_bias, with_residual) in [(true, true), (false, false), (true, false)] {
             let (x, w) = (random([2, 7, 5], &device), random([5, 6], &device));
             let (b, r) = (random([6], &device), random([2, 7, 6], &device));
@@ -76,25 +79,80 @@ fn dropout_drops_in_training_alone_and_the_residual_stays() {
     near("without training", &flat(answer), &whole, 1e-5);
 }
 
+/// The result of `run` and its gradients by `x` and by all that a module has learned, in the module's order.
+pub(crate) fn with_gradients<M: Module>(
+    module: &M,
+    x: &Tensor<3>,
+    d: &Tensor<3>,
+    run: impl FnOnce(Tensor<3>) -> Tensor<3>,
+) -> Vec<Vec<f64>> {
+    struct Visit<'a> {
+        gradients: &'a Gradients,
+        found: Vec<Vec<f64>>,
+    }
+    impl ModuleVisitor for Visit<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.found.push(param.val().grad(self.gradients).map_or(Vec::new(), flat));
+        }
+    }
+    let x = x.clone().detach().require_grad();
+    let y = run(x.clone());
+    let gradients = (y.clone() * d.clone()).sum().backward();
+    let found = vec![flat(y.inner()), flat(x.grad(&gradients).unwrap())];
+    let mut visit = Visit { gradients: &gradients, found };
+    module.visit(&mut visit);
+    visit.found
+}
+
+/// Learned numbers that are not what they are at the beginning.
+pub(crate) fn disturbed<M: Module>(module: M, device: &Device) -> M {
+    struct Disturb<'a>(&'a Device);
+    impl ModuleMapper for Disturb<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|x| {
+                let moved = x.clone().detach() + random(x.dims(), self.0) * 0.3;
+                moved.detach().require_grad()
+            })
+        }
+    }
+    module.map(&mut Disturb(device))
+}
+
 #[test]
-fn layer_norms_are_plain_ones_with_all_gradients() {
+fn norms_are_plain_ones_with_all_gradients() {
     let device = Device::flex().autodiff();
-    for shape in [[1, 1, 1], [2, 3, 5], [3, 70, 40], [1, 2, 128]] {
-        let norm = LayerNormConfig::new(shape[2]).with_epsilon(1e-5).init(&device);
-        let (x, d) = (random(shape, &device), random(shape, &device));
-        let run = |fused: bool| {
-            let x = x.clone().detach().require_grad();
-            let y = if fused { layer_norm(&norm, 1e-5, x.clone()) } else { norm.forward(x.clone()) };
-            let gradients = (y.clone() * d.clone()).sum().backward();
-            [
-                flat(y.inner()),
-                flat(x.grad(&gradients).unwrap()),
-                flat(norm.gamma.val().grad(&gradients).unwrap()),
-                flat(norm.beta.as_ref().unwrap().val().grad(&gradients).unwrap()),
-            ]
-        };
-        for (n, (got, expected)) in run(true).iter().zip(&run(false)).enumerate() {
-            near(&format!("{shape:?}, number {n}"), got, expected, 2e-5);
+    for shape in [[1, 1, 3], [2, 3, 5], [3, 70, 40], [1, 2, 128]] {
+        for kind in [NormKind::Layer, NormKind::Rms] {
+            let norm = disturbed(TokenNormConfig::new(shape[2]).with_kind(kind).init(&device).unwrap(), &device);
+            let (x, d) = (random(shape, &device), random(shape, &device));
+            let fused = with_gradients(&norm, &x, &d, |x| norm.forward(x));
+            let plain = with_gradients(&norm, &x, &d, |x| norm.in_tensors(x));
+            assert_eq!(fused.len(), if kind == NormKind::Layer { 4 } else { 3 });
+            for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
+                near(&format!("{kind:?} {shape:?}, number {n}"), got, expected, 2e-5);
+            }
+        }
+    }
+}
+
+/// With norm and residual, and alone; keeping what the backward needs, and forming it again.
+#[test]
+fn feed_forward_parts_are_plain_ones_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    let norm = disturbed(TokenNormConfig::new(6).init(&device).unwrap(), &device);
+    for (activation, gated) in [(Activation::Relu, false), (Activation::Gelu, false), (Activation::Silu, true)] {
+        let config = FeedForwardConfig::new(6, 10).with_activation(activation).with_gated(gated);
+        let part = (disturbed(config.init(&device).unwrap(), &device), norm.clone());
+        let (x, d) = (random([2, 9, 6], &device), random([2, 9, 6], &device));
+        for (normed, residual) in [(true, true), (false, false)] {
+            let around = |recompute| Around { norm: normed.then_some(&part.1), dropout: 0.0, residual, recompute };
+            let plain = with_gradients(&part, &x, &d, |x| part.0.in_tensors(x, around(false)));
+            for recompute in [false, true] {
+                let fused = with_gradients(&part, &x, &d, |x| part.0.forward_in(x, around(recompute)));
+                for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
+                    near(&format!("{activation:?}, normed {normed}, number {n}"), got, expected, 2e-5);
+                }
+            }
         }
     }
 }

@@ -4,14 +4,14 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::{Device, Tensor};
 
 use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
 use crate::error::{Result, config};
-use crate::layers::{self, Activation, After, apply};
+use crate::layers::{Activation, Around, FeedForward, FeedForwardConfig, NormKind, TokenNorm, TokenNormConfig};
 
 /// Where the norm of a residual branch stands.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -22,66 +22,32 @@ pub enum Norm {
     Post,
 }
 
-/// Two linear layers with a ReLU between them, on each token.
-#[derive(Module, Debug)]
-pub struct FeedForward {
-    /// `[d_model, d_ff]`.
-    pub inner: Linear,
-    /// `[d_ff, d_model]`.
-    pub outer: Linear,
-}
-
-impl FeedForward {
-    fn new(d_model: usize, d_ff: usize, device: &Device) -> Self {
-        let initializer = Initializer::XavierUniform { gain: 1.0 };
-        let layer = |input, output| LinearConfig::new(input, output).with_initializer(initializer.clone()).init(device);
-        Self { inner: layer(d_model, d_ff), outer: layer(d_ff, d_model) }
-    }
-
-    /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        self.forward_with(x, After::default())
-    }
-
-    /// [`forward`](Self::forward) and what follows it.
-    fn forward_with(&self, x: Tensor<3>, after: After) -> Tensor<3> {
-        let inner = apply(&self.inner, x, Activation::Relu, After::default());
-        apply(&self.outer, inner, Activation::Identity, after)
-    }
-}
-
-/// Checks the sizes that both blocks have and makes their dropout.
-fn dropout(name: &'static str, d_ff: usize, probability: f64) -> Result<Dropout> {
-    config(d_ff > 0, name, "d_ff", "at least 1", d_ff)?;
+/// Checks the probability that both blocks have and makes their dropout.
+fn dropout(name: &'static str, probability: f64) -> Result<Dropout> {
     config((0.0..1.0).contains(&probability), name, "dropout", "a number in [0, 1)", probability)?;
     Ok(DropoutConfig::new(probability).init())
 }
 
-/// Keeps the division by the standard deviation finite.
-const EPSILON: f64 = 1e-5;
-
-/// A fresh norm over `width` numbers.
-pub(super) fn layer_norm(width: usize, device: &Device) -> LayerNorm {
-    LayerNormConfig::new(width).with_epsilon(EPSILON).init(device)
-}
-
-/// A norm that [`layer_norm`] made, applied to each token.
-pub(super) fn normalize(norm: &LayerNorm, x: Tensor<3>) -> Tensor<3> {
-    layers::layer_norm(norm, EPSILON, x)
-}
-
-/// One residual branch, which drops and adds as its last layer does.
-fn residual(
-    x: Tensor<3>,
-    norm: &LayerNorm,
+/// How a block's parts become residual branches.
+#[derive(Debug, Clone, Copy)]
+struct Branches {
     place: Norm,
-    dropout: &Dropout,
-    branch: impl FnOnce(Tensor<3>, After) -> Result<Tensor<3>>,
-) -> Result<Tensor<3>> {
-    let after = After { dropout: dropout.prob, residual: Some(x.clone()) };
-    match place {
-        Norm::Pre => branch(normalize(norm, x), after),
-        Norm::Post => Ok(normalize(norm, branch(x, after)?)),
+    dropout: f64,
+    recompute: bool,
+}
+
+impl Branches {
+    /// `x + part(norm(x))` or `norm(x + part(x))`.
+    fn run(
+        self,
+        x: Tensor<3>,
+        norm: &TokenNorm,
+        part: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
+    ) -> Result<Tensor<3>> {
+        let Self { place, dropout, recompute } = self;
+        let before = (place == Norm::Pre).then_some(norm);
+        let y = part(x, Around { norm: before, dropout, residual: true, recompute })?;
+        Ok(if place == Norm::Post { norm.forward(y) } else { y })
     }
 }
 
@@ -102,6 +68,19 @@ pub struct EncoderBlockConfig {
     /// Where the norms stand.
     #[config(default = "Norm::Pre")]
     pub norm: Norm,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub norm_kind: NormKind,
+    /// Between the two layers of the feed-forward part.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+    /// Whether the backward forms again what it needs beside each part's input: a third more time for the memory of most of a
+    /// training step.
+    #[config(default = false)]
+    pub recompute: bool,
     /// The mechanism of the self-attention.
     #[config(default = "AttentionConfig::shaw()")]
     pub attention: AttentionConfig,
@@ -113,17 +92,21 @@ impl EncoderBlockConfig {
     /// # Errors
     /// Sizes of 0, heads that do not divide, a dropout outside `[0, 1)`, and what the mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<EncoderBlock> {
-        let dropout = dropout("EncoderBlockConfig", self.d_ff, self.dropout)?;
+        let dropout = dropout("EncoderBlockConfig", self.dropout)?;
+        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
+        let feed_forward =
+            FeedForwardConfig::new(self.d_model, self.d_ff).with_activation(self.activation).with_gated(self.gated);
         let attention = MultiHeadAttentionConfig::new(self.d_model, self.heads)
             .with_kv_heads(self.kv_heads)
             .with_attention(self.attention.clone());
         Ok(EncoderBlock {
             attention: attention.init(device)?,
-            attention_norm: layer_norm(self.d_model, device),
-            feed_forward: FeedForward::new(self.d_model, self.d_ff, device),
-            feed_forward_norm: layer_norm(self.d_model, device),
+            attention_norm: norm.init(device)?,
+            feed_forward: feed_forward.init(device)?,
+            feed_forward_norm: norm.init(device)?,
             dropout,
             norm: self.norm,
+            recompute: self.recompute,
         })
     }
 }
@@ -156,17 +139,22 @@ pub struct EncoderBlock {
     /// Self-attention.
     pub attention: MultiHeadAttention,
     /// The norm of the attention's branch.
-    pub attention_norm: LayerNorm,
+    pub attention_norm: TokenNorm,
     /// The feed-forward layer.
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
-    pub feed_forward_norm: LayerNorm,
+    pub feed_forward_norm: TokenNorm,
     dropout: Dropout,
     #[module(skip)]
     norm: Norm,
+    recompute: bool,
 }
 
 impl EncoderBlock {
+    fn branches(&self) -> Branches {
+        Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
+    }
+
     /// The block over whole sequences, in the direction that `mask` says.
     ///
     /// # Shapes
@@ -175,12 +163,9 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
-            self.attention.self_attention_with(x, mask, after)
-        })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
-            Ok(self.feed_forward.forward_with(x, after))
-        })
+        let branches = self.branches();
+        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.self_attention_in(x, mask, around))?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -192,12 +177,9 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
-            self.attention.step_with(x, state, after)
-        })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
-            Ok(self.feed_forward.forward_with(x, after))
-        })
+        let branches = self.branches();
+        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.step_in(x, state, around))?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 }
 
@@ -218,6 +200,19 @@ pub struct DecoderBlockConfig {
     /// Where the norms stand.
     #[config(default = "Norm::Pre")]
     pub norm: Norm,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub norm_kind: NormKind,
+    /// Between the two layers of the feed-forward part.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+    /// Whether the backward forms again what it needs beside each part's input: a third more time for the memory of most of a
+    /// training step.
+    #[config(default = false)]
+    pub recompute: bool,
     /// The mechanism of the self-attention.
     #[config(default = "AttentionConfig::shaw()")]
     pub attention: AttentionConfig,
@@ -232,7 +227,10 @@ impl DecoderBlockConfig {
     /// # Errors
     /// Sizes of 0, heads that do not divide, a dropout outside `[0, 1)`, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<DecoderBlock> {
-        let dropout = dropout("DecoderBlockConfig", self.d_ff, self.dropout)?;
+        let dropout = dropout("DecoderBlockConfig", self.dropout)?;
+        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
+        let feed_forward =
+            FeedForwardConfig::new(self.d_model, self.d_ff).with_activation(self.activation).with_gated(self.gated);
         let attention = |mechanism: &AttentionConfig| {
             MultiHeadAttentionConfig::new(self.d_model, self.heads)
                 .with_kv_heads(self.kv_heads)
@@ -241,13 +239,14 @@ impl DecoderBlockConfig {
         };
         Ok(DecoderBlock {
             attention: attention(&self.attention)?,
-            attention_norm: layer_norm(self.d_model, device),
+            attention_norm: norm.init(device)?,
             cross_attention: attention(&self.cross_attention)?,
-            cross_attention_norm: layer_norm(self.d_model, device),
-            feed_forward: FeedForward::new(self.d_model, self.d_ff, device),
-            feed_forward_norm: layer_norm(self.d_model, device),
+            cross_attention_norm: norm.init(device)?,
+            feed_forward: feed_forward.init(device)?,
+            feed_forward_norm: norm.init(device)?,
             dropout,
             norm: self.norm,
+            recompute: self.recompute,
         })
     }
 }
@@ -284,21 +283,26 @@ pub struct DecoderBlock {
     /// Causal self-attention.
     pub attention: MultiHeadAttention,
     /// The norm of the self-attention's branch.
-    pub attention_norm: LayerNorm,
+    pub attention_norm: TokenNorm,
     /// Bidirectional attention to the memory.
     pub cross_attention: MultiHeadAttention,
     /// The norm of the cross-attention's branch.
-    pub cross_attention_norm: LayerNorm,
+    pub cross_attention_norm: TokenNorm,
     /// The feed-forward layer.
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
-    pub feed_forward_norm: LayerNorm,
+    pub feed_forward_norm: TokenNorm,
     dropout: Dropout,
     #[module(skip)]
     norm: Norm,
+    recompute: bool,
 }
 
 impl DecoderBlock {
+    fn branches(&self) -> Branches {
+        Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
+    }
+
     /// The block over whole sequences: causal self-attention, then attention to `memory` under `memory_mask`.
     ///
     /// # Shapes
@@ -309,15 +313,13 @@ impl DecoderBlock {
     /// Wrong widths, different batch sizes, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, memory: Tensor<3>, memory_mask: &AttentionMask) -> Result<Tensor<3>> {
         let causal = AttentionMask::causal();
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
-            self.attention.self_attention_with(x, &causal, after)
+        let branches = self.branches();
+        let x =
+            branches.run(x, &self.attention_norm, |x, around| self.attention.self_attention_in(x, &causal, around))?;
+        let x = branches.run(x, &self.cross_attention_norm, |x, around| {
+            self.cross_attention.cross_attention_in(x, memory, memory_mask, around)
         })?;
-        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x, after| {
-            self.cross_attention.cross_attention_with(x, memory, memory_mask, after)
-        })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
-            Ok(self.feed_forward.forward_with(x, after))
-        })
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -336,14 +338,11 @@ impl DecoderBlock {
         state: &mut AttentionState,
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
-        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
-            self.attention.step_with(x, state, after)
+        let branches = self.branches();
+        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.step_in(x, state, around))?;
+        let x = branches.run(x, &self.cross_attention_norm, |x, around| {
+            self.cross_attention.recall_in(x, position, memory, around)
         })?;
-        let x = residual(x, &self.cross_attention_norm, self.norm, &self.dropout, |x, after| {
-            self.cross_attention.recall_with(x, position, memory, after)
-        })?;
-        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
-            Ok(self.feed_forward.forward_with(x, after))
-        })
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 }

@@ -3,5 +3,5 @@
 mod block;
 mod seq2seq;
 
-pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, FeedForward, Norm};
+pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 pub use seq2seq::{DecoderState, Memory, Positions, Seq2Seq, Seq2SeqConfig};

@@ -2,13 +2,13 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm, layer_norm, normalize};
+use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
-use crate::layers::{Activation, After, CrossEntropyLoss, apply, cross_entropy};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy};
 
 /// Absolute positions, added to the embeddings.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -70,11 +70,11 @@ pub struct Seq2Seq {
     /// The encoder's blocks.
     pub encoder: Vec<EncoderBlock>,
     /// The norm after a pre-norm encoder.
-    pub encoder_norm: Option<LayerNorm>,
+    pub encoder_norm: Option<TokenNorm>,
     /// The decoder's blocks.
     pub decoder: Vec<DecoderBlock>,
     /// The norm after a pre-norm decoder.
-    pub decoder_norm: Option<LayerNorm>,
+    pub decoder_norm: Option<TokenNorm>,
     /// `[d_model, target_vocab]`.
     pub output: Linear,
     dropout: Dropout,
@@ -117,14 +117,15 @@ impl Seq2SeqConfig {
                 .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
                 .init(device)
         };
-        let last_norm = || (self.norm == Norm::Pre).then(|| layer_norm(self.d_model, device));
+        let last_norm =
+            || (self.norm == Norm::Pre).then(|| TokenNormConfig::new(self.d_model).init(device)).transpose();
         Ok(Seq2Seq {
             source_embedding: embedding(self.source_vocab),
             target_embedding: embedding(self.target_vocab),
             encoder: (0..self.encoder_layers).map(|_| encoder_block.init(device)).collect::<Result<_>>()?,
-            encoder_norm: last_norm(),
+            encoder_norm: last_norm()?,
             decoder: (0..self.decoder_layers).map(|_| decoder_block.init(device)).collect::<Result<_>>()?,
-            decoder_norm: last_norm(),
+            decoder_norm: last_norm()?,
             output: LinearConfig::new(self.d_model, self.target_vocab)
                 .with_initializer(Initializer::XavierUniform { gain: 1.0 })
                 .init(device),
@@ -191,7 +192,7 @@ impl Seq2Seq {
             x = block.forward(x, memory.clone(), &mask)?;
         }
         if let Some(norm) = &self.decoder_norm {
-            x = normalize(norm, x);
+            x = norm.forward(x);
         }
         Ok(x)
     }
@@ -247,7 +248,7 @@ impl Seq2Seq {
             x = block.step(x, state.position, layer, memory)?;
         }
         if let Some(norm) = &self.decoder_norm {
-            x = normalize(norm, x);
+            x = norm.forward(x);
         }
         state.position += 1;
         Ok(apply(&self.output, x, Activation::Identity, After::default()).squeeze_dim(1))
@@ -277,7 +278,7 @@ impl Seq2Seq {
             x = block.forward(x, &mask)?;
         }
         if let Some(norm) = &self.encoder_norm {
-            x = normalize(norm, x);
+            x = norm.forward(x);
         }
         Ok((x, mask))
     }

@@ -1,0 +1,320 @@
+//! The attention part of a block: `y = x + dropout(A(norm(x)·W + b)·W₂ + b₂)`, with or without norm and residual `x`, where `A` is a
+//! mechanism on heads that lie side by side in the columns of one projection: first the queries', then the keys', then the values'.
+//!
+//! In cross-attention keys and values are projections of a memory, by the same weight's later columns. For the backward
+//! projections, heads' outputs and denominators are kept, or nothing, and all is formed again.
+
+use super::dropout::Dropout;
+use super::feed_forward::Weights;
+use super::linear::{Kept, Linear, LinearGradients};
+use super::norm::NormWeights;
+use super::products::try_zeros;
+use crate::call::{Call, Cotangent, Dims, Gradients, Kernel, Mask, Output, Scratch, State, View, ViewMut};
+use crate::error::{Error, expect};
+use crate::simd::block::add_scaled;
+
+/// What keys and values are projections of, if not of the queries' own rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Memory<'a> {
+    /// `[batch, keys, width]`.
+    pub numbers: &'a [f32],
+    /// Keys of each batch entry.
+    pub keys: usize,
+}
+
+/// One call of multi-head attention.
+#[derive(Debug, Clone, Copy)]
+pub struct MultiHead<'a> {
+    /// `[batch, queries, heads · head_dim]`.
+    pub x: &'a [f32],
+    /// Independent sequences.
+    pub batch: usize,
+    /// Rows of each.
+    pub queries: usize,
+    /// In cross-attention.
+    pub memory: Option<Memory<'a>>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads, a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Numbers of a query and of a value.
+    pub head_dim: usize,
+    /// The norm of `x` that is projected, if not `x` itself.
+    pub norm: Option<NormWeights<'a>>,
+    /// `W` and `b`: to `heads · head_dim + kv_heads · (key_dim + head_dim)` columns.
+    pub projection: Weights<'a>,
+    /// `A`.
+    pub kernel: &'a dyn Kernel<f32>,
+    /// What it has learned.
+    pub parameters: &'a [&'a [f32]],
+    /// What a query sees.
+    pub mask: Mask<'a>,
+    /// `W₂` and `b₂`, `[heads · head_dim, heads · head_dim]`.
+    pub output: Weights<'a>,
+    /// What it drops of the last layer's results.
+    pub dropout: Option<Dropout>,
+    /// Whether `x` is added.
+    pub residual: bool,
+}
+
+/// What a forward leaves for its backward.
+#[derive(Debug, Clone)]
+pub struct KeptAttention {
+    projections: Projections,
+    /// `[batch, queries, heads · head_dim]`.
+    heads: Vec<f32>,
+    /// `[batch, heads, queries]`.
+    denominators: Vec<f32>,
+}
+
+/// Rows of projections, of the queries' rows and, in cross-attention, of the memory's.
+#[derive(Debug, Clone)]
+struct Projections {
+    own: Vec<f32>,
+    memory: Vec<f32>,
+}
+
+/// The gradients of a call; those of what is not there are empty.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MultiHeadGradients {
+    /// As `x`, that by the residual included.
+    pub dx: Vec<f32>,
+    /// As the memory.
+    pub d_memory: Vec<f32>,
+    /// Of `γ` and `β`.
+    pub d_norm: [Vec<f32>; 2],
+    /// Of `W` and `b`.
+    pub d_projection: [Vec<f32>; 2],
+    /// Of what the mechanism has learned, one after the other.
+    pub d_parameters: Vec<f32>,
+    /// Of `W₂` and `b₂`.
+    pub d_output: [Vec<f32>; 2],
+}
+
+const OPERATION: &str = "multi_head";
+
+impl<'a> MultiHead<'a> {
+    fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    fn dims(&self) -> Dims {
+        let Self { batch, heads, kv_heads, queries, head_dim, .. } = *self;
+        let keys = self.memory.map_or(queries, |memory| memory.keys);
+        Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim }
+    }
+
+    /// Heads and widths of queries, keys and values.
+    fn parts(&self) -> [[usize; 2]; 3] {
+        let key_dim = self.kernel.key_dim(&self.dims());
+        [[self.heads, self.head_dim], [self.kv_heads, key_dim], [self.kv_heads, self.head_dim]]
+    }
+
+    /// Columns of the projection.
+    fn columns(&self) -> usize {
+        self.parts().iter().map(|[heads, width]| heads * width).sum()
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let dims = self.dims();
+        dims.check(OPERATION)?;
+        let width = self.width();
+        let length = |name, got: usize, [a, b]: [usize; 2]| {
+            expect(got == a * b * width, OPERATION, name, || format!("{a} × {b} × {width} numbers"), || got.to_string())
+        };
+        length("x", self.x.len(), [dims.batch, dims.queries])?;
+        if let Some(Memory { numbers, keys }) = self.memory {
+            length("memory", numbers.len(), [dims.batch, keys])?;
+        }
+        expect(width > 0, OPERATION, "heads", || "heads of at least 1 number".into(), || "0".into())?;
+        self.norm.map_or(Ok(()), |norm| norm.check(OPERATION, width))?;
+        self.projection.check(OPERATION, "projection", [width, self.columns()])?;
+        self.output.check(OPERATION, "output", [width, width])
+    }
+
+    /// The linear layers that project: all columns of the queries' rows, or in cross-attention the queries' columns of them and the
+    /// later ones of the memory's rows.
+    fn projections(&self) -> [Option<Linear<'a>>; 2] {
+        let (width, columns) = (self.width(), self.columns());
+        let Weights { weight, bias } = self.projection;
+        let layer = |x: &'a [f32], first: usize, outputs: usize| {
+            Linear::new(x, &weight[first.min(weight.len())..], [x.len() / width, width, outputs])
+                .with_stride(columns)
+                .with_bias(bias.map(|bias| &bias[first..][..outputs]))
+        };
+        match self.memory {
+            None => [Some(layer(self.x, 0, columns).with_norm(self.norm)), None],
+            Some(memory) => [
+                Some(layer(self.x, 0, width).with_norm(self.norm)),
+                Some(layer(memory.numbers, width, columns - width)),
+            ],
+        }
+    }
+
+    fn project(&self) -> Result<Projections, Error> {
+        let [own, memory] = self.projections();
+        let forward = |layer: Option<Linear<'_>>| layer.map_or(Ok(Vec::new()), |layer| layer.forward());
+        Ok(Projections { own: forward(own)?, memory: forward(memory)? })
+    }
+
+    /// The mechanism's call on projections.
+    fn call<'c>(&'c self, projections: &'c Projections) -> Call<'c, f32>
+    where
+        'a: 'c,
+    {
+        let dims = self.dims();
+        let columns = self.columns();
+        let [q, k, v] = self.parts();
+        // Strides of batch, head and token of a part that begins at a column.
+        let view = |numbers: &'c [f32], tokens: usize, columns: usize, first: usize, width: usize| {
+            View::strided(&numbers[first.min(numbers.len())..], [tokens * columns, width, columns])
+        };
+        let [queries, keys] = [q, k].map(|[heads, width]| heads * width);
+        let (numbers, columns_of, first) = match self.memory {
+            None => (&projections.own, columns, queries),
+            Some(_) => (&projections.memory, columns - queries, 0),
+        };
+        let own = if self.memory.is_some() { queries } else { columns };
+        Call::new(
+            dims,
+            view(&projections.own, dims.queries, own, 0, q[1]),
+            view(numbers, dims.keys, columns_of, first, k[1]),
+            view(numbers, dims.keys, columns_of, first + keys, v[1]),
+        )
+        .with_mask(self.mask)
+        .with_parameters(self.parameters)
+    }
+
+    /// The layer after the heads.
+    fn last<'l>(&'l self, heads: &'l [f32]) -> Linear<'l> {
+        let width = self.width();
+        Linear::new(heads, self.output.weight, [heads.len() / width, width, width])
+            .with_bias(self.output.bias)
+            .with_dropout(self.dropout)
+            .with_residual(self.residual.then_some(self.x))
+    }
+
+    /// The result, as `x`. The mechanism begins with the state of earlier tokens and leaves that after the last, if they are given.
+    ///
+    /// # Errors
+    /// Sizes that do not fit, what the mechanism refuses, and memory that is not there.
+    pub fn forward(
+        &self,
+        scratch: &mut Scratch<f32>,
+        initial_state: Option<&State<f32>>,
+        final_state: Option<&mut State<f32>>,
+    ) -> Result<Vec<f32>, Error> {
+        self.check()?;
+        let projections = self.project()?;
+        let mut heads = try_zeros(self.x.len())?;
+        let call = self.call(&projections).with_initial_state(initial_state);
+        let output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
+        self.kernel.forward(&call, output, scratch)?;
+        drop(projections);
+        self.last(&heads).forward()
+    }
+
+    /// The result and what [`backward`](Self::backward) takes if it is given it.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn training(&self, scratch: &mut Scratch<f32>) -> Result<(Vec<f32>, KeptAttention), Error> {
+        self.check()?;
+        let kept = self.kept(scratch)?;
+        Ok((self.last(&kept.heads).forward()?, kept))
+    }
+
+    /// All but the last layer of a checked call.
+    fn kept(&self, scratch: &mut Scratch<f32>) -> Result<KeptAttention, Error> {
+        let projections = self.project()?;
+        let mut heads = try_zeros(self.x.len())?;
+        let mut denominators = try_zeros(self.batch * self.heads * self.queries)?;
+        let output = Output::training(self.token_major(&mut heads), &mut denominators);
+        self.kernel.forward(&self.call(&projections), output, scratch)?;
+        Ok(KeptAttention { projections, heads, denominators })
+    }
+
+    /// Strides of heads' outputs, `[batch, queries, heads · head_dim]`.
+    fn strides(&self) -> [usize; 3] {
+        [self.queries * self.width(), self.head_dim, self.width()]
+    }
+
+    fn token_major<'v>(&self, numbers: &'v mut [f32]) -> ViewMut<'v, f32> {
+        ViewMut::strided(numbers, self.strides())
+    }
+
+    /// The gradients, from that of the result and what [`training`](Self::training) kept, or nothing to form it again.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn backward(
+        &self,
+        kept: Option<&KeptAttention>,
+        d_out: &[f32],
+        scratch: &mut Scratch<f32>,
+    ) -> Result<MultiHeadGradients, Error> {
+        self.check()?;
+        let formed = if kept.is_some() { None } else { Some(self.kept(scratch)?) };
+        let Some(kept) = kept.or(formed.as_ref()) else { unreachable!("kept or formed") };
+        let last = self.last(&kept.heads);
+        // An identity's backward looks at no result: only its length is checked.
+        let LinearGradients { dx: d_heads, d_weight, d_bias, .. } = last.backward(d_out, &Kept::Result, d_out)?;
+        let d_output = [d_weight, d_bias];
+
+        let Projections { own, memory } = &kept.projections;
+        let (mut d_own, mut d_memory) = (try_zeros(own.len())?, try_zeros(memory.len())?);
+        let [q, k, v] = self.parts();
+        let dims = self.dims();
+        let [dq, dk, dv] = match self.memory {
+            None => ViewMut::side_by_side(&mut d_own, [dims.batch, dims.queries], [q, k, v]),
+            Some(_) => {
+                let [dq] = ViewMut::side_by_side(&mut d_own, [dims.batch, dims.queries], [q]);
+                let [dk, dv] = ViewMut::side_by_side(&mut d_memory, [dims.batch, dims.keys], [k, v]);
+                [dq, dk, dv]
+            }
+        };
+        let mut d_parameters = vec![0.0; self.parameters.iter().map(|given| given.len()).sum()];
+        let mut rest = d_parameters.as_mut_slice();
+        let mut parameters: Vec<&mut [f32]> = Vec::new();
+        for given in self.parameters {
+            let (part, others) = std::mem::take(&mut rest).split_at_mut(given.len());
+            parameters.push(part);
+            rest = others;
+        }
+        let cotangent = Cotangent {
+            out: View::strided(&kept.heads, self.strides()),
+            denominators: &kept.denominators,
+            d_out: View::strided(&d_heads, self.strides()),
+            final_state: None,
+        };
+        let gradients = Gradients { dq, dk, dv, parameters: &mut parameters, initial_state: None };
+        self.kernel.backward(&self.call(&kept.projections), &cotangent, gradients, scratch)?;
+        drop(d_heads);
+
+        let [from_own, from_memory] = self.projections();
+        let pull_back = |layer: Option<Linear<'_>>, own: &[f32], d: &[f32]| {
+            layer.map(|layer| layer.backward(own, &Kept::Result, d)).transpose()
+        };
+        let own = pull_back(from_own, own, &d_own)?;
+        let from_memory = pull_back(from_memory, memory, &d_memory)?;
+        let Some(LinearGradients { mut dx, mut d_weight, mut d_bias, d_norm }) = own else { unreachable!("queries") };
+        if self.residual {
+            add_residual(&mut dx, d_out);
+        }
+        let mut d_memory = Vec::new();
+        if let Some(gradients) = from_memory {
+            let columns = self.columns() - self.width();
+            let rows = d_weight.chunks_exact(self.width()).zip(gradients.d_weight.chunks_exact(columns.max(1)));
+            d_weight = rows.flat_map(|(own, memory)| own.iter().chain(memory).copied()).collect();
+            d_bias.extend(gradients.d_bias);
+            d_memory = gradients.dx;
+        }
+        Ok(MultiHeadGradients { dx, d_memory, d_norm, d_projection: [d_weight, d_bias], d_parameters, d_output })
+    }
+}
+
+/// `dx += dy`, on all threads.
+fn add_residual(dx: &mut [f32], d_out: &[f32]) {
+    const PIECE: usize = 1 << 16;
+    crate::threads::share(dx.chunks_mut(PIECE).zip(d_out.chunks(PIECE)), |(dx, d)| add_scaled(dx, 1.0, d));
+}

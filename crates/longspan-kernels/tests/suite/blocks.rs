@@ -1,0 +1,457 @@
+//! The two parts of a block, held to their definitions in f64: results, and every gradient to the difference quotient of the
+//! definition.
+
+use longspan_kernels::aft::Variant;
+use longspan_kernels::layers::{
+    Activation, Dropout, FeedForward, KeptAttention, Linear, Memory, MultiHead, NormWeights, Weights,
+};
+use longspan_kernels::{
+    Aft, AnyKernel, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State,
+    View,
+};
+use longspan_testing::random::Random;
+use rayon::ThreadPoolBuilder;
+
+use crate::layers::{dot, is_slope, near, numbers, wide};
+
+const EPSILON: f64 = 1e-5;
+
+/// A layer norm of rows.
+fn norm(x: &[f64], gamma: &[f64], beta: &[f64]) -> Vec<f64> {
+    let width = gamma.len();
+    let row = |x: &[f64]| -> Vec<f64> {
+        let mean = x.iter().sum::<f64>() / width as f64;
+        let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+        let scale = 1.0 / (square + EPSILON).sqrt();
+        x.iter().zip(gamma).zip(beta).map(|((x, g), b)| (x - mean) * scale * g + b).collect()
+    };
+    x.chunks(width).flat_map(row).collect()
+}
+
+/// `x·W + b` for rows of `inputs` numbers.
+fn linear(x: &[f64], inputs: usize, weight: &[f64], bias: &[f64]) -> Vec<f64> {
+    let outputs = bias.len();
+    let row = |x: &[f64]| -> Vec<f64> {
+        (0..outputs).map(|c| bias[c] + (0..inputs).map(|k| x[k] * weight[k * outputs + c]).sum::<f64>()).collect()
+    };
+    x.chunks(inputs).flat_map(row).collect()
+}
+
+fn scaled(mut numbers: Vec<f32>, by: f32) -> Vec<f32> {
+    numbers.iter_mut().for_each(|x| *x *= by);
+    numbers
+}
+
+/// What a feed-forward part learns: `γ`, `β`, `W₁`, `b₁`, `W₂`, `b₂`.
+fn feed_forward_weights(random: &mut Random, width: usize, hidden: usize, columns: usize) -> [Vec<f32>; 6] {
+    let mut normal = |len: usize, scale: f32| scaled(numbers(random, len), scale);
+    let (inner, outer) = (1.0 / (width as f32).sqrt(), 1.0 / (hidden as f32).sqrt());
+    [
+        normal(width, 1.0),
+        normal(width, 1.0),
+        normal(width * columns, inner),
+        normal(columns, 1.0),
+        normal(hidden * width, outer),
+        normal(width, 1.0),
+    ]
+}
+
+fn feed_forward<'a>(
+    x: &'a [f32],
+    [gamma, beta, w1, b1, w2, b2]: &'a [Vec<f32>; 6],
+    hidden: usize,
+    gated: bool,
+    activation: Activation,
+) -> FeedForward<'a> {
+    FeedForward {
+        x,
+        width: gamma.len(),
+        hidden,
+        norm: Some(NormWeights { gamma, beta: Some(beta), centred: true, epsilon: EPSILON as f32 }),
+        inner: Weights { weight: w1, bias: Some(b1) },
+        activation,
+        gated,
+        outer: Weights { weight: w2, bias: Some(b2) },
+        dropout: None,
+        residual: true,
+    }
+}
+
+#[test]
+fn a_feed_forward_part_is_its_definition_with_all_gradients() {
+    let mut random = Random::new(11);
+    for [rows, width, hidden] in [[1, 1, 1], [3, 5, 7], [40, 16, 33], [1030, 6, 9]] {
+        for (gated, f) in [
+            (false, Activation::Relu),
+            (false, Activation::Gelu),
+            (true, Activation::Silu),
+            (true, Activation::GeluTanh),
+        ] {
+            let columns = if gated { 2 * hidden } else { hidden };
+            let x = numbers(&mut random, rows * width);
+            let weights = feed_forward_weights(&mut random, width, hidden, columns);
+            for (normed, residual) in [(true, true), (false, false)] {
+                let define = |x: &[f64], [gamma, beta, w1, b1, w2, b2]: [&[f64]; 6]| -> Vec<f64> {
+                    let n = if normed { norm(x, gamma, beta) } else { x.to_vec() };
+                    let z = linear(&n, width, w1, b1);
+                    let row = |z: &[f64]| -> Vec<f64> {
+                        (0..hidden).map(|c| f.apply(z[c]) * if gated { z[hidden + c] } else { 1.0 }).collect()
+                    };
+                    let a: Vec<f64> = z.chunks(columns).flat_map(row).collect();
+                    let y = linear(&a, hidden, w2, b2);
+                    y.iter().zip(x).map(|(y, x)| if residual { y + x } else { *y }).collect()
+                };
+                let mut call = feed_forward(&x, &weights, hidden, gated, f);
+                call.residual = residual;
+                call.norm = if normed { call.norm } else { None };
+                let what = format!("{rows} × {width} × {hidden}, {f:?}, gated {gated}, normed {normed}");
+                // A norm of one number is its β, and has no slope but for ε.
+                if normed && width == 1 {
+                    continue;
+                }
+                let exact =
+                    [&weights[0], &weights[1], &weights[2], &weights[3], &weights[4], &weights[5]].map(|w| wide(w));
+                let all = || exact.each_ref().map(Vec::as_slice);
+                let expected = define(&wide(&x), all());
+                near(&format!("{what}: forward"), &call.forward().unwrap(), &expected, 2e-5);
+                let (out, sums) = call.training().unwrap();
+                near(&format!("{what}: training"), &out, &expected, 2e-5);
+
+                let d_out = numbers(&mut random, rows * width);
+                let cotangent = wide(&d_out);
+                let gradients = call.backward(Some(&sums), &d_out).unwrap();
+                assert_eq!(gradients, call.backward(None, &d_out).unwrap(), "{what}: sums formed again");
+                let allowed = 1e-4 * (rows as f64).sqrt().max(1.0) / 4.0;
+                is_slope(&format!("{what}: dx"), &gradients.dx, &x, 1e-4, |x| dot(&define(x, all()), &cotangent));
+                let [d_gamma, d_beta] = &gradients.d_norm;
+                let [d_w1, d_b1] = &gradients.d_inner;
+                let [d_w2, d_b2] = &gradients.d_outer;
+                let x = wide(&x);
+                for (n, (gradient, at)) in
+                    [d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2].into_iter().zip(&weights).enumerate()
+                {
+                    if !normed && n < 2 {
+                        assert!(gradient.is_empty());
+                        continue;
+                    }
+                    is_slope(&format!("{what}: weight {n}"), gradient, at, allowed, |moved| {
+                        let mut with = all();
+                        with[n] = moved;
+                        dot(&define(&x, with), &cotangent)
+                    });
+                }
+            }
+        }
+    }
+}
+
+fn kernelized(feature_map: FeatureMap, score: Score) -> KernelizedAttention {
+    KernelizedAttention { feature_map, score, ..KernelizedAttention::default() }
+}
+
+/// A mechanism on projections in f64, one sequence after the other.
+struct Definition<'a> {
+    mechanism: &'a dyn Mechanism,
+    dims: Dims,
+    key_dim: usize,
+    mask: Mask<'a>,
+    normed: bool,
+    residual: bool,
+}
+
+impl Definition<'_> {
+    /// `γ, β, W, b, W₂, b₂` and then the mechanism's own.
+    fn apply(&self, x: &[f64], memory: &[f64], weights: &[Vec<f64>]) -> Vec<f64> {
+        let Dims { batch, heads, kv_heads, queries, keys, head_dim, .. } = self.dims;
+        let width = heads * head_dim;
+        let [gamma, beta, w, b, w2, b2] = weights[..6].each_ref_array();
+        let n = if self.normed { norm(x, gamma, beta) } else { x.to_vec() };
+        let own = linear(&n, width, w, b);
+        let source = if memory.is_empty() { own.clone() } else { linear(memory, width, w, b) };
+        let columns = b.len();
+        let part = |rows: &[f64], tokens: usize, heads: usize, width: usize, first: usize| -> Vec<f64> {
+            let mut part = Vec::new();
+            for entry in 0..batch {
+                for head in 0..heads {
+                    for token in 0..tokens {
+                        let at = (entry * tokens + token) * columns + first + head * width;
+                        part.extend_from_slice(&rows[at..at + width]);
+                    }
+                }
+            }
+            part
+        };
+        let q = part(&own, queries, heads, head_dim, 0);
+        let k = part(&source, keys, kv_heads, self.key_dim, width);
+        let v = part(&source, keys, kv_heads, head_dim, width + kv_heads * self.key_dim);
+        let learned: Vec<&[f64]> = weights[6..].iter().map(Vec::as_slice).collect();
+        let call = Call::new(
+            self.dims,
+            View::contiguous(&q, [batch, heads, queries, head_dim]),
+            View::contiguous(&k, [batch, kv_heads, keys, self.key_dim]),
+            View::contiguous(&v, [batch, kv_heads, keys, head_dim]),
+        )
+        .with_mask(self.mask)
+        .with_parameters(&learned);
+        let out = self.mechanism.reference(&call).unwrap().out;
+        let mut merged = vec![0.0; out.len()];
+        for (n, value) in out.iter().enumerate() {
+            let (feature, row) = (n % head_dim, n / head_dim);
+            let (token, unit) = (row % queries, row / queries);
+            let (head, entry) = (unit % heads, unit / heads);
+            merged[((entry * queries + token) * heads + head) * head_dim + feature] = *value;
+        }
+        let y = linear(&merged, width, w2, b2);
+        y.iter().zip(x).map(|(y, x)| if self.residual { y + x } else { *y }).collect()
+    }
+}
+
+trait EachRef {
+    fn each_ref_array<const N: usize>(&self) -> [&[f64]; N];
+}
+
+impl EachRef for [Vec<f64>] {
+    fn each_ref_array<const N: usize>(&self) -> [&[f64]; N] {
+        std::array::from_fn(|n| self[n].as_slice())
+    }
+}
+
+#[test]
+fn multi_head_attention_is_its_definition_with_all_gradients() {
+    let mut random = Random::new(12);
+    let shaw: Box<dyn AnyKernel> = Box::new(kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2))));
+    let plain: Box<dyn AnyKernel> = Box::new(kernelized(FeatureMap::Softplus, Score::Content));
+    let conv: Box<dyn AnyKernel> = Box::new(Aft::new(Variant::Conv { taps: 3, normalized: true }));
+    let cases: [(&dyn AnyKernel, [usize; 6], bool); 5] = [
+        (&*shaw, [2, 4, 2, 9, 0, 3], true),
+        (&*plain, [1, 2, 1, 70, 0, 4], true),
+        (&*plain, [2, 2, 2, 5, 8, 3], false),
+        (&*conv, [1, 2, 2, 12, 0, 3], true),
+        (&*shaw, [1, 2, 2, 6, 7, 2], false),
+    ];
+    for (mechanism, [batch, heads, kv_heads, queries, memory_keys, head_dim], causal) in cases {
+        let crossed = memory_keys > 0;
+        let keys = if crossed { memory_keys } else { queries };
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim };
+        let (width, key_dim) = (heads * head_dim, mechanism.key_dim(&dims));
+        let columns = width + kv_heads * (key_dim + head_dim);
+        let scale = 0.5 / (width as f32).sqrt();
+        let x = numbers(&mut random, batch * queries * width);
+        let memory = numbers(&mut random, if crossed { batch * keys * width } else { 0 });
+        let mut weights = vec![
+            numbers(&mut random, width),
+            numbers(&mut random, width),
+            scaled(numbers(&mut random, width * columns), scale),
+            numbers(&mut random, columns),
+            scaled(numbers(&mut random, width * width), scale),
+            numbers(&mut random, width),
+        ];
+        let learned = mechanism.parameters(&dims);
+        weights.extend(learned.iter().map(|parameter| scaled(numbers(&mut random, parameter.len()), 0.3)));
+        let parameters: Vec<&[f32]> = weights[6..].iter().map(Vec::as_slice).collect();
+        let mask = if causal { Mask::causal() } else { Mask::bidirectional() };
+        for (normed, residual) in [(true, true), (false, false)] {
+            let definition = Definition { mechanism, dims, key_dim, mask, normed, residual };
+            let (gamma, beta) = (&weights[0], Some(weights[1].as_slice()));
+            let norm = NormWeights { gamma, beta, centred: true, epsilon: EPSILON as f32 };
+            let call = MultiHead {
+                x: &x,
+                batch,
+                queries,
+                memory: crossed.then_some(Memory { numbers: &memory, keys }),
+                heads,
+                kv_heads,
+                head_dim,
+                norm: normed.then_some(norm),
+                projection: Weights { weight: &weights[2], bias: Some(&weights[3]) },
+                kernel: mechanism,
+                parameters: &parameters,
+                mask,
+                output: Weights { weight: &weights[4], bias: Some(&weights[5]) },
+                dropout: None,
+                residual,
+            };
+            let what = format!("{} {dims:?}, normed {normed}", mechanism.name());
+            let exact: Vec<Vec<f64>> = weights.iter().map(|w| wide(w)).collect();
+            let expected = definition.apply(&wide(&x), &wide(&memory), &exact);
+            let mut scratch = Scratch::new();
+            near(&format!("{what}: forward"), &call.forward(&mut scratch, None, None).unwrap(), &expected, 2e-5);
+            let (out, kept) = call.training(&mut scratch).unwrap();
+            near(&format!("{what}: training"), &out, &expected, 2e-5);
+
+            let d_out = numbers(&mut random, x.len());
+            let cotangent = wide(&d_out);
+            let gradients = call.backward(Some(&kept), &d_out, &mut scratch).unwrap();
+            assert_eq!(gradients, call.backward(None, &d_out, &mut scratch).unwrap(), "{what}: formed again");
+            let allowed = 2e-4;
+            is_slope(&format!("{what}: dx"), &gradients.dx, &x, allowed, |x| {
+                dot(&definition.apply(x, &wide(&memory), &exact), &cotangent)
+            });
+            is_slope(&format!("{what}: d memory"), &gradients.d_memory, &memory, allowed, |memory| {
+                dot(&definition.apply(&wide(&x), memory, &exact), &cotangent)
+            });
+            let [d_gamma, d_beta] = gradients.d_norm;
+            let [d_w, d_b] = gradients.d_projection;
+            let [d_w2, d_b2] = gradients.d_output;
+            let mut rest = gradients.d_parameters.as_slice();
+            let learned = weights[6..].iter().map(|weight| {
+                let (own, others) = rest.split_at(weight.len());
+                rest = others;
+                own.to_vec()
+            });
+            let found: Vec<Vec<f32>> = [d_gamma, d_beta, d_w, d_b, d_w2, d_b2].into_iter().chain(learned).collect();
+            for (n, gradient) in found.iter().enumerate() {
+                if !normed && n < 2 {
+                    assert!(gradient.is_empty());
+                    continue;
+                }
+                is_slope(&format!("{what}: weight {n}"), gradient, &weights[n], allowed, |moved| {
+                    let mut with = exact.clone();
+                    with[n] = moved.to_vec();
+                    dot(&definition.apply(&wide(&x), &wide(&memory), &with), &cotangent)
+                });
+            }
+        }
+    }
+}
+
+/// A sequence in two calls, the second after the state that the first left.
+#[test]
+fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
+    let mut random = Random::new(13);
+    let kernel = kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(3)));
+    let (heads, head_dim, tokens) = (2, 4, 90);
+    let width = heads * head_dim;
+    let dims = Dims { batch: 1, heads, kv_heads: heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
+    let x = numbers(&mut random, tokens * width);
+    let (weight, output) = (numbers(&mut random, width * 3 * width), numbers(&mut random, width * width));
+    let table: Vec<Vec<f32>> =
+        Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+    let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
+    let call = |x, queries| MultiHead {
+        x,
+        batch: 1,
+        queries,
+        memory: None,
+        heads,
+        kv_heads: heads,
+        head_dim,
+        norm: None,
+        projection: Weights { weight: &weight, bias: None },
+        kernel: &kernel,
+        parameters: &parameters,
+        mask: Mask::causal(),
+        output: Weights { weight: &output, bias: None },
+        dropout: None,
+        residual: true,
+    };
+    let mut scratch = Scratch::new();
+    let whole = call(&x, tokens).forward(&mut scratch, None, None).unwrap();
+    let mut state: State<f32> = Kernel::<f32>::empty_state(&kernel, &dims).unwrap();
+    let (first, second) = x.split_at(37 * width);
+    let mut parts = call(first, 37).forward(&mut scratch, None, Some(&mut state)).unwrap();
+    parts.extend(call(second, tokens - 37).forward(&mut scratch, Some(&state), None).unwrap());
+    near("in two calls", &parts, &wide(&whole), 1e-4);
+}
+
+/// What is dropped is told by the linear layer alone: with its own dropout, both parts give what the parts without give after it.
+#[test]
+fn parts_of_a_block_drop_the_same_numbers_forward_and_backward() {
+    let mut random = Random::new(14);
+    let [rows, width, hidden] = [600, 8, 12];
+    let x = numbers(&mut random, rows * width);
+    let weights = feed_forward_weights(&mut random, width, hidden, hidden);
+    let mut call = feed_forward(&x, &weights, hidden, false, Activation::Gelu);
+    call.residual = false;
+    let plain = call.forward().unwrap();
+    call.dropout = Dropout::new(0.25, 9);
+    let (out, sums) = call.training().unwrap();
+    let kept: Vec<f32> =
+        out.iter().zip(&plain).map(|(out, plain)| if *out == 0.0 { 0.0 } else { out / plain }).collect();
+    let lost = kept.iter().filter(|&&x| x == 0.0).count();
+    assert!((rows * width / 5..rows * width * 3 / 10).contains(&lost), "{lost} dropped");
+    let ones = vec![1.0; rows * width];
+    let got = call.backward(Some(&sums), &ones).unwrap();
+    call.dropout = None;
+    let d_out: Vec<f32> = kept.iter().map(|&x| if x == 0.0 { 0.0 } else { 1.0 / 0.75 }).collect();
+    let expected = call.backward(Some(&sums), &d_out).unwrap();
+    near("dx", &got.dx, &wide(&expected.dx), 1e-5);
+    near("dW", &got.d_inner[0], &wide(&expected.d_inner[0]), 1e-5);
+}
+
+#[test]
+fn bits_of_blocks_do_not_depend_on_the_number_of_threads() {
+    let mut random = Random::new(15);
+    let [tokens, heads, head_dim, hidden] = [2100, 2, 8, 24];
+    let width = heads * head_dim;
+    let x = numbers(&mut random, tokens * width);
+    let d_out = numbers(&mut random, tokens * width);
+    let weights = feed_forward_weights(&mut random, width, hidden, 2 * hidden);
+    let (weight, bias) = (numbers(&mut random, width * 3 * width), numbers(&mut random, 3 * width));
+    let output = numbers(&mut random, width * width);
+    let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
+    let all = || {
+        let part = feed_forward(&x, &weights, hidden, true, Activation::Silu);
+        let (out, sums) = part.training().unwrap();
+        let call = MultiHead {
+            x: &x,
+            batch: 1,
+            queries: tokens,
+            memory: None,
+            heads,
+            kv_heads: heads,
+            head_dim,
+            norm: part.norm,
+            projection: Weights { weight: &weight, bias: Some(&bias) },
+            kernel: &kernel,
+            parameters: &[],
+            mask: Mask::causal(),
+            output: Weights { weight: &output, bias: None },
+            dropout: Dropout::new(0.1, 3),
+            residual: true,
+        };
+        let mut scratch = Scratch::new();
+        let (heads, kept): (_, KeptAttention) = call.training(&mut scratch).unwrap();
+        (out, part.backward(Some(&sums), &d_out), heads, call.backward(Some(&kept), &d_out, &mut scratch))
+    };
+    let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(all);
+    let one = on(1);
+    for threads in [2, 3] {
+        assert!(on(threads) == one, "{threads} threads");
+    }
+    assert!(longspan_kernels::threads::alone(all) == one, "the caller's thread");
+}
+
+/// A layer of some columns of a weight is the layer of those columns alone.
+#[test]
+fn some_columns_of_a_weight_are_a_layer() {
+    let mut random = Random::new(16);
+    let [rows, inputs, all, first, outputs] = [7, 5, 9, 2, 4];
+    let (x, weight) = (numbers(&mut random, rows * inputs), numbers(&mut random, inputs * all));
+    let own: Vec<f32> = weight.chunks(all).flat_map(|row| row[first..first + outputs].to_vec()).collect();
+    let alone = Linear::new(&x, &own, [rows, inputs, outputs]);
+    let part = Linear::new(&x, &weight[first..], [rows, inputs, outputs]).with_stride(all);
+    let (out, kept) = part.training().unwrap();
+    assert_eq!(alone.forward().unwrap(), out);
+    assert_eq!(alone.backward(&out, &kept, &out), part.backward(&out, &kept, &out));
+    assert!(part.with_stride(3).forward().is_err() && part.with_stride(10).forward().is_err());
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused_by_name() {
+    let mut random = Random::new(17);
+    let weights = feed_forward_weights(&mut random, 4, 6, 6);
+    let x = [0.0; 8];
+    let call = feed_forward(&x, &weights, 6, false, Activation::Relu);
+    let refused = |call: FeedForward<'_>, argument: &str| {
+        let error = call.forward().unwrap_err().to_string();
+        assert!(error.contains(argument), "{error}");
+    };
+    refused(FeedForward { x: &x[1..], ..call }, "x: expected rows of 4");
+    refused(FeedForward { gated: true, ..call }, "inner: expected 4 × 12");
+    refused(FeedForward { hidden: 5, ..call }, "inner");
+    refused(FeedForward { outer: call.inner, ..call }, "outer");
+    refused(FeedForward { hidden: usize::MAX, ..call }, "inner");
+    assert!(call.backward(Some(&x), &x).unwrap_err().to_string().contains("sums: expected 2 × 6"));
+    assert!(call.backward(None, &x[1..]).unwrap_err().to_string().contains("d_out"));
+}

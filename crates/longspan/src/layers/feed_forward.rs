@@ -1,0 +1,202 @@
+//! The feed-forward part of a block.
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+
+use super::linear::{activate, apply};
+use super::{Activation, After, Around};
+use crate::error::{Result, config};
+
+/// Makes a [`FeedForward`].
+#[derive(Config, Debug, PartialEq)]
+pub struct FeedForwardConfig {
+    /// Width of a token.
+    pub d_model: usize,
+    /// Width between the two layers.
+    pub d_ff: usize,
+    /// `f`.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations (Shazeer 2020): with SiLU this is known as SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+}
+
+impl FeedForwardConfig {
+    /// Makes the part with fresh weights.
+    ///
+    /// # Errors
+    /// Sizes of 0.
+    pub fn init(&self, device: &Device) -> Result<FeedForward> {
+        const NAME: &str = "FeedForwardConfig";
+        config(self.d_model > 0, NAME, "d_model", "at least 1", self.d_model)?;
+        config(self.d_ff > 0, NAME, "d_ff", "at least 1", self.d_ff)?;
+        let initializer = Initializer::XavierUniform { gain: 1.0 };
+        let layer = |input, output| LinearConfig::new(input, output).with_initializer(initializer.clone()).init(device);
+        let columns = self.d_ff * (1 + usize::from(self.gated));
+        let (inner, outer) = (layer(self.d_model, columns), layer(self.d_ff, self.d_model));
+        Ok(FeedForward { inner, outer, activation: self.activation, gated: self.gated })
+    }
+}
+
+/// `f(x·W₁ + b₁)·W₂ + b₂` of each token; gated, `(f(a) ⊙ b)·W₂ + b₂` for `[a, b] = x·W₁ + b₁`. On the CPU backend one operation
+/// each way, which never holds more than some tokens' activations.
+#[derive(Module, Debug)]
+pub struct FeedForward {
+    /// `[d_model, d_ff]`; gated `[d_model, 2·d_ff]`, the columns of `a` first.
+    pub inner: Linear,
+    /// `[d_ff, d_model]`.
+    pub outer: Linear,
+    #[module(skip)]
+    activation: Activation,
+    gated: bool,
+}
+
+impl FeedForward {
+    /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
+    ///
+    /// # Panics
+    /// If the width differs, as Burn's own modules do.
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.forward_in(x, Around::default())
+    }
+
+    /// [`forward`](Self::forward) and what stands around it.
+    pub(crate) fn forward_in(&self, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
+        #[cfg(feature = "flex")]
+        if super::flex::is_f32(&x) && super::flex::is_f32(&self.inner.weight.val()) {
+            return fused::feed_forward(self, x, around);
+        }
+        self.in_tensors(x, around)
+    }
+
+    /// [`forward_in`](Self::forward_in) in tensor operations.
+    pub(super) fn in_tensors(&self, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
+        let (n, after) = around.split(x);
+        let sums = apply(&self.inner, n, Activation::Identity, After::default());
+        let inner = if self.gated {
+            let width = sums.dims()[2] / 2;
+            let gate = sums.clone().narrow(2, width, width);
+            activate(sums.narrow(2, 0, width), self.activation) * gate
+        } else {
+            activate(sums, self.activation)
+        };
+        apply(&self.outer, inner, Activation::Identity, after)
+    }
+}
+
+#[cfg(feature = "flex")]
+mod fused {
+    use burn::tensor::Tensor;
+    use burn_flex::FlexTensor;
+    use longspan_kernels::Error;
+    use longspan_kernels::layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
+
+    use super::FeedForward;
+    use crate::backend::operation::{Operation, run};
+    use crate::layers::Around;
+    use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
+    use crate::layers::linear::fused::drawn;
+    use crate::layers::norm::fused::NormSettings;
+
+    /// What the operation does. Its tensors: `x`, the norm's, and of both layers the weight and, if it has one, the bias.
+    #[derive(Debug, Clone)]
+    struct FeedForwardOperation {
+        norm: Option<NormSettings>,
+        biases: [bool; 2],
+        activation: kernels::Activation,
+        gated: bool,
+        dropout: Option<Dropout>,
+        residual: bool,
+        recompute: bool,
+    }
+
+    pub fn feed_forward(layers: &FeedForward, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
+        let mut others = Vec::new();
+        let norm = around.norm.map(|norm| {
+            let (settings, tensors) = NormSettings::of(norm);
+            others.extend(tensors);
+            settings
+        });
+        let biases = [&layers.inner, &layers.outer].map(|layer| {
+            others.push(layer.weight.val().into_dispatch());
+            others.extend(layer.bias.as_ref().map(|bias| bias.val().into_dispatch()));
+            layer.bias.is_some()
+        });
+        let operation = FeedForwardOperation {
+            norm,
+            biases,
+            activation: layers.activation.into(),
+            gated: layers.gated,
+            dropout: drawn(around.dropout, &x),
+            residual: around.residual,
+            recompute: around.recompute,
+        };
+        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    impl FeedForwardOperation {
+        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> kernels::FeedForward<'a> {
+            let [x, others @ ..] = tensors else { unreachable!("x") };
+            let mut others = others.iter();
+            let norm = self.norm.map(|norm| norm.weights(&mut others));
+            let [inner, outer]: [Weights<'a>; 2] = self.biases.map(|bias| weights(&mut others, bias));
+            let width = shape(x)[2];
+            kernels::FeedForward {
+                x: numbers(x),
+                width,
+                hidden: outer.weight.len() / width.max(1),
+                norm,
+                inner,
+                activation: self.activation,
+                gated: self.gated,
+                outer,
+                dropout: self.dropout,
+                residual: self.residual,
+            }
+        }
+    }
+
+    impl Operation for FeedForwardOperation {
+        /// The tensors, contiguous, and the sums of the first layer.
+        type Kept = (Vec<FlexTensor>, Option<Vec<f32>>);
+
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            let tensors = contiguous(tensors);
+            Ok(tensor(self.call(&tensors).forward()?, shape(&tensors[0])))
+        }
+
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+            let tensors = contiguous(tensors);
+            let call = self.call(&tensors);
+            let (out, sums) = if self.recompute {
+                (call.forward()?, None)
+            } else {
+                let (out, sums) = call.training()?;
+                (out, Some(sums))
+            };
+            Ok((tensor(out, shape(&tensors[0])), (tensors, sums)))
+        }
+
+        fn backward(
+            &self,
+            _: &[FlexTensor],
+            (tensors, sums): &Self::Kept,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let d_out = d_out.to_contiguous();
+            let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out))?;
+            let FeedForwardGradients { dx, d_norm, d_inner, d_outer } = found;
+            let norm = self.norm.into_iter().flat_map(|norm| norm.gradients(d_norm.clone()));
+            let mut gradients = vec![Some(tensor(dx, shape(&tensors[0])))];
+            gradients.extend(norm);
+            let mut shapes = tensors[gradients.len()..].iter().map(shape);
+            for (found, biased) in [d_inner, d_outer].into_iter().zip(self.biases) {
+                gradients.extend(flex::gradients(found, biased, &mut shapes));
+            }
+            Ok(gradients)
+        }
+    }
+}
