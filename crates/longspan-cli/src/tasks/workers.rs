@@ -1,26 +1,30 @@
 //! Threads that each take a part of a batch.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use anyhow::{Result, anyhow};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Threads that each take a part of every batch, one rayon pool of one thread each.
+/// So many threads for every batch, whatever it holds: items become as many parts as there are threads, or as there are items if
+/// those are fewer, and the threads are shared out evenly. So many short sequences run side by side, one a thread, and one long
+/// sequence runs on all threads.
 ///
-/// Burn's CPU backend runs elementwise operations on the calling thread alone; whole parts side by side keep all cores
-/// busy, and how the sums are ordered depends on the number of parts, not on who finishes first.
+/// How sums are ordered depends on the number of parts, not on who finishes first.
 pub struct Workers {
-    pools: Vec<ThreadPool>,
+    count: usize,
+    /// The pools for each number of parts that has been wanted.
+    pools: Mutex<BTreeMap<usize, Arc<[ThreadPool]>>>,
 }
 
 impl Workers {
-    /// So many workers.
+    /// So many threads.
     pub fn new(count: usize) -> Result<Self> {
-        let pools = (0..count.max(1))
-            .map(|_| ThreadPoolBuilder::new().num_threads(1).build())
-            .collect::<Result<_, _>>()
-            .map_err(|error| anyhow!("cannot start {count} threads: {error}; lower --set workers=…"))?;
-        Ok(Self { pools })
+        let workers = Self { count: count.max(1), pools: Mutex::default() };
+        // What the machine does not allow is told before work begins.
+        workers.pools(workers.count)?;
+        Ok(workers)
     }
 
     /// One a core, at most 8: beyond that the parts of a batch become small.
@@ -28,33 +32,64 @@ impl Workers {
         thread::available_parallelism().map_or(1, usize::from).min(8)
     }
 
-    /// How many there are.
+    /// How many threads there are.
     pub fn count(&self) -> usize {
-        self.pools.len()
+        self.count
     }
 
-    /// Runs `work` on the parts of `items`, at the same time unless `in_turn`; results in the order of the parts.
-    pub fn run<T: Sync, R: Send>(
-        &self,
-        items: &[T],
-        in_turn: bool,
-        work: impl Fn(&[T]) -> Result<R> + Sync,
-    ) -> Result<Vec<R>> {
-        let part = items.len().div_ceil(self.pools.len()).max(1);
-        if in_turn {
-            return items.chunks(part).zip(&self.pools).map(|(part, pool)| pool.install(|| work(part))).collect();
+    /// A pool for each of so many parts; the first have a thread more where the threads cannot be shared out evenly.
+    fn pools(&self, parts: usize) -> Result<Arc<[ThreadPool]>> {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pools) = pools.get(&parts) {
+            return Ok(pools.clone());
         }
+        let threads = |part| (self.count + parts - 1 - part) / parts;
+        let made: Arc<[ThreadPool]> = (0..parts)
+            .map(|part| ThreadPoolBuilder::new().num_threads(threads(part)).build())
+            .collect::<Result<_, _>>()
+            .map_err(|error| anyhow!("cannot start {} threads: {error}; lower --set workers=…", self.count))?;
+        pools.insert(parts, made.clone());
+        Ok(made)
+    }
+
+    /// Runs `work` on the parts of `items`, each with its number, at the same time; results in the order of the parts.
+    pub fn run<T: Sync, R: Send>(&self, items: &[T], work: impl Fn(usize, &[T]) -> Result<R> + Sync) -> Result<Vec<R>> {
+        let part = items.len().div_ceil(self.count).max(1);
+        let pools = self.pools(items.len().div_ceil(part).max(1))?;
         thread::scope(|scope| {
             let work = &work;
             let handles: Vec<_> = items
                 .chunks(part)
-                .zip(&self.pools)
-                .map(|(part, pool)| scope.spawn(move || pool.install(|| work(part))))
+                .zip(&*pools)
+                .enumerate()
+                .map(|(n, (part, pool))| scope.spawn(move || pool.install(|| work(n, part))))
                 .collect();
             handles
                 .into_iter()
                 .map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
                 .collect()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_threads_work_on_few_items_and_on_many() {
+        let workers = Workers::new(5).unwrap();
+        for (items, expected) in
+            [(0, vec![]), (1, vec![5]), (2, vec![3, 2]), (3, vec![2, 2, 1]), (5, vec![1; 5]), (100, vec![1; 5])]
+        {
+            let items: Vec<usize> = (0..items).collect();
+            for _ in 0..2 {
+                let found =
+                    workers.run(&items, |n, part| Ok((n, part.to_vec(), rayon::current_num_threads()))).unwrap();
+                assert_eq!(found.iter().map(|(_, _, threads)| *threads).collect::<Vec<_>>(), expected);
+                assert_eq!(found.iter().flat_map(|(_, part, _)| part.clone()).collect::<Vec<_>>(), items);
+                assert!(found.iter().enumerate().all(|(at, (n, _, _))| at == *n));
+            }
+        }
     }
 }

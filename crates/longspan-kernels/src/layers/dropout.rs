@@ -3,6 +3,10 @@
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
+use super::products::Fresh;
+use crate::error::Error;
+use crate::threads::share;
+
 /// Makes numbers 0 with a probability, and the others larger, so that their mean stays.
 ///
 /// Place `n` of seed `s` is dropped if the bits `16·(n mod 4)…` of SplitMix64's number `⌊n/4⌋` from `s` on are below
@@ -19,6 +23,21 @@ impl Dropout {
     pub fn new(probability: f64, seed: u64) -> Option<Self> {
         let dropped = (probability * 65_536.0).round();
         (0.0..65_536.0).contains(&dropped).then_some(Self { dropped: dropped as u64, seed })
+    }
+
+    /// What is left of numbers, of which the first has the place 0.
+    ///
+    /// # Errors
+    /// Memory that is not there.
+    pub fn forward(self, x: &[f32]) -> Result<Vec<f32>, Error> {
+        /// Numbers of a task.
+        const PIECE: usize = 1 << 16;
+        let mut out = Fresh::new(x.len())?;
+        share(x.chunks(PIECE).zip(out.room().chunks_mut(PIECE)).enumerate(), |(n, (x, out))| {
+            self.apply(n * PIECE, out.write_copy_of_slice(x));
+        });
+        // SAFETY: every piece has been written.
+        Ok(unsafe { out.written() })
     }
 
     /// Drops from `numbers`, of which the first has the place `first`.
@@ -81,6 +100,10 @@ mod tests {
             dropout.apply(first, &mut part);
             assert_eq!(part, whole[first..]);
         }
+        let long = vec![1.0; 200_000];
+        let mut expected = long.clone();
+        dropout.apply(0, &mut expected);
+        assert_eq!(dropout.forward(&long).unwrap(), expected);
         let mut other = vec![1.0; 64];
         Dropout::new(0.3, 2).unwrap().apply(0, &mut other);
         assert_ne!(other, whole);

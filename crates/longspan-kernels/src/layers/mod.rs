@@ -12,6 +12,7 @@ mod adamw;
 mod cross_entropy;
 mod dropout;
 mod feed_forward;
+pub mod gradients;
 mod linear;
 mod multi_head;
 mod norm;

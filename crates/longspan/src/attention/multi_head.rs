@@ -300,8 +300,8 @@ mod fused {
     use crate::backend::{self, AnyKernel, with_scratch};
     use crate::error::Result;
     use crate::layers::Around;
+    use crate::layers::dropout::fused::drawn;
     use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
-    use crate::layers::linear::fused::drawn;
     use crate::layers::norm::fused::NormSettings;
 
     /// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, and

@@ -58,24 +58,12 @@ impl Optimizer for FusedAdamW {
 
 #[cfg(feature = "flex")]
 mod fused {
-    use burn::backend::Flex;
     use burn::optim::{AdamWState, AdaptiveMomentumState};
     use burn::tensor::{DType, Tensor};
-    use burn_flex::FlexTensor;
     use longspan_kernels::layers::AdamW;
 
     use crate::layers::flex::numbers;
-
-    /// The tensor's own numbers, contiguous.
-    fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
-        x.try_into_primitive::<Flex>().unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
-    }
-
-    /// Numbers to write to; copied first where another tensor shares them.
-    fn own(x: &mut FlexTensor) -> &mut [f32] {
-        let (start, len) = (x.layout().start_offset(), x.layout().num_elements());
-        &mut x.storage_mut::<f32>()[start..][..len]
-    }
+    use crate::layers::gradients::fused::{own, taken, tensor};
 
     pub fn step<const D: usize>(
         constants: &AdamW,
@@ -97,7 +85,6 @@ mod fused {
         constants
             .step(rate, time + 1, own(&mut values), numbers(&gradient), moments)
             .unwrap_or_else(|error| panic!("{error}"));
-        let tensor = |x: FlexTensor| Tensor::from_primitive::<Flex>(x);
         let momentum = AdaptiveMomentumState::new(time + 1, tensor(m), tensor(v));
         (tensor(values), Some(AdamWState::new(momentum)))
     }

@@ -97,8 +97,8 @@ mod fused {
     use super::FeedForward;
     use crate::backend::operation::{Operation, run};
     use crate::layers::Around;
+    use crate::layers::dropout::fused::drawn;
     use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
-    use crate::layers::linear::fused::drawn;
     use crate::layers::norm::fused::NormSettings;
 
     /// What the operation does. Its tensors: `x`, the norm's, and of both layers the weight and, if it has one, the bias.

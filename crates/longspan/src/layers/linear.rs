@@ -1,7 +1,7 @@
 //! Linear layers with what follows them, on tokens.
 
 use burn::config::Config;
-use burn::nn::{DropoutConfig, Linear};
+use burn::nn::Linear;
 use burn::tensor::module::linear as plain_linear;
 use burn::tensor::{Tensor, activation as burn_activation};
 
@@ -54,11 +54,11 @@ pub fn linear<const D: usize>(
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
-        let dropout = fused::drawn(dropout, &x);
+        let dropout = super::dropout::fused::drawn(dropout, &x);
         return fused::linear(x, weight, bias, residual, activation, dropout).reshape(shape);
     }
     let y = activate(plain_linear(x, weight, bias), activation);
-    let y = if dropout > 0.0 { DropoutConfig::new(dropout).init().forward(y) } else { y };
+    let y = super::dropout(y, dropout);
     let y = match residual {
         Some(residual) => residual + y,
         None => y,
@@ -87,7 +87,7 @@ pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after:
 
 #[cfg(feature = "flex")]
 pub(crate) mod fused {
-    use burn::tensor::{Distribution, Tensor};
+    use burn::tensor::Tensor;
     use burn_flex::FlexTensor;
     use longspan_kernels::layers::{self as kernels, Dropout, Kept, Linear};
     use longspan_kernels::{Error, layers::LinearGradients};
@@ -131,16 +131,6 @@ pub(crate) mod fused {
         others.extend(bias.map(Tensor::into_dispatch));
         others.extend(residual.map(Tensor::into_dispatch));
         run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
-    }
-
-    /// What is dropped with this probability on a device that trains: the seed comes from the device's own generator.
-    pub fn drawn<const D: usize>(probability: f64, like: &Tensor<D>) -> Option<Dropout> {
-        if probability <= 0.0 || !like.device().is_autodiff() {
-            return None;
-        }
-        let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &like.device().inner());
-        let seed = drawn.into_data().iter::<f32>().fold(0, |seed, part| (seed << 16) | part as u64);
-        Dropout::new(probability, seed)
     }
 
     impl LinearOperation {

@@ -7,9 +7,11 @@
 mod adamw;
 mod around;
 mod cross_entropy;
+pub(crate) mod dropout;
 mod feed_forward;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(all(test, feature = "flex"))]
@@ -18,7 +20,9 @@ pub(crate) mod tests;
 pub use adamw::FusedAdamW;
 pub(crate) use around::Around;
 pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
+pub use dropout::{dropout, with_dropout_seed};
 pub use feed_forward::{FeedForward, FeedForwardConfig};
+pub use gradients::{add_gradients, clip_gradients};
 pub(crate) use linear::apply;
 pub use linear::{Activation, After, linear};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};

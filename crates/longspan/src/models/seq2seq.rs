@@ -8,7 +8,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout};
 
 /// Absolute positions, added to the embeddings.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -292,7 +292,7 @@ impl Seq2Seq {
             x = x.clone()
                 + Tensor::from_data(TensorData::new(table, [1, count, self.d_model]), (&x.device(), x.dtype()));
         }
-        self.dropout.forward(x)
+        dropout(x, self.dropout.prob)
     }
 }
 

@@ -4,9 +4,10 @@ use anyhow::Result;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
+use longspan::layers::{add_gradients, with_dropout_seed};
 
 use crate::tasks::Task;
-use crate::tasks::batches::micro_batches;
+use crate::tasks::batches::{Random, micro_batches};
 use crate::tasks::workers::Workers;
 use crate::terminal::signals::Stop;
 
@@ -34,29 +35,30 @@ pub struct Found {
 
 /// The loss of a batch and the gradient of its smoothed form with respect to every parameter; `None` if a signal asks to stop.
 ///
-/// With dropout the parts are computed one after the other: the backend has one random generator, and its draws must come in
-/// one order.
+/// Each part draws its dropout from `seed` and its own number.
 pub fn gradients<T: Task>(
     task: &T,
     model: &T::Model,
     batch: &[&T::Example],
     smoothing: f64,
-    dropout: bool,
+    seed: u64,
     workers: &Workers,
     stop: &Stop,
 ) -> Result<Option<Found>> {
     let tokens: usize = batch.iter().map(|example| T::size(example).0).sum();
     let device = Device::flex().autodiff();
-    let parts = workers.run(batch, dropout, |part| {
+    let parts = workers.run(batch, |number, part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
-        let (mut plain, mut sum) = (0.0, None);
+        let (mut plain, mut sum, mut draws) = (0.0, None, number as u64);
         for micro_batch in micro_batches(part, |example| T::size(example)) {
             if stop.asked() {
                 return Ok(None);
             }
-            let loss = task.loss(&model, micro_batch, smoothing, &device)?;
+            let seed = Random::new(seed, draws).next();
+            draws += workers.count() as u64;
+            let loss = with_dropout_seed(seed, || task.loss(&model, micro_batch, smoothing, &device))?;
             plain += f64::from(loss.plain.into_scalar::<f32>());
             let gradients = loss.smoothed.mul_scalar(scale).backward();
             let gradients = GradientsParams::from_grads(gradients, &model);
@@ -85,7 +87,7 @@ pub fn mean_loss<T: Task>(
     let device = Device::flex();
     let mut ordered: Vec<&T::Example> = examples.iter().collect();
     ordered.sort_by_key(|example| T::size(example));
-    let parts = workers.run(&ordered, false, |part| {
+    let parts = workers.run(&ordered, |_, part| {
         let mut sum = 0.0;
         for batch in part.chunks(batch_size).flat_map(|batch| micro_batches(batch, |example| T::size(example))) {
             sum += f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>());
@@ -98,62 +100,16 @@ pub fn mean_loss<T: Task>(
 
 /// The sum of two gradients, the first of which may not be there yet.
 fn added(model: &impl Module, one: Option<GradientsParams>, other: GradientsParams) -> GradientsParams {
-    let Some(one) = one else { return other };
-    struct Adding {
-        one: GradientsParams,
-        other: GradientsParams,
-        sum: GradientsParams,
+    match one {
+        None => other,
+        Some(one) => add_gradients(model, one, other),
     }
-    impl ModuleVisitor for Adding {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let sum = match (self.one.remove::<D>(param.id), self.other.remove::<D>(param.id)) {
-                (Some(one), Some(other)) => one + other,
-                (Some(only), None) | (None, Some(only)) => only,
-                (None, None) => return,
-            };
-            self.sum.register(param.id, sum);
-        }
-    }
-    let mut adding = Adding { one, other, sum: GradientsParams::new() };
-    model.visit(&mut adding);
-    adding.sum
-}
-
-/// Scales gradients down so that the norm over all parameters is at most `limit`; returns the norm before.
-pub fn clip(model: &impl Module, gradients: &mut GradientsParams, limit: f64) -> f64 {
-    struct Norm<'a> {
-        gradients: &'a GradientsParams,
-        squares: f64,
-    }
-    impl ModuleVisitor for Norm<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if let Some(gradient) = self.gradients.get::<D>(param.id) {
-                self.squares += f64::from(gradient.clone().mul(gradient).sum().into_scalar::<f32>());
-            }
-        }
-    }
-    struct Scale<'a> {
-        gradients: &'a mut GradientsParams,
-        factor: f64,
-    }
-    impl ModuleVisitor for Scale<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-                self.gradients.register(param.id, gradient.mul_scalar(self.factor));
-            }
-        }
-    }
-    let mut norm = Norm { gradients, squares: 0.0 };
-    model.visit(&mut norm);
-    let norm = norm.squares.sqrt();
-    if norm.is_finite() && norm > limit {
-        model.visit(&mut Scale { gradients, factor: limit / norm });
-    }
-    norm
 }
 
 #[cfg(test)]
 mod tests {
+    use longspan::layers::clip_gradients;
+
     use super::*;
     use crate::run::config::RunConfig;
     use crate::tasks::pairs::Pairs;
@@ -175,11 +131,10 @@ mod tests {
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
         let found = |workers| {
-            let mut found =
-                gradients(&task, &model, &batch, 0.1, false, &Workers::new(workers).unwrap(), &Stop::never())
-                    .unwrap()
-                    .unwrap();
-            (found.loss, clip(&model, &mut found.gradients, f64::MAX))
+            let mut found = gradients(&task, &model, &batch, 0.1, 0, &Workers::new(workers).unwrap(), &Stop::never())
+                .unwrap()
+                .unwrap();
+            (found.loss, clip_gradients(&model, &mut found.gradients, f64::MAX))
         };
         let (loss, norm) = found(1);
         for workers in [2, 3, 8] {
@@ -202,13 +157,13 @@ mod tests {
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
         let mut found =
-            gradients(&task, &model, &batch, 0.0, false, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
+            gradients(&task, &model, &batch, 0.0, 0, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
         let mut count = Count(0);
         model.visit(&mut count);
         assert_eq!(found.gradients.len(), count.0);
-        let before = clip(&model, &mut found.gradients, 0.25);
+        let before = clip_gradients(&model, &mut found.gradients, 0.25);
         assert!(before > 0.25, "{before}");
-        assert!((clip(&model, &mut found.gradients, 0.25) - 0.25).abs() < 1e-5);
+        assert!((clip_gradients(&model, &mut found.gradients, 0.25) - 0.25).abs() < 1e-5);
     }
 
     #[test]

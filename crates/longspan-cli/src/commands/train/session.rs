@@ -5,8 +5,9 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, bail};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
+use longspan::layers::clip_gradients;
 
-use super::gradients::{clip, draw, gradients, mean_loss};
+use super::gradients::{draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
 use crate::commands::Outcome;
 use crate::run::checkpoint::{Best, Saved, optimizer};
@@ -153,15 +154,11 @@ impl<T: Task> Session<T> {
     /// taken.
     fn take(&mut self, step: usize, places: &[usize], rate: f64, stop: &Stop) -> Result<Option<(f64, f64)>> {
         let batch: Vec<&T::Example> = places.iter().map(|&place| &self.data.train[place]).collect();
-        let dropout = self.config.dropout > 0.0;
-        if dropout {
-            let seed = Random::new(self.config.seed, step as u64 + 1).next();
-            Device::flex().seed(seed);
-        }
+        let seed = Random::new(self.config.seed, step as u64 + 1).next();
         let smoothing = self.config.label_smoothing;
-        let found = gradients(&self.task, &self.model, &batch, smoothing, dropout, &self.workers, stop)?;
+        let found = gradients(&self.task, &self.model, &batch, smoothing, seed, &self.workers, stop)?;
         let Some(mut found) = found else { return Ok(None) };
-        let norm = clip(&self.model, &mut found.gradients, self.config.clip_norm);
+        let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm);
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
                 return Err(self.diverged(step + 1, name, value));

@@ -43,7 +43,7 @@ pub fn search(
     let size = (BATCH / beam).min(sources.len().div_ceil(how.workers.count())).max(1);
     let batches: Vec<_> =
         sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
-    let found = how.workers.run(&batches, false, |batches| {
+    let found = how.workers.run(&batches, |_, batches| {
         let mut found = Vec::new();
         for batch in batches {
             let rows: Vec<&[u32]> = batch.iter().map(|(_, ids)| ids.as_slice()).collect();

@@ -1,0 +1,92 @@
+//! Dropout, and what it is drawn from.
+
+use std::cell::RefCell;
+
+use burn::nn::DropoutConfig;
+use burn::tensor::Tensor;
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+
+thread_local! {
+    static SEEDS: RefCell<Option<SplitMix64>> = const { RefCell::new(None) };
+}
+
+/// Runs `work`, whose dropout on this thread and the CPU backend is drawn from `seed` alone, and not from the device's generator,
+/// which all threads share. So parts of a batch can be computed side by side and give the same bits each time.
+pub fn with_dropout_seed<R>(seed: u64, work: impl FnOnce() -> R) -> R {
+    struct Before(Option<SplitMix64>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            SEEDS.replace(self.0.take());
+        }
+    }
+    let _before = Before(SEEDS.replace(Some(SplitMix64::seed_from_u64(seed))));
+    work()
+}
+
+/// The seed of the next dropout if this thread has been given one.
+fn next_seed() -> Option<u64> {
+    SEEDS.with_borrow_mut(|seeds| seeds.as_mut().map(RngCore::next_u64))
+}
+
+/// On a device that trains, makes numbers 0 with a probability and the others larger, so that their mean stays.
+pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    if super::flex::is_f32(&x) {
+        return fused::dropout(x, probability);
+    }
+    if probability > 0.0 { DropoutConfig::new(probability).init().forward(x) } else { x }
+}
+
+#[cfg(feature = "flex")]
+pub(crate) mod fused {
+    use burn::tensor::{Distribution, Tensor};
+    use burn_flex::FlexTensor;
+    use longspan_kernels::Error;
+    use longspan_kernels::layers::Dropout;
+
+    use crate::backend::operation::{Operation, run};
+    use crate::layers::flex::{numbers, shape, tensor};
+
+    /// What is dropped with this probability on a device that trains.
+    pub fn drawn<const D: usize>(probability: f64, like: &Tensor<D>) -> Option<Dropout> {
+        if probability <= 0.0 || !like.device().is_autodiff() {
+            return None;
+        }
+        let seed = super::next_seed().unwrap_or_else(|| {
+            let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &like.device().inner());
+            drawn.into_data().iter::<f32>().fold(0, |seed, part| (seed << 16) | part as u64)
+        });
+        Dropout::new(probability, seed)
+    }
+
+    pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+        match drawn(probability, &x) {
+            None => x,
+            Some(dropout) => {
+                run(DropoutOperation(dropout), x.into_dispatch(), Vec::new()).unwrap_or_else(|error| panic!("{error}"))
+            }
+        }
+    }
+
+    /// The same places forward and backward.
+    #[derive(Debug, Clone, Copy)]
+    struct DropoutOperation(Dropout);
+
+    impl Operation for DropoutOperation {
+        type Kept = ();
+
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            let x = tensors[0].to_contiguous();
+            Ok(tensor(self.0.forward(numbers(&x))?, shape(&x)))
+        }
+
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), Error> {
+            Ok((self.forward(tensors)?, ()))
+        }
+
+        fn backward(&self, _: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
+            Ok(vec![Some(self.forward(&[d_out])?)])
+        }
+    }
+}

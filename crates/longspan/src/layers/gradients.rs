@@ -1,0 +1,113 @@
+//! What is done to all gradients between a backward and a step of the optimizer.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+/// Scales the gradients of a module down so that their norm over all parameters is at most `limit`, and returns the norm before. A
+/// norm that is not finite scales nothing.
+pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, limit: f64) -> f64 {
+    struct Norm<'a> {
+        gradients: &'a GradientsParams,
+        squares: f64,
+    }
+    impl ModuleVisitor for Norm<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.gradients.get::<D>(param.id) {
+                self.squares += sum_of_squares(gradient);
+            }
+        }
+    }
+    struct Scale<'a> {
+        gradients: &'a mut GradientsParams,
+        factor: f64,
+    }
+    impl ModuleVisitor for Scale<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.gradients.remove::<D>(param.id) {
+                self.gradients.register(param.id, scaled(gradient, self.factor));
+            }
+        }
+    }
+    let mut norm = Norm { gradients, squares: 0.0 };
+    module.visit(&mut norm);
+    let norm = norm.squares.sqrt();
+    if norm.is_finite() && norm > limit {
+        module.visit(&mut Scale { gradients, factor: limit / norm });
+    }
+    norm
+}
+
+/// The sum of two gradients of a module, such as those of two parts of a batch.
+pub fn add_gradients(module: &impl Module, one: GradientsParams, other: GradientsParams) -> GradientsParams {
+    struct Add {
+        one: GradientsParams,
+        other: GradientsParams,
+    }
+    impl ModuleVisitor for Add {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let Some(other) = self.other.remove::<D>(param.id) else { return };
+            let sum = match self.one.remove::<D>(param.id) {
+                Some(one) => sum(one, other),
+                None => other,
+            };
+            self.one.register(param.id, sum);
+        }
+    }
+    let mut add = Add { one, other };
+    module.visit(&mut add);
+    add.one
+}
+
+fn sum_of_squares<const D: usize>(x: Tensor<D>) -> f64 {
+    #[cfg(feature = "flex")]
+    if super::flex::is_f32(&x) {
+        return longspan_kernels::layers::gradients::sum_of_squares(super::flex::numbers(&fused::taken(x)));
+    }
+    x.clone().mul(x).sum().into_scalar::<f64>()
+}
+
+fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    if super::flex::is_f32(&x) {
+        let mut x = fused::taken(x);
+        longspan_kernels::layers::gradients::scale(fused::own(&mut x), by as f32);
+        return fused::tensor(x);
+    }
+    x.mul_scalar(by)
+}
+
+fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    if super::flex::is_f32(&one) && super::flex::is_f32(&other) && one.dims() == other.dims() {
+        let mut sum = fused::taken(one);
+        let added =
+            longspan_kernels::layers::gradients::add(fused::own(&mut sum), super::flex::numbers(&fused::taken(other)));
+        added.unwrap_or_else(|error| panic!("{error}"));
+        return fused::tensor(sum);
+    }
+    one + other
+}
+
+/// Tensors of the CPU backend, without autodiff, as numbers to write to.
+#[cfg(feature = "flex")]
+pub(super) mod fused {
+    use burn::backend::Flex;
+    use burn::tensor::Tensor;
+    use burn_flex::FlexTensor;
+
+    /// The tensor's own numbers, contiguous.
+    pub fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
+        x.try_into_primitive::<Flex>().unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
+    }
+
+    /// Numbers to write to; copied first where another tensor shares them.
+    pub fn own(x: &mut FlexTensor) -> &mut [f32] {
+        let (start, len) = (x.layout().start_offset(), x.layout().num_elements());
+        &mut x.storage_mut::<f32>()[start..][..len]
+    }
+
+    pub fn tensor<const D: usize>(x: FlexTensor) -> Tensor<D> {
+        Tensor::from_primitive::<Flex>(x)
+    }
+}
