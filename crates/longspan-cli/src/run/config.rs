@@ -116,7 +116,7 @@ impl Default for RunConfig {
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
 pub const KEYS: [(&str, &str); 30] = [
-    ("pairs", "a .tsv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
+    ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),

@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
-use tokenizers::ModelWrapper;
+use serde_json::Value;
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;
@@ -120,6 +121,32 @@ pub struct Foreign {
     unknown: Option<u32>,
     /// The largest id.
     last: u32,
+    /// How many times as long a text may be after the normalizer.
+    growth: f64,
+}
+
+/// The longest text in bytes that a normalizer may make: `tokenizers` keeps about 20 bytes for each of them.
+const LONGEST_TEXT: f64 = 64e6;
+
+/// How many times as long a decoder may make an answer.
+const LARGEST_GROWTH: f64 = 1000.0;
+
+/// How many times as long the replacements in a part of a tokenizer.json can make a text, at most.
+fn growth(part: &impl Serialize) -> Result<f64> {
+    fn of(value: &Value) -> f64 {
+        let inner = match value {
+            Value::Object(fields) => fields.values().map(of).product(),
+            Value::Array(items) => items.iter().map(of).product(),
+            _ => 1.0,
+        };
+        let (Some("Replace"), Some(content)) = (value["type"].as_str(), value["content"].as_str()) else {
+            return inner;
+        };
+        // A pattern that matches nothing at all matches between all characters.
+        let between = value["pattern"]["String"].as_str().is_none_or(str::is_empty);
+        inner * (content.len() + usize::from(between)).max(1) as f64
+    }
+    Ok(of(&serde_json::to_value(part)?))
 }
 
 /// Ids are 32-bit integers with a sign, and the special ones come before.
@@ -144,7 +171,14 @@ impl TryFrom<tokenizers::Tokenizer> for Foreign {
                 "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
             );
         }
-        Ok(Self { inner, unknown, last })
+        let decoder = inner.get_decoder().map_or(Ok(1.0), growth)?;
+        if decoder > LARGEST_GROWTH {
+            bail!(
+                "the decoder of the tokenizer.json can make an answer {decoder:.0} times as long; remove a `Replace` from it"
+            );
+        }
+        let growth = inner.get_normalizer().map_or(Ok(1.0), growth)?;
+        Ok(Self { inner, unknown, last, growth })
     }
 }
 
@@ -156,6 +190,9 @@ impl From<Foreign> for tokenizers::Tokenizer {
 
 impl Foreign {
     fn encode(&self, text: &str) -> Result<tokenizers::Encoding> {
+        if text.len() as f64 * self.growth > LONGEST_TEXT {
+            self.check_growth(text)?;
+        }
         self.inner.encode(text, false).map_err(|error| {
             let start: String = text.chars().take(40).collect();
             anyhow!(
@@ -163,6 +200,27 @@ impl Foreign {
                  its vocabulary, or `unk_id`), or choose characters, words or bytes"
             )
         })
+    }
+
+    /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.
+    fn check_growth(&self, text: &str) -> Result<()> {
+        fn run(step: &NormalizerWrapper, text: &mut NormalizedString) -> Result<()> {
+            if let NormalizerWrapper::Sequence(steps) = step {
+                return steps.as_ref().iter().try_for_each(|step| run(step, text));
+            }
+            if (text.len() + 1) as f64 * growth(step)? > LONGEST_TEXT {
+                bail!(
+                    "the normalizer of the tokenizer.json makes a text longer than {} MB; remove a `Replace` from it, or \
+                     shorten the text",
+                    LONGEST_TEXT / 1e6
+                );
+            }
+            step.normalize(text).map_err(|error| anyhow!("the tokenizer.json cannot normalize: {error}"))
+        }
+        match self.inner.get_normalizer() {
+            Some(normalizer) => run(normalizer, &mut NormalizedString::from(text)),
+            None => Ok(()),
+        }
     }
 
     /// An id of this command. Unknown is the same for every kind of tokenizer.
@@ -346,6 +404,36 @@ mod tests {
         assert!(none.encode("dog").unwrap_err().to_string().contains("if it has no unknown token, give it one"));
         let huge = json(r#"{"type":"WordLevel","vocab":{"cat":4000000000},"unk_token":"[UNK]"}"#).unwrap_err();
         assert!(huge.to_string().contains("the id 4000000000"), "{huge}");
+    }
+
+    #[test]
+    fn a_tokenizer_file_whose_texts_grow_beyond_all_measure_is_refused() {
+        let file = |normalizer: &str, decoder: &str| {
+            let text = format!(
+                r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{normalizer},
+                "pre_tokenizer":null,"post_processor":null,"decoder":{decoder},
+                "model":{{"type":"WordLevel","vocab":{{"[UNK]":0,"a":1}},"unk_token":"[UNK]"}}}}"#
+            );
+            Foreign::try_from(text.parse::<tokenizers::Tokenizer>().unwrap())
+        };
+        let step =
+            |pattern: &str, content: &str| format!(r#"{{"type":"Replace","pattern":{pattern},"content":"{content}"}}"#);
+        let list = |kind: &str, step: &str, count| {
+            format!(r#"{{"type":"Sequence","{kind}":[{}]}}"#, vec![step; count].join(","))
+        };
+        let any = r#"{"Regex":"."}"#;
+        let tenfold = step(any, "xxxxxxxxxx");
+        let explodes = file(&list("normalizers", &tenfold, 12), "null").unwrap();
+        assert!(explodes.encode("a").unwrap_err().to_string().contains("longer than 64 MB; remove a `Replace`"));
+        let decoder = file("null", &list("decoders", &tenfold, 12)).unwrap_err().to_string();
+        assert!(decoder.contains("times as long; remove a `Replace`"), "{decoder}");
+        // Twelve replacements that lengthen nothing, twelve that seldom match, and an empty pattern.
+        for harmless in
+            [step(r#"{"String":"a"}"#, "b"), step(r#"{"Regex":"zz"}"#, "xxxx"), step(r#"{"String":""}"#, "b")]
+        {
+            file(&list("normalizers", &harmless, 12), "null").unwrap().encode("a").unwrap();
+        }
+        file("null", &list("decoders", &step(r#"{"String":"a"}"#, "b"), 12)).unwrap();
     }
 
     #[test]
