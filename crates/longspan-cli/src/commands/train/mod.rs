@@ -200,6 +200,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         note(format_args!("scoring {} held-out examples", held_out.len()));
         let scores = session.task.score(&model, &held_out, &how)?;
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
+        session.folder.seal_metrics()?;
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
