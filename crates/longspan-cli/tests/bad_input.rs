@@ -80,6 +80,16 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
     train(&["--source-tokens", "missing.json"], &["missing.json"]);
     place.write("bad.json", b"{\"model\": 1}");
     train(&["--source-tokens", "bad.json"], &["bad.json: not a tokenizer.json"]);
+    for contents in [
+        "{\"version\":\"1.0\",\"model\":1}",
+        "[]",
+        "no",
+        "{\"version\":\"1.0\",\"normalizer\":{\"type\":\"x\"},\"model\":1}",
+    ] {
+        place.write("bad.json", contents.as_bytes());
+        let error = train(&["--target-tokens", "bad.json"], &["bad.json: not a tokenizer.json", "save it"]);
+        assert!(!["untagged", "struct", "enum", "u32"].iter().any(|word| error.contains(word)), "{error}");
+    }
     train(&["--config", "missing.toml"], &["cannot read missing.toml"]);
     place.write("bad.toml", b"steps = 3\nseed = = 4\n");
     train(&["--config", "bad.toml"], &["bad.toml, line 2: "]);

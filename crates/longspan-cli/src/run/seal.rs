@@ -29,7 +29,7 @@ pub const LOG: &str = "metrics.jsonl";
 
 /// What a run folder allows.
 #[derive(Serialize, Deserialize)]
-struct Seal {
+pub struct Seal {
     /// Of `files` as JSON: the seal itself may be damaged.
     sha256: String,
     /// The SHA-256 that each file may have; of the log the number of its sealed bytes, a colon, and theirs.
@@ -76,7 +76,8 @@ fn accept(folder: &Path) -> String {
     )
 }
 
-fn load(folder: &Path) -> Result<Seal> {
+/// The seal of a folder, if it is whole.
+pub fn load(folder: &Path) -> Result<Seal> {
     let path = folder.join(NAME);
     let name = path.display();
     let text = fs::read(&path).map_err(|error| {

@@ -8,8 +8,9 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use tokenizers::{ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
+
+use super::tokenizer_file::{Foreign, guarded};
+use crate::run::config::plain;
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;
@@ -20,7 +21,7 @@ pub const END: u32 = 2;
 /// Stands for every piece of text that the tokenizer does not know.
 pub const UNKNOWN: u32 = 3;
 /// Ids below this are the special ones.
-const SPECIALS: u32 = 4;
+pub const SPECIALS: u32 = 4;
 
 /// How text is cut, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,123 +113,6 @@ impl<'de> Deserialize<'de> for Vocabulary {
     }
 }
 
-/// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
-pub struct Foreign {
-    inner: tokenizers::Tokenizer,
-    /// The id that it gives to what it does not know.
-    unknown: Option<u32>,
-    /// The largest id.
-    last: u32,
-    /// How many times as long a text may be after the normalizer.
-    growth: f64,
-}
-
-/// The longest text in bytes that a normalizer may make: `tokenizers` keeps about 20 bytes for each of them.
-const LONGEST_TEXT: f64 = 64e6;
-
-/// How many times as long a decoder may make an answer.
-const LARGEST_GROWTH: f64 = 1000.0;
-
-/// How many times as long the replacements in a part of a tokenizer.json can make a text, at most.
-fn growth(part: &impl Serialize) -> Result<f64> {
-    fn of(value: &Value) -> f64 {
-        let inner = match value {
-            Value::Object(fields) => fields.values().map(of).product(),
-            Value::Array(items) => items.iter().map(of).product(),
-            _ => 1.0,
-        };
-        let (Some("Replace"), Some(content)) = (value["type"].as_str(), value["content"].as_str()) else {
-            return inner;
-        };
-        // A pattern that matches nothing at all matches between all characters.
-        let between = value["pattern"]["String"].as_str().is_none_or(str::is_empty);
-        inner * (content.len() + usize::from(between)).max(1) as f64
-    }
-    Ok(of(&serde_json::to_value(part)?))
-}
-
-/// Ids are 32-bit integers with a sign, and the special ones come before.
-const LARGEST_ID: u32 = i32::MAX as u32 - SPECIALS;
-
-impl TryFrom<tokenizers::Tokenizer> for Foreign {
-    type Error = anyhow::Error;
-
-    fn try_from(inner: tokenizers::Tokenizer) -> Result<Self> {
-        let unknown = match inner.get_model() {
-            ModelWrapper::BPE(model) => model.get_unk_token().as_ref().and_then(|token| inner.token_to_id(token)),
-            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
-            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
-            // Its field is private.
-            ModelWrapper::Unigram(model) => {
-                serde_json::to_value(model)?["unk_id"].as_u64().and_then(|id| u32::try_from(id).ok())
-            }
-        };
-        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
-        if last > LARGEST_ID {
-            bail!(
-                "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
-            );
-        }
-        let decoder = inner.get_decoder().map_or(Ok(1.0), growth)?;
-        if decoder > LARGEST_GROWTH {
-            bail!(
-                "the decoder of the tokenizer.json can make an answer {decoder:.0} times as long; remove a `Replace` from it"
-            );
-        }
-        let growth = inner.get_normalizer().map_or(Ok(1.0), growth)?;
-        Ok(Self { inner, unknown, last, growth })
-    }
-}
-
-impl From<Foreign> for tokenizers::Tokenizer {
-    fn from(foreign: Foreign) -> Self {
-        foreign.inner
-    }
-}
-
-impl Foreign {
-    fn encode(&self, text: &str) -> Result<tokenizers::Encoding> {
-        if text.len() as f64 * self.growth > LONGEST_TEXT {
-            self.check_growth(text)?;
-        }
-        self.inner.encode(text, false).map_err(|error| {
-            let start: String = text.chars().take(40).collect();
-            anyhow!(
-                "the tokenizer.json cannot encode {start:?}: {error}; if it has no unknown token, give it one (`unk_token` in \
-                 its vocabulary, or `unk_id`), or choose characters, words or bytes"
-            )
-        })
-    }
-
-    /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.
-    fn check_growth(&self, text: &str) -> Result<()> {
-        fn run(step: &NormalizerWrapper, text: &mut NormalizedString) -> Result<()> {
-            if let NormalizerWrapper::Sequence(steps) = step {
-                return steps.as_ref().iter().try_for_each(|step| run(step, text));
-            }
-            if (text.len() + 1) as f64 * growth(step)? > LONGEST_TEXT {
-                bail!(
-                    "the normalizer of the tokenizer.json makes a text longer than {} MB; remove a `Replace` from it, or \
-                     shorten the text",
-                    LONGEST_TEXT / 1e6
-                );
-            }
-            step.normalize(text).map_err(|error| anyhow!("the tokenizer.json cannot normalize: {error}"))
-        }
-        match self.inner.get_normalizer() {
-            Some(normalizer) => run(normalizer, &mut NormalizedString::from(text)),
-            None => Ok(()),
-        }
-    }
-
-    /// An id of this command. Unknown is the same for every kind of tokenizer.
-    fn id(&self, own: u32) -> u32 {
-        if Some(own) == self.unknown { UNKNOWN } else { own + SPECIALS }
-    }
-}
-
 impl Tokenizer {
     /// A tokenizer of this kind that knows all of `texts`.
     pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
@@ -245,13 +129,7 @@ impl Tokenizer {
             Kind::File(path) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
-                let mut tokenizer = tokenizers::Tokenizer::from_str(&text).map_err(|error| {
-                    anyhow!("{}: not a tokenizer.json: {}; save it with `tokenizers` again", path.display(), error)
-                })?;
-                // Batches are padded here, and a run has a limit of its own.
-                tokenizer.with_padding(None);
-                tokenizer.with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
-                let tokenizer = Foreign::try_from(tokenizer).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+                let tokenizer = Foreign::parse(&text).map_err(|error| anyhow!("{}: {error}", path.display()))?;
                 Self::Json { tokenizer: Box::new(tokenizer) }
             }
         })
@@ -261,8 +139,12 @@ impl Tokenizer {
     pub fn load(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
-        serde_json::from_str(&text)
-            .map_err(|error| anyhow!("{}: {error}; the file is damaged: restore it or train again", path.display()))
+        guarded(|| serde_json::from_str(&text))
+            .ok_or_else(|| anyhow!("what it holds breaks its reader"))
+            .and_then(|result| Ok(result?))
+            .map_err(|error| {
+                anyhow!("{}: {}; the file is damaged: restore it or train again", path.display(), plain(&error))
+            })
     }
 
     /// What goes into the run folder.
@@ -286,7 +168,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
             Self::Bytes => 256,
             // Not the number of entries: ids may have gaps.
-            Self::Json { tokenizer } => tokenizer.last as usize + 1,
+            Self::Json { tokenizer } => tokenizer.last_id() as usize + 1,
         };
         own + SPECIALS as usize
     }
@@ -298,7 +180,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
             Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
             Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
-            Self::Json { tokenizer } => tokenizer.encode(text)?.get_ids().iter().map(|&id| tokenizer.id(id)).collect(),
+            Self::Json { tokenizer } => tokenizer.encode(text)?.into_iter().map(|(id, _)| tokenizer.id(id)).collect(),
         })
     }
 
@@ -314,10 +196,7 @@ impl Tokenizer {
             }
             Self::Json { tokenizer } => {
                 let ids: Vec<u32> = own.map(|id| id - SPECIALS).collect();
-                tokenizer
-                    .inner
-                    .decode(&ids, true)
-                    .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}"))?
+                tokenizer.decode(&ids)?
             }
         })
     }
@@ -336,12 +215,10 @@ impl Tokenizer {
             // Bytes are all known.
             Self::Bytes => Vec::new(),
             Self::Json { tokenizer } => match tokenizer.encode(text) {
-                Ok(encoding) => encoding
-                    .get_ids()
-                    .iter()
-                    .zip(encoding.get_offsets())
-                    .filter(|(id, _)| tokenizer.id(**id) == UNKNOWN)
-                    .filter_map(|(_, &(start, end))| text.get(start..end))
+                Ok(pieces) => pieces
+                    .into_iter()
+                    .filter(|(id, _)| tokenizer.id(*id) == UNKNOWN)
+                    .filter_map(|(_, (start, end))| text.get(start..end))
                     .collect(),
                 // Answering the text reports the error.
                 Err(_) => Vec::new(),
@@ -404,36 +281,6 @@ mod tests {
         assert!(none.encode("dog").unwrap_err().to_string().contains("if it has no unknown token, give it one"));
         let huge = json(r#"{"type":"WordLevel","vocab":{"cat":4000000000},"unk_token":"[UNK]"}"#).unwrap_err();
         assert!(huge.to_string().contains("the id 4000000000"), "{huge}");
-    }
-
-    #[test]
-    fn a_tokenizer_file_whose_texts_grow_beyond_all_measure_is_refused() {
-        let file = |normalizer: &str, decoder: &str| {
-            let text = format!(
-                r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{normalizer},
-                "pre_tokenizer":null,"post_processor":null,"decoder":{decoder},
-                "model":{{"type":"WordLevel","vocab":{{"[UNK]":0,"a":1}},"unk_token":"[UNK]"}}}}"#
-            );
-            Foreign::try_from(text.parse::<tokenizers::Tokenizer>().unwrap())
-        };
-        let step =
-            |pattern: &str, content: &str| format!(r#"{{"type":"Replace","pattern":{pattern},"content":"{content}"}}"#);
-        let list = |kind: &str, step: &str, count| {
-            format!(r#"{{"type":"Sequence","{kind}":[{}]}}"#, vec![step; count].join(","))
-        };
-        let any = r#"{"Regex":"."}"#;
-        let tenfold = step(any, "xxxxxxxxxx");
-        let explodes = file(&list("normalizers", &tenfold, 12), "null").unwrap();
-        assert!(explodes.encode("a").unwrap_err().to_string().contains("longer than 64 MB; remove a `Replace`"));
-        let decoder = file("null", &list("decoders", &tenfold, 12)).unwrap_err().to_string();
-        assert!(decoder.contains("times as long; remove a `Replace`"), "{decoder}");
-        // Twelve replacements that lengthen nothing, twelve that seldom match, and an empty pattern.
-        for harmless in
-            [step(r#"{"String":"a"}"#, "b"), step(r#"{"Regex":"zz"}"#, "xxxx"), step(r#"{"String":""}"#, "b")]
-        {
-            file(&list("normalizers", &harmless, 12), "null").unwrap().encode("a").unwrap();
-        }
-        file("null", &list("decoders", &step(r#"{"String":"a"}"#, "b"), 12)).unwrap();
     }
 
     #[test]

@@ -11,8 +11,8 @@ use crate::tasks::lines::{self, utf8};
 use crate::terminal::notes::note;
 
 /// How pairs are written.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Format {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
     Tabs,
     Csv,
     JsonLines,
@@ -46,7 +46,8 @@ pub fn read(path: &Path) -> Result<Vec<Example>> {
     Ok(examples)
 }
 
-fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
+/// The pairs in the contents of a file; `name` is its name in errors.
+pub fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
     if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
         bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
     }
