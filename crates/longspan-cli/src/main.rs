@@ -7,6 +7,8 @@
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
 mod commands;
+#[cfg(test)]
+mod fuzz;
 mod run;
 mod tasks;
 mod terminal;

@@ -96,14 +96,14 @@ fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
     let mut arguments = place.train("run", "60", &["--learning-rate", "0.01", "--set", "answer_tokens=3"]);
     arguments[2] = "pairs.jsonl";
     place.ok(&arguments);
-    place.write("lines", b"1\n2\n3\n");
-    let output = place.run(&["predict", "run", "lines"]);
-    assert_eq!(text(&output.stdout), "a\\na\n".repeat(3));
-    assert!(
-        text(&output.stderr).contains("cut at 3 tokens, 3 of them, the first in line 1"),
-        "{}",
-        text(&output.stderr)
-    );
+    for (lines, note) in
+        [("1\n2\n3\n", "3 answers did not end within 3 tokens"), ("2\n", "1 answer did not end within")]
+    {
+        place.write("lines", lines.as_bytes());
+        let output = place.run(&["predict", "run", "lines"]);
+        assert_eq!(text(&output.stdout), "a\\na …\n".repeat(lines.lines().count()));
+        assert!(text(&output.stderr).contains(note), "{}", text(&output.stderr));
+    }
 }
 
 #[test]
@@ -258,6 +258,53 @@ fn completions_and_manual_pages_know_every_verb() {
     assert!(place.names("pages/man1").len() >= 9, "{:?}", place.names("pages/man1"));
     place.write("file", b"");
     place.fails(&["man", "file/man1"], &["cannot write manual pages to file/man1"]);
+}
+
+#[test]
+fn pairs_may_be_csv_with_a_header() {
+    let place = Place::new();
+    let pairs = text(&place.read("pairs.tsv"));
+    let rows: String = pairs
+        .lines()
+        .map(|line| line.split_once('\t').expect("two columns"))
+        .fold("\u{feff}\"note, of mine\",Target,SOURCE\r\n".into(), |csv, (source, target)| {
+            csv + &format!("\"x,\n\"\"y\"\"\",{target},\"{source}\"\r\n")
+        });
+    place.write("PAIRS.CSV", rows.as_bytes());
+    place.trained("run");
+    let mut arguments = place.train("csv", "12", &[]);
+    arguments[2] = "PAIRS.CSV";
+    place.ok(&arguments);
+    assert_eq!(place.losses("csv"), place.losses("run"));
+    let scores = place.ok(&["eval", "run", "pairs.tsv"]);
+    assert_eq!(place.ok(&["eval", "run", "PAIRS.CSV"]), scores);
+    let status =
+        std::process::Command::new("gzip").args(["-S", ".GZ", "PAIRS.CSV"]).current_dir(place.path("")).status();
+    assert!(status.unwrap().success());
+    assert_eq!(place.ok(&["eval", "run", "PAIRS.CSV.GZ"]), scores);
+    place.write("bare.csv", b"abc,cba\n");
+    place.fails(&["eval", "run", "bare.csv"], &["bare.csv, line 1: the header is \"abc,cba\"", "two columns `source`"]);
+}
+
+#[test]
+fn a_text_that_a_tokenizer_cannot_encode_is_named_with_its_line() {
+    let place = Place::new();
+    place.write(
+        "tokenizer.json",
+        br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+        "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
+        "model":{"type":"WordLevel","vocab":{"cat":0,"dog":1},"unk_token":"[UNK]"}}"#,
+    );
+    place.write("pairs.tsv", ["cat\tdog\n".repeat(9), "dog\tcat\ncat\tdog dog\n".into()].concat().as_bytes());
+    let tokens = ["--source-tokens", "tokenizer.json", "--target-tokens", "tokenizer.json"];
+    place.ok(&place.train("run", "3", &tokens));
+    place.write("other.tsv", b"cat\tdog\n\ncat\tzebra\ncat\tcat\n");
+    place.fails(&["eval", "run", "other.tsv"], &["other.tsv, line 3: the tokenizer.json cannot encode \"zebra\""]);
+    place.write("lines", b"cat\ndog\nzebra\n");
+    let output = place.run(&["predict", "run", "lines"]);
+    failed(&output, &["lines, line 3: the tokenizer.json cannot encode \"zebra\"", "give it one"]);
+    place.write("pairs.tsv", b"cat\tdog\ndog\tcat\nzebra\tcat\n");
+    place.fails(&place.train("other", "3", &tokens), &["pairs.tsv, line 3: ", "\"zebra\""]);
 }
 
 #[test]

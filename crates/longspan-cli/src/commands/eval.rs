@@ -11,16 +11,17 @@ use super::Outcome;
 use super::search::Search;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
-use crate::tasks::{Task, Trained, for_task};
+use crate::tasks::{Task, Trained, for_task, lines};
 
 /// What `longspan eval` takes.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// Pairs: a .tsv (source, tab, target) or a .jsonl, also in gzip, or `-`; a source that comes several times may be answered by any of its
-    /// targets
+    /// Pairs: a .tsv (source, tab, target), a .csv or a .jsonl with "source" and "target", also in gzip, or `-`; a source
+    /// that comes several times may be answered by any of its targets
     file: PathBuf,
     /// Print one JSON object
     #[arg(long)]
@@ -37,7 +38,15 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
     let trained = Trained::<T>::load(folder, config)?;
     let texts = T::read(&arguments.file)?;
     let workers = Workers::new(Workers::usual_count())?;
-    let how = trained.answering(arguments.search.beam, &workers);
+    let name = lines::name(&arguments.file);
+    // The texts know their lines.
+    let how = Answering {
+        config: &trained.config,
+        beam: arguments.search.beam,
+        workers: &workers,
+        name: &name,
+        line: &|place| place + 1,
+    };
     let scores = trained.task.score(&trained.model, &texts, &how)?;
     let mut out = std::io::stdout().lock();
     if arguments.json {

@@ -14,12 +14,16 @@ use super::Outcome;
 use super::search::Search;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
 
 /// Lines answered together, if so many are there already.
 const BATCH: usize = 256;
+
+/// Ends an answer that was cut at the limit of tokens.
+const CUT: &str = " …";
 
 /// What `longspan predict` takes.
 #[derive(Args)]
@@ -42,13 +46,12 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
-    let how = trained.answering(arguments.search.beam, &workers);
     let path = arguments.file.as_deref().unwrap_or(Path::new("-"));
     let (name, reader) = (lines::name(path), lines::open(path)?);
     let lines = read_ahead(reader);
     let mut out = io::stdout().lock();
     let mut unknown = BTreeSet::new();
-    let mut cut = Vec::new();
+    let mut cut = 0;
     let mut number = 0;
     while let Some((batch, failure)) = next_batch(&lines) {
         let mut texts = Vec::with_capacity(batch.len());
@@ -67,17 +70,23 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
         let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
         unknown.extend(texts.iter().flat_map(|text| trained.task.unknown_pieces(text)).map(String::from));
         let first = number - texts.len() + 1 - usize::from(bad_line.is_some());
-        for ((text, answers), line) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?).zip(first..)
-        {
+        let how = Answering {
+            config: &trained.config,
+            beam: arguments.search.beam,
+            workers: &workers,
+            name: &name,
+            line: &|place| first + place,
+        };
+        for (text, answers) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?) {
             let best = answers.first();
-            if best.is_some_and(|answer| !answer.finished) {
-                cut.push(line);
-            }
+            let is_cut = best.is_some_and(|answer| !answer.finished);
+            cut += usize::from(is_cut);
             if arguments.json {
                 let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
                 writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
             } else {
-                writeln!(out, "{}", best.map_or_else(String::new, |answer| in_one_line(&answer.target)))?;
+                let mark = if is_cut { CUT } else { "" };
+                writeln!(out, "{}{mark}", best.map_or_else(String::new, |answer| in_one_line(&answer.target)))?;
             }
         }
         out.flush()?;
@@ -89,12 +98,11 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
         }
     }
     say_unknown(&unknown);
-    if let [first, ..] = cut[..] {
+    if cut > 0 {
         let limit = trained.config.answer_tokens.unwrap_or(trained.config.max_tokens);
-        note(format_args!(
-            "note: answers are cut at {limit} tokens, {} of them, the first in line {first}; --json marks each",
-            cut.len()
-        ));
+        let answers = if cut == 1 { "1 answer" } else { &format!("{cut} answers") };
+        let mark = if arguments.json { "\"finished\": false" } else { CUT.trim() };
+        note(format_args!("note: {answers} did not end within {limit} tokens, cut there and marked by {mark}"));
     }
     Ok(Outcome::Done)
 }

@@ -1,5 +1,6 @@
 //! All settings of a run. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
@@ -116,7 +117,7 @@ impl Default for RunConfig {
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
 pub const KEYS: [(&str, &str); 30] = [
-    ("pairs", "a .tsv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
+    ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
@@ -326,16 +327,24 @@ impl RunConfig {
     }
 }
 
-/// An error of `serde_json` without the names of Rust's types.
-fn plain(error: &serde_json::Error) -> String {
-    let names = [
+/// An error of a reader of JSON or TOML without the names of Rust's types.
+pub fn plain(error: &(impl Display + ?Sized)) -> String {
+    const NAMES: [(&str, &str); 12] = [
         ("expected usize", "expected a whole number from 0"),
         ("expected u64", "expected a whole number from 0"),
+        ("expected u32", "expected a whole number from 0"),
+        ("expected u8", "expected a whole number from 0 to 255"),
         ("expected f64", "expected a number"),
         ("expected a map", "expected a table such as {relative = {shared = true}}"),
         ("invalid type: map", "invalid type: table"),
+        ("expected struct ", "expected an object: "),
+        ("expected internally tagged enum ", "expected an object with a `type`: "),
+        ("data did not match any variant of untagged enum ", "no known kind of "),
+        ("UnkIdNotInVocabulary", "whose `unk_id` is not in it"),
+        ("expected ident", "this is no JSON"),
     ];
-    names.iter().fold(error.to_string(), |text, (rust, words)| text.replace(rust, words))
+    let text = NAMES.iter().fold(error.to_string(), |text, (rust, words)| text.replace(rust, words));
+    ["Untagged", "Wrapper", "Helper", "Deserializer"].iter().fold(text, |text, suffix| text.replace(suffix, ""))
 }
 
 /// The known name closest to `name`, if one is close enough to be meant.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 
 use super::config::RunConfig;
-use super::seal;
+use super::seal::{self, LOG};
 use super::write::{help, write_atomic};
 
 /// A folder that holds a run, or is about to.
@@ -73,7 +73,7 @@ impl RunFolder {
 
     /// Reads all settings, once they and the tokenizers are what the seal says.
     pub fn load_config(&self) -> Result<RunConfig> {
-        self.verify(|name| name != MODEL && name != CHECKPOINT)?;
+        self.verify(|name| ![MODEL, CHECKPOINT, LOG].contains(&name))?;
         RunConfig::load(&self.config())
     }
 
@@ -85,7 +85,23 @@ impl RunFolder {
 
     /// Compares files with the seal.
     pub fn verify(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
-        if self.sealed { seal::verify(&self.path, wanted) } else { Ok(()) }
+        if self.sealed { seal::verify(&self.path, wanted).map(drop) } else { Ok(()) }
+    }
+
+    /// What was measured up to the last checkpoint: the sealed lines of the log.
+    pub fn sealed_metrics(&self) -> Result<String> {
+        let bytes = if self.sealed {
+            seal::verify(&self.path, |name| name == LOG)?
+        } else {
+            // A person may have removed it: nothing but the curves depends on it.
+            fs::read(self.metrics()).unwrap_or_default()
+        };
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Seals the log as far as it has come.
+    pub fn seal_metrics(&self) -> Result<()> {
+        self.replace(&[])
     }
 
     /// Seals the files as they are.
@@ -122,7 +138,7 @@ impl RunFolder {
 
     /// What was measured, one JSON object a line.
     pub fn metrics(&self) -> PathBuf {
-        self.path.join("metrics.jsonl")
+        self.path.join(LOG)
     }
 
     /// The loss curve; `extension` is `svg` or `png`.

@@ -7,6 +7,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::folder::RunFolder;
+use super::seal::LOG;
 use super::write::{cannot_write, write_atomic};
 use crate::terminal::plot::{LossCurve, Point};
 
@@ -24,21 +25,22 @@ impl MetricsLog {
     /// Opens the log at a checkpoint: lines beyond `step` and a line cut short are removed.
     pub fn open(folder: &RunFolder, step: usize) -> Result<Self> {
         let path = folder.metrics();
-        let text = fs::read_to_string(&path).unwrap_or_default();
+        // A damaged line beyond the checkpoint is dropped with the others there.
+        let text = String::from_utf8_lossy(&fs::read(&path).unwrap_or_default()).into_owned();
         let lines: Vec<(&str, Value)> = text
             .lines()
             .filter_map(|line| Some((line, serde_json::from_str::<Value>(line).ok()?)))
             .filter(|(_, value)| value["step"].as_u64().is_some_and(|at| at <= step as u64))
             .collect();
         let kept: String = lines.iter().flat_map(|(line, _)| [line, "\n"]).collect();
-        if kept != text || !path.exists() {
-            write_atomic(&path, kept.as_bytes())?;
+        if kept != text {
+            folder.replace(&[(LOG, &|path| write_atomic(path, kept.as_bytes()))])?;
         }
         let curve = |key: &str| {
             let point = |value: &Value| Some((value["step"].as_f64()?, value[key].as_f64()?));
             lines.iter().filter_map(|(_, value)| point(value)).collect()
         };
-        let file = File::options().append(true).open(&path).map_err(|error| cannot_write(&path, error))?;
+        let file = File::options().create(true).append(true).open(&path).map_err(|error| cannot_write(&path, error))?;
         Ok(Self { folder: folder.clone(), file, training: curve("loss"), development: curve("development_loss") })
     }
 

@@ -5,8 +5,8 @@
 //! RUN/source_tokenizer.json    and target_tokenizer.json: what the task stores
 //! RUN/model.safetensors        the weights
 //! RUN/checkpoint.safetensors   weights, optimiser and progress: what --resume reads
-//! RUN/seal.json                SHA-256 of the files above
 //! RUN/metrics.jsonl            one JSON object a line
+//! RUN/seal.json                SHA-256 of the files above
 //! RUN/loss.svg, loss.png       the loss curve
 //! ```
 //!

@@ -5,6 +5,8 @@
 //!
 //! A file is replaced in three steps, so that a process may be killed at any instant: the seal allows the old contents and
 //! the new ones; the file takes its new contents; the seal allows the new ones alone.
+//!
+//! `metrics.jsonl` grows at every step: sealed is what it held at the last checkpoint.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,12 +24,15 @@ use crate::terminal::shell;
 /// The file of the seal, within a run folder.
 const NAME: &str = "seal.json";
 
+/// The file that grows, of which the first bytes are sealed.
+pub const LOG: &str = "metrics.jsonl";
+
 /// What a run folder allows.
 #[derive(Serialize, Deserialize)]
-struct Seal {
+pub struct Seal {
     /// Of `files` as JSON: the seal itself may be damaged.
     sha256: String,
-    /// The SHA-256 that each file may have.
+    /// The SHA-256 that each file may have; of the log the number of its sealed bytes, a colon, and theirs.
     files: BTreeMap<String, Vec<String>>,
 }
 
@@ -36,10 +41,31 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))
+}
+
+/// What the seal says of a file as it is.
 fn of_file(path: &Path) -> Result<String> {
-    let bytes = fs::read(path)
-        .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
-    Ok(sha256(&bytes))
+    let bytes = read(path)?;
+    let log = path.ends_with(LOG);
+    Ok(if log { format!("{}:{}", bytes.len(), sha256(&bytes)) } else { sha256(&bytes) })
+}
+
+/// The sealed bytes of a file, if they are one of those that the seal allows.
+fn sealed(path: &Path, allowed: &[String]) -> Result<Option<Vec<u8>>> {
+    let mut bytes = read(path)?;
+    let found = allowed.iter().find_map(|allowed| {
+        let (length, expected) = match allowed.split_once(':') {
+            Some((length, expected)) => (length.parse().ok()?, expected),
+            None => (bytes.len(), allowed.as_str()),
+        };
+        (sha256(bytes.get(..length)?) == expected).then_some(length)
+    });
+    Ok(found.map(|length| {
+        bytes.truncate(length);
+        bytes
+    }))
 }
 
 /// How a person says that a change was meant.
@@ -50,7 +76,8 @@ fn accept(folder: &Path) -> String {
     )
 }
 
-fn load(folder: &Path) -> Result<Seal> {
+/// The seal of a folder, if it is whole.
+pub fn load(folder: &Path) -> Result<Seal> {
     let path = folder.join(NAME);
     let name = path.display();
     let text = fs::read(&path).map_err(|error| {
@@ -73,26 +100,28 @@ pub fn seal(folder: &Path) -> Result<()> {
         let path = entry.map_err(|error| cannot_write(folder, error))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let sealed = path.extension().is_some_and(|extension| extension == "json" || extension == "safetensors");
-        if sealed && name != NAME && !name.starts_with('.') {
+        if (sealed || name == LOG) && name != NAME && !name.starts_with('.') {
             files.insert(name, vec![of_file(&path)?]);
         }
     }
     store(folder, files)
 }
 
-/// Compares those files of a folder that `wanted` names with its seal.
-pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<()> {
+/// Compares those files of a folder that `wanted` names with its seal; the sealed bytes of the last one.
+pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<u8>> {
     // Another process may be training here, and replace a file between the two readings.
     for attempt in 0.. {
         let seal = load(folder)?;
-        let mut changed = None;
+        let (mut contents, mut changed) = (Vec::new(), None);
         for (name, allowed) in seal.files.iter().filter(|(name, _)| wanted(name)) {
-            if !allowed.contains(&of_file(&folder.join(name))?) {
-                changed = Some(folder.join(name));
+            let path = folder.join(name);
+            match sealed(&path, allowed)? {
+                Some(bytes) => contents = bytes,
+                None => changed = Some(path),
             }
         }
         match changed {
-            None => return Ok(()),
+            None => return Ok(contents),
             Some(path) if attempt == 3 => bail!(
                 "{}: damaged, or changed since `longspan train` wrote it; restore it or train again; {}",
                 path.display(),
@@ -101,15 +130,25 @@ pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<()> {
             Some(_) => sleep(Duration::from_millis(30)),
         }
     }
-    Ok(())
+    Ok(Vec::new())
 }
 
-/// Replaces files of a sealed folder, or of one that has no seal yet: each is a name and the file with its new contents.
+/// Replaces files of a sealed folder, or of one that has no seal yet: each is a name and the file with its new contents. The
+/// log is sealed as far as it has come.
 pub fn replace(folder: &Path, files: &[(&str, &Path)]) -> Result<()> {
     let sealed = folder.join(NAME).exists();
     let mut allowed = if sealed { load(folder)?.files } else { BTreeMap::new() };
     for (name, new) in files {
-        allowed.entry((*name).into()).or_default().push(of_file(new)?);
+        let now = of_file(new)?;
+        // Its temporary file has another name.
+        let now = if *name == LOG { format!("{}:{now}", read(new)?.len()) } else { now };
+        allowed.entry((*name).into()).or_default().push(now);
+    }
+    let log = folder.join(LOG);
+    let grown = log.exists() && !files.iter().any(|(name, _)| *name == LOG);
+    if grown {
+        fs::File::open(&log).and_then(|file| file.sync_all()).map_err(|error| cannot_write(&log, error))?;
+        allowed.insert(LOG.into(), vec![of_file(&log)?]);
     }
     if sealed {
         store(folder, allowed.clone())?;
@@ -136,6 +175,26 @@ fn sync(folder: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_log_may_grow_beyond_what_is_sealed_but_not_change() {
+        let place = tempfile::tempdir().unwrap();
+        let (folder, log) = (place.path(), place.path().join(LOG));
+        fs::write(&log, "one\n").unwrap();
+        seal(folder).unwrap();
+        fs::write(&log, "one\ntwo\nthr").unwrap();
+        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\n");
+        replace(folder, &[]).unwrap();
+        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\ntwo\nthr");
+        for changed in ["one\ntwo\nthx", "one\n", ""] {
+            fs::write(&log, changed).unwrap();
+            assert!(verify(folder, |name| name == LOG).unwrap_err().to_string().contains("metrics.jsonl: damaged"));
+        }
+        let shorter = folder.join("next");
+        fs::write(&shorter, "one\n").unwrap();
+        replace(folder, &[(LOG, &shorter)]).unwrap();
+        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\n");
+    }
 
     #[test]
     fn a_folder_killed_while_a_file_is_replaced_is_still_whole() {

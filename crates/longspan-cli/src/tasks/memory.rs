@@ -35,7 +35,7 @@ pub fn numbers(module: &impl Module) -> f64 {
 }
 
 /// Free memory in bytes: of the machine, or of the control group that the process is in where that has less.
-fn available() -> f64 {
+pub fn available() -> f64 {
     let read = |path: &str| fs::read_to_string(path).ok();
     let bytes = |path: &str| read(path)?.trim().parse::<f64>().ok();
     let machine = read("/proc/meminfo").and_then(|text| {

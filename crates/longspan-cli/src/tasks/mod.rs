@@ -1,6 +1,6 @@
 //! What a run can learn.
 //!
-//! [`Task`] says what a task is; [`pairs`] is the one there is. A task is built from [`tokens`], [`split`], [`batches`],
+//! [`Task`] says what a task is; [`pairs`] is the one there is. A task is built from [`tokens`] and [`tokenizer_file`], [`split`], [`batches`],
 //! [`lines`], [`attention`], [`memory`], [`workers`] and [`scores`], which know nothing of tasks. [`Trained`] is a run that has been read back.
 
 pub mod attention;
@@ -11,6 +11,7 @@ pub mod pairs;
 pub mod scores;
 pub mod split;
 pub mod task;
+pub mod tokenizer_file;
 pub mod tokens;
 pub mod trained;
 pub mod workers;

@@ -104,6 +104,9 @@ pub struct Answering<'a> {
     /// Prefixes that are kept while searching.
     pub beam: usize,
     pub workers: &'a Workers,
+    /// Where the texts come from, and the line in which each stands: for errors.
+    pub name: &'a str,
+    pub line: &'a (dyn Fn(usize) -> usize + Sync),
 }
 
 /// One answer.

@@ -8,7 +8,9 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
-use tokenizers::ModelWrapper;
+
+use super::tokenizer_file::{Foreign, guarded};
+use crate::run::config::plain;
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;
@@ -19,7 +21,7 @@ pub const END: u32 = 2;
 /// Stands for every piece of text that the tokenizer does not know.
 pub const UNKNOWN: u32 = 3;
 /// Ids below this are the special ones.
-const SPECIALS: u32 = 4;
+pub const SPECIALS: u32 = 4;
 
 /// How text is cut, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,66 +113,6 @@ impl<'de> Deserialize<'de> for Vocabulary {
     }
 }
 
-/// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
-pub struct Foreign {
-    inner: tokenizers::Tokenizer,
-    /// The id that it gives to what it does not know.
-    unknown: Option<u32>,
-    /// The largest id.
-    last: u32,
-}
-
-/// Ids are 32-bit integers with a sign, and the special ones come before.
-const LARGEST_ID: u32 = i32::MAX as u32 - SPECIALS;
-
-impl TryFrom<tokenizers::Tokenizer> for Foreign {
-    type Error = anyhow::Error;
-
-    fn try_from(inner: tokenizers::Tokenizer) -> Result<Self> {
-        let unknown = match inner.get_model() {
-            ModelWrapper::BPE(model) => model.get_unk_token().as_ref().and_then(|token| inner.token_to_id(token)),
-            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
-            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
-            // Its field is private.
-            ModelWrapper::Unigram(model) => {
-                serde_json::to_value(model)?["unk_id"].as_u64().and_then(|id| u32::try_from(id).ok())
-            }
-        };
-        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
-        if last > LARGEST_ID {
-            bail!(
-                "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
-            );
-        }
-        Ok(Self { inner, unknown, last })
-    }
-}
-
-impl From<Foreign> for tokenizers::Tokenizer {
-    fn from(foreign: Foreign) -> Self {
-        foreign.inner
-    }
-}
-
-impl Foreign {
-    fn encode(&self, text: &str) -> Result<tokenizers::Encoding> {
-        self.inner.encode(text, false).map_err(|error| {
-            let start: String = text.chars().take(40).collect();
-            anyhow!(
-                "the tokenizer.json cannot encode {start:?}: {error}; if it has no unknown token, give it one (`unk_token` in \
-                 its vocabulary, or `unk_id`), or choose characters, words or bytes"
-            )
-        })
-    }
-
-    /// An id of this command. Unknown is the same for every kind of tokenizer.
-    fn id(&self, own: u32) -> u32 {
-        if Some(own) == self.unknown { UNKNOWN } else { own + SPECIALS }
-    }
-}
-
 impl Tokenizer {
     /// A tokenizer of this kind that knows all of `texts`.
     pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
@@ -187,13 +129,7 @@ impl Tokenizer {
             Kind::File(path) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the tokenizer {}", path.display()))?;
-                let mut tokenizer = tokenizers::Tokenizer::from_str(&text).map_err(|error| {
-                    anyhow!("{}: not a tokenizer.json: {}; save it with `tokenizers` again", path.display(), error)
-                })?;
-                // Batches are padded here, and a run has a limit of its own.
-                tokenizer.with_padding(None);
-                tokenizer.with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
-                let tokenizer = Foreign::try_from(tokenizer).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+                let tokenizer = Foreign::parse(&text).map_err(|error| anyhow!("{}: {error}", path.display()))?;
                 Self::Json { tokenizer: Box::new(tokenizer) }
             }
         })
@@ -203,8 +139,12 @@ impl Tokenizer {
     pub fn load(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
-        serde_json::from_str(&text)
-            .map_err(|error| anyhow!("{}: {error}; the file is damaged: restore it or train again", path.display()))
+        guarded(|| serde_json::from_str(&text))
+            .ok_or_else(|| anyhow!("what it holds breaks its reader"))
+            .and_then(|result| Ok(result?))
+            .map_err(|error| {
+                anyhow!("{}: {}; the file is damaged: restore it or train again", path.display(), plain(&error))
+            })
     }
 
     /// What goes into the run folder.
@@ -228,7 +168,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
             Self::Bytes => 256,
             // Not the number of entries: ids may have gaps.
-            Self::Json { tokenizer } => tokenizer.last as usize + 1,
+            Self::Json { tokenizer } => tokenizer.last_id() as usize + 1,
         };
         own + SPECIALS as usize
     }
@@ -240,7 +180,7 @@ impl Tokenizer {
             Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
             Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
             Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
-            Self::Json { tokenizer } => tokenizer.encode(text)?.get_ids().iter().map(|&id| tokenizer.id(id)).collect(),
+            Self::Json { tokenizer } => tokenizer.encode(text)?.into_iter().map(|(id, _)| tokenizer.id(id)).collect(),
         })
     }
 
@@ -256,10 +196,7 @@ impl Tokenizer {
             }
             Self::Json { tokenizer } => {
                 let ids: Vec<u32> = own.map(|id| id - SPECIALS).collect();
-                tokenizer
-                    .inner
-                    .decode(&ids, true)
-                    .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}"))?
+                tokenizer.decode(&ids)?
             }
         })
     }
@@ -278,12 +215,10 @@ impl Tokenizer {
             // Bytes are all known.
             Self::Bytes => Vec::new(),
             Self::Json { tokenizer } => match tokenizer.encode(text) {
-                Ok(encoding) => encoding
-                    .get_ids()
-                    .iter()
-                    .zip(encoding.get_offsets())
-                    .filter(|(id, _)| tokenizer.id(**id) == UNKNOWN)
-                    .filter_map(|(_, &(start, end))| text.get(start..end))
+                Ok(pieces) => pieces
+                    .into_iter()
+                    .filter(|(id, _)| tokenizer.id(*id) == UNKNOWN)
+                    .filter_map(|(_, (start, end))| text.get(start..end))
                     .collect(),
                 // Answering the text reports the error.
                 Err(_) => Vec::new(),

@@ -3,8 +3,7 @@
 use anyhow::Result;
 use burn::tensor::Device;
 
-use super::task::{Answering, Task};
-use super::workers::Workers;
+use super::task::Task;
 use crate::run::checkpoint::{Saved, optimizer};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
@@ -23,11 +22,6 @@ impl<T: Task> Trained<T> {
         let task = T::load(&folder)?;
         let model = folder.load_weights(task.model(&config, &Device::flex())?)?;
         Ok(Self { config, task, model, folder })
-    }
-
-    /// How the run answers.
-    pub fn answering<'a>(&'a self, beam: usize, workers: &'a Workers) -> Answering<'a> {
-        Answering { config: &self.config, beam, workers }
     }
 
     /// How far the training has come; reads and verifies the checkpoint.

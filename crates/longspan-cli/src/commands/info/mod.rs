@@ -50,7 +50,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         let _lock = trained.folder.lock()?;
         trained.folder.seal()?;
     }
-    let metrics = std::fs::read_to_string(trained.folder.metrics()).unwrap_or_default();
+    let metrics = trained.folder.sealed_metrics()?;
     let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let last = |key: &str| metrics.iter().rev().map(|line| &line[key]).find(|value| !value.is_null()).cloned();
     let (config, run) = (&trained.config, trained.folder.path());

@@ -31,8 +31,8 @@ use session::Session;
 #[derive(Args)]
 #[command(after_long_help = keys_help())]
 pub struct Arguments {
-    /// Pairs to learn from: a .tsv (source, tab, target) or a .jsonl with "source" and "target", also in
-    /// gzip, or - for standard input; without it, the CMU pronouncing dictionary
+    /// Pairs to learn from: a .tsv (source, tab, target), a .csv or a .jsonl with "source" and "target", also
+    /// in gzip, or - for standard input; without it, the CMU pronouncing dictionary
     #[arg(long, value_name = "FILE")]
     pairs: Option<PathBuf>,
     /// Pairs for the development loss, instead of a twentieth of --pairs
@@ -183,7 +183,14 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             session.step()
         ));
     }
-    let how = Answering { config: &session.config, beam: 1, workers: &session.workers };
+    let name = session.config.held_out.as_deref().map_or(session.config.data_name(), lines::name);
+    let how = Answering {
+        config: &session.config,
+        beam: 1,
+        workers: &session.workers,
+        name: &name,
+        line: &|place| place + 1,
+    };
     let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
     let held_out = spread(&session.data.held_out, limit);
     let mut text = String::new();
@@ -193,6 +200,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         note(format_args!("scoring {} held-out examples", held_out.len()));
         let scores = session.task.score(&model, &held_out, &how)?;
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
+        session.folder.seal_metrics()?;
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }

@@ -80,6 +80,7 @@ impl<T: Task> Session<T> {
                  run with --out"
             );
         }
+        folder.sealed_metrics()?;
         folder.repair(&model, &mut saved)?;
         folder.save_config(&config)?;
         let log = MetricsLog::open(&folder, saved.step)?;

@@ -1,12 +1,13 @@
 //! Answers of a model to texts, and their scores against targets.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use burn::tensor::Device;
 use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
 use longspan::models::Seq2Seq;
 
 use super::example::Example;
 use super::loss::source_ids;
+use super::model;
 use crate::tasks::batches::{micro_batches, padded};
 use crate::tasks::memory::{self, NUMBER};
 use crate::tasks::scores::{self, Score};
@@ -18,7 +19,7 @@ const BATCH: usize = 128;
 
 /// Up to `beam` hypotheses for each text, the likeliest first. An empty text has one empty answer, which is certain.
 pub fn search(
-    model: &Seq2Seq,
+    seq2seq: &Seq2Seq,
     tokenizer: &Tokenizer,
     texts: &[&str],
     how: &Answering<'_>,
@@ -26,7 +27,8 @@ pub fn search(
     let mut answers: Vec<Vec<Hypothesis>> = vec![Vec::new(); texts.len()];
     let mut sources = Vec::new();
     for (place, text) in texts.iter().enumerate() {
-        let ids = tokenizer.encode(text)?;
+        let at = |error| anyhow!("{}, line {}: {error}", how.name, (how.line)(place));
+        let ids = tokenizer.encode(text).map_err(at)?;
         if ids.is_empty() {
             answers[place] = vec![Hypothesis { tokens: Vec::new(), log_probability: 0.0, score: 0.0, finished: true }];
         } else {
@@ -38,22 +40,32 @@ pub fn search(
     let device = Device::flex();
     let longest = how.config.answer_tokens.unwrap_or(how.config.max_tokens);
     let options = GenerateOptions::new(START as usize, END as usize, longest);
-    let beam = widest(model.target_vocab(), longest).min(how.beam);
+    let beam = widest(seq2seq.target_vocab(), longest).min(how.beam);
     check_beam(how, beam)?;
     let size = (BATCH / beam).min(sources.len().div_ceil(how.workers.count())).max(1);
     let batches: Vec<_> =
         sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
-    let found = how.workers.run(&batches, |_, batches| {
+    // Long sources take turns where the memory has no room for several.
+    let each = sources.last().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam));
+    let in_turn = each * how.workers.count() as f64 > memory::available();
+    if let (true, Some((place, ids))) = (in_turn, sources.last()) {
+        let what = || format!("{}, line {}: a text of {} tokens", how.name, (how.line)(*place), ids.len());
+        memory::check(each, what, "shorten it, or keep fewer prefixes with --beam")?;
+    }
+    let answer = |_: usize, batches: &[&[(usize, Vec<u32>)]]| {
         let mut found = Vec::new();
         for batch in batches {
             let rows: Vec<&[u32]> = batch.iter().map(|(_, ids)| ids.as_slice()).collect();
             let (source, lengths) = padded(&rows, &device);
-            let hypotheses = beam_search(model, source, &lengths, beam, &options)?;
+            let hypotheses = beam_search(seq2seq, source, &lengths, beam, &options)?;
             found.extend(batch.iter().map(|(place, _)| *place).zip(hypotheses));
         }
         Ok(found)
-    })?;
-    for (place, hypotheses) in found.into_iter().flatten() {
+    };
+    // Each on all threads, or all at the same time.
+    let turns = batches.chunks(if in_turn { 1 } else { batches.len().max(1) });
+    let found = turns.map(|batches| how.workers.run(batches, answer)).collect::<Result<Vec<_>>>()?.into_iter().flatten();
+    for (place, hypotheses) in found.flatten() {
         answers[place] = hypotheses;
     }
     Ok(answers)
@@ -84,15 +96,19 @@ pub fn to_text(tokenizer: &Tokenizer, hypothesis: &Hypothesis) -> Result<Answer>
     })
 }
 
-/// Scores the likeliest hypothesis for each example against its targets.
-pub fn score(tokenizer: &Tokenizer, examples: &[Example], found: &[Vec<Hypothesis>]) -> Result<Vec<Score>> {
+/// Scores the likeliest hypothesis for each example against its targets; `name` says where the examples come from.
+pub fn score(tokenizer: &Tokenizer, examples: &[Example], found: &[Vec<Hypothesis>], name: &str) -> Result<Vec<Score>> {
     let mut scores = Vec::with_capacity(examples.len());
     for (example, hypotheses) in examples.iter().zip(found) {
         let answer = hypotheses.first().map(ids).unwrap_or_default();
         let targets: Vec<Vec<u32>> = example
             .targets
             .iter()
-            .map(|target| Ok(tokenizer.encode(target)?.into_iter().map(distinct).collect()))
+            .zip(&example.lines)
+            .map(|(target, line)| {
+                let ids = tokenizer.encode(target).map_err(|error| anyhow!("{name}, line {line}: {error}"))?;
+                Ok(ids.into_iter().map(distinct).collect())
+            })
             .collect::<Result<_>>()?;
         scores.extend(scores::score(&answer, &targets));
     }

@@ -1,13 +1,17 @@
 //! The CMU pronouncing dictionary, as the crate `cmudict-fast` ships it: the build embeds its file.
 
-use super::example::{Example, group};
+use super::example::{Entry, Example, group};
 
 /// `word P1 P2 … # comment`, one pronunciation a line; further ones of a word are marked `word(2)`.
 const DICTIONARY: &str = include_str!(env!("LONGSPAN_CMUDICT"));
 
 /// Every word with all its pronunciations, phonemes separated by spaces, without stress marks.
 pub fn examples() -> Vec<Example> {
-    group(DICTIONARY.lines().filter_map(entry)).0
+    let entries = DICTIONARY.lines().zip(1..).filter_map(|(text, line)| {
+        let (source, target) = entry(text)?;
+        Some(Entry { line, source, target })
+    });
+    group(entries).0
 }
 
 /// Splits one line into word and phonemes.

@@ -8,6 +8,16 @@ pub struct Example {
     pub source: String,
     /// At least one, no two alike.
     pub targets: Vec<String>,
+    /// The line that each target stands in.
+    pub lines: Vec<usize>,
+}
+
+/// One source with one target, as a file has them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    pub line: usize,
+    pub source: String,
+    pub target: String,
 }
 
 /// A training pair as ids, without start and end.
@@ -25,20 +35,21 @@ impl Pair {
 }
 
 /// Gathers pairs by source, in the order of first appearance. A pair that comes again is dropped; also how many were.
-pub fn group(pairs: impl IntoIterator<Item = (String, String)>) -> (Vec<Example>, usize) {
+pub fn group(entries: impl IntoIterator<Item = Entry>) -> (Vec<Example>, usize) {
     let mut dropped = 0;
     let mut examples: Vec<Example> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();
-    for (source, target) in pairs {
+    for Entry { line, source, target } in entries {
         let place = *places.entry(source).or_insert_with_key(|source| {
-            examples.push(Example { source: source.clone(), targets: Vec::new() });
+            examples.push(Example { source: source.clone(), targets: Vec::new(), lines: Vec::new() });
             examples.len() - 1
         });
-        let targets = &mut examples[place].targets;
+        let Example { targets, lines, .. } = &mut examples[place];
         if targets.contains(&target) {
             dropped += 1;
         } else {
             targets.push(target);
+            lines.push(line);
         }
     }
     (examples, dropped)
@@ -50,9 +61,15 @@ mod tests {
 
     #[test]
     fn targets_of_one_source_stay_together_and_unique() {
-        let pair = |a: &str, b: &str| (a.to_string(), b.to_string());
-        let (examples, dropped) = group([pair("x", "1"), pair("y", "2"), pair("x", "3"), pair("x", "1")]);
+        let entries = [("x", "1"), ("y", "2"), ("x", "3"), ("x", "1")];
+        let entries = entries.into_iter().zip(1..).map(|((source, target), line)| Entry {
+            line,
+            source: source.into(),
+            target: target.into(),
+        });
+        let (examples, dropped) = group(entries);
         assert_eq!((examples.len(), dropped), (2, 1));
-        assert_eq!(examples[0], Example { source: "x".into(), targets: vec!["1".into(), "3".into()] });
+        let expected = Example { source: "x".into(), targets: vec!["1".into(), "3".into()], lines: vec![1, 3] };
+        assert_eq!(examples[0], expected);
     }
 }

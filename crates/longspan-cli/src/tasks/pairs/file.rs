@@ -1,18 +1,20 @@
-//! A person's own pairs: tab-separated columns, or JSON lines with the keys `source` and `target`.
+//! A person's own pairs: tab-separated columns, CSV, or JSON lines with the keys `source` and `target`.
 
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
-use super::example::{Example, group};
+use super::csv;
+use super::example::{Entry, Example, group};
 use crate::tasks::lines::{self, utf8};
 use crate::terminal::notes::note;
 
 /// How pairs are written.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Format {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
     Tabs,
+    Csv,
     JsonLines,
 }
 
@@ -24,43 +26,53 @@ impl Format {
         let braced = lines::is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
         match name.rsplit_once('.').map_or("", |(_, end)| end) {
             "jsonl" | "ndjson" => Self::JsonLines,
+            "csv" => Self::Csv,
             _ if braced => Self::JsonLines,
             _ => Self::Tabs,
         }
     }
 }
 
-/// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, otherwise tab-separated.
+/// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, `.csv`, otherwise tab-separated.
 ///
 /// Lines that are entirely empty are passed over. A column may be empty.
 pub fn read(path: &Path) -> Result<Vec<Example>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
-    let pairs = parse(&bytes, Format::of(path, &bytes), &name)?;
-    let (examples, dropped) = group(pairs);
+    let entries = parse(&bytes, Format::of(path, &bytes), &name)?;
+    let (examples, dropped) = group(entries);
     if dropped > 0 {
         note(format_args!("{name}: {dropped} pairs come again and count once"));
     }
     Ok(examples)
 }
 
-fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<(String, String)>> {
+/// The pairs in the contents of a file; `name` is its name in errors.
+pub fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
     if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
         bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
     }
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
-    let mut pairs = Vec::new();
-    for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        if line.is_empty() {
+    let entries = if format == Format::Csv { csv::entries(bytes, name)? } else { by_line(bytes, format, name)? };
+    if entries.is_empty() {
+        bail!("{name}: no pairs in it; give a file with one pair a line");
+    }
+    Ok(entries)
+}
+
+fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for (text, line) in bytes.split(|&byte| byte == b'\n').zip(1..) {
+        let text = text.strip_suffix(b"\r").unwrap_or(text);
+        if text.is_empty() {
             continue;
         }
-        let at = format!("{name}, line {}", index + 1);
-        let text = utf8(line, &at)?;
+        let at = format!("{name}, line {line}");
+        let text = utf8(text, &at)?;
         if format == Format::JsonLines {
             let (source, targets) = json_pair(text).map_err(|problem| {
                 anyhow!("{at}: {problem}; expected an object such as {{\"source\": \"cat\", \"target\": \"K AE T\"}}")
             })?;
-            pairs.extend(targets.into_iter().map(|target| (source.clone(), target)));
+            entries.extend(targets.into_iter().map(|target| Entry { line, source: source.clone(), target }));
         } else {
             let columns: Vec<&str> = text.split('\t').collect();
             let [source, target] = columns[..] else {
@@ -72,13 +84,10 @@ fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<(String, String
                 let plural = if columns.len() == 1 { "" } else { "s" };
                 bail!("{at}: {} column{plural}, expected two (source, tab, target); {help}", columns.len());
             };
-            pairs.push((source.to_string(), target.to_string()));
+            entries.push(Entry { line, source: source.into(), target: target.into() });
         }
     }
-    if pairs.is_empty() {
-        bail!("{name}: no pairs in it; give a file with one pair a line");
-    }
-    Ok(pairs)
+    Ok(entries)
 }
 
 /// The keys `source` and `target` of an object; others are not looked at. A target may be a list of texts.
@@ -111,14 +120,19 @@ fn json_pair(text: &str) -> Result<(String, Vec<String>), String> {
 mod tests {
     use super::*;
 
+    fn texts(bytes: &[u8], format: Format) -> Vec<(usize, String, String)> {
+        let entries = parse(bytes, format, "x").unwrap();
+        entries.into_iter().map(|Entry { line, source, target }| (line, source, target)).collect()
+    }
+
     fn message(bytes: &[u8], json: bool) -> String {
         parse(bytes, if json { Format::JsonLines } else { Format::Tabs }, "x").unwrap_err().to_string()
     }
 
     #[test]
     fn columns_may_be_empty_and_line_ends_may_be_windows() {
-        let pairs = parse(b"\xef\xbb\xbfa\tb\r\n\n\tc\r\nd\t", Format::Tabs, "x").unwrap();
-        let expected = [("a", "b"), ("", "c"), ("d", "")].map(|(a, b)| (a.to_string(), b.to_string()));
+        let pairs = texts(b"\xef\xbb\xbfa\tb\r\n\n\tc\r\nd\t", Format::Tabs);
+        let expected = [(1, "a", "b"), (3, "", "c"), (4, "d", "")].map(|(n, a, b)| (n, a.to_string(), b.to_string()));
         assert_eq!(pairs, expected);
     }
 
@@ -132,12 +146,8 @@ mod tests {
 
     #[test]
     fn json_lines_take_one_target_or_several() {
-        let pairs = parse(
-            b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}",
-            Format::JsonLines,
-            "x",
-        );
-        assert_eq!(pairs.unwrap().len(), 3);
+        let pairs = b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}";
+        assert_eq!(texts(pairs, Format::JsonLines).len(), 3);
         assert!(message(b"{\"source\":\"a\"}", true).starts_with("x, line 1: the key `target` is missing"));
         assert!(message(b"\n{", true).starts_with("x, line 2: no JSON: EOF"));
         assert!(message(b"{\"source\":\"a\",\"target\":[]}", true).contains("is empty"));

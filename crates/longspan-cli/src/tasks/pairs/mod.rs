@@ -2,6 +2,7 @@
 
 mod answers;
 mod cmudict;
+mod csv;
 mod example;
 pub mod file;
 mod loss;
@@ -9,16 +10,18 @@ mod model;
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::Device;
 use longspan::models::Seq2Seq;
 use sha2::{Digest, Sha256};
 
 use super::lines;
+use super::memory;
 use super::scores::ErrorRates;
 use super::split::{Split, split};
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
 use super::tokens::{Kind, Tokenizer};
+use super::workers::Workers;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
@@ -106,8 +109,9 @@ impl Task for Pairs {
 
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
         let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
-        let hypotheses = answers::search(model, &self.source, &texts, how)?;
-        let scores = answers::score(&self.target, examples, &hypotheses)?;
+        let line = |place: usize| examples[place].lines[0];
+        let hypotheses = answers::search(model, &self.source, &texts, &Answering { line: &line, ..*how })?;
+        let scores = answers::score(&self.target, examples, &hypotheses, how.name)?;
         let units = if how.config.data().is_none() { ["word", "phoneme"] } else { ["sequence", "token"] };
         Ok(ErrorRates::of(&scores, units))
     }
@@ -160,7 +164,7 @@ impl Pairs {
     /// Examples as ids.
     fn encode(&self, split: Split<Example>, config: &RunConfig) -> Result<Data<Self>> {
         let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.max_tokens;
-        let all = self.ids(&split.train)?;
+        let all = self.ids(&split.train, &config.data_name())?;
         let train: Vec<Pair> = all.iter().filter(|pair| fits(pair)).cloned().collect();
         let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
         let longest = all.iter().map(tokens).max().unwrap_or(0);
@@ -172,7 +176,9 @@ impl Pairs {
                 config.max_tokens
             );
         }
-        let mut development = self.ids(&split.development)?;
+        check_memory(&train, config)?;
+        let of = config.development.as_deref().map_or(config.data_name(), lines::name);
+        let mut development = self.ids(&split.development, &of)?;
         development.retain(fits);
         let mut total = 0;
         let few = development.iter().take(DEVELOPMENT).take_while(|pair| {
@@ -186,16 +192,34 @@ impl Pairs {
         Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
     }
 
-    fn ids(&self, examples: &[Example]) -> Result<Vec<Pair>> {
+    /// Examples as ids; `name` says where they come from.
+    fn ids(&self, examples: &[Example], name: &str) -> Result<Vec<Pair>> {
         let mut pairs = Vec::new();
         for example in examples {
-            let source = self.source.encode(&example.source)?;
-            for text in &example.targets {
-                pairs.push(Pair { source: source.clone(), target: self.target.encode(text)? });
+            let at = |line: usize| move |error| anyhow!("{name}, line {line}: {error}");
+            let source = self.source.encode(&example.source).map_err(at(example.lines[0]))?;
+            for (text, &line) in example.targets.iter().zip(&example.lines) {
+                pairs.push(Pair { source: source.clone(), target: self.target.encode(text).map_err(at(line))? });
             }
         }
         Ok(pairs)
     }
+}
+
+/// Refuses pairs that the memory has no room for. All workers may have a long one at the same time.
+fn check_memory(pairs: &[Pair], config: &RunConfig) -> Result<()> {
+    let [source, target] = model::training_bytes(config);
+    let bytes = |pair: &Pair| source * pair.source.len() as f64 + target * pair.target.len() as f64;
+    let Some(largest) = pairs.iter().max_by(|a, b| bytes(a).total_cmp(&bytes(b))) else { return Ok(()) };
+    let workers = config.workers.unwrap_or(Workers::usual_count()) as f64;
+    let what = || format!("training on pairs of {} and {} tokens", largest.source.len(), largest.target.len());
+    let room = (memory::available() / workers / (source + target)) as usize;
+    if room == 0 {
+        // The model is refused for its own size.
+        return Ok(());
+    }
+    let help = format!("leave longer ones out with --set max_tokens={room}, or lower workers, d_model or d_ff");
+    memory::check(workers * bytes(largest), what, &help)
 }
 
 fn fingerprint(pairs: &[Pair]) -> String {

@@ -56,6 +56,22 @@ pub fn model(config: &RunConfig, sizes: &Seq2SeqConfig, device: &Device) -> Resu
     Ok(sizes.init(device)?)
 }
 
+/// Bytes that training keeps for a token of the source and for one of the target; measured, rounded up.
+pub fn training_bytes(config: &RunConfig) -> [f64; 2] {
+    let [d_model, d_ff] = [config.d_model, config.d_ff].map(|size| size as f64);
+    let encoder = config.encoder_layers as f64 * (14.0 * d_model + 2.0 * d_ff);
+    [encoder * NUMBER, config.decoder_layers as f64 * (10.0 * d_model + d_ff) * NUMBER]
+}
+
+/// Bytes that answering with a beam takes for a token of the source; measured, rounded up.
+pub fn answering_bytes(config: &RunConfig, beam: usize) -> f64 {
+    let [d_model, d_ff] = [config.d_model, config.d_ff].map(|size| size as f64);
+    // Without positions sums stand for all keys and values; otherwise every layer keeps them, and once more for each prefix.
+    let kept =
+        if config.attention == "kernelized" { 0 } else { config.decoder_layers * if beam > 1 { 1 + beam } else { 1 } };
+    (6.0 * d_model).max(2.0 * d_model + d_ff).max((2.0 + 2.0 * kept as f64) * d_model) * NUMBER
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,290 @@
+//! Every reader on inputs that were changed at random: it may refuse them, and must not panic, abort or hang.
+//!
+//! An ordinary test rather than `cargo fuzz`, which wants a nightly compiler: the same corpus is changed in the same way each time,
+//! for `LONGSPAN_FUZZ_SECONDS` a reader (by default half a second), with `LONGSPAN_SEED` for other changes. `tests/corpus` holds a
+//! folder of inputs for each reader that reads text, and gets those that once did harm. What is binary is made here, so that it is
+//! always of today's format.
+
+use std::fs;
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use burn::tensor::{Device, Tensor};
+use longspan::attention::{AttentionConfig, AttentionState, StoredState};
+use longspan::checkpoint;
+use longspan::models::{Seq2Seq, Seq2SeqConfig};
+
+use crate::run::checkpoint::{Best, Saved, optimizer};
+use crate::run::config::{RunConfig, Settings};
+use crate::run::seal;
+use crate::tasks::batches::Random;
+use crate::tasks::pairs::file::{Format, parse};
+use crate::tasks::tokens::{Kind, Tokenizer};
+use crate::tasks::{attention, lines};
+
+/// What is put in: things that readers treat in a way of their own.
+const PIECES: [&[u8]; 36] = [
+    b"\"",
+    b"\\",
+    b"\n",
+    b"\r\n",
+    b"\t",
+    b",",
+    b":",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b"{}",
+    b"[]",
+    b"null",
+    b"true",
+    b"-1",
+    b"0",
+    b"1e308",
+    b"-0.0",
+    b"NaN",
+    b"4294967295",
+    b"4294967296",
+    b"9223372036854775807",
+    b"18446744073709551616",
+    b"1e999",
+    b"\\u0000",
+    b"\\ud800",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\x1f\x8b",
+    b"\0",
+    b"\xe2\x96\x81",
+    b"(a|a)*",
+    b".*",
+    b"=",
+];
+
+/// Changes an input, in up to 6 places.
+fn change(random: &mut Random, corpus: &[Vec<u8>]) -> Vec<u8> {
+    let below = |random: &mut Random, limit: usize| (random.next() % limit.max(1) as u64) as usize;
+    let mut input = corpus[below(random, corpus.len())].clone();
+    for _ in 0..1 + below(random, 6) {
+        let at = below(random, input.len() + 1);
+        let end = (at + 1 + below(random, 40)).min(input.len()).max(at);
+        match below(random, 9) {
+            0 if at < input.len() => input[at] ^= 1 << below(random, 8),
+            1 if at < input.len() => input[at] = random.next() as u8,
+            2 => drop(input.drain(at..end)),
+            3 => {
+                let part = input[at..end].to_vec();
+                input.splice(at..at, part);
+            }
+            4 | 5 => {
+                let piece = PIECES[below(random, PIECES.len())];
+                input.splice(at..at, piece.iter().copied());
+            }
+            // A value for a value, where there is one.
+            6 => {
+                let end =
+                    input[at..].iter().position(|byte| b",}]\n \"".contains(byte)).map_or(input.len(), |n| at + n);
+                let piece = PIECES[below(random, PIECES.len())];
+                input.splice(at..end, piece.iter().copied());
+            }
+            // The end of another input.
+            7 => {
+                let other = &corpus[below(random, corpus.len())];
+                let from = below(random, other.len() + 1);
+                input.splice(at.., other[from..].iter().copied());
+            }
+            _ if below(random, 4) == 0 => input.truncate(at),
+            _ => {}
+        }
+    }
+    input
+}
+
+fn number(name: &str, default: f64) -> f64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: a number")))
+}
+
+/// Inputs of a reader in `tests/corpus`.
+fn kept(name: &str) -> Vec<Vec<u8>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
+    let Ok(entries) = fs::read_dir(&folder) else { return Vec::new() };
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
+/// Runs a reader on changed inputs; it says whether it took the input. Every input of the corpus is tried as it is first.
+fn fuzz(name: &str, made: Vec<Vec<u8>>, reader: impl Fn(&Path, &[u8]) -> bool + std::panic::RefUnwindSafe) {
+    let corpus = [made, kept(name)].concat();
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("input");
+    let mut random = Random::new(number("LONGSPAN_SEED", 1.0) as u64, 0);
+    let started = Instant::now();
+    let seconds = Duration::from_secs_f64(number("LONGSPAN_FUZZ_SECONDS", 0.5));
+    let (mut tried, mut taken) = (0, 0);
+    let mut slowest = Duration::ZERO;
+    while tried < corpus.len() || started.elapsed() < seconds {
+        let input = if tried < corpus.len() { corpus[tried].clone() } else { change(&mut random, &corpus) };
+        // Before the call: an abort leaves it there.
+        fs::write(&path, &input).unwrap();
+        let called = Instant::now();
+        let result = catch_unwind(|| reader(&path, &input));
+        slowest = slowest.max(called.elapsed());
+        if result.is_err() || called.elapsed() > Duration::from_secs(10) {
+            let found = place.keep().join("input");
+            let did = if result.is_err() { "panics" } else { "takes more than 10 s" };
+            panic!("the reader of {name} {did} on {}: put it into tests/corpus/{name}", found.display());
+        }
+        taken += u32::from(result.is_ok_and(|taken| taken));
+        tried += 1;
+    }
+    println!("{name}: {tried} inputs, {taken} of them taken, the slowest in {slowest:?}");
+    assert!(taken > 0, "{name}: the corpus itself is refused");
+}
+
+#[test]
+fn pairs() {
+    for (name, format) in [("tabs", Format::Tabs), ("csv", Format::Csv), ("json-lines", Format::JsonLines)] {
+        fuzz(name, Vec::new(), move |_, input| parse(input, format, "x").is_ok());
+    }
+    let compressed = |text: &[u8]| {
+        use std::io::Write as _;
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(text).unwrap();
+        encoder.finish().unwrap()
+    };
+    let made = vec![compressed(b"abc\tcba\n"), [compressed(&[b'a'; 300]), compressed(b"")].concat()];
+    fuzz("gzip", made, |path, _| lines::read(path).is_ok());
+}
+
+/// Uses a tokenizer as a run would.
+fn try_tokenizer(tokenizer: &Tokenizer) {
+    let _ = (tokenizer.len(), tokenizer.to_json());
+    for text in ["", "a b", "cat ab üñ猫\u{0}", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"] {
+        tokenizer.unknown_pieces(text);
+        if let Ok(ids) = tokenizer.encode(text) {
+            let _ = tokenizer.decode(&ids);
+        }
+    }
+    let _ = tokenizer.decode(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 300, u32::MAX]);
+}
+
+#[test]
+fn tokenizers() {
+    fuzz("tokenizer", Vec::new(), |path, _| {
+        let tokenizer = Tokenizer::build(&Kind::File(path.into()), std::iter::empty());
+        tokenizer.as_ref().is_ok_and(|tokenizer| {
+            try_tokenizer(tokenizer);
+            true
+        })
+    });
+    fuzz("stored-tokenizer", Vec::new(), |path, _| {
+        Tokenizer::load(path).is_ok_and(|tokenizer| {
+            try_tokenizer(&tokenizer);
+            true
+        })
+    });
+}
+
+#[test]
+fn settings() {
+    let config = RunConfig { steps: Some(3), workers: Some(2), ..RunConfig::default() };
+    let made = vec![serde_json::to_vec_pretty(&config).unwrap(), serde_json::to_vec(&config).unwrap()];
+    fuzz("config", made, |path, _| {
+        RunConfig::load(path).is_ok_and(|config| {
+            // The model's sizes are checked before its memory is asked for.
+            let _ = attention::of_run(&config, config.max_tokens);
+            true
+        })
+    });
+    fuzz("settings", Vec::new(), |path, _| {
+        let mut settings = Settings::new().unwrap();
+        // Some keys are unknown; those before them were taken.
+        let _ = settings.read_file(path);
+        settings.finish().is_ok()
+    });
+    fuzz("assignment", Vec::new(), |_, input| {
+        let mut settings = Settings::new().unwrap();
+        let taken = settings.set_text(&String::from_utf8_lossy(input)).is_ok();
+        taken && settings.finish().is_ok()
+    });
+    fuzz("options", Vec::new(), |_, input| {
+        attention::options(&String::from_utf8_lossy(input)).is_ok_and(|options| {
+            for name in AttentionConfig::NAMES {
+                let _ = attention::named(name, &[], &options);
+            }
+            true
+        })
+    });
+}
+
+#[test]
+fn seals() {
+    let place = tempfile::tempdir().unwrap();
+    for (name, contents) in [("config.json", "{}"), (seal::LOG, "one\n")] {
+        fs::write(place.path().join(name), contents).unwrap();
+    }
+    seal::seal(place.path()).unwrap();
+    let made = vec![fs::read(place.path().join("seal.json")).unwrap()];
+    fuzz("seal", made, |_, input| {
+        fs::write(place.path().join("seal.json"), input).unwrap();
+        // Not `verify`, which waits for another process to finish.
+        seal::load(place.path()).is_ok()
+    });
+}
+
+fn tiny() -> Seq2Seq {
+    let sizes = Seq2SeqConfig::new(5, 6).with_d_model(4).with_heads(2).with_d_ff(4);
+    sizes.with_encoder_layers(1).with_decoder_layers(1).with_dropout(0.0).init(&Device::flex()).unwrap()
+}
+
+/// A file, and the same without the library's checksum, so that changes reach beyond it.
+fn with_and_without_checksum(bytes: Vec<u8>) -> Vec<Vec<u8>> {
+    let name = b"\"longspan\"";
+    let at = bytes.windows(name.len()).position(|window| window == name).expect("metadata of the library");
+    let mut other = bytes.clone();
+    other[at + 1..at + 9].copy_from_slice(b"someone!");
+    vec![bytes, other]
+}
+
+#[test]
+fn weights_and_checkpoints() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    checkpoint::save_weights(file.path(), &tiny()).unwrap();
+    let made = with_and_without_checksum(fs::read(file.path()).unwrap());
+    fuzz("weights", made, |path, _| checkpoint::load_weights(path, tiny()).is_ok());
+
+    let optimizer = || optimizer(&RunConfig::default());
+    let best = Some(Best { step: 2, loss: 1.5 });
+    let saved = Saved { step: 3, seconds: 0.5, best, data_sha256: "0".repeat(64) };
+    checkpoint::save_training(file.path(), &tiny(), &optimizer(), &saved).unwrap();
+    let made = with_and_without_checksum(fs::read(file.path()).unwrap());
+    fuzz("checkpoint", made, |path, _| checkpoint::load_training::<_, Saved>(path, tiny(), optimizer()).is_ok());
+}
+
+#[test]
+fn states() {
+    for name in ["shaw", "kernelized", "fourier", "toeplitz", "aft-conv", "softmax"] {
+        let device = Device::flex();
+        let module = AttentionConfig::by_name(name).unwrap().init(2, 2, 4, &device).unwrap();
+        let key_dim = module.key_dim();
+        let row = |width| Tensor::<4>::ones([1, 2, 1, width], &device);
+        let mut state = AttentionState::default();
+        for _ in 0..3 {
+            module.step(row(4), row(key_dim), row(4), &mut state).unwrap();
+        }
+        let made = vec![serde_json::to_vec(&module.store(&state).unwrap()).unwrap()];
+        let module = std::panic::AssertUnwindSafe(module);
+        fuzz(&format!("state-{name}"), made, move |_, input| {
+            let Ok(stored) = serde_json::from_slice::<StoredState>(input) else { return false };
+            let device = Device::flex();
+            let Ok(mut state) = module.restore(&stored, &device) else { return false };
+            let row = |width| Tensor::<4>::ones([1, 2, 1, width], &device);
+            let _ = module.step(row(4), row(key_dim), row(4), &mut state);
+            let _ = state.select(&[0, 0], &device);
+            true
+        });
+    }
+}

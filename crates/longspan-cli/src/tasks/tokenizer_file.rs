@@ -1,0 +1,228 @@
+//! A `tokenizer.json` of the crate `tokenizers`, which a person brings along: it may be anything.
+
+use std::cell::Cell;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
+
+use anyhow::{Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
+
+use super::tokens::{SPECIALS, UNKNOWN};
+use crate::run::config::plain;
+
+/// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
+pub struct Foreign {
+    inner: tokenizers::Tokenizer,
+    /// The id that it gives to what it does not know.
+    unknown: Option<u32>,
+    /// The largest id.
+    last: u32,
+    /// How many times as long a text may be after the normalizer.
+    growth: f64,
+}
+
+/// The longest text in bytes that a normalizer may make: `tokenizers` keeps about 20 bytes for each of them.
+const LONGEST_TEXT: f64 = 64e6;
+
+/// How many times as long a decoder may make an answer.
+const LARGEST_GROWTH: f64 = 1000.0;
+
+/// How many times as long the replacements in a part of a tokenizer.json can make a text, at most.
+fn growth(part: &impl Serialize) -> Result<f64> {
+    fn of(value: &Value) -> f64 {
+        let inner = match value {
+            Value::Object(fields) => fields.values().map(of).product(),
+            Value::Array(items) => items.iter().map(of).product(),
+            _ => 1.0,
+        };
+        let (Some("Replace"), Some(content)) = (value["type"].as_str(), value["content"].as_str()) else {
+            return inner;
+        };
+        // A pattern that matches nothing at all matches between all characters.
+        let between = value["pattern"]["String"].as_str().is_none_or(str::is_empty);
+        inner * (content.len() + usize::from(between)).max(1) as f64
+    }
+    Ok(of(&serde_json::to_value(part)?))
+}
+
+/// Ids are 32-bit integers with a sign, and the special ones come before.
+const LARGEST_ID: u32 = i32::MAX as u32 - SPECIALS;
+
+impl TryFrom<tokenizers::Tokenizer> for Foreign {
+    type Error = anyhow::Error;
+
+    fn try_from(inner: tokenizers::Tokenizer) -> Result<Self> {
+        let unknown = match inner.get_model() {
+            ModelWrapper::BPE(model) => model.get_unk_token().as_ref().and_then(|token| inner.token_to_id(token)),
+            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
+            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
+            // Its field is private.
+            ModelWrapper::Unigram(model) => {
+                serde_json::to_value(model)?["unk_id"].as_u64().and_then(|id| u32::try_from(id).ok())
+            }
+        };
+        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
+        if last > LARGEST_ID {
+            bail!(
+                "the tokenizer.json has the id {last}, the largest possible is {LARGEST_ID}; number its tokens from 0"
+            );
+        }
+        let decoder = inner.get_decoder().map_or(Ok(1.0), growth)?;
+        if decoder > LARGEST_GROWTH {
+            bail!(
+                "the decoder of the tokenizer.json can make an answer {decoder:.0} times as long; remove a `Replace` from it"
+            );
+        }
+        let growth = inner.get_normalizer().map_or(Ok(1.0), growth)?;
+        Ok(Self { inner, unknown, last, growth })
+    }
+}
+
+impl From<Foreign> for tokenizers::Tokenizer {
+    fn from(foreign: Foreign) -> Self {
+        foreign.inner
+    }
+}
+
+impl Foreign {
+    /// Reads the text of a tokenizer.json.
+    pub fn parse(text: &str) -> Result<Self> {
+        let invalid =
+            |error: &dyn Display| anyhow!("not a tokenizer.json: {}; save it with `tokenizers` again", plain(error));
+        guarded(|| {
+            let mut inner: tokenizers::Tokenizer = text.parse().map_err(|error| invalid(&error))?;
+            // Batches are padded here, and a run has a limit of its own.
+            inner.with_padding(None);
+            inner.with_truncation(None).map_err(|error| invalid(&error))?;
+            Self::try_from(inner)
+        })
+        .unwrap_or_else(|| Err(invalid(&"what it holds breaks its reader")))
+    }
+
+    /// The largest of its ids.
+    pub fn last_id(&self) -> u32 {
+        self.last
+    }
+
+    /// Text to its ids, each with the bytes of the text that it stands for.
+    pub fn encode(&self, text: &str) -> Result<Vec<(u32, (usize, usize))>> {
+        if text.len() as f64 * self.growth > LONGEST_TEXT {
+            self.check_growth(text)?;
+        }
+        let start = || text.chars().take(40).collect::<String>();
+        let encoding = guarded(|| self.inner.encode(text, false))
+            .ok_or_else(|| anyhow!("the tokenizer.json breaks on {:?}; save it with `tokenizers` again", start()))?;
+        let encoding = encoding.map_err(|error| {
+            anyhow!(
+                "the tokenizer.json cannot encode {:?}: {error}; if it has no unknown token, give it one (`unk_token` in \
+                 its vocabulary, or `unk_id`), or choose characters, words or bytes",
+                start()
+            )
+        })?;
+        Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
+    }
+
+    /// Its own ids to text.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        guarded(|| self.inner.decode(ids, true))
+            .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
+            .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))
+    }
+
+    /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.
+    fn check_growth(&self, text: &str) -> Result<()> {
+        fn run(step: &NormalizerWrapper, text: &mut NormalizedString) -> Result<()> {
+            if let NormalizerWrapper::Sequence(steps) = step {
+                return steps.as_ref().iter().try_for_each(|step| run(step, text));
+            }
+            if (text.len() + 1) as f64 * growth(step)? > LONGEST_TEXT {
+                bail!(
+                    "the normalizer of the tokenizer.json makes a text longer than {} MB; remove a `Replace` from it, or \
+                     shorten the text",
+                    LONGEST_TEXT / 1e6
+                );
+            }
+            let normalized = guarded(|| step.normalize(text)).unwrap_or(Ok(()));
+            normalized.map_err(|error| anyhow!("the tokenizer.json cannot normalize: {error}; choose another one"))
+        }
+        match self.inner.get_normalizer() {
+            Some(normalizer) => run(normalizer, &mut NormalizedString::from(text)),
+            None => Ok(()),
+        }
+    }
+
+    /// An id of this command. Unknown is the same for every kind of tokenizer.
+    pub fn id(&self, own: u32) -> u32 {
+        if Some(own) == self.unknown { UNKNOWN } else { own + SPECIALS }
+    }
+}
+
+/// Calls `tokenizers`, which panics on some files; then `None`, and nothing is printed.
+pub fn guarded<R>(call: impl FnOnce() -> R) -> Option<R> {
+    static HOOK: Once = Once::new();
+    thread_local! {
+        static GUARDED: Cell<bool> = const { Cell::new(false) };
+    }
+    HOOK.call_once(|| {
+        let usual = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !GUARDED.get() {
+                usual(panic);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let result = catch_unwind(AssertUnwindSafe(call));
+    GUARDED.set(false);
+    result.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tokenizer_file_whose_texts_grow_beyond_all_measure_is_refused() {
+        let file = |normalizer: &str, decoder: &str| {
+            let text = format!(
+                r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{normalizer},
+                "pre_tokenizer":null,"post_processor":null,"decoder":{decoder},
+                "model":{{"type":"WordLevel","vocab":{{"[UNK]":0,"a":1}},"unk_token":"[UNK]"}}}}"#
+            );
+            Foreign::parse(&text)
+        };
+        let step =
+            |pattern: &str, content: &str| format!(r#"{{"type":"Replace","pattern":{pattern},"content":"{content}"}}"#);
+        let list = |kind: &str, step: &str, count| {
+            format!(r#"{{"type":"Sequence","{kind}":[{}]}}"#, vec![step; count].join(","))
+        };
+        let any = r#"{"Regex":"."}"#;
+        let tenfold = step(any, "xxxxxxxxxx");
+        let explodes = file(&list("normalizers", &tenfold, 12), "null").unwrap();
+        assert!(explodes.encode("a").unwrap_err().to_string().contains("longer than 64 MB; remove a `Replace`"));
+        let decoder = file("null", &list("decoders", &tenfold, 12)).unwrap_err().to_string();
+        assert!(decoder.contains("times as long; remove a `Replace`"), "{decoder}");
+        // Twelve replacements that lengthen nothing, twelve that seldom match, and an empty pattern.
+        for harmless in
+            [step(r#"{"String":"a"}"#, "b"), step(r#"{"Regex":"zz"}"#, "xxxx"), step(r#"{"String":""}"#, "b")]
+        {
+            file(&list("normalizers", &harmless, 12), "null").unwrap().encode("a").unwrap();
+        }
+        file("null", &list("decoders", &step(r#"{"String":"a"}"#, "b"), 12)).unwrap();
+    }
+
+    #[test]
+    fn a_file_on_which_the_library_panics_is_refused() {
+        let text = r###"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+            "pre_tokenizer":null,"post_processor":null,"decoder":{"type":"WordPiece","prefix "##"},
+            "model":{"type":"WordLevel","vocab":{"a":1},"unk_token":"[UNK]"}}"###;
+        let error = Foreign::parse(text).unwrap_err().to_string();
+        assert_eq!(error, "not a tokenizer.json: what it holds breaks its reader; save it with `tokenizers` again");
+        assert_eq!(guarded(|| -> u32 { panic!("not printed") }), None);
+    }
+}
