@@ -135,6 +135,24 @@ impl MultiHeadAttention {
         Ok(self.merge(self.attention.step(q, k, v, state)?, after))
     }
 
+    /// Several tokens of causal self-attention: what [`step`](Self::step) gives one after the other, in the parallel form.
+    /// A gradient reaches these tokens, but not those before.
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, tokens, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a state of another batch or mechanism.
+    pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        self.advance_with(x, state, After::default())
+    }
+
+    /// [`advance`](Self::advance) and what follows it.
+    pub(crate) fn advance_with(&self, x: Tensor<3>, state: &mut AttentionState, after: After) -> Result<Tensor<3>> {
+        let [q, k, v] = self.split(x, "self-attention")?;
+        Ok(self.merge(self.attention.advance(q, k, v, state)?, after))
+    }
+
     /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
     ///
     /// # Errors

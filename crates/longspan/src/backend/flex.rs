@@ -6,7 +6,7 @@
 //! copied first, and `f16` and `bf16` are converted.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
@@ -24,6 +24,15 @@ use crate::attention::AttentionMask;
 pub(super) struct Settings {
     pub kernel: Arc<dyn AnyKernel>,
     pub mask: AttentionMask,
+    /// The state of the tokens before, and where the one after the last is left.
+    pub states: Option<States>,
+}
+
+/// The states at both ends of a call. They are numbers: no gradient passes through them.
+#[derive(Debug, Clone)]
+pub(super) struct States {
+    pub before: Arc<PrefixState>,
+    pub after: Arc<Mutex<Option<PrefixState>>>,
 }
 
 /// The tensors of a call. `parameters` holds all learned tensors of the mechanism, one after the other in the kernel's
@@ -73,10 +82,12 @@ stored!(bf16, DType::BF16);
 trait Number: Real + Stored {
     fn mechanism(kernel: &dyn AnyKernel) -> &dyn Kernel<Self>;
     fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
+    fn state(state: &PrefixState) -> Option<&State<Self>>;
+    fn prefix(state: State<Self>) -> PrefixState;
 }
 
 macro_rules! number {
-    ($t:ident, $scratch:ident) => {
+    ($t:ident, $scratch:ident, $variant:ident) => {
         thread_local! {
             static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
         }
@@ -88,11 +99,20 @@ macro_rules! number {
             fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
                 &$scratch
             }
+            fn state(state: &PrefixState) -> Option<&State<Self>> {
+                match state {
+                    PrefixState::$variant(state) => Some(state),
+                    _ => None,
+                }
+            }
+            fn prefix(state: State<Self>) -> PrefixState {
+                PrefixState::$variant(state)
+            }
         }
     };
 }
-number!(f32, SCRATCH_F32);
-number!(f64, SCRATCH_F64);
+number!(f32, SCRATCH_F32, F32);
+number!(f64, SCRATCH_F64, F64);
 
 /// The type that the kernels compute in for tensors of this type.
 pub(super) fn computed(dtype: DType) -> DType {
@@ -194,7 +214,8 @@ impl Operands {
         let parameters = self.parameters::<T>(T::mechanism(&*settings.kernel), &dims);
         let call = kernels::Call::new(dims, view(&self.q), view(&self.k), view(&self.v))
             .with_parameters(&parameters)
-            .with_mask(settings.mask.as_kernel());
+            .with_mask(settings.mask.as_kernel())
+            .with_initial_state(settings.states.as_ref().and_then(|states| T::state(&states.before)));
         // Taken, not borrowed: while this thread waits for the kernels' tasks it may run another call.
         let mut scratch = T::scratch().take().unwrap_or_default();
         let result = work(&call, &mut scratch);
@@ -243,7 +264,12 @@ impl Operands {
                 Some(denominators) => Output::training(out.view_mut(), denominators),
                 None => Output::new(out.view_mut()),
             };
-            T::mechanism(&*settings.kernel).forward(call, output, scratch)?;
+            let kernel = T::mechanism(&*settings.kernel);
+            let mut last = settings.states.as_ref().map(|_| kernel.empty_state(&call.dims)).transpose()?;
+            kernel.forward(call, output.with_final_state(last.as_mut()), scratch)?;
+            if let (Some(states), Some(last)) = (&settings.states, last) {
+                *states.after.lock().unwrap_or_else(PoisonError::into_inner) = Some(T::prefix(last));
+            }
             Ok(out.into_tensor())
         })
     }
@@ -314,8 +340,15 @@ pub(super) enum PrefixState {
 impl PrefixState {
     /// Before the first token of calls like this one.
     pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
-        let dims = operands.dims();
-        Ok(match operands.q.dtype() {
+        let shapes = [shape(&operands.q), shape(&operands.k), shape(&operands.v)];
+        Self::empty_for(kernel, shapes, operands.q.dtype())
+    }
+
+    /// Before the first token, for queries, keys and values of these shapes.
+    pub fn empty_for(kernel: &dyn AnyKernel, [q, k, v]: [[usize; 4]; 3], dtype: DType) -> Result<Self, kernels::Error> {
+        let ([batch, heads, queries, head_dim], [_, kv_heads, keys, _], [.., value_dim]) = (q, k, v);
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        Ok(match dtype {
             DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(&dims)?),
             _ => Self::F32(f32::mechanism(kernel).empty_state(&dims)?),
         })
@@ -327,6 +360,25 @@ impl PrefixState {
             Self::F32(state) => Self::F32(state.select(indices)?),
             Self::F64(state) => Self::F64(state.select(indices)?),
         })
+    }
+
+    /// The states of several batches as those of one.
+    pub fn join(states: &[&Self]) -> Option<Result<Self, kernels::Error>> {
+        fn joined<T: Number>(states: &[&PrefixState]) -> Option<Result<PrefixState, kernels::Error>> {
+            let states: Vec<&State<T>> = states.iter().map(|state| T::state(state)).collect::<Option<_>>()?;
+            let shape = states.first()?.shape();
+            let alike = |state: &&State<T>| StateShape { batch: shape.batch, ..state.shape() } == shape;
+            if !states.iter().all(alike) {
+                return None;
+            }
+            let batch = states.iter().map(|state| state.shape().batch).sum();
+            let numbers = states.iter().flat_map(|state| state.numbers()).copied().collect();
+            Some(State::from_numbers(StateShape { batch, ..shape }, numbers).map(T::prefix))
+        }
+        match states.first()? {
+            Self::F32(_) => joined::<f32>(states),
+            Self::F64(_) => joined::<f64>(states),
+        }
     }
 
     /// Its mechanism and sizes.

@@ -5,6 +5,7 @@
 //! other backend the same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any
 //! mechanism: the first calls an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
 
+mod advance;
 #[cfg(feature = "flex")]
 mod autodiff;
 pub(crate) mod feature_map;
@@ -27,11 +28,12 @@ use burn::tensor::{Device, Tensor};
 pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
+pub(crate) use advance::advance;
 pub(crate) use feature_map::Learned;
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;
-pub use state::{AttentionState, StoredState};
+pub use state::{AttentionState, StateForm, StoredState};
 pub(crate) use tensor::{Running, Total};
 
 use crate::attention::{AttentionMask, Heads, KeyMask};
@@ -113,7 +115,7 @@ pub(crate) fn attend(
     #[cfg(feature = "flex")]
     if is_flex(&q) {
         let parameters = flat(layer, q.dtype())?;
-        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone() };
+        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone(), states: None };
         return Ok(autodiff::attend(settings, q, k, v, parameters)?);
     }
     in_tensors(layer, q, k, v, mask)

@@ -201,6 +201,25 @@ impl EncoderBlock {
     }
 }
 
+impl EncoderBlock {
+    /// Several tokens after those of `state`: what [`EncoderBlock::step`] gives one after the other, in the parallel form. A
+    /// gradient reaches these tokens, but not those before.
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, tokens, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a state of another batch or mechanism.
+    pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        let x = residual(x, &self.attention_norm, self.norm, &self.dropout, |x, after| {
+            self.attention.advance_with(x, state, after)
+        })?;
+        residual(x, &self.feed_forward_norm, self.norm, &self.dropout, |x, after| {
+            Ok(self.feed_forward.forward_with(x, after))
+        })
+    }
+}
+
 /// Makes a [`DecoderBlock`].
 #[derive(Config, Debug, PartialEq)]
 pub struct DecoderBlockConfig {

@@ -1,0 +1,82 @@
+//! Several tokens after those of a state, in the parallel form.
+
+#[cfg(feature = "flex")]
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::tensor::Tensor;
+
+#[cfg(feature = "flex")]
+use super::flex::{PrefixState, States, computed};
+use super::state::Inner;
+use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, step};
+use crate::attention::AttentionMask;
+use crate::error::Result;
+
+/// Takes tokens into `state` and gives their outputs: the rows that [`attend`] gives under a causal mask to these tokens
+/// after those of the state. No gradient passes through the state.
+///
+/// # Shapes
+/// As in [`attend`], with as many keys as queries.
+///
+/// # Errors
+/// Shapes or options that do not fit together or the state.
+pub(crate) fn advance(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    check(layer, &q, &k, &v)?;
+    #[cfg(feature = "flex")]
+    if super::is_flex(&q) && !layer.keeps_past() {
+        return in_kernels(layer, q, k, v, state);
+    }
+    if layer.sums().is_some() {
+        // Only the kernels have a parallel form that begins with sums.
+        let tokens = q.dims()[2];
+        let row = |x: &Tensor<4>, t| x.clone().narrow(2, t, 1);
+        let rows = (0..tokens).map(|t| step(layer, row(&q, t), row(&k, t), row(&v, t), state));
+        return Ok(Tensor::cat(rows.collect::<Result<_>>()?, 2));
+    }
+    let (keys, values) = match state.inner.take() {
+        None => (k, v),
+        Some(Inner::Tensors(TensorState::Past(past))) => {
+            let [keys, values] = *past;
+            (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2))
+        }
+        other => {
+            state.inner = other;
+            return Err(foreign_state(layer));
+        }
+    };
+    let before = keys.dims()[2] - q.dims()[2];
+    let mask = AttentionMask::causal().with_offset(before as isize);
+    let out = attend(layer, q, keys.clone(), values.clone(), &mask)?;
+    state.inner = Some(Inner::Tensors(TensorState::Past(Box::new([keys.detach(), values.detach()]))));
+    Ok(out)
+}
+
+/// [`advance`] in the kernels.
+#[cfg(feature = "flex")]
+fn in_kernels(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    let parameters = super::flat(layer, q.dtype())?;
+    let kernel = layer.kernel();
+    let before = match &state.inner {
+        None => PrefixState::empty_for(&*kernel, [q.dims(), k.dims(), v.dims()], q.dtype())?,
+        Some(Inner::Kernels(before)) if before.dtype() == computed(q.dtype()) => before.clone(),
+        Some(_) => return Err(foreign_state(layer)),
+    };
+    let states = States { before: Arc::new(before), after: Arc::new(Mutex::new(None)) };
+    let after = states.after.clone();
+    let settings = super::flex::Settings { kernel, mask: AttentionMask::causal(), states: Some(states) };
+    let out = super::autodiff::attend(settings, q, k, v, parameters)?;
+    state.inner = after.lock().unwrap_or_else(PoisonError::into_inner).take().map(Inner::Kernels);
+    Ok(out)
+}
