@@ -1,5 +1,5 @@
-//! The command `longspan`: trains sequence-to-sequence transformers of linear cost on pairs of texts, runs and scores them,
-//! and explains what attention will cost.
+//! The command `longspan`: trains transformers of linear cost on pairs of texts or on texts as they are, runs and scores
+//! them, and explains what attention will cost.
 //!
 //! Reading order, each room knowing only those below it: this file reads arguments; [`commands`] has one file a verb;
 //! [`tasks`] says what can be learned; [`run`] is the folder on disk; [`terminal`] shows progress and plots.
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{Outcome, bench, completions, eval, explain, info, man, predict, train};
+use crate::commands::{Outcome, bench, completions, eval, explain, generate, info, man, predict, train};
 use crate::terminal::notes::note;
 use crate::terminal::signals;
 
@@ -40,11 +40,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Learn from pairs of texts; with no arguments, to pronounce English
+    /// Learn from pairs of texts, or to go on with a text; with no arguments, to pronounce English
     Train(train::Arguments),
     /// Answer lines from standard input or a file with a trained run
     Predict(predict::Arguments),
-    /// Score a run on a file of pairs
+    /// Go on with a text, token by token in constant memory, with a run that was trained on text
+    Generate(generate::Arguments),
+    /// Score a run on a file of what it was trained on
     Eval(eval::Arguments),
     /// Show which algorithm attention of given sizes would run, and its cost
     Explain(explain::Arguments),
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Predict(arguments) => predict::run(&arguments),
+        Command::Generate(arguments) => generate::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Explain(arguments) => explain::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
@@ -116,7 +119,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         note(
-            "error: no subcommand; give train, predict, eval, explain, bench, info, completions or man, or see longspan --help",
+            "error: no subcommand; give train, predict, generate, eval, explain, bench, info, completions or man, or see longspan --help",
         );
         return ExitCode::from(2);
     }

@@ -80,6 +80,20 @@ pub fn save_training<M: Module>(
     optimizer: &ModuleOptimizer,
     progress: &impl Serialize,
 ) -> Result<()> {
+    save_training_with(path, model, optimizer, progress, Vec::new())
+}
+
+/// As [`save_training`], with tensors of the caller's own, such as the states that a language model has carried so far.
+///
+/// # Errors
+/// As [`save_training`].
+pub fn save_training_with<M: Module>(
+    path: impl AsRef<Path>,
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    progress: &impl Serialize,
+    own: Vec<TensorData>,
+) -> Result<()> {
     let path = path.as_ref();
     let broken = |problem: String| Error::Checkpoint { path: path.into(), problem, help: "this is a bug; report it" };
     let parameters = Collected::of(model, path)?;
@@ -88,6 +102,11 @@ pub fn save_training<M: Module>(
     let record = optimizer.into_bytes().map_err(|error| broken(format!("the optimizer's record: {error}")))?;
     let record = Stored { dtype: Dtype::U8, shape: vec![record.len()], data: record };
     tensors.insert("optimizer".into(), record);
+    for (n, own) in own.into_iter().enumerate() {
+        let (data, shape, dtype) = own.into_parts();
+        let dtype = stored_dtype(dtype).ok_or_else(|| broken(format!("{dtype:?}, which safetensors cannot hold")))?;
+        tensors.insert(format!("own.{n}"), Stored { dtype, shape: shape.to_vec(), data });
+    }
     let progress = serde_json::to_value(progress).map_err(|error| broken(format!("the progress: {error}")))?;
     write_tensors(path, tensors, parameters.identities, Some(progress))
 }
@@ -101,6 +120,20 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     model: M,
     optimizer: ModuleOptimizer,
 ) -> Result<(M, ModuleOptimizer, P)> {
+    let (model, optimizer, progress, _) = load_training_with(path, model, optimizer)?;
+    Ok((model, optimizer, progress))
+}
+
+/// Reads what [`save_training_with`] wrote.
+///
+/// # Errors
+/// As [`load_training`].
+#[allow(clippy::type_complexity, reason = "the four parts of a training state")]
+pub fn load_training_with<M: Module, P: DeserializeOwned>(
+    path: impl AsRef<Path>,
+    model: M,
+    optimizer: ModuleOptimizer,
+) -> Result<(M, ModuleOptimizer, P, Vec<TensorData>)> {
     let path = path.as_ref();
     let foreign = |problem: String| Error::Checkpoint {
         path: path.into(),
@@ -118,7 +151,14 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     let progress = serde_json::from_value(progress).map_err(|error| foreign(format!("the progress: {error}")))?;
     let weights = tensors.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.")?, view))).collect();
     let model = restore(path, weights, &footnote.parameters, model)?;
-    Ok((model, optimizer, progress))
+    let own = (0..).map_while(|n| tensors.tensor(&format!("own.{n}")).ok()).map(|view| {
+        let dtype = [DType::F64, DType::F32, DType::F16, DType::BF16]
+            .into_iter()
+            .find(|&dtype| stored_dtype(dtype) == Some(view.dtype()));
+        let dtype = dtype.ok_or_else(|| foreign(format!("numbers of type {:?}", view.dtype())))?;
+        Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
+    });
+    Ok((model, optimizer, progress, own.collect::<Result<_>>()?))
 }
 
 /// Writes `contents` to `path` so that either the old file or the new one is complete at any moment.

@@ -1,11 +1,11 @@
-//! Linear-cost attention with relative positions for [Burn](burn): modules, a sequence-to-sequence model, decoding and
-//! checkpoints.
+//! Linear-cost attention with relative positions for [Burn](burn): modules, a sequence-to-sequence model, a language model,
+//! decoding and checkpoints.
 //!
 //! Reading order: [`attention`] holds the mechanisms as modules, and
 //! [`MultiHeadAttention`](attention::MultiHeadAttention) over all of them; [`backend`] runs them, in the kernels on the
 //! CPU and in plain tensor operations elsewhere; [`layers`] is what stands around them;
-//! [`models`] stacks them into blocks and a [`Seq2Seq`](models::Seq2Seq);
-//! [`generate`] decodes; [`checkpoint`] keeps weights and training states on disk.
+//! [`models`] stacks them into blocks, a [`Seq2Seq`](models::Seq2Seq) and a [`LanguageModel`](models::LanguageModel);
+//! [`generate`] searches, [`sample`] draws; [`checkpoint`] keeps weights and training states on disk.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.
@@ -21,6 +21,7 @@ mod error;
 pub mod generate;
 pub mod layers;
 pub mod models;
+pub mod sample;
 
 pub use error::{Error, Result};
 pub use longspan_kernels as kernels;

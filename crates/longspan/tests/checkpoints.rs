@@ -6,7 +6,9 @@ use std::path::Path;
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::checkpoint::{load_training, load_weights, save_training, save_weights, write_atomically};
+use longspan::checkpoint::{
+    load_training, load_training_with, load_weights, save_training, save_training_with, save_weights, write_atomically,
+};
 use longspan::models::{Seq2Seq, Seq2SeqConfig};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -67,6 +69,20 @@ fn weights_come_back_to_the_bit() {
     save_weights(&path, &loaded).unwrap();
     assert_eq!(first, fs::read(&path).unwrap());
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn tensors_of_the_callers_own_come_back_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("training.safetensors");
+    let optimizer = || AdamWConfig::new().init();
+    let own: Vec<TensorData> = (0..12).map(|n| TensorData::new(vec![0.1f32 * n as f32, -1e-30], [2, 1])).collect();
+    save_training_with(&path, &fresh(1), &optimizer(), &7u32, own.clone()).unwrap();
+    let (model, _, progress, found) = load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap();
+    assert_eq!((progress, found), (7, own));
+    assert_eq!(bits(logits(&model)), bits(logits(&fresh(1))));
+    save_training(&path, &model, &optimizer(), &8u32).unwrap();
+    assert!(load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap().3.is_empty());
 }
 
 #[test]

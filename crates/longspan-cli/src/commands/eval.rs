@@ -1,4 +1,4 @@
-//! `longspan eval`: error rates of a run on a file of pairs.
+//! `longspan eval`: how well a run does on a file, as error rates on pairs and as bits per byte on a text.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -20,15 +20,15 @@ use crate::tasks::{Task, Trained, for_task, lines};
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// Pairs: a .tsv (source, tab, target), a .csv or a .jsonl with "source" and "target", also in gzip, or `-`; a source
-    /// that comes several times may be answered by any of its targets
+    /// What the run was trained on, held back: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be
+    /// answered by any of its targets), or a text of any length; also in gzip, or `-`
     file: PathBuf,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Scores all pairs of a file.
+/// Scores a file.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open()?;
     for_task!(&config, score(arguments, folder, config))
@@ -36,18 +36,17 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 
 fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     let trained = Trained::<T>::load(folder, config)?;
-    let texts = T::read(&arguments.file)?;
     let workers = Workers::new(Workers::usual_count())?;
     let name = lines::name(&arguments.file);
-    // The texts know their lines.
     let how = Answering {
         config: &trained.config,
         beam: arguments.search.beam,
         workers: &workers,
         name: &name,
+        // The texts know their lines.
         line: &|place| place + 1,
     };
-    let scores = trained.task.score(&trained.model, &texts, &how)?;
+    let scores = trained.task.evaluate(&trained.model, &arguments.file, &how)?;
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let mut value = serde_json::to_value(&scores)?;

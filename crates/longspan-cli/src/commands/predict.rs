@@ -14,10 +14,11 @@ use super::Outcome;
 use super::search::Search;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::Answering;
+use crate::tasks::task::{Answering, Verb};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
+use crate::terminal::shell;
 
 /// Lines answered together, if so many are there already.
 const BATCH: usize = 256;
@@ -44,6 +45,10 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 }
 
 fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+    if T::VERB != Verb::Predict {
+        let (program, run) = (shell::program(), shell::path(folder.path()));
+        bail!("this run goes on with texts instead of answering lines; ask it with: {program} generate {run}");
+    }
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
     let path = arguments.file.as_deref().unwrap_or(Path::new("-"));
@@ -158,7 +163,7 @@ fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Op
 const NAMED: usize = 5;
 
 /// Says which pieces did not occur in training.
-fn say_unknown(pieces: &BTreeSet<String>) {
+pub fn say_unknown(pieces: &BTreeSet<String>) {
     let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
     match pieces.len() {
         0 => {}

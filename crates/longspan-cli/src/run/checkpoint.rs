@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::{Result, anyhow};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
+use burn::tensor::TensorData;
 use longspan::checkpoint;
 use longspan::layers::FusedAdamW;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::config::RunConfig;
 use super::folder::{CHECKPOINT, MODEL, RunFolder, Write};
@@ -27,6 +29,16 @@ pub struct Saved {
     pub best: Option<Best>,
     /// Of the training examples: a run is resumed only with the examples it began with.
     pub data_sha256: String,
+    /// What [`Place::note`] says.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub place: Value,
+}
+
+/// Where the data of a run stand, if the seed and the step do not tell.
+#[derive(Debug, Default)]
+pub struct Place {
+    pub note: Value,
+    pub tensors: Vec<TensorData>,
 }
 
 /// The checkpoint with the least loss on the development examples.
@@ -42,11 +54,27 @@ pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
     ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, config.weight_decay as f32))
 }
 
+/// What a checkpoint holds.
+pub struct Checkpoint<M> {
+    pub model: M,
+    pub optimizer: ModuleOptimizer,
+    pub saved: Saved,
+    pub place: Place,
+}
+
 impl RunFolder {
     /// Writes a checkpoint, and its weights alone where they are the best so far, and seals both. A process that is killed
     /// between the two leaves weights that are one checkpoint older.
-    pub fn save(&self, model: &impl Module, optimizer: &ModuleOptimizer, saved: &Saved) -> Result<()> {
-        let training = |path: &Path| checkpoint::save_training(path, model, optimizer, saved).map_err(write_error);
+    pub fn save(
+        &self,
+        model: &impl Module,
+        optimizer: &ModuleOptimizer,
+        saved: &Saved,
+        place: Vec<TensorData>,
+    ) -> Result<()> {
+        let training = |path: &Path| {
+            checkpoint::save_training_with(path, model, optimizer, saved, place.clone()).map_err(write_error)
+        };
         let weights = |path: &Path| checkpoint::save_weights(path, model).map_err(write_error);
         let files: [(&str, Write<'_>); 2] = [(CHECKPOINT, &training), (MODEL, &weights)];
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
@@ -65,14 +93,12 @@ impl RunFolder {
     }
 
     /// Reads weights, optimiser and progress into ones made from the same settings.
-    pub fn load_checkpoint<M: Module>(
-        &self,
-        model: M,
-        optimizer: ModuleOptimizer,
-    ) -> Result<(M, ModuleOptimizer, Saved)> {
-        let loaded = checkpoint::load_training(self.checkpoint(), model, optimizer)?;
+    pub fn load_checkpoint<M: Module>(&self, model: M, optimizer: ModuleOptimizer) -> Result<Checkpoint<M>> {
+        let (model, optimizer, saved, tensors) =
+            checkpoint::load_training_with::<M, Saved>(self.checkpoint(), model, optimizer)?;
         self.verify(|name| name == CHECKPOINT)?;
-        Ok(loaded)
+        let place = Place { note: saved.place.clone(), tensors };
+        Ok(Checkpoint { model, optimizer, saved, place })
     }
 
     /// Brings the weights in line with the checkpoint that was just read, and removes temporary files of a killed process.

@@ -13,6 +13,24 @@ use serde_json::{Map, Value};
 pub struct RunConfig {
     /// Pairs to learn from; without them, the CMU dictionary.
     pub pairs: Option<PathBuf>,
+    /// Files and folders of text to learn to go on with, instead of pairs.
+    #[serde(default)]
+    pub text: Vec<PathBuf>,
+    /// What a text is cut into: `characters`, `bytes`, `bpe`, or the path of a `tokenizer.json`.
+    #[serde(default)]
+    pub tokens: Option<String>,
+    /// Entries of a byte-pair encoding that is learned from the text.
+    #[serde(default)]
+    pub vocabulary: Option<usize>,
+    /// Tokens of a text that are computed at a time. Gradients reach back so far.
+    #[serde(default = "segment")]
+    pub segment: usize,
+    /// Segments after which states begin anew in training.
+    #[serde(default = "carry")]
+    pub carry: usize,
+    /// Blocks of a model that goes on with texts.
+    #[serde(default = "layers")]
+    pub layers: usize,
     /// Pairs for the development loss, instead of a twentieth of `pairs`.
     #[serde(default)]
     pub development: Option<PathBuf>,
@@ -78,10 +96,27 @@ pub struct RunConfig {
     pub evaluate: usize,
 }
 
+/// Defaults that runs of earlier versions lack.
+fn segment() -> usize {
+    256
+}
+fn carry() -> usize {
+    16
+}
+fn layers() -> usize {
+    4
+}
+
 impl Default for RunConfig {
     fn default() -> Self {
         Self {
             pairs: None,
+            text: Vec::new(),
+            tokens: None,
+            vocabulary: None,
+            segment: segment(),
+            carry: carry(),
+            layers: layers(),
             development: None,
             held_out: None,
             source_tokens: None,
@@ -116,8 +151,14 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 30] = [
+pub const KEYS: [(&str, &str); 36] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
+    ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
+    ("tokens", "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json"),
+    ("vocabulary", "entries of a byte-pair encoding that is learned from the text"),
+    ("segment", "tokens of a text computed at a time; gradients reach back so far"),
+    ("carry", "segments after which states begin anew in training"),
+    ("layers", "blocks of a model that goes on with texts"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
@@ -170,6 +211,11 @@ impl Settings {
             Value::Object(values) => Ok(Self { values }),
             other => bail!("settings are {other}, not a table; this is a bug: report it"),
         }
+    }
+
+    /// Whether they name texts to go on with.
+    pub fn is_text(&self) -> bool {
+        self.values.get("text").and_then(Value::as_array).is_some_and(|paths| !paths.is_empty())
     }
 
     /// The keys whose values differ from those of `config`.
@@ -258,6 +304,10 @@ impl RunConfig {
             ("encoder_layers", self.encoder_layers),
             ("decoder_layers", self.decoder_layers),
             ("d_ff", self.d_ff),
+            ("segment", self.segment),
+            ("carry", self.carry),
+            ("layers", self.layers),
+            ("vocabulary", self.vocabulary.unwrap_or(1)),
             ("batch_size", self.batch_size),
             ("checkpoint_steps", self.checkpoint_steps),
             ("steps", self.steps.unwrap_or(1)),
@@ -274,6 +324,9 @@ impl RunConfig {
             bail!(
                 "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
             );
+        }
+        if !self.text.is_empty() && (self.pairs.is_some() || self.development.is_some() || self.held_out.is_some()) {
+            bail!("text is given along with pairs, development or held_out; a run learns from the one or the other");
         }
         if !self.d_model.is_multiple_of(self.heads) {
             bail!("d_model = {} is not a multiple of heads = {}; change one with --set", self.d_model, self.heads);
@@ -302,13 +355,34 @@ impl RunConfig {
         if self.minutes.is_some() { None } else { self.steps }
     }
 
-    /// The file that the run learns from; without one, the CMU dictionary.
+    /// The defaults of a run that learns to go on with texts.
+    pub fn of_text() -> Self {
+        Self {
+            d_ff: 512,
+            batch_size: 8,
+            learning_rate: 3e-3,
+            label_smoothing: 0.0,
+            checkpoint_steps: 200,
+            evaluate: 32,
+            ..Self::default()
+        }
+    }
+
+    /// The file that the run learns from, the first of several; without one, the CMU dictionary.
     pub fn data(&self) -> Option<&Path> {
-        self.pairs.as_deref()
+        self.pairs.as_deref().or(self.text.first().map(PathBuf::as_path))
+    }
+
+    /// The flag that names what the run learns from.
+    pub fn data_flag(&self) -> &'static str {
+        if self.text.is_empty() { "--pairs" } else { "--text" }
     }
 
     /// What the run learns from, for people.
     pub fn data_name(&self) -> String {
+        if let [first, _, ..] = self.text.as_slice() {
+            return format!("{} and {} more", first.display(), self.text.len() - 1);
+        }
         self.data().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string())
     }
 

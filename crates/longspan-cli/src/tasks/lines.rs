@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use flate2::bufread::MultiGzDecoder;
 
 /// The first bytes of gzip.
-const GZIP: [u8; 2] = [0x1f, 0x8b];
+pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// Whether a path stands for standard input.
 pub fn is_standard_input(path: &Path) -> bool {

@@ -11,7 +11,7 @@ use serde::Serialize;
 use strsim::generic_levenshtein;
 
 /// The 97.5 % quantile of the normal distribution: two-sided 95 %.
-const Z: f64 = 1.959_963_984_540_054;
+pub const Z: f64 = 1.959_963_984_540_054;
 
 /// One answer against its targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,19 +3,36 @@
 use std::fmt::Display;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use longspan::sample::SampleOptions;
 use serde::Serialize;
 
+use super::feed::Feed;
 use super::workers::Workers;
+use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::shell;
 
 /// A task: data → examples → model → loss → answers → scores. A value holds what turns text into ids and back.
+///
+/// A run either answers lines (`predict`; the task writes [`answer`](Self::answer)) or goes on with texts (`generate`; the
+/// task writes [`generate`](Self::generate)). What is not written has a default that says so.
 pub trait Task: Sized + Sync {
+    /// The command that asks a run for something.
+    const VERB: Verb = Verb::Predict;
+    /// What a person calls the things that a batch is made of.
+    const EXAMPLES: &str = "examples";
+
     /// A training example as ids.
     type Example: Sync;
+    /// Where the training examples come from.
+    type Feed: Feed<Example = Self::Example>;
+    /// What a batch leaves to the next one, such as states; `()` where batches are independent.
+    type Carried: Send;
     /// An example as text, with what counts as right.
     type Text: Clone;
     /// The model.
@@ -50,23 +67,143 @@ pub trait Task: Sized + Sync {
     /// The loss of a batch.
     fn loss(&self, model: &Self::Model, batch: &[&Self::Example], smoothing: f64, device: &Device) -> Result<Loss>;
 
+    /// As [`loss`](Self::loss), of a part of a training batch, and what it leaves to the next batch.
+    fn learn(
+        &self,
+        model: &Self::Model,
+        batch: &[&Self::Example],
+        smoothing: f64,
+        device: &Device,
+    ) -> Result<(Loss, Option<Self::Carried>)> {
+        Ok((self.loss(model, batch, smoothing, device)?, None))
+    }
+
+    /// Takes note that a step was completed, with what the parts of its batch left, in their order.
+    fn carry(&self, _feed: &mut Self::Feed, _carried: Vec<Self::Carried>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Where the feed stands, if the seed and the step do not tell.
+    fn place(&self, _feed: &Self::Feed, _model: &Self::Model) -> Result<Place> {
+        Ok(Place::default())
+    }
+
+    /// Brings the feed back to where [`place`](Self::place) said.
+    fn return_to(&self, _feed: &mut Self::Feed, _model: &Self::Model, _place: Place) -> Result<()> {
+        Ok(())
+    }
+
+    /// How many steps a run takes if nobody says.
+    fn usual_steps(per_epoch: usize) -> usize {
+        8000.min((60 * per_epoch).max(1000))
+    }
+
     /// Up to `beam` answers to each text, the likeliest first.
-    fn answer(&self, model: &Self::Model, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>>;
+    fn answer(&self, _model: &Self::Model, _texts: &[&str], _how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        bail!("this run does not answer lines")
+    }
+
+    /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
+    fn generate(
+        &self,
+        _model: &Self::Model,
+        _config: &RunConfig,
+        _wish: &Wish<'_>,
+        _out: &mut dyn FnMut(&str) -> Result<bool>,
+    ) -> Result<Generated> {
+        bail!("this run does not go on with texts")
+    }
 
     /// Answers texts and scores the likeliest answer to each.
     fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &Answering<'_>) -> Result<Self::Scores>;
 
+    /// Scores a person's file.
+    fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_>) -> Result<Self::Scores> {
+        self.score(model, &Self::read(path)?, how)
+    }
+
     /// A few texts whose answers tell a person what has been learnt, with what would be right where that is known.
-    fn samples(config: &RunConfig, held_out: &[Self::Text]) -> Vec<(String, Option<String>)>;
+    fn samples(_config: &RunConfig, _held_out: &[Self::Text]) -> Vec<(String, Option<String>)> {
+        Vec::new()
+    }
+
+    /// What a run that has ended shows of itself, and what a person may try next, as arguments after `folder`.
+    fn show(&self, model: &Self::Model, held_out: &[Self::Text], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let wanted = Self::samples(how.config, held_out);
+        let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
+        let mut text = String::new();
+        if !sources.is_empty() {
+            let answers = self.answer(model, &sources, how)?;
+            let samples: Vec<Sample> = wanted
+                .iter()
+                .zip(answers)
+                .map(|((source, expected), beam)| {
+                    let answer = beam.into_iter().next().map(|best| best.target).unwrap_or_default();
+                    Sample { source: source.clone(), answer, expected: expected.clone() }
+                })
+                .collect();
+            text = samples::table(&samples);
+        }
+        let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
+        let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
+        let next = format!("printf '%s\\n' {example} | {} predict {folder}", shell::program());
+        Ok(Shown { text, next })
+    }
+
+    /// The data in a line, for the beginning of training.
+    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String;
+
+    /// The size of the model's stack, such as `2+2 blocks`.
+    fn blocks(config: &RunConfig) -> String;
 
     /// The pieces of a text that the model does not know, in order.
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str>;
 }
 
+/// What a run is asked with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb {
+    /// Lines are answered.
+    Predict,
+    /// Texts are gone on with.
+    Generate,
+}
+
+/// What a run that has ended shows.
+pub struct Shown {
+    /// Lines of samples; may be empty.
+    pub text: String,
+    /// A command to try.
+    pub next: String,
+}
+
+/// What `longspan generate` is asked for.
+pub struct Wish<'a> {
+    /// The beginning of the text.
+    pub prompt: &'a str,
+    /// So many tokens at most; `None` for as many as someone reads.
+    pub tokens: Option<usize>,
+    pub sample: SampleOptions,
+    pub seed: u64,
+    /// Whether the text may end by itself, where the model has seen texts end.
+    pub may_end: bool,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Generated {
+    /// Tokens of the prompt.
+    pub read: usize,
+    /// Tokens drawn.
+    pub drawn: usize,
+    /// Whether the text ended by itself.
+    pub ended: bool,
+}
+
 /// All that a run learns from and is measured on.
 pub struct Data<T: Task> {
     /// What the model learns from.
-    pub train: Vec<T::Example>,
+    pub train: T::Feed,
     /// For the second loss curve, and for choosing settings.
     pub development: Vec<T::Example>,
     /// For the scores at the end alone.

@@ -8,7 +8,11 @@ use std::sync::Once;
 use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokenizers::{ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
+use tokenizers::tokenizer::DecodeStream;
+use tokenizers::{
+    DecoderWrapper, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper,
+};
 
 use super::tokens::{SPECIALS, UNKNOWN};
 use crate::run::config::plain;
@@ -89,6 +93,21 @@ impl From<Foreign> for tokenizers::Tokenizer {
     }
 }
 
+/// Ids that become text as they come. Memory does not grow.
+pub struct Stream<'a>(
+    DecodeStream<'a, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>,
+);
+
+impl Stream<'_> {
+    /// The text that is complete with this id.
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        let text = guarded(|| self.0.step(id))
+            .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
+            .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))?;
+        Ok(text.unwrap_or_default())
+    }
+}
+
 impl Foreign {
     /// Reads the text of a tokenizer.json.
     pub fn parse(text: &str) -> Result<Self> {
@@ -132,6 +151,11 @@ impl Foreign {
         guarded(|| self.inner.decode(ids, true))
             .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
             .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))
+    }
+
+    /// Turns its own ids to text as they come.
+    pub fn stream(&self) -> Stream<'_> {
+        Stream(self.inner.decode_stream(true))
     }
 
     /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.

@@ -8,8 +8,11 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-use super::tokenizer_file::{Foreign, guarded};
+use super::tokenizer_file::{Foreign, Stream, guarded};
 use crate::run::config::plain;
 
 /// Fills the ends of short sequences in a batch.
@@ -184,6 +187,41 @@ impl Tokenizer {
         })
     }
 
+    /// As [`encode`](Self::encode), of a text whose bytes only a tokenizer of bytes takes as they are.
+    ///
+    /// The bytes must be UTF-8 for the others.
+    pub fn encode_bytes(&self, bytes: &[u8]) -> Result<Vec<u32>> {
+        match self {
+            Self::Bytes => Ok(bytes.iter().map(|&byte| SPECIALS + u32::from(byte)).collect()),
+            _ => self.encode(std::str::from_utf8(bytes)?),
+        }
+    }
+
+    /// A byte-pair encoding with at most `size` entries, learned from texts: over bytes, so that it knows every text.
+    pub fn train(size: usize, texts: impl Iterator<Item = String> + Send) -> Result<Self> {
+        let failed = |error: tokenizers::Error| anyhow!("cannot learn a byte-pair encoding: {error}");
+        let level = || ByteLevel::default().add_prefix_space(false);
+        let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
+        tokenizer.with_pre_tokenizer(Some(level())).with_decoder(Some(level()));
+        let mut trainer = TrainerWrapper::from(
+            BpeTrainer::builder()
+                .vocab_size(size)
+                .show_progress(false)
+                .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+                .build(),
+        );
+        tokenizer.train(&mut trainer, texts).map_err(failed)?;
+        Ok(Self::Json { tokenizer: Box::new(Foreign::try_from(tokenizer)?) })
+    }
+
+    /// Turns ids to text as they come.
+    pub fn decoder(&self) -> Decoder<'_> {
+        match self {
+            Self::Json { tokenizer } => Decoder::Json(tokenizer.stream()),
+            _ => Decoder::Own { tokenizer: self, bytes: Vec::new() },
+        }
+    }
+
     /// Ids to text; special ids are left out.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let own = ids.iter().copied().filter(|&id| id >= SPECIALS);
@@ -223,6 +261,43 @@ impl Tokenizer {
                 // Answering the text reports the error.
                 Err(_) => Vec::new(),
             },
+        }
+    }
+}
+
+/// Turns ids to text as they come: a token may hold a part of a character only. Memory does not grow.
+pub enum Decoder<'a> {
+    /// Characters, words and bytes, with the bytes of a character that is not complete.
+    Own {
+        tokenizer: &'a Tokenizer,
+        bytes: Vec<u8>,
+    },
+    Json(Stream<'a>),
+}
+
+impl Decoder<'_> {
+    /// The text that is complete with this id. What cannot become a character is a replacement character.
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        let Some(own) = id.checked_sub(SPECIALS) else { return Ok(String::new()) };
+        match self {
+            Self::Json(stream) => stream.push(own),
+            Self::Own { tokenizer: Tokenizer::Bytes, bytes } => {
+                bytes.push(own as u8);
+                let mut text = String::new();
+                while let Err(error) = std::str::from_utf8(bytes) {
+                    let valid = error.valid_up_to();
+                    text.push_str(&String::from_utf8_lossy(&bytes[..valid]));
+                    bytes.drain(..valid);
+                    // Without a length it may still become a character.
+                    let Some(wrong) = error.error_len() else { return Ok(text) };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    bytes.drain(..wrong);
+                }
+                text.push_str(&String::from_utf8_lossy(bytes));
+                bytes.clear();
+                Ok(text)
+            }
+            Self::Own { tokenizer, .. } => tokenizer.decode(&[id]),
         }
     }
 }
@@ -281,6 +356,24 @@ mod tests {
         assert!(none.encode("dog").unwrap_err().to_string().contains("if it has no unknown token, give it one"));
         let huge = json(r#"{"type":"WordLevel","vocab":{"cat":4000000000},"unk_token":"[UNK]"}"#).unwrap_err();
         assert!(huge.to_string().contains("the id 4000000000"), "{huge}");
+    }
+
+    #[test]
+    fn ids_become_text_as_they_come() {
+        let text = "bad ünd cab, bad cab";
+        let trained = Tokenizer::train(270, std::iter::repeat_n(text.to_string(), 3)).unwrap();
+        assert!(trained.encode(text).unwrap().len() < text.len(), "nothing was merged");
+        for tokenizer in [build(Kind::Characters), build(Kind::Bytes), trained] {
+            let text = if matches!(tokenizer, Tokenizer::Characters { .. }) { "bad ünd" } else { "ünd 猫 🙂 bad" };
+            let mut decoder = tokenizer.decoder();
+            let pieces = tokenizer.encode(text).unwrap().into_iter().map(|id| decoder.push(id).unwrap());
+            assert_eq!(pieces.collect::<String>(), text, "{}", tokenizer.kind());
+        }
+        let bytes = build(Kind::Bytes);
+        let mut decoder = bytes.decoder();
+        let ids = bytes.encode_bytes(b"a\xff\xe7\x8cb\xc3").unwrap();
+        let pieces: String = ids.into_iter().map(|id| decoder.push(id).unwrap()).collect();
+        assert_eq!(pieces, "a\u{fffd}\u{fffd}b");
     }
 
     #[test]

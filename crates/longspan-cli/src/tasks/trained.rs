@@ -27,6 +27,6 @@ impl<T: Task> Trained<T> {
     /// How far the training has come; reads and verifies the checkpoint.
     pub fn load_saved(&self) -> Result<Saved> {
         let model = self.task.model(&self.config, &Device::flex())?;
-        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.2)
+        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.saved)
     }
 }

@@ -49,6 +49,8 @@ pub struct MultiHead<'a> {
     pub parameters: &'a [&'a [f32]],
     /// What a query sees.
     pub mask: Mask<'a>,
+    /// The state of the tokens before the first. No gradient passes to it.
+    pub initial_state: Option<&'a State<f32>>,
     /// `W₂` and `b₂`, `[heads · head_dim, heads · head_dim]`.
     pub output: Weights<'a>,
     /// What it drops of the last layer's results.
@@ -108,6 +110,14 @@ impl<'a> MultiHead<'a> {
     fn parts(&self) -> [[usize; 2]; 3] {
         let key_dim = self.kernel.key_dim(&self.dims());
         [[self.heads, self.head_dim], [self.kv_heads, key_dim], [self.kv_heads, self.head_dim]]
+    }
+
+    /// The mechanism's state before the first token.
+    ///
+    /// # Errors
+    /// Sizes that the mechanism refuses, and memory that is not there.
+    pub fn empty_state(&self) -> Result<State<f32>, Error> {
+        self.kernel.empty_state(&self.dims())
     }
 
     /// Columns of the projection.
@@ -183,6 +193,7 @@ impl<'a> MultiHead<'a> {
         )
         .with_mask(self.mask)
         .with_parameters(self.parameters)
+        .with_initial_state(self.initial_state)
     }
 
     /// The layer after the heads.
@@ -194,42 +205,40 @@ impl<'a> MultiHead<'a> {
             .with_residual(self.residual.then_some(self.x))
     }
 
-    /// The result, as `x`. The mechanism begins with the state of earlier tokens and leaves that after the last, if they are given.
+    /// The result, as `x`, and the state after the last token if it is wanted.
     ///
     /// # Errors
     /// Sizes that do not fit, what the mechanism refuses, and memory that is not there.
-    pub fn forward(
-        &self,
-        scratch: &mut Scratch<f32>,
-        initial_state: Option<&State<f32>>,
-        final_state: Option<&mut State<f32>>,
-    ) -> Result<Vec<f32>, Error> {
+    pub fn forward(&self, scratch: &mut Scratch<f32>, final_state: Option<&mut State<f32>>) -> Result<Vec<f32>, Error> {
         self.check()?;
         let projections = self.project()?;
         let mut heads = try_zeros(self.x.len())?;
-        let call = self.call(&projections).with_initial_state(initial_state);
         let output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
-        self.kernel.forward(&call, output, scratch)?;
+        self.kernel.forward(&self.call(&projections), output, scratch)?;
         drop(projections);
         self.last(&heads).forward()
     }
 
-    /// The result and what [`backward`](Self::backward) takes if it is given it.
+    /// The result and what [`backward`](Self::backward) takes if it is given it, and the state after the last token if it is wanted.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
-    pub fn training(&self, scratch: &mut Scratch<f32>) -> Result<(Vec<f32>, KeptAttention), Error> {
+    pub fn training(
+        &self,
+        scratch: &mut Scratch<f32>,
+        final_state: Option<&mut State<f32>>,
+    ) -> Result<(Vec<f32>, KeptAttention), Error> {
         self.check()?;
-        let kept = self.kept(scratch)?;
+        let kept = self.kept(scratch, final_state)?;
         Ok((self.last(&kept.heads).forward()?, kept))
     }
 
     /// All but the last layer of a checked call.
-    fn kept(&self, scratch: &mut Scratch<f32>) -> Result<KeptAttention, Error> {
+    fn kept(&self, scratch: &mut Scratch<f32>, final_state: Option<&mut State<f32>>) -> Result<KeptAttention, Error> {
         let projections = self.project()?;
         let mut heads = try_zeros(self.x.len())?;
         let mut denominators = try_zeros(self.batch * self.heads * self.queries)?;
-        let output = Output::training(self.token_major(&mut heads), &mut denominators);
+        let output = Output::training(self.token_major(&mut heads), &mut denominators).with_final_state(final_state);
         self.kernel.forward(&self.call(&projections), output, scratch)?;
         Ok(KeptAttention { projections, heads, denominators })
     }
@@ -254,7 +263,7 @@ impl<'a> MultiHead<'a> {
         scratch: &mut Scratch<f32>,
     ) -> Result<MultiHeadGradients, Error> {
         self.check()?;
-        let formed = if kept.is_some() { None } else { Some(self.kept(scratch)?) };
+        let formed = if kept.is_some() { None } else { Some(self.kept(scratch, None)?) };
         let Some(kept) = kept.or(formed.as_ref()) else { unreachable!("kept or formed") };
         let last = self.last(&kept.heads);
         // An identity's backward looks at no result: only its length is checked.

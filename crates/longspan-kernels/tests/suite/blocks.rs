@@ -267,6 +267,7 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
                 kernel: mechanism,
                 parameters: &parameters,
                 mask,
+                initial_state: None,
                 output: Weights { weight: &weights[4], bias: Some(&weights[5]) },
                 dropout: None,
                 residual,
@@ -275,8 +276,8 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
             let exact: Vec<Vec<f64>> = weights.iter().map(|w| wide(w)).collect();
             let expected = definition.apply(&wide(&x), &wide(&memory), &exact);
             let mut scratch = Scratch::new();
-            near(&format!("{what}: forward"), &call.forward(&mut scratch, None, None).unwrap(), &expected, 2e-5);
-            let (out, kept) = call.training(&mut scratch).unwrap();
+            near(&format!("{what}: forward"), &call.forward(&mut scratch, None).unwrap(), &expected, 2e-5);
+            let (out, kept) = call.training(&mut scratch, None).unwrap();
             near(&format!("{what}: training"), &out, &expected, 2e-5);
 
             let d_out = numbers(&mut random, x.len());
@@ -328,7 +329,7 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
     let table: Vec<Vec<f32>> =
         Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
     let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
-    let call = |x, queries| MultiHead {
+    let call = |x, queries, initial_state| MultiHead {
         x,
         batch: 1,
         queries,
@@ -341,16 +342,17 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
         kernel: &kernel,
         parameters: &parameters,
         mask: Mask::causal(),
+        initial_state,
         output: Weights { weight: &output, bias: None },
         dropout: None,
         residual: true,
     };
     let mut scratch = Scratch::new();
-    let whole = call(&x, tokens).forward(&mut scratch, None, None).unwrap();
+    let whole = call(&x, tokens, None).forward(&mut scratch, None).unwrap();
     let mut state: State<f32> = Kernel::<f32>::empty_state(&kernel, &dims).unwrap();
     let (first, second) = x.split_at(37 * width);
-    let mut parts = call(first, 37).forward(&mut scratch, None, Some(&mut state)).unwrap();
-    parts.extend(call(second, tokens - 37).forward(&mut scratch, Some(&state), None).unwrap());
+    let mut parts = call(first, 37, None).forward(&mut scratch, Some(&mut state)).unwrap();
+    parts.extend(call(second, tokens - 37, Some(&state)).forward(&mut scratch, None).unwrap());
     near("in two calls", &parts, &wide(&whole), 1e-4);
 }
 
@@ -406,12 +408,13 @@ fn bits_of_blocks_do_not_depend_on_the_number_of_threads() {
             kernel: &kernel,
             parameters: &[],
             mask: Mask::causal(),
+            initial_state: None,
             output: Weights { weight: &output, bias: None },
             dropout: Dropout::new(0.1, 3),
             residual: true,
         };
         let mut scratch = Scratch::new();
-        let (heads, kept): (_, KeptAttention) = call.training(&mut scratch).unwrap();
+        let (heads, kept): (_, KeptAttention) = call.training(&mut scratch, None).unwrap();
         (out, part.backward(Some(&sums), &d_out), heads, call.backward(Some(&kept), &d_out, &mut scratch))
     };
     let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(all);

@@ -36,7 +36,7 @@ pub use registry::{Attention, AttentionConfig, MemoryState};
 pub use softmax::{SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxOptions};
 pub use toeplitz::{BiasConfig, ToeplitzAttention, ToeplitzOptions};
 
-pub use crate::backend::{AttentionState, StoredState};
+pub use crate::backend::{AttentionState, StateForm, StoredState};
 
 /// Indices of batch entries on a device.
 pub(crate) fn index_tensor(indices: &[usize], device: &Device) -> Tensor<1, Int> {

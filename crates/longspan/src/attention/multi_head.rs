@@ -6,6 +6,8 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
+#[cfg(feature = "flex")]
+use crate::backend;
 use crate::error::{Result, argument, config};
 #[cfg(feature = "flex")]
 use crate::layers::flex::is_f32;
@@ -96,7 +98,7 @@ impl MultiHeadAttention {
         self.check("self-attention", "x", &x)?;
         #[cfg(feature = "flex")]
         if self.is_fused(&x) {
-            return fused::multi_head(self, x, None, mask, around);
+            return fused::multi_head(self, x, None, mask, around, None);
         }
         self.in_parts(x, None, mask, around)
     }
@@ -152,7 +154,7 @@ impl MultiHeadAttention {
         )?;
         #[cfg(feature = "flex")]
         if self.is_fused(&x) && is_f32(&memory) {
-            return fused::multi_head(self, x, Some(memory), mask, around);
+            return fused::multi_head(self, x, Some(memory), mask, around, None);
         }
         self.in_parts(x, Some(memory), mask, around)
     }
@@ -175,6 +177,34 @@ impl MultiHeadAttention {
         let (x, after) = around.split(x);
         let [q, k, v] = self.split(x);
         Ok(self.merge(self.attention.step(q, k, v, state)?, after))
+    }
+
+    /// Several tokens of causal self-attention: what [`step`](Self::step) gives one after the other, in the parallel form.
+    /// A gradient reaches these tokens, but not those before.
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, tokens, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a state of another batch or mechanism.
+    pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        self.advance_in(x, state, Around::default())
+    }
+
+    /// [`advance`](Self::advance) and what stands around it.
+    pub(crate) fn advance_in(&self, x: Tensor<3>, state: &mut AttentionState, around: Around<'_>) -> Result<Tensor<3>> {
+        self.check("self-attention", "x", &x)?;
+        #[cfg(feature = "flex")]
+        if self.is_fused(&x) && !self.attention.keeps_past() {
+            let [batch, tokens, _] = x.dims();
+            let states = backend::states_of(self.attention.layer(), [batch, tokens], x.dtype(), state)?;
+            let out = fused::multi_head(self, x, None, &AttentionMask::causal(), around, Some(&states))?;
+            *state = states.into_state();
+            return Ok(out);
+        }
+        let (x, after) = around.split(x);
+        let [q, k, v] = self.split(x);
+        Ok(self.merge(self.attention.advance(q, k, v, state)?, after))
     }
 
     /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
@@ -292,12 +322,12 @@ mod fused {
     use burn::tensor::{DType, Tensor};
     use burn_flex::FlexTensor;
     use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
-    use longspan_kernels::{Dims, Error, Kernel, Scratch};
+    use longspan_kernels::{Dims, Error, Kernel, Scratch, State};
 
     use super::MultiHeadAttention;
     use crate::attention::{AttentionMask, Heads};
     use crate::backend::operation::{Operation, run};
-    use crate::backend::{self, AnyKernel, with_scratch};
+    use crate::backend::{self, AnyKernel, States, with_scratch};
     use crate::error::Result;
     use crate::layers::Around;
     use crate::layers::dropout::fused::drawn;
@@ -317,6 +347,7 @@ mod fused {
         dropout: Option<Dropout>,
         residual: bool,
         recompute: bool,
+        states: Option<States>,
     }
 
     pub fn multi_head(
@@ -325,6 +356,7 @@ mod fused {
         memory: Option<Tensor<3>>,
         mask: &AttentionMask,
         around: Around<'_>,
+        states: Option<&States>,
     ) -> Result<Tensor<3>> {
         let layer = module.attention.layer();
         layer.ready()?;
@@ -352,6 +384,7 @@ mod fused {
             dropout: drawn(around.dropout, &x),
             residual: around.residual,
             recompute: around.recompute,
+            states: states.cloned(),
         };
         Ok(run(operation, x.into_dispatch(), others)?)
     }
@@ -388,11 +421,25 @@ mod fused {
                 kernel,
                 parameters: &parameters,
                 mask: self.mask.as_kernel(),
+                initial_state: self.states.as_ref().and_then(States::before),
                 output,
                 dropout: self.dropout,
                 residual: self.residual,
             };
             with_scratch(|scratch| work(&call, scratch))
+        }
+
+        /// Runs `work` with a place for the state after the last token if it is wanted.
+        fn with_last<R>(
+            &self,
+            call: &MultiHead<'_>,
+            work: impl FnOnce(Option<&mut State<f32>>) -> Result<R, Error>,
+        ) -> Result<R, Error> {
+            let Some(states) = &self.states else { return work(None) };
+            let mut last = call.empty_state()?;
+            let result = work(Some(&mut last))?;
+            states.leave(last);
+            Ok(result)
         }
     }
 
@@ -402,13 +449,15 @@ mod fused {
 
         fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
             let tensors = contiguous(tensors);
-            let out = self.with_call(&tensors, |call, scratch| call.forward(scratch, None, None))?;
+            let out =
+                self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
             Ok(tensor(out, shape(&tensors[0])))
         }
 
         fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
             let tensors = contiguous(tensors);
-            let (out, kept) = self.with_call(&tensors, |call, scratch| call.training(scratch))?;
+            let (out, kept) =
+                self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
             let kept = (!self.recompute).then_some(kept);
             Ok((tensor(out, shape(&tensors[0])), (tensors, kept)))
         }

@@ -206,6 +206,24 @@ impl Attention {
         backend::step(self.layer(), q, k, v, state)
     }
 
+    /// Takes several tokens into `state`, which before the first is the default, and gives their outputs: what
+    /// [`Attention::step`] gives one after the other, in the parallel form. A gradient reaches these tokens, but not those
+    /// before.
+    ///
+    /// # Shapes
+    /// As in [`KernelizedAttention::forward`], with as many keys as queries.
+    ///
+    /// # Errors
+    /// Shapes that do not fit each other, the module or the state.
+    pub fn advance(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut AttentionState) -> Result<Tensor<4>> {
+        backend::advance(self.layer(), q, k, v, state)
+    }
+
+    /// Whether a state grows with every token: it holds all keys and values.
+    pub fn keeps_past(&self) -> bool {
+        self.layer().keeps_past()
+    }
+
     /// The kernel behind it, with the module's options.
     pub fn kernel(&self) -> Arc<dyn AnyKernel> {
         self.layer().kernel()

@@ -6,7 +6,7 @@
 //! copied first, and `f16` and `bf16` are converted.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
@@ -18,6 +18,7 @@ use longspan_kernels::{
 
 use super::AnyKernel;
 use super::operation::Operation;
+use super::state::{AttentionState, Inner};
 use crate::attention::AttentionMask;
 
 /// All of a call but its tensors: queries, keys, values and, if the mechanism has any, its learned tensors as one.
@@ -25,6 +26,42 @@ use crate::attention::AttentionMask;
 pub(super) struct Settings {
     pub kernel: Arc<dyn AnyKernel>,
     pub mask: AttentionMask,
+    /// The state of the tokens before, and where the one after the last is left.
+    pub states: Option<States>,
+}
+
+/// The states at both ends of a call. They are numbers: no gradient passes through them.
+#[derive(Debug, Clone)]
+pub(crate) struct States {
+    before: Arc<PrefixState>,
+    after: Arc<Mutex<Option<PrefixState>>>,
+}
+
+impl States {
+    /// A call after a state.
+    pub(super) fn new(before: PrefixState) -> Self {
+        Self { before: Arc::new(before), after: Arc::default() }
+    }
+
+    /// The state before a call in `f32`.
+    pub fn before(&self) -> Option<&State<f32>> {
+        f32::state(&self.before)
+    }
+
+    /// The state after a call in `f32`.
+    pub fn leave(&self, state: State<f32>) {
+        self.set(f32::prefix(state));
+    }
+
+    fn set(&self, state: PrefixState) {
+        *self.after.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+    }
+
+    /// The state that the call left.
+    pub fn into_state(self) -> AttentionState {
+        let after = self.after.lock().unwrap_or_else(PoisonError::into_inner).take();
+        AttentionState { inner: after.map(Inner::Kernels) }
+    }
 }
 
 impl Operation for Settings {
@@ -98,10 +135,12 @@ stored!(bf16, DType::BF16);
 trait Number: Real + Stored {
     fn mechanism(kernel: &dyn AnyKernel) -> &dyn Kernel<Self>;
     fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
+    fn state(state: &PrefixState) -> Option<&State<Self>>;
+    fn prefix(state: State<Self>) -> PrefixState;
 }
 
 macro_rules! number {
-    ($t:ident, $scratch:ident) => {
+    ($t:ident, $scratch:ident, $variant:ident) => {
         thread_local! {
             static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
         }
@@ -113,11 +152,20 @@ macro_rules! number {
             fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
                 &$scratch
             }
+            fn state(state: &PrefixState) -> Option<&State<Self>> {
+                match state {
+                    PrefixState::$variant(state) => Some(state),
+                    _ => None,
+                }
+            }
+            fn prefix(state: State<Self>) -> PrefixState {
+                PrefixState::$variant(state)
+            }
         }
     };
 }
-number!(f32, SCRATCH_F32);
-number!(f64, SCRATCH_F64);
+number!(f32, SCRATCH_F32, F32);
+number!(f64, SCRATCH_F64, F64);
 
 /// The type that the kernels compute in for tensors of this type.
 pub(super) fn computed(dtype: DType) -> DType {
@@ -243,7 +291,8 @@ impl Operands {
             split_parameters(T::mechanism(&*settings.kernel), &dims, self.parameters.as_ref().map(contiguous));
         let call = kernels::Call::new(dims, view(&self.q), view(&self.k), view(&self.v))
             .with_parameters(&parameters)
-            .with_mask(settings.mask.as_kernel());
+            .with_mask(settings.mask.as_kernel())
+            .with_initial_state(settings.states.as_ref().and_then(|states| T::state(&states.before)));
         scratch_of(|scratch| work(&call, scratch))
     }
 
@@ -288,7 +337,12 @@ impl Operands {
                 Some(denominators) => Output::training(out.view_mut(), denominators),
                 None => Output::new(out.view_mut()),
             };
-            T::mechanism(&*settings.kernel).forward(call, output, scratch)?;
+            let kernel = T::mechanism(&*settings.kernel);
+            let mut last = settings.states.as_ref().map(|_| kernel.empty_state(&call.dims)).transpose()?;
+            kernel.forward(call, output.with_final_state(last.as_mut()), scratch)?;
+            if let (Some(states), Some(last)) = (&settings.states, last) {
+                states.set(T::prefix(last));
+            }
             Ok(out.into_tensor())
         })
     }
@@ -359,10 +413,14 @@ pub(super) enum PrefixState {
 impl PrefixState {
     /// Before the first token of calls like this one.
     pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
-        let dims = operands.dims();
-        Ok(match operands.q.dtype() {
-            DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(&dims)?),
-            _ => Self::F32(f32::mechanism(kernel).empty_state(&dims)?),
+        Self::empty_for(kernel, &operands.dims(), operands.q.dtype())
+    }
+
+    /// Before the first token of calls of these sizes.
+    pub fn empty_for(kernel: &dyn AnyKernel, dims: &Dims, dtype: DType) -> Result<Self, kernels::Error> {
+        Ok(match dtype {
+            DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(dims)?),
+            _ => Self::F32(f32::mechanism(kernel).empty_state(dims)?),
         })
     }
 
@@ -372,6 +430,25 @@ impl PrefixState {
             Self::F32(state) => Self::F32(state.select(indices)?),
             Self::F64(state) => Self::F64(state.select(indices)?),
         })
+    }
+
+    /// The states of several batches as those of one.
+    pub fn join(states: &[&Self]) -> Option<Result<Self, kernels::Error>> {
+        fn joined<T: Number>(states: &[&PrefixState]) -> Option<Result<PrefixState, kernels::Error>> {
+            let states: Vec<&State<T>> = states.iter().map(|state| T::state(state)).collect::<Option<_>>()?;
+            let shape = states.first()?.shape();
+            let alike = |state: &&State<T>| StateShape { batch: shape.batch, ..state.shape() } == shape;
+            if !states.iter().all(alike) {
+                return None;
+            }
+            let batch = states.iter().map(|state| state.shape().batch).sum();
+            let numbers = states.iter().flat_map(|state| state.numbers()).copied().collect();
+            Some(State::from_numbers(StateShape { batch, ..shape }, numbers).map(T::prefix))
+        }
+        match states.first()? {
+            Self::F32(_) => joined::<f32>(states),
+            Self::F64(_) => joined::<f64>(states),
+        }
     }
 
     /// Its mechanism and sizes.

@@ -5,6 +5,7 @@
 //! other backend the same mathematics runs in plain tensor operations, which Burn differentiates. Both work for any
 //! mechanism: the first calls an [`AnyKernel`], the second the tensor operations of the mechanism's module, a `Layer`.
 
+mod advance;
 pub(crate) mod feature_map;
 #[cfg(feature = "flex")]
 mod flex;
@@ -27,13 +28,16 @@ use burn::tensor::{Device, Tensor};
 pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
+pub(crate) use advance::advance;
+#[cfg(feature = "flex")]
+pub(crate) use advance::states_of;
 pub(crate) use feature_map::Learned;
 #[cfg(feature = "flex")]
-pub(crate) use flex::{split_parameters, with_scratch};
+pub(crate) use flex::{States, split_parameters, with_scratch};
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;
-pub use state::{AttentionState, StoredState};
+pub use state::{AttentionState, StateForm, StoredState};
 pub(crate) use tensor::{Running, Total};
 
 use crate::attention::{AttentionMask, Heads, KeyMask};
@@ -115,12 +119,24 @@ pub(crate) fn attend(
     #[cfg(feature = "flex")]
     if is_flex(&q) {
         let parameters = flat(layer, q.dtype())?;
-        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone() };
-        let mut others = vec![k.into_dispatch(), v.into_dispatch()];
-        others.extend(parameters.map(Tensor::into_dispatch));
-        return Ok(operation::run(settings, q.into_dispatch(), others)?);
+        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone(), states: None };
+        return run(settings, q, k, v, parameters);
     }
     in_tensors(layer, q, k, v, mask)
+}
+
+/// Attention by the kernels on tensors of the CPU backend.
+#[cfg(feature = "flex")]
+fn run(
+    settings: flex::Settings,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    parameters: Option<Tensor<1>>,
+) -> Result<Tensor<4>> {
+    let mut others = vec![k.into_dispatch(), v.into_dispatch()];
+    others.extend(parameters.map(Tensor::into_dispatch));
+    Ok(operation::run(settings, q.into_dispatch(), others)?)
 }
 
 /// [`attend`] in tensor operations.

@@ -59,6 +59,24 @@ impl StoredState {
     pub fn is_empty(&self) -> bool {
         self.form == Form::Empty
     }
+
+    /// What it is, and its numbers: for formats that keep tensors apart from text.
+    pub fn into_parts(self) -> (StateForm, Vec<TensorData>) {
+        (StateForm { mechanism: self.mechanism, form: self.form }, self.tensors)
+    }
+
+    /// The opposite of [`into_parts`](Self::into_parts). What does not fit is refused where the state is restored.
+    pub fn from_parts(form: StateForm, tensors: Vec<TensorData>) -> Self {
+        Self { mechanism: form.mechanism, form: form.form, tensors }
+    }
+}
+
+/// What the numbers of a [`StoredState`] are. Made by [`StoredState::into_parts`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StateForm {
+    mechanism: String,
+    form: Form,
 }
 
 /// What the numbers of a [`StoredState`] are.
@@ -103,6 +121,44 @@ impl AttentionState {
             }
         };
         Ok(Self { inner })
+    }
+
+    /// The states of several batches as those of one, in that order. All must be before their first token, or none.
+    ///
+    /// # Errors
+    /// States of different mechanisms, sizes or numbers of tokens.
+    pub fn join(states: &[&Self]) -> Result<Self> {
+        let unlike = || Error::Argument {
+            operation: NAME,
+            argument: "states",
+            expected: "states of one mechanism and size".into(),
+            got: "different ones".into(),
+        };
+        if states.iter().all(|state| state.inner.is_none()) {
+            return Ok(Self::default());
+        }
+        #[cfg(feature = "flex")]
+        {
+            let kernels = states.iter().map(|state| match &state.inner {
+                Some(Inner::Kernels(state)) => Some(state),
+                _ => None,
+            });
+            if let Some(kernels) = kernels.collect::<Option<Vec<_>>>() {
+                let joined = PrefixState::join(&kernels).ok_or_else(unlike)??;
+                return Ok(Self { inner: Some(Inner::Kernels(joined)) });
+            }
+        }
+        let past = states.iter().map(|state| match &state.inner {
+            Some(Inner::Tensors(TensorState::Past(past))) => Some(past),
+            _ => None,
+        });
+        let past = past.collect::<Option<Vec<_>>>().ok_or_else(unlike)?;
+        let rest = |x: &Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], x.dtype());
+        if past.iter().any(|one| (0..2).any(|side| rest(&one[side]) != rest(&past[0][side]))) {
+            return Err(unlike());
+        }
+        let side = |side: usize| Tensor::cat(past.iter().map(|one| one[side].clone()).collect(), 0);
+        Ok(Self { inner: Some(Inner::Tensors(TensorState::Past(Box::new([side(0), side(1)])))) })
     }
 
     /// The state as numbers; nothing is rounded.

@@ -181,6 +181,20 @@ impl EncoderBlock {
         let x = branches.run(x, &self.attention_norm, |x, around| self.attention.step_in(x, state, around))?;
         branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
+
+    /// Several tokens after those of `state`: what [`EncoderBlock::step`] gives one after the other, in the parallel form. A
+    /// gradient reaches these tokens, but not those before.
+    ///
+    /// # Shapes
+    /// `x` and output: `[batch, tokens, d_model]`.
+    ///
+    /// # Errors
+    /// A wrong width, or a state of another batch or mechanism.
+    pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        let branches = self.branches();
+        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.advance_in(x, state, around))?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+    }
 }
 
 /// Makes a [`DecoderBlock`].

@@ -363,7 +363,7 @@ impl DecoderState {
 }
 
 /// `sin(p/10000^{2i/d})` in column `2i`, `cos` of the same in column `2i+1`, for `count` positions from `first` on.
-fn sinusoids(first: usize, count: usize, width: usize) -> Vec<f32> {
+pub(super) fn sinusoids(first: usize, count: usize, width: usize) -> Vec<f32> {
     let entry = |position: usize, column: usize| {
         let angle = position as f64 / 1e4_f64.powf((column / 2 * 2) as f64 / width as f64);
         (if column.is_multiple_of(2) { angle.sin() } else { angle.cos() }) as f32

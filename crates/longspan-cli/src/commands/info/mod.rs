@@ -82,10 +82,9 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     writeln!(out, "tokens      {}", tokens.join(" → "))?;
     writeln!(
         out,
-        "model       {} attention, {}+{} blocks, width {}, {} heads: {} parameters",
+        "model       {} attention, {}, width {}, {} heads: {} parameters",
         config.attention,
-        config.encoder_layers,
-        config.decoder_layers,
+        T::blocks(config),
         config.d_model,
         config.heads,
         trained.model.num_params()
@@ -113,6 +112,12 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
                 writeln!(out, "{name:<11} error rate {rate:.1} % ({low:.1} … {high:.1} %) on held-out sources")?;
             }
+        }
+    }
+    if let Some(held_out) = last("held_out") {
+        let number = |part: &str| held_out["bits_per_byte"][part].as_f64();
+        if let (Some(rate), Some(low), Some(high)) = (number("rate"), number("low"), number("high")) {
+            writeln!(out, "held out    {rate:.3} bits per byte ({low:.3} … {high:.3})")?;
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {

@@ -26,11 +26,13 @@ pub fn draw<M: Module>(model: M, seed: u64) -> M {
 }
 
 /// The loss and gradient of a batch.
-pub struct Found {
+pub struct Found<C> {
     /// The mean of `−log p` over the predicted tokens, in nats, without smoothing.
     pub loss: f64,
     /// The gradient of the smoothed loss.
     pub gradients: GradientsParams,
+    /// What the parts of the batch leave to the next batch, in their order.
+    pub carried: Vec<C>,
 }
 
 /// The loss of a batch and the gradient of its smoothed form with respect to every parameter; `None` if a signal asks to stop.
@@ -44,35 +46,37 @@ pub fn gradients<T: Task>(
     seed: u64,
     workers: &Workers,
     stop: &Stop,
-) -> Result<Option<Found>> {
+) -> Result<Option<Found<T::Carried>>> {
     let tokens: usize = batch.iter().map(|example| T::size(example).0).sum();
     let device = Device::flex().autodiff();
     let parts = workers.run(batch, |number, part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
-        let (mut plain, mut sum, mut draws) = (0.0, None, number as u64);
+        let (mut plain, mut sum, mut draws, mut carried) = (0.0, None, number as u64, Vec::new());
         for micro_batch in micro_batches(part, |example| T::size(example)) {
             if stop.asked() {
                 return Ok(None);
             }
             let seed = Random::new(seed, draws).next();
             draws += workers.count() as u64;
-            let loss = with_dropout_seed(seed, || task.loss(&model, micro_batch, smoothing, &device))?;
+            let (loss, left) = with_dropout_seed(seed, || task.learn(&model, micro_batch, smoothing, &device))?;
+            carried.extend(left);
             plain += f64::from(loss.plain.into_scalar::<f32>());
             let gradients = loss.smoothed.mul_scalar(scale).backward();
             let gradients = GradientsParams::from_grads(gradients, &model);
             sum = Some(added(&model, sum, gradients));
         }
-        Ok(sum.map(|sum| (plain, sum)))
+        Ok(sum.map(|sum| (plain, sum, carried)))
     })?;
-    let (mut loss, mut sum) = (0.0, None);
+    let (mut loss, mut sum, mut carried) = (0.0, None, Vec::new());
     for part in parts {
-        let Some((plain, gradients)) = part else { return Ok(None) };
+        let Some((plain, gradients, left)) = part else { return Ok(None) };
+        carried.extend(left);
         loss += plain;
         sum = Some(added(model, sum, gradients));
     }
-    Ok(sum.map(|gradients| Found { loss: loss / tokens as f64, gradients }))
+    Ok(sum.map(|gradients| Found { loss: loss / tokens as f64, gradients, carried }))
 }
 
 /// The mean loss over `examples` in nats per token, batch by batch; no gradients.
@@ -121,9 +125,10 @@ mod tests {
         let pairs = Some(file.path().to_path_buf());
         let mut config = RunConfig { pairs, d_model: 8, heads: 2, d_ff: 8, radius: 2, ..RunConfig::default() };
         let (task, data) = Pairs::begin(&mut config).unwrap();
-        assert!(data.train.len() >= 4, "{} pairs are left", data.train.len());
+        let pairs = data.train.examples().to_vec();
+        assert!(pairs.len() >= 4, "{} pairs are left", pairs.len());
         let model = draw(task.model(&config, &Device::flex().autodiff()).unwrap(), 3);
-        (task, model, data.train)
+        (task, model, pairs)
     }
 
     #[test]

@@ -19,10 +19,9 @@ use crate::run::config::{self, RunConfig, Settings};
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::tasks::attention;
-use crate::tasks::task::Answering;
+use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
-use crate::terminal::samples::{self, Sample, visible};
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 use session::Session;
@@ -35,6 +34,15 @@ pub struct Arguments {
     /// in gzip, or - for standard input; without it, the CMU pronouncing dictionary
     #[arg(long, value_name = "FILE")]
     pairs: Option<PathBuf>,
+    /// Texts to learn to go on with: files, folders, or - for standard input; plain text, also in gzip
+    #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with_all = ["pairs", "development", "held_out"])]
+    text: Vec<PathBuf>,
+    /// What a text is cut into: characters, bytes, a tokenizer.json, or bpe, which is learned from the text
+    #[arg(long, value_name = "TOKENS")]
+    tokens: Option<String>,
+    /// Byte-pair encoding with so many entries, learned from the text
+    #[arg(long, value_name = "N")]
+    vocabulary: Option<usize>,
     /// Pairs for the development loss, instead of a twentieth of --pairs
     #[arg(long, value_name = "FILE")]
     development: Option<PathBuf>,
@@ -79,8 +87,8 @@ pub struct Arguments {
 }
 
 /// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
-const CHANGEABLE: [&str; 7] =
-    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "development", "held_out"];
+const CHANGEABLE: [&str; 8] =
+    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "text", "development", "held_out"];
 
 /// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
@@ -95,6 +103,11 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
     let mut settings = Settings::new()?;
     gather(&mut settings, arguments)?;
+    if settings.is_text() {
+        // Another task has other defaults.
+        settings = Settings::of(&RunConfig::of_text())?;
+        gather(&mut settings, arguments)?;
+    }
     let config = settings.finish()?;
     let draft = match &arguments.out {
         Some(path) => Draft::claim(path)?.ok_or_else(|| {
@@ -145,24 +158,17 @@ fn finish<T: Task>(mut session: Session<T>, stop: &Stop) -> Result<Outcome> {
 /// Says what is about to happen.
 fn introduce<T: Task>(session: &Session<T>) {
     let Session { config, data, .. } = session;
-    let kinds: Vec<&str> = session.task.vocabularies().iter().map(|vocabulary| vocabulary.kind).collect();
-    note(format_args!(
-        "{}: {} training examples, {} held out; {}",
-        config.data_name(),
-        data.train.len(),
-        data.held_out.len(),
-        kinds.join(" → ")
-    ));
+    note(session.task.introduce(config, data));
     if data.too_long > 0 {
         note(format_args!(
             "{} examples have more than {} tokens and are left out; --set max_tokens={} takes all in",
             data.too_long, config.max_tokens, data.longest
         ));
     }
-    let [encoder, decoder] = [config.encoder_layers, config.decoder_layers];
     note(format_args!(
-        "{} attention, {encoder}+{decoder} blocks, width {}: {} parameters; run folder {}",
+        "{} attention, {}, width {}: {} parameters; run folder {}",
         config.attention,
+        T::blocks(config),
         config.d_model,
         session.model.num_params(),
         session.folder.path().display()
@@ -195,35 +201,22 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let held_out = spread(&session.data.held_out, limit);
     let mut text = String::new();
     if held_out.is_empty() {
-        text.push_str("nothing was held out (about a twentieth is, by a hash of the source): no error rates\n");
+        text.push_str("nothing was held out, since there is too little: no scores\n");
     } else {
-        note(format_args!("scoring {} held-out examples", held_out.len()));
+        note(format_args!("scoring {} held-out {}", held_out.len(), T::EXAMPLES));
         let scores = session.task.score(&model, &held_out, &how)?;
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
         session.folder.seal_metrics()?;
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
-    let wanted = T::samples(&session.config, &held_out);
-    let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
-    if !sources.is_empty() {
-        let answers = session.task.answer(&model, &sources, &how)?;
-        let samples: Vec<Sample> = wanted
-            .iter()
-            .zip(answers)
-            .map(|((source, expected), beam)| {
-                let answer = beam.into_iter().next().map(|best| best.target).unwrap_or_default();
-                Sample { source: source.clone(), answer, expected: expected.clone() }
-            })
-            .collect();
-        text.push_str(&format!("\nIt says:\n{}", samples::table(&samples)));
+    let folder = shell::path(session.folder.path());
+    let Shown { text: samples, next } = session.task.show(&model, &held_out, &how, &folder)?;
+    if !samples.is_empty() {
+        text.push_str(&format!("\nIt says:\n{samples}"));
     }
-    let (folder, program) = (shell::path(session.folder.path()), shell::program());
-    let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
-    let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
     let curve = shell::path(&session.folder.loss_curve("svg"));
-    text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n"));
-    text.push_str(&format!("  printf '%s\\n' {example} | {program} predict {folder}\n"));
+    text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n  {next}\n"));
     use std::io::Write as _;
     write!(std::io::stdout(), "{text}")?;
     Ok(())
@@ -237,7 +230,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 11] = [
+    let flags: [(&str, &str, Option<Value>); 14] = [
         (
             "development",
             "--development",
@@ -245,6 +238,9 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ),
         ("held_out", "--held-out", arguments.held_out.as_ref().map(|path| text("--held-out", path)).transpose()?),
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
+        ("text", "--text", texts(&arguments.text)?),
+        ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
+        ("vocabulary", "--vocabulary", arguments.vocabulary.map(|n| json!(n))),
         ("attention", "--attention", arguments.attention.as_ref().map(|name| json!(name))),
         ("source_tokens", "--source-tokens", arguments.source_tokens.as_ref().map(|name| json!(name))),
         ("target_tokens", "--target-tokens", arguments.target_tokens.as_ref().map(|name| json!(name))),
@@ -270,6 +266,12 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
+/// Paths as a setting; `None` without any.
+fn texts(paths: &[PathBuf]) -> Result<Option<Value>> {
+    let paths: Vec<Value> = paths.iter().map(|path| text("--text", path)).collect::<Result<_>>()?;
+    Ok((!paths.is_empty()).then_some(Value::Array(paths)))
+}
+
 /// A path as a setting, which is text.
 fn text(flag: &str, path: &Path) -> Result<Value> {
     let text =
@@ -286,6 +288,7 @@ fn number(flag: &str, value: f64) -> Result<Value> {
 fn claim_default(config: &RunConfig) -> Result<Draft> {
     let stem = match config.data() {
         Some(path) if lines::is_standard_input(path) => "standard-input".into(),
+        Some(path) if path.file_stem().is_none() => "text".into(),
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
         None => "cmudict".into(),
     };

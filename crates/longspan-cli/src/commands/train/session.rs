@@ -6,18 +6,20 @@ use anyhow::{Result, anyhow, bail};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use longspan::layers::clip_gradients;
+use serde_json::Value;
 
 use super::gradients::{draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
 use crate::commands::Outcome;
-use crate::run::checkpoint::{Best, Saved, optimizer};
+use crate::run::checkpoint::{Best, Checkpoint, Place, Saved, optimizer};
 use crate::run::config::RunConfig;
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
 use crate::run::write::write_atomic;
 use crate::tasks::Task;
-use crate::tasks::batches::{Batches, Random, micro_batches};
+use crate::tasks::batches::{Random, micro_batches};
+use crate::tasks::feed::Feed;
 use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
@@ -51,17 +53,16 @@ impl<T: Task> Session<T> {
     /// A new run.
     pub fn begin(draft: Draft, mut config: RunConfig) -> Result<Self> {
         let (task, data) = T::begin(&mut config)?;
-        let per_epoch = data.train.len().div_ceil(config.batch_size);
-        config.steps.get_or_insert(8000.min((60 * per_epoch).max(1000)));
+        config.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
-        let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone() };
+        let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone(), place: Value::Null };
         let (folder, lock) = draft.finish(|folder| {
             folder.save_config(&config)?;
             task.store(folder)?;
             write_atomic(&folder.metrics(), b"")?;
-            folder.save(&model, &optimizer, &saved)
+            folder.save(&model, &optimizer, &saved, Vec::new())
         })?;
         let log = MetricsLog::open(&folder, 0)?;
         Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
@@ -71,16 +72,20 @@ impl<T: Task> Session<T> {
     pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
-        let (model, optimizer, mut saved) = folder.load_checkpoint(model, optimizer(&config))?;
-        let data = task.data(&config)?;
+        let Checkpoint { model, optimizer, mut saved, place } = folder.load_checkpoint(model, optimizer(&config))?;
+        let mut data = task.data(&config)?;
         if data.sha256 != saved.data_sha256 {
-            let name = config.data_name();
             bail!(
-                "{name} is not what this run began with; restore the file, name where it is now with --pairs, or train a new \
-                 run with --out"
+                "{} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
+                 --out",
+                config.data_name(),
+                config.data_flag()
             );
         }
         folder.sealed_metrics()?;
+        if saved.step > 0 {
+            task.return_to(&mut data.train, &model, place)?;
+        }
         folder.repair(&model, &mut saved)?;
         folder.save_config(&config)?;
         let log = MetricsLog::open(&folder, saved.step)?;
@@ -95,8 +100,6 @@ impl<T: Task> Session<T> {
 
     /// Takes steps until the run is complete or someone asks to stop.
     pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
-        let lengths = self.data.train.iter().map(T::size).collect();
-        let mut batches = Batches::new(lengths, self.config.batch_size, self.config.seed);
         let first = self.step();
         let mut progress = Progress::new();
         let (started, before) = (Instant::now(), self.saved.seconds);
@@ -105,11 +108,9 @@ impl<T: Task> Session<T> {
         // Until the length of a run in minutes is known, as long as it takes.
         while self.config.known_steps().is_none_or(|steps| step < steps) {
             let step_started = Instant::now();
-            let batch = batches.at(step);
-            let examples = batch.len();
             let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
-            let Some((loss, norm)) = self.take(step, batch, rate, stop)? else {
+            let Some((loss, norm, examples)) = self.take(step, rate, stop)? else {
                 drop(progress);
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::Quick)?;
                 return Ok(Outcome::Interrupted);
@@ -136,7 +137,7 @@ impl<T: Task> Session<T> {
             };
             let of = steps.map_or("?".into(), |steps| steps.to_string());
             let (loss, per_second) = (recent.loss(), recent.examples_per_second());
-            let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} examples/s  {left}");
+            let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} {}/s  {left}", T::EXAMPLES);
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
@@ -151,10 +152,11 @@ impl<T: Task> Session<T> {
         Ok(Outcome::Done)
     }
 
-    /// Takes one step; returns its loss and the norm of its gradient, or `None` if a signal asks to stop: then no step is
-    /// taken.
-    fn take(&mut self, step: usize, places: &[usize], rate: f64, stop: &Stop) -> Result<Option<(f64, f64)>> {
-        let batch: Vec<&T::Example> = places.iter().map(|&place| &self.data.train[place]).collect();
+    /// Takes one step; returns its loss, the norm of its gradient and the size of its batch, or `None` if a signal asks to
+    /// stop: then no step is taken.
+    fn take(&mut self, step: usize, rate: f64, stop: &Stop) -> Result<Option<(f64, f64, usize)>> {
+        let batch = self.data.train.batch(step)?;
+        let examples = batch.len();
         let seed = Random::new(self.config.seed, step as u64 + 1).next();
         let smoothing = self.config.label_smoothing;
         let found = gradients(&self.task, &self.model, &batch, smoothing, seed, &self.workers, stop)?;
@@ -166,7 +168,8 @@ impl<T: Task> Session<T> {
             }
         }
         self.model = self.optimizer.step(rate, self.model.clone(), found.gradients);
-        Ok(Some((found.loss, norm)))
+        self.task.carry(&mut self.data.train, found.carried)?;
+        Ok(Some((found.loss, norm, examples)))
     }
 
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
@@ -185,11 +188,8 @@ impl<T: Task> Session<T> {
             return Ok(());
         }
         // Without development examples, training examples serve to check that the loss is finite.
-        let mut examples = if self.data.development.is_empty() {
-            &self.data.train[..self.data.train.len().min(self.config.batch_size)]
-        } else {
-            &self.data.development
-        };
+        let mut examples =
+            if self.data.development.is_empty() { self.data.train.probe() } else { &self.data.development };
         if probe == Probe::Quick {
             examples = micro_batches(examples, T::size)[0];
         }
@@ -205,8 +205,9 @@ impl<T: Task> Session<T> {
             }
         }
         self.log.sync(&self.title())?;
-        let saved = Saved { step, seconds, best, ..self.saved.clone() };
-        self.folder.save(&self.model, &self.optimizer, &saved)?;
+        let Place { note, tensors } = self.task.place(&self.data.train, &self.model)?;
+        let saved = Saved { step, seconds, best, place: note, ..self.saved.clone() };
+        self.folder.save(&self.model, &self.optimizer, &saved, tensors)?;
         self.saved = saved;
         Ok(())
     }

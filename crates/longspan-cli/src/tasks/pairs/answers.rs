@@ -64,7 +64,8 @@ pub fn search(
     };
     // Each on all threads, or all at the same time.
     let turns = batches.chunks(if in_turn { 1 } else { batches.len().max(1) });
-    let found = turns.map(|batches| how.workers.run(batches, answer)).collect::<Result<Vec<_>>>()?.into_iter().flatten();
+    let found =
+        turns.map(|batches| how.workers.run(batches, answer)).collect::<Result<Vec<_>>>()?.into_iter().flatten();
     for (place, hypotheses) in found.flatten() {
         answers[place] = hypotheses;
     }

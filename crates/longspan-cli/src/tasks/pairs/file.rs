@@ -77,7 +77,7 @@ fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
             let columns: Vec<&str> = text.split('\t').collect();
             let [source, target] = columns[..] else {
                 let help = if columns.len() == 1 {
-                    "separate source and target by a tab"
+                    "separate source and target by a tab, or learn a text as it is with --text"
                 } else {
                     "keep two columns, as `cut -f 1,2` does"
                 };

@@ -15,6 +15,7 @@ use burn::tensor::Device;
 use longspan::models::Seq2Seq;
 use sha2::{Digest, Sha256};
 
+use super::feed::Shuffled;
 use super::lines;
 use super::memory;
 use super::scores::ErrorRates;
@@ -44,6 +45,8 @@ const SIDES: [&str; 2] = ["source", "target"];
 
 impl Task for Pairs {
     type Example = Pair;
+    type Feed = Shuffled<Pair>;
+    type Carried = ();
     type Text = Example;
     type Model = Seq2Seq;
     type Scores = ErrorRates;
@@ -59,7 +62,7 @@ impl Task for Pairs {
         let data = task.encode(split, config)?;
         config.source_tokens.get_or_insert(task.source.kind().into());
         config.target_tokens.get_or_insert(task.target.kind().into());
-        let longest = data.train.iter().map(|pair| pair.target.len()).max().unwrap_or(0);
+        let longest = data.train.examples().iter().map(|pair| pair.target.len()).max().unwrap_or(0);
         config.answer_tokens.get_or_insert((longest * 5).div_ceil(4).max(1));
         Ok((task, data))
     }
@@ -123,6 +126,21 @@ impl Task for Pairs {
         }
         let first = held_out.iter().take(6);
         first.map(|example| (example.source.clone(), example.targets.first().cloned())).collect()
+    }
+
+    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+        let kinds: Vec<&str> = self.vocabularies().iter().map(|vocabulary| vocabulary.kind).collect();
+        format!(
+            "{}: {} training examples, {} held out; {}",
+            config.data_name(),
+            data.train.examples().len(),
+            data.held_out.len(),
+            kinds.join(" → ")
+        )
+    }
+
+    fn blocks(config: &RunConfig) -> String {
+        format!("{}+{} blocks", config.encoder_layers, config.decoder_layers)
     }
 
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
@@ -189,6 +207,7 @@ impl Pairs {
         let few = few.count().max(1);
         development.truncate(few);
         let (too_long, sha256) = (all.len() - train.len(), fingerprint(&train));
+        let train = Shuffled::new(train, Self::size, config.batch_size, config.seed);
         Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
     }
 

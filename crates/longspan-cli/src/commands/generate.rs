@@ -1,0 +1,143 @@
+//! `longspan generate`: goes on with a text, as it comes.
+
+use std::collections::BTreeSet;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use longspan::sample::SampleOptions;
+use serde_json::json;
+
+use super::Outcome;
+use super::predict::say_unknown;
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::tasks::task::{Generated, Verb, Wish};
+use crate::tasks::text::Stops;
+use crate::tasks::{Task, Trained, for_task, lines};
+use crate::terminal::notes::note;
+use crate::terminal::shell;
+
+/// What `longspan generate` takes.
+#[derive(Args)]
+pub struct Arguments {
+    /// The folder of a run on text
+    run: PathBuf,
+    /// The beginning, or - to read it from standard input; without it, a text from nothing
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// So many tokens; 0 for as many as someone reads
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    tokens: usize,
+    /// Below 1 likely tokens come more often; 0 always takes the likeliest
+    #[arg(long, default_value_t = 0.8, value_name = "T", allow_negative_numbers = true)]
+    temperature: f64,
+    /// Draw from the N likeliest tokens only; 0 for all
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    top_k: usize,
+    /// Draw from the fewest likely tokens whose probabilities reach P
+    #[arg(long, default_value_t = 1.0, value_name = "P", allow_negative_numbers = true)]
+    top_p: f64,
+    /// Another seed gives another text
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+    /// End before this text; may be repeated
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    stop: Vec<String>,
+    /// Go on where the text would end by itself
+    #[arg(long)]
+    no_end: bool,
+    /// Print one JSON object at the end instead
+    #[arg(long)]
+    json: bool,
+}
+
+/// Goes on with a text.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    if !(arguments.temperature >= 0.0 && arguments.temperature.is_finite()) {
+        bail!("--temperature {}: expected a number from 0", arguments.temperature);
+    }
+    if !(arguments.top_p > 0.0 && arguments.top_p <= 1.0) {
+        bail!("--top-p {}: expected a number above 0, at most 1", arguments.top_p);
+    }
+    if arguments.stop.iter().any(String::is_empty) {
+        bail!("--stop is empty; give the text to stop before");
+    }
+    if arguments.json && arguments.tokens == 0 {
+        bail!("--json prints at the end, and --tokens 0 has none; give a number of tokens");
+    }
+    let folder = RunFolder::open(&arguments.run)?;
+    let config = folder.load_config()?;
+    for_task!(&config, generate(arguments, folder, config))
+}
+
+fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+    if T::VERB != Verb::Generate {
+        let (program, run) = (shell::program(), shell::path(folder.path()));
+        bail!("this run answers lines instead of going on with texts; ask it with: {program} predict {run}");
+    }
+    let trained = Trained::<T>::load(folder, config)?;
+    let prompt = match arguments.prompt.as_deref() {
+        Some("-") => lines::utf8(&lines::read(Path::new("-"))?, "standard input")?.to_owned(),
+        Some(text) => text.to_owned(),
+        None => String::new(),
+    };
+    if arguments.prompt.is_some() && prompt.is_empty() {
+        note("note: the prompt is empty; the text begins from nothing");
+    }
+    let unknown = trained.task.unknown_pieces(&prompt);
+    if !unknown.is_empty() && unknown.iter().map(|piece| piece.len()).sum::<usize>() == prompt.len() {
+        bail!("the run knows nothing of the prompt: none of it occurred in training; give another one");
+    }
+    say_unknown(&unknown.into_iter().map(String::from).collect::<BTreeSet<_>>());
+    let wish = Wish {
+        prompt: &prompt,
+        tokens: (arguments.tokens > 0).then_some(arguments.tokens),
+        sample: SampleOptions { temperature: arguments.temperature, top_k: arguments.top_k, top_p: arguments.top_p },
+        seed: arguments.seed,
+        may_end: !arguments.no_end,
+    };
+    let started = Instant::now();
+    let mut out = io::stdout().lock();
+    let mut stops = Stops::new(&arguments.stop);
+    let (mut whole, mut open, mut stopped) = (String::new(), false, false);
+    let mut show = |text: &str| -> Result<()> {
+        if arguments.json {
+            whole.push_str(text);
+        } else if !text.is_empty() {
+            open = !text.ends_with('\n');
+            out.write_all(text.as_bytes())?;
+            out.flush()?;
+        }
+        Ok(())
+    };
+    let Generated { read, drawn, ended } =
+        trained.task.generate(&trained.model, &trained.config, &wish, &mut |text| {
+            let (text, found) = stops.push(text);
+            show(&text)?;
+            stopped = found;
+            Ok(!found)
+        })?;
+    show(&stops.rest())?;
+    let seconds = started.elapsed().as_secs_f64();
+    if arguments.json {
+        let how = json!({
+            "run": arguments.run.display().to_string(), "prompt": prompt, "text": whole, "prompt_tokens": read,
+            "tokens": drawn, "ended": ended, "stopped": stopped, "seconds": seconds,
+        });
+        writeln!(out, "{how}")?;
+        return Ok(Outcome::Done);
+    }
+    if open {
+        writeln!(out)?;
+    }
+    let end = match (ended, stopped) {
+        (true, _) => "; the text ended by itself",
+        (_, true) => "; a stop string came",
+        _ => "",
+    };
+    note(format_args!("{drawn} tokens in {seconds:.1} s, {:.0} a second{end}", drawn as f64 / seconds.max(1e-9)));
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,162 @@
+//! Going on with a text, token by token, in memory that does not grow.
+
+use std::collections::VecDeque;
+
+use anyhow::{Result, anyhow};
+use burn::tensor::{Device, Tensor};
+use longspan::models::{LanguageModel, LanguageState};
+
+use super::score::row;
+use crate::tasks::batches::Random;
+use crate::tasks::task::{Generated, Wish};
+use crate::tasks::tokens::{END, PAD, START, Tokenizer, UNKNOWN};
+
+/// Tokens of a prompt that are read at a time.
+const SEGMENT: usize = 512;
+
+/// Goes on with a prompt: hands text to `out` as it is complete, until `out` gives `false` or nothing is left to do. Where the
+/// state cannot go on for ever it begins anew after `limit` tokens, from the latest eighth of them.
+pub fn generate(
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    limit: Option<usize>,
+    wish: &Wish<'_>,
+    out: &mut dyn FnMut(&str) -> Result<bool>,
+) -> Result<Generated> {
+    let prompt = tokenizer.encode(wish.prompt)?;
+    let mut walk = Walk { model, limit, state: LanguageState::default(), latest: VecDeque::new() };
+    let mut logits = walk.read(&[START])?;
+    for part in prompt.chunks(SEGMENT) {
+        logits = walk.read(part)?;
+    }
+    let mut generated = Generated { read: prompt.len(), drawn: 0, ended: false };
+    let mut decoder = tokenizer.decoder();
+    // Only so that the first words join the prompt as the tokenizer joins words.
+    for &token in &prompt[prompt.len().saturating_sub(8)..] {
+        decoder.push(token)?;
+    }
+    let mut random = Random::new(wish.seed, 0);
+    while wish.tokens.is_none_or(|tokens| generated.drawn < tokens) {
+        let mut numbers: Vec<f32> =
+            logits.try_into_vec_as().map_err(|error| anyhow!("the device gave no numbers back: {error}"))?;
+        for never in [PAD, START, UNKNOWN] {
+            numbers[never as usize] = f32::NEG_INFINITY;
+        }
+        if !wish.may_end {
+            numbers[END as usize] = f32::NEG_INFINITY;
+        }
+        // 53 bits, as many as a number between 0 and 1 has.
+        let uniform = (random.next() >> 11) as f64 / (1u64 << 53) as f64;
+        let token = wish.sample.draw(&numbers, uniform)? as u32;
+        generated.drawn += 1;
+        if token == END {
+            generated.ended = true;
+            break;
+        }
+        let text = decoder.push(token)?;
+        if !out(&text)? {
+            break;
+        }
+        logits = walk.read(&[token])?;
+    }
+    Ok(generated)
+}
+
+/// A state that goes on for ever.
+struct Walk<'a> {
+    model: &'a LanguageModel,
+    limit: Option<usize>,
+    state: LanguageState,
+    /// The latest tokens, where the state has a limit.
+    latest: VecDeque<u32>,
+}
+
+impl Walk<'_> {
+    /// Takes tokens in, and gives the logits of the next.
+    fn read(&mut self, tokens: &[u32]) -> Result<Tensor<2>> {
+        let Some(limit) = self.limit else { return self.take(tokens) };
+        let mut logits = None;
+        for &token in tokens {
+            if self.state.position() >= limit {
+                self.state = LanguageState::default();
+                let latest: Vec<u32> = std::iter::once(START).chain(self.latest.iter().copied()).collect();
+                for part in latest[..latest.len().min(limit - 1)].chunks(SEGMENT) {
+                    self.take(part)?;
+                }
+            }
+            self.latest.push_back(token);
+            if self.latest.len() > limit / 8 {
+                self.latest.pop_front();
+            }
+            logits = Some(self.take(&[token])?);
+        }
+        logits.ok_or_else(|| anyhow!("no tokens to read; this is a bug: report it"))
+    }
+
+    fn take(&mut self, tokens: &[u32]) -> Result<Tensor<2>> {
+        if let [token] = tokens {
+            return Ok(self.model.step(&[*token as usize], &mut self.state)?);
+        }
+        Ok(self.model.prefill(row(tokens, &Device::flex()), &mut self.state)?)
+    }
+}
+
+/// Holds back text that may be the beginning of a stop string.
+pub struct Stops<'a> {
+    stops: &'a [String],
+    held: String,
+}
+
+impl<'a> Stops<'a> {
+    pub fn new(stops: &'a [String]) -> Self {
+        Self { stops, held: String::new() }
+    }
+
+    /// The text that may be shown after `text` came, and whether a stop string came; what stands before it is then shown, and
+    /// the string itself is not.
+    pub fn push(&mut self, text: &str) -> (String, bool) {
+        self.held.push_str(text);
+        if let Some(place) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+            self.held.truncate(place);
+            return (std::mem::take(&mut self.held), true);
+        }
+        let begun = |from: usize| self.stops.iter().any(|stop| stop.starts_with(&self.held[from..]));
+        let place = self.held.char_indices().map(|(place, _)| place).find(|&place| begun(place));
+        let rest = self.held.split_off(place.unwrap_or(self.held.len()));
+        (std::mem::replace(&mut self.held, rest), false)
+    }
+
+    /// What is held back, at the end.
+    pub fn rest(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stop_string_is_found_over_pieces_and_not_shown() {
+        let stops = ["END".to_string(), "\n\n".to_string()];
+        let shown = |pieces: &[&str]| {
+            let mut watch = Stops::new(&stops);
+            let mut text = String::new();
+            for piece in pieces {
+                let (some, stopped) = watch.push(piece);
+                text.push_str(&some);
+                if stopped {
+                    return (text, true);
+                }
+            }
+            text.push_str(&watch.rest());
+            (text, false)
+        };
+        assert_eq!(shown(&["a", "E", "N", "D", "b"]), ("a".into(), true));
+        assert_eq!(shown(&["aEN", "d\n", "c", "\n\n"]), ("aENd\nc".into(), true));
+        assert_eq!(shown(&["ab EN"]), ("ab EN".into(), false));
+        assert_eq!(shown(&["EEND"]), ("E".into(), true));
+        let mut none = Stops::new(&[]);
+        assert_eq!(none.push("ä"), ("ä".into(), false));
+    }
+}

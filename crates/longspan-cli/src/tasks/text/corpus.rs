@@ -1,0 +1,362 @@
+//! The texts of a run as one long row of bytes, of which no more than a piece is read at a time.
+
+use std::fs::{self, File, Metadata};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Result, anyhow, bail};
+use sha2::{Digest, Sha256};
+
+use crate::tasks::lines;
+use crate::terminal::notes::note;
+
+/// Bytes of a piece: a thousand tokens or more, and little beside a model.
+const PIECE: u64 = 16 * 1024;
+
+/// Bytes at the beginning of a file that tell what it is.
+const HEAD: usize = 8 * 1024;
+
+/// Texts, one after the other.
+#[derive(Debug)]
+pub struct Corpus {
+    documents: Vec<Document>,
+    /// Where each begins, and the end of the last.
+    bounds: Vec<u64>,
+    /// Whether every text is UTF-8, rather than any bytes.
+    utf8: bool,
+}
+
+/// One text.
+#[derive(Debug)]
+struct Document {
+    name: String,
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// A plain file: bytes from `skip` on, read where they are wanted.
+    File { path: PathBuf, skip: u64, length: u64, modified: Option<SystemTime> },
+    /// What can be read once, or has to be unpacked.
+    Memory(Vec<u8>),
+}
+
+/// Some bytes of one document. Of UTF-8 no character is cut.
+#[derive(Debug)]
+pub struct Piece {
+    pub bytes: Vec<u8>,
+    /// Where the next piece begins.
+    pub end: u64,
+    pub ends_document: bool,
+}
+
+impl Corpus {
+    /// The texts at these paths. The files of a folder come in the order of their names; those that are hidden or binary are
+    /// passed over.
+    pub fn open(paths: &[PathBuf], utf8: bool) -> Result<Self> {
+        let mut corpus = Self { documents: Vec::new(), bounds: vec![0], utf8 };
+        for path in paths {
+            if !lines::is_standard_input(path) && path.is_dir() {
+                corpus.add_folder(path)?;
+            } else {
+                corpus.add(path)?;
+            }
+        }
+        if corpus.len() == 0 {
+            let names: Vec<String> = paths.iter().map(|path| lines::name(path)).collect();
+            bail!("{}: no text in it; give files of text", names.join(", "));
+        }
+        Ok(corpus)
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> u64 {
+        self.bounds[self.documents.len()]
+    }
+
+    /// Number of texts.
+    pub fn documents(&self) -> usize {
+        self.documents.len()
+    }
+
+    fn add_folder(&mut self, folder: &Path) -> Result<()> {
+        let mut binary = Vec::new();
+        self.walk(folder, &mut binary)?;
+        if let [first, ..] = binary.as_slice() {
+            note(format_args!(
+                "{}: {} files that are not text are left out, the first is {first}",
+                folder.display(),
+                binary.len()
+            ));
+        }
+        Ok(())
+    }
+
+    fn walk(&mut self, folder: &Path, binary: &mut Vec<String>) -> Result<()> {
+        let mut paths = Vec::new();
+        for entry in fs::read_dir(folder).map_err(|error| cannot_read(folder, &error))? {
+            paths.push(entry.map_err(|error| cannot_read(folder, &error))?.path());
+        }
+        paths.sort();
+        for path in paths {
+            if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.')) {
+                continue;
+            }
+            if path.is_dir() {
+                self.walk(&path, binary)?;
+            } else if path.is_file() {
+                if self.utf8 && what_is_wrong(&head(&path)?).is_some() {
+                    binary.push(path.display().to_string());
+                } else {
+                    self.add(&path)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a file. An empty one adds nothing.
+    fn add(&mut self, path: &Path) -> Result<()> {
+        let name = lines::name(path);
+        let plain = !lines::is_standard_input(path) && path.is_file() && !head(path)?.starts_with(&lines::GZIP);
+        let (head, source) = if plain {
+            let data = fs::metadata(path).map_err(|error| cannot_read(path, &error))?;
+            let head = head(path)?;
+            let skip = if head.starts_with(BOM) { BOM.len() as u64 } else { 0 };
+            let length = data.len().saturating_sub(skip);
+            (head, Source::File { path: path.into(), skip, length, modified: data.modified().ok() })
+        } else {
+            let mut bytes = lines::read(path)?;
+            if bytes.starts_with(BOM) {
+                bytes.drain(..BOM.len());
+            }
+            (bytes[..bytes.len().min(HEAD)].to_vec(), Source::Memory(bytes))
+        };
+        if self.utf8
+            && let Some(problem) = what_is_wrong(&head)
+        {
+            bail!("{name}: {problem}");
+        }
+        if let Some(flag) = other_task(path, &head) {
+            bail!("{name}: it looks like {flag}, or rename the file if it is meant as one text");
+        }
+        let length = match &source {
+            Source::File { length, .. } => *length,
+            Source::Memory(bytes) => bytes.len() as u64,
+        };
+        if length > 0 {
+            self.bounds.push(self.len() + length);
+            self.documents.push(Document { name, source });
+        }
+        Ok(())
+    }
+
+    /// The document that holds a position.
+    fn document(&self, at: u64) -> usize {
+        self.bounds.partition_point(|&bound| bound <= at).saturating_sub(1).min(self.documents.len() - 1)
+    }
+
+    /// Bytes from `at` to `end`, which lie in one document.
+    fn read(&self, at: u64, end: u64) -> Result<Vec<u8>> {
+        let n = self.document(at);
+        let (document, from) = (&self.documents[n], at - self.bounds[n]);
+        let count = (end - at) as usize;
+        match &document.source {
+            Source::Memory(bytes) => Ok(bytes[from as usize..][..count].to_vec()),
+            Source::File { path, skip, length, modified } => {
+                let failed = |error: std::io::Error| cannot_read(path, &error);
+                let mut file = File::open(path).map_err(failed)?;
+                let same = |data: &Metadata| data.len() == skip + length && data.modified().ok() == *modified;
+                if !same(&file.metadata().map_err(failed)?) {
+                    bail!(
+                        "{}: changed since it was first read; put it back, or train a new run on a copy that stays",
+                        document.name
+                    );
+                }
+                file.seek(SeekFrom::Start(skip + from)).map_err(failed)?;
+                let mut bytes = vec![0; count];
+                file.read_exact(&mut bytes).map_err(failed)?;
+                Ok(bytes)
+            }
+        }
+    }
+
+    /// The piece that begins at `at`, and ends at `end` at the latest: with its last line end where there is one in its second
+    /// half, so that words stay whole.
+    pub fn piece(&self, at: u64, end: u64) -> Result<Piece> {
+        let n = self.document(at);
+        let last = self.bounds[n + 1].min(end);
+        let mut bytes = self.read(at, last.min(at + PIECE))?;
+        if at + (bytes.len() as u64) < last && self.utf8 {
+            let line = bytes.iter().rposition(|&byte| byte == b'\n').filter(|&place| place >= bytes.len() / 2);
+            match line {
+                Some(place) => bytes.truncate(place + 1),
+                None => bytes.truncate(whole_characters(&bytes)),
+            }
+        }
+        if self.utf8
+            && let Err(error) = std::str::from_utf8(&bytes)
+        {
+            let byte = at - self.bounds[n] + error.valid_up_to() as u64;
+            bail!(
+                "{}, byte {}: invalid UTF-8 (0x{:02x}); convert the file, such as with `iconv -f latin1 -t utf8`, or take it as \
+                 bytes with --tokens bytes",
+                self.documents[n].name,
+                byte + 1,
+                bytes[error.valid_up_to()]
+            );
+        }
+        let end = at + bytes.len() as u64;
+        Ok(Piece { bytes, end, ends_document: end == self.bounds[n + 1] })
+    }
+
+    /// The first place from `at` on where a line begins, or a character if the line is long.
+    pub fn boundary(&self, at: u64) -> Result<u64> {
+        let n = self.document(at);
+        if at == self.bounds[n] || at >= self.len() {
+            return Ok(at);
+        }
+        let bytes = self.read(at, self.bounds[n + 1].min(at + 1024))?;
+        let line = bytes.iter().position(|&byte| byte == b'\n').map(|place| place + 1);
+        let place = line.or_else(|| bytes.iter().position(|&byte| byte & 0xc0 != 0x80));
+        Ok(at + place.unwrap_or(bytes.len()) as u64)
+    }
+
+    /// Reads all of it once, piece by piece, each handed to `visit` with where it begins; the SHA-256 of its bytes and of where
+    /// documents end.
+    pub fn scan(&self, mut visit: impl FnMut(u64, &Piece)) -> Result<String> {
+        let mut hash = Sha256::new();
+        let mut at = 0;
+        while at < self.len() {
+            let piece = self.piece(at, self.len())?;
+            if self.utf8 && piece.bytes.contains(&0) {
+                bail!("{}: {BINARY}", self.documents[self.document(at)].name);
+            }
+            hash.update(&piece.bytes);
+            if piece.ends_document {
+                hash.update(piece.end.to_le_bytes());
+            }
+            visit(at, &piece);
+            at = piece.end;
+        }
+        Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+}
+
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
+const BINARY: &str = "a binary file: it has bytes of value 0; give text, or take it as it is with --tokens bytes";
+
+/// Why the beginning of a file is not that of a text in UTF-8.
+fn what_is_wrong(head: &[u8]) -> Option<&'static str> {
+    if head.starts_with(b"\xff\xfe") || head.starts_with(b"\xfe\xff") {
+        return Some("UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
+    }
+    head.contains(&0).then_some(BINARY)
+}
+
+/// What else a file looks like, and the flag that takes it.
+fn other_task(path: &Path, head: &[u8]) -> Option<&'static str> {
+    let name = path.to_string_lossy().to_lowercase();
+    let name = name.strip_suffix(".gz").unwrap_or(&name);
+    let text = String::from_utf8_lossy(head);
+    let mut some = text.lines().filter(|line| !line.is_empty()).take(20).peekable();
+    some.peek()?;
+    match name.rsplit_once('.').map_or("", |(_, end)| end) {
+        "tsv" => {
+            some.all(|line| line.matches('\t').count() == 1).then_some("pairs (two columns); give it with --pairs")
+        }
+        "jsonl" | "ndjson" => {
+            let first: serde_json::Value = serde_json::from_str(some.next()?).ok()?;
+            (first.get("source").is_some() && first.get("target").is_some())
+                .then_some("pairs (source and target); give it with --pairs")
+        }
+        _ => None,
+    }
+}
+
+/// The first bytes of a file.
+fn head(path: &Path) -> Result<Vec<u8>> {
+    let failed = |error| cannot_read(path, &error);
+    let mut bytes = Vec::new();
+    File::open(path).map_err(failed)?.take(HEAD as u64).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
+}
+
+/// Bytes up to the last character, which may be cut.
+fn whole_characters(bytes: &[u8]) -> usize {
+    match std::str::from_utf8(bytes) {
+        Err(error) if error.error_len().is_none() => error.valid_up_to(),
+        _ => bytes.len(),
+    }
+}
+
+fn cannot_read(path: &Path, error: &std::io::Error) -> anyhow::Error {
+    anyhow!("cannot read {}: {error}; check the name and the permissions", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_make_up_the_texts_and_cut_no_character() {
+        let place = tempfile::tempdir().unwrap();
+        let long: String = (0..9000).map(|i| if i % 700 == 3 { "\n" } else { "猫é" }).collect();
+        let unbroken = "ä".repeat(30_000);
+        let texts = [long.as_str(), "short", unbroken.as_str()];
+        for (n, text) in texts.iter().enumerate() {
+            fs::write(place.path().join(format!("{n}.txt")), text).unwrap();
+        }
+        fs::write(place.path().join("3.bin"), b"\0").unwrap();
+        fs::write(place.path().join(".hidden"), b"x").unwrap();
+        let corpus = Corpus::open(&[place.path().into()], true).unwrap();
+        assert_eq!((corpus.documents(), corpus.len()), (3, texts.concat().len() as u64));
+        let (mut all, mut ends) = (String::new(), Vec::new());
+        let sha = corpus
+            .scan(|at, piece| {
+                assert_eq!(at, all.len() as u64);
+                assert!(piece.bytes.len() as u64 <= PIECE);
+                all.push_str(std::str::from_utf8(&piece.bytes).unwrap());
+                if piece.ends_document {
+                    ends.push(all.len());
+                }
+            })
+            .unwrap();
+        assert_eq!(all, texts.concat());
+        assert_eq!(ends.len(), 3);
+        for at in [1, 2, 3, 17_777, all.len() as u64 - 1] {
+            let place = corpus.boundary(at).unwrap() as usize;
+            assert!(place as u64 >= at && all.is_char_boundary(place), "{at}");
+        }
+        fs::write(place.path().join("1.txt"), "shorT").unwrap();
+        assert_ne!(Corpus::open(&[place.path().into()], true).unwrap().scan(|_, _| ()).unwrap(), sha);
+    }
+
+    #[test]
+    fn files_that_are_no_text_are_named() {
+        let place = tempfile::tempdir().unwrap();
+        let error = |name: &str, bytes: &[u8]| {
+            let path = place.path().join(name);
+            fs::write(&path, bytes).unwrap();
+            let scanned = Corpus::open(&[path], true).and_then(|corpus| corpus.scan(|_, _| ()));
+            scanned.unwrap_err().to_string()
+        };
+        assert!(error("a", b"ab\0c").contains("a binary file"));
+        let late = [vec![b'a'; 100_000], vec![0]].concat();
+        assert!(error("b", &late).contains("a binary file"));
+        assert!(error("c", b"").contains("no text in it"));
+        assert!(error("d", b"ab\xffc").contains("d, byte 3: invalid UTF-8 (0xff)"));
+        let late = ["é".repeat(50_000).as_bytes(), b"\xe9"].concat();
+        assert!(error("e", &late).contains("byte 100001: invalid UTF-8 (0xe9)"));
+        assert!(error("f.tsv", b"a\tb\nc\td\n").contains("--pairs"));
+        assert!(error("g.jsonl", b"{\"source\": \"a\", \"target\": \"b\"}\n").contains("--pairs"));
+        assert!(error("h", b"\xff\xfea\0").contains("UTF-16"));
+        let path = place.path().join("i");
+        fs::write(&path, "one text").unwrap();
+        let corpus = Corpus::open(std::slice::from_ref(&path), true).unwrap();
+        fs::write(&path, "another one").unwrap();
+        assert!(corpus.piece(0, 8).unwrap_err().to_string().contains("changed since it was first read"));
+    }
+}

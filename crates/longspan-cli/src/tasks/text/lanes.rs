@@ -1,0 +1,227 @@
+//! The batches of a text: it is read at several places at once, at each in order.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use longspan::attention::{StateForm, StoredState};
+use longspan::models::{LanguageModel, LanguageState};
+use serde::{Deserialize, Serialize};
+
+use super::corpus::Corpus;
+use crate::run::checkpoint::Place;
+use crate::run::config::RunConfig;
+use crate::tasks::feed::Feed;
+use crate::tasks::tokens::{END, START, Tokenizer};
+
+/// Tokens to learn from, each predicted from those before it.
+#[derive(Debug, Clone)]
+pub struct Segment {
+    /// The first is read only.
+    pub tokens: Vec<u32>,
+    /// The state before them; `None` at a beginning.
+    pub state: Option<LanguageState>,
+    /// At most so many are computed at a time.
+    pub cut: usize,
+}
+
+/// The tokens of a part of a corpus, over and over.
+#[derive(Debug, Clone)]
+pub struct Reader {
+    corpus: Arc<Corpus>,
+    tokenizer: Arc<Tokenizer>,
+    range: Range<u64>,
+    /// Where the piece begins that is being read, and where it ends.
+    piece: u64,
+    next: u64,
+    tokens: Vec<u32>,
+    used: usize,
+}
+
+impl Reader {
+    /// Begins at `at` within `range`, after `used` tokens of the piece there.
+    pub fn new(
+        corpus: Arc<Corpus>,
+        tokenizer: Arc<Tokenizer>,
+        range: Range<u64>,
+        at: u64,
+        used: usize,
+    ) -> Result<Self> {
+        let mut reader = Self { corpus, tokenizer, range, piece: at, next: at, tokens: Vec::new(), used: 0 };
+        if used > 0 {
+            reader.fill()?;
+            reader.used = used;
+        }
+        Ok(reader)
+    }
+
+    /// Reads the piece that comes next. Every document ends with [`END`], and so does the whole before it begins anew.
+    fn fill(&mut self) -> Result<()> {
+        if self.next >= self.range.end {
+            self.next = self.range.start;
+        }
+        let piece = self.corpus.piece(self.next, self.range.end)?;
+        self.tokens = self.tokenizer.encode_bytes(&piece.bytes)?;
+        if piece.ends_document || piece.end >= self.range.end {
+            self.tokens.push(END);
+        }
+        (self.piece, self.next, self.used) = (self.next, piece.end, 0);
+        Ok(())
+    }
+
+    /// Adds the next `count` tokens to a list.
+    pub fn take(&mut self, count: usize, into: &mut Vec<u32>) -> Result<()> {
+        let wanted = into.len() + count;
+        while into.len() < wanted {
+            if self.used == self.tokens.len() {
+                self.fill()?;
+            }
+            let some = (self.tokens.len() - self.used).min(wanted - into.len());
+            into.extend(&self.tokens[self.used..][..some]);
+            self.used += some;
+        }
+        Ok(())
+    }
+}
+
+/// One of the places at which the text is read.
+#[derive(Debug, Clone)]
+struct Lane {
+    reader: Reader,
+    /// The last token that was given.
+    last: u32,
+}
+
+/// A feed that reads a text at `batch_size` places at once, a segment at each in every step; states are carried from step to
+/// step, and begin anew every `carry` steps.
+pub struct Lanes {
+    lanes: Vec<Lane>,
+    /// They and their segments after the step that was asked for last.
+    drawn: Vec<Lane>,
+    segments: Vec<Segment>,
+    /// The states of all lanes, one after the other; `None` at a beginning.
+    state: Option<LanguageState>,
+    segment: usize,
+    carry: usize,
+    per_epoch: usize,
+}
+
+impl Lanes {
+    /// Lanes that begin at even distances in `range` of the corpus.
+    pub fn new(
+        corpus: &Arc<Corpus>,
+        tokenizer: &Arc<Tokenizer>,
+        range: &Range<u64>,
+        config: &RunConfig,
+    ) -> Result<Self> {
+        let count = config.batch_size as u64;
+        let length = range.end - range.start;
+        let lanes = (0..count).map(|n| {
+            let at = corpus.boundary(range.start + (u128::from(length) * u128::from(n) / u128::from(count)) as u64)?;
+            let at = if at < range.end { at } else { range.start };
+            let reader = Reader::new(corpus.clone(), tokenizer.clone(), range.clone(), at, 0)?;
+            Ok(Lane { reader, last: START })
+        });
+        let lanes: Vec<Lane> = lanes.collect::<Result<_>>()?;
+        // The first piece tells how many bytes a token has.
+        let first = corpus.piece(range.start, range.end)?;
+        let tokens = tokenizer.encode_bytes(&first.bytes)?.len();
+        if tokens == 0 {
+            bail!("the tokenizer finds no tokens in the text; choose another one with --tokens");
+        }
+        let all = length as f64 * tokens as f64 / first.bytes.len() as f64;
+        let per_epoch = (all / (config.batch_size * config.segment) as f64).ceil().max(1.0) as usize;
+        Ok(Self {
+            lanes,
+            drawn: Vec::new(),
+            segments: Vec::new(),
+            state: None,
+            segment: config.segment,
+            carry: config.carry,
+            per_epoch,
+        })
+    }
+
+    /// Takes note that the step that was asked for last is completed.
+    pub fn carry(&mut self, states: &[LanguageState]) -> Result<()> {
+        self.lanes.clone_from(&self.drawn);
+        let states: Vec<&LanguageState> = states.iter().collect();
+        self.state = Some(LanguageState::join(&states)?);
+        Ok(())
+    }
+
+    /// Where the lanes stand.
+    pub fn place(&self, model: &LanguageModel) -> Result<Place> {
+        let (mut forms, mut tensors, mut position) = (Vec::new(), Vec::new(), 0);
+        if let Some(state) = &self.state {
+            position = state.position();
+            for stored in model.store(state)? {
+                let (form, numbers) = stored.into_parts();
+                forms.push((form, numbers.len()));
+                tensors.extend(numbers);
+            }
+        }
+        let lanes = self.lanes.iter().map(|lane| (lane.reader.piece, lane.reader.used, lane.last)).collect();
+        Ok(Place { note: serde_json::to_value(Stand { lanes, forms, position })?, tensors })
+    }
+
+    /// Brings the lanes to where [`place`](Self::place) said.
+    pub fn return_to(&mut self, model: &LanguageModel, place: Place) -> Result<()> {
+        let broken = "the checkpoint does not say where the text stands; train a new run with --out";
+        let Ok(Stand { lanes, forms, position }) = serde_json::from_value(place.note) else { bail!(broken) };
+        if lanes.len() != self.lanes.len() {
+            bail!(broken);
+        }
+        for (lane, (piece, used, last)) in self.lanes.iter_mut().zip(lanes) {
+            let Reader { corpus, tokenizer, range, .. } = &lane.reader;
+            lane.reader = Reader::new(corpus.clone(), tokenizer.clone(), range.clone(), piece, used)?;
+            lane.last = last;
+        }
+        let mut tensors = place.tensors.into_iter();
+        let stored: Vec<StoredState> = forms
+            .into_iter()
+            .map(|(form, count)| StoredState::from_parts(form, tensors.by_ref().take(count).collect()))
+            .collect();
+        self.state = if stored.is_empty() { None } else { Some(model.restore(&stored, position)?) };
+        Ok(())
+    }
+}
+
+/// Where the lanes stand, beside the numbers of their states.
+#[derive(Serialize, Deserialize)]
+struct Stand {
+    /// Where each lane's piece begins, tokens used of it, and the last token.
+    lanes: Vec<(u64, usize, u32)>,
+    /// Each block's state, and how many tensors it has.
+    forms: Vec<(StateForm, usize)>,
+    position: usize,
+}
+
+impl Feed for Lanes {
+    type Example = Segment;
+
+    fn per_epoch(&self) -> usize {
+        self.per_epoch
+    }
+
+    fn batch(&mut self, step: usize) -> Result<Vec<&Segment>> {
+        if step.is_multiple_of(self.carry) {
+            self.state = None;
+        }
+        self.drawn.clone_from(&self.lanes);
+        self.segments.clear();
+        let device = burn::tensor::Device::flex().autodiff();
+        for (n, lane) in self.drawn.iter_mut().enumerate() {
+            let state = self.state.as_ref().map(|state| state.select(&[n], &device)).transpose()?;
+            let mut tokens = vec![if state.is_some() { lane.last } else { START }];
+            lane.reader.take(self.segment, &mut tokens)?;
+            lane.last = tokens[self.segment];
+            self.segments.push(Segment { tokens, state, cut: self.segment });
+        }
+        Ok(self.segments.iter().collect())
+    }
+
+    fn probe(&self) -> &[Segment] {
+        &self.segments
+    }
+}

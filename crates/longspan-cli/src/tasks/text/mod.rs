@@ -1,0 +1,372 @@
+//! Texts as they are, of any length: a language model learns to go on with them.
+
+mod continuation;
+mod corpus;
+mod lanes;
+mod model;
+mod score;
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::layers::CrossEntropyLoss;
+use longspan::models::{LanguageModel, LanguageState};
+use longspan::sample::SampleOptions;
+
+use super::lines;
+use super::memory;
+use super::task::{Answering, Data, Generated, Loss, Shown, Task, Verb, Vocabulary, Wish};
+use super::tokens::{END, Kind, Tokenizer};
+use crate::run::checkpoint::Place;
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::run::write::write_atomic;
+use crate::terminal::samples::visible;
+use crate::terminal::shell;
+pub use continuation::Stops;
+use corpus::Corpus;
+use lanes::{Lanes, Segment};
+use score::{BitsPerByte, Passage, Scorer, Sums};
+
+/// The side that the tokenizer's file is named for.
+const SIDE: &str = "text";
+
+/// The least that can be learned from, in bytes.
+const LEAST: u64 = 100;
+
+/// Tokens of the development loss, and of one stretch of them.
+const DEVELOPMENT: usize = 32_768;
+const STRETCH: usize = 1024;
+
+/// Bytes from which a byte-pair encoding is learned.
+const LEARNED_FROM: u64 = 64 << 20;
+
+/// Bytes of a passage, over which the interval of held-out bits is taken.
+const PASSAGE: u64 = 16 * 1024;
+
+/// The tokenizer of a run on texts.
+pub struct Text {
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl Task for Text {
+    const VERB: Verb = Verb::Generate;
+    const EXAMPLES: &str = "segments";
+
+    type Example = Segment;
+    type Feed = Lanes;
+    type Carried = LanguageState;
+    type Text = Passage;
+    type Model = LanguageModel;
+    type Scores = BitsPerByte;
+
+    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+        let kind = kind(config)?;
+        let corpus = Arc::new(Corpus::open(&config.text, kind != Chosen::Known(Kind::Bytes))?);
+        let parts = Parts::of(&corpus, config)?;
+        for path in config.text.iter_mut().filter(|path| !lines::is_standard_input(path)) {
+            // The run may be resumed from another folder.
+            *path = std::path::absolute(&*path)?;
+        }
+        let mut letters = BTreeSet::new();
+        let sha256 = corpus.scan(|at, piece| {
+            if kind == Chosen::Known(Kind::Characters) && at < parts.train.end {
+                letters.extend(String::from_utf8_lossy(&piece.bytes).chars());
+            }
+        })?;
+        let tokenizer = match &kind {
+            Chosen::Known(kind) => {
+                let letters: String = letters.into_iter().collect();
+                Tokenizer::build(kind, std::iter::once(letters.as_str()))?
+            }
+            Chosen::Learned(size) => learned(&corpus, &parts.train, *size)?,
+        };
+        config.tokens = Some(match &kind {
+            Chosen::Known(Kind::File(path)) => std::path::absolute(path)?.display().to_string(),
+            Chosen::Known(_) => tokenizer.kind().into(),
+            Chosen::Learned(_) => "bpe".into(),
+        });
+        let task = Self { tokenizer: Arc::new(tokenizer) };
+        let data = task.divide(&corpus, &parts, sha256, config)?;
+        Ok((task, data))
+    }
+
+    fn load(folder: &RunFolder) -> Result<Self> {
+        Ok(Self { tokenizer: Arc::new(Tokenizer::load(&folder.tokenizer(SIDE))?) })
+    }
+
+    fn store(&self, folder: &RunFolder) -> Result<()> {
+        write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())
+    }
+
+    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+        let corpus = Arc::new(Corpus::open(&config.text, !self.takes_bytes())?);
+        let parts = Parts::of(&corpus, config)?;
+        let sha256 = corpus.scan(|_, _| ())?;
+        self.divide(&corpus, &parts, sha256, config)
+    }
+
+    fn read(path: &Path) -> Result<Vec<Passage>> {
+        let corpus = Arc::new(Corpus::open(&[path.to_path_buf()], false)?);
+        let to = corpus.len();
+        Ok(vec![Passage { corpus, from: 0, to }])
+    }
+
+    fn vocabularies(&self) -> Vec<Vocabulary> {
+        vec![Vocabulary { side: SIDE, kind: self.tokenizer.kind(), size: self.tokenizer.len() }]
+    }
+
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
+        model::model(config, self.tokenizer.len(), device)
+    }
+
+    fn size(segment: &Segment) -> (usize, usize) {
+        (segment.tokens.len() - 1, 0)
+    }
+
+    fn loss(&self, model: &LanguageModel, batch: &[&Segment], smoothing: f64, device: &Device) -> Result<Loss> {
+        Ok(self.learn(model, batch, smoothing, device)?.0)
+    }
+
+    fn learn(
+        &self,
+        model: &LanguageModel,
+        batch: &[&Segment],
+        smoothing: f64,
+        device: &Device,
+    ) -> Result<(Loss, Option<LanguageState>)> {
+        let states: Vec<&LanguageState> = batch.iter().filter_map(|segment| segment.state.as_ref()).collect();
+        let mut state = LanguageState::join(&states)?;
+        let longest = batch.iter().map(|segment| segment.tokens.len() - 1).max().unwrap_or(0);
+        let cut = batch.iter().map(|segment| segment.cut).max().unwrap_or(1);
+        let mut sum: Option<CrossEntropyLoss> = None;
+        for from in (0..longest).step_by(cut) {
+            let to = longest.min(from + cut);
+            let at = |place: usize| batch.iter().flat_map(move |s| (from..to).map(move |t| s.tokens.get(t + place)));
+            let ids: Vec<i32> = at(0).map(|token| token.map_or(END as i32, |&token| token as i32)).collect();
+            let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [batch.len(), to - from]), device);
+            let next = at(1).map(Option::<&u32>::copied).collect();
+            let loss = model.loss_from(ids, next, smoothing, &mut state)?;
+            sum = Some(match sum {
+                None => loss,
+                Some(sum) => CrossEntropyLoss { plain: sum.plain + loss.plain, smoothed: sum.smoothed + loss.smoothed },
+            });
+        }
+        match sum {
+            Some(CrossEntropyLoss { plain, smoothed }) => Ok((Loss { plain, smoothed }, Some(state))),
+            None => bail!("a batch without tokens; this is a bug: report it"),
+        }
+    }
+
+    fn carry(&self, feed: &mut Lanes, carried: Vec<LanguageState>) -> Result<()> {
+        feed.carry(&carried)
+    }
+
+    fn place(&self, feed: &Lanes, model: &LanguageModel) -> Result<Place> {
+        feed.place(model)
+    }
+
+    fn return_to(&self, feed: &mut Lanes, model: &LanguageModel, place: Place) -> Result<()> {
+        feed.return_to(model, place)
+    }
+
+    fn usual_steps(per_epoch: usize) -> usize {
+        (20 * per_epoch).clamp(200, 2000)
+    }
+
+    fn generate(
+        &self,
+        model: &LanguageModel,
+        config: &RunConfig,
+        wish: &Wish<'_>,
+        out: &mut dyn FnMut(&str) -> Result<bool>,
+    ) -> Result<Generated> {
+        continuation::generate(model, &self.tokenizer, model::limit(config), wish, out)
+    }
+
+    fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
+        let parts = how.workers.run(passages, |_, part| self.read_all(model, part, how.config))?;
+        Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
+    }
+
+    fn evaluate(&self, model: &LanguageModel, path: &Path, how: &Answering<'_>) -> Result<BitsPerByte> {
+        let corpus = Arc::new(Corpus::open(&[path.to_path_buf()], !self.takes_bytes())?);
+        let to = corpus.len();
+        Ok(self.read_all(model, &[Passage { corpus, from: 0, to }], how.config)?.result())
+    }
+
+    fn show(&self, model: &LanguageModel, _: &[Passage], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let sample = SampleOptions { temperature: 0.8, ..SampleOptions::default() };
+        let wish = Wish { prompt: "", tokens: Some(240), sample, seed: how.config.seed, may_end: true };
+        let mut text = String::new();
+        self.generate(model, how.config, &wish, &mut |piece| {
+            text.push_str(piece);
+            Ok(true)
+        })?;
+        let text = text.lines().map(|line| format!("  {}\n", visible(line))).collect();
+        let next = format!("{} generate {folder} --prompt 'And '", shell::program());
+        Ok(Shown { text, next })
+    }
+
+    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+        let size = |passages: &[Passage]| passages.iter().map(|passage| passage.to - passage.from).sum::<u64>() as f64;
+        let corpus = data.held_out.first().map_or(0.0, |passage| passage.corpus.len() as f64);
+        let texts = data.held_out.first().map_or(1, |passage| passage.corpus.documents());
+        let texts = if texts == 1 { String::new() } else { format!(" in {texts} texts") };
+        format!(
+            "{}: {}{texts}, of which the last {} are held out; {} ({} tokens)",
+            config.data_name(),
+            memory::size(corpus),
+            memory::size(size(&data.held_out)),
+            self.tokenizer.kind(),
+            self.tokenizer.len()
+        )
+    }
+
+    fn blocks(config: &RunConfig) -> String {
+        format!("{} blocks", config.layers)
+    }
+
+    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        self.tokenizer.unknown_pieces(text)
+    }
+}
+
+impl Text {
+    fn takes_bytes(&self) -> bool {
+        matches!(*self.tokenizer, Tokenizer::Bytes)
+    }
+
+    /// The parts of a corpus by their use.
+    fn divide(&self, corpus: &Arc<Corpus>, parts: &Parts, sha256: String, config: &RunConfig) -> Result<Data<Self>> {
+        let train = Lanes::new(corpus, &self.tokenizer, &parts.train, config)?;
+        let mut development = Vec::new();
+        let Range { start, end } = parts.development;
+        if start < end {
+            let mut tokens = Vec::new();
+            let mut at = start;
+            while at < end && tokens.len() < DEVELOPMENT {
+                let piece = corpus.piece(at, end)?;
+                tokens.extend(self.tokenizer.encode_bytes(&piece.bytes)?);
+                at = piece.end;
+            }
+            tokens.truncate(DEVELOPMENT);
+            let stretches = tokens.chunks(STRETCH + 1).filter(|stretch| stretch.len() > 1);
+            let cut = config.segment;
+            development.extend(stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }));
+        }
+        let mut held_out = Vec::new();
+        let Range { start, end } = parts.held_out;
+        let mut at = start;
+        while at < end {
+            let to = corpus.boundary(end.min(at + PASSAGE))?.min(end);
+            held_out.push(Passage { corpus: corpus.clone(), from: at, to });
+            at = to;
+        }
+        Ok(Data { train, development, held_out, too_long: 0, longest: 0, sha256 })
+    }
+
+    /// What passages cost. The state is carried from one to the next where they follow each other.
+    fn read_all(&self, model: &LanguageModel, passages: &[Passage], config: &RunConfig) -> Result<Sums> {
+        let mut scorer = Scorer::new(model, &self.tokenizer, model::limit(config));
+        let mut end = None;
+        for Passage { corpus, from, to } in passages {
+            if end.replace(*to) != Some(*from) {
+                scorer.begin();
+            }
+            let mut at = *from;
+            while at < *to {
+                let piece = corpus.piece(at, *to)?;
+                scorer.read(&piece.bytes)?;
+                at = piece.end;
+            }
+        }
+        Ok(scorer.sums)
+    }
+}
+
+/// How a text is cut into tokens.
+#[derive(Debug, PartialEq, Eq)]
+enum Chosen {
+    Known(Kind),
+    /// A byte-pair encoding of at most so many entries.
+    Learned(usize),
+}
+
+/// What the settings say; characters if nothing.
+fn kind(config: &RunConfig) -> Result<Chosen> {
+    /// Entries where nobody says.
+    const USUAL: usize = 4096;
+    let learned = |size: usize| {
+        if size < 257 {
+            bail!(
+                "vocabulary = {size}: expected at least 257, one more than there are bytes; raise it with --vocabulary"
+            );
+        }
+        Ok(Chosen::Learned(size))
+    };
+    match (config.tokens.as_deref(), config.vocabulary) {
+        (Some("bpe") | None, Some(size)) => learned(size),
+        (Some("bpe"), None) => learned(USUAL),
+        (Some(other), Some(_)) => bail!("--vocabulary goes with --tokens bpe, not with {other}; leave one of them out"),
+        (None, None) => Ok(Chosen::Known(Kind::Characters)),
+        (Some("words"), None) => {
+            bail!("words do not keep the space between them; choose characters, bytes, bpe, or a tokenizer.json")
+        }
+        (Some(name), None) => match name.parse() {
+            Ok(kind) => Ok(Chosen::Known(kind)),
+            Err(_) => {
+                bail!("unknown tokens {name:?}; known are characters, bytes, bpe, or the path of a tokenizer.json")
+            }
+        },
+    }
+}
+
+/// A byte-pair encoding of the training text, or of its beginning where it is very long.
+fn learned(corpus: &Corpus, train: &Range<u64>, size: usize) -> Result<Tokenizer> {
+    let end = train.end.min(train.start + LEARNED_FROM);
+    let mut failure = None;
+    let mut at = train.start;
+    let texts = std::iter::from_fn(|| {
+        if at >= end {
+            return None;
+        }
+        match corpus.piece(at, end) {
+            Ok(piece) => {
+                at = piece.end;
+                Some(String::from_utf8_lossy(&piece.bytes).into_owned())
+            }
+            Err(error) => {
+                failure = Some(error);
+                None
+            }
+        }
+    });
+    let tokenizer = Tokenizer::train(size, texts)?;
+    match failure {
+        None => Ok(tokenizer),
+        Some(error) => Err(error),
+    }
+}
+
+/// Which bytes serve what, by position: the last twentieth is held out, that before is for development.
+struct Parts {
+    train: Range<u64>,
+    development: Range<u64>,
+    held_out: Range<u64>,
+}
+
+impl Parts {
+    fn of(corpus: &Corpus, config: &RunConfig) -> Result<Self> {
+        let all = corpus.len();
+        if all < LEAST {
+            bail!("{}: {all} bytes are too little to learn from; give at least {LEAST}", config.data_name());
+        }
+        let [first, second] = [corpus.boundary(all - all / 10)?, corpus.boundary(all - all / 20)?];
+        Ok(Self { train: 0..first, development: first..second, held_out: second..all })
+    }
+}

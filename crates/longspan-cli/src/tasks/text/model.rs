@@ -1,0 +1,100 @@
+//! The language model that settings describe.
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+use longspan::attention::AttentionConfig;
+use longspan::models::{LanguageModel, LanguageModelConfig, Norm};
+use serde_json::{Value, json};
+
+use crate::run::config::RunConfig;
+use crate::tasks::attention;
+use crate::tasks::memory::{self, NUMBER};
+use crate::tasks::workers::Workers;
+
+/// The model's configuration for these settings and vocabulary size.
+pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
+    let norm = match config.norm.as_str() {
+        "pre" => Norm::Pre,
+        "post" => Norm::Post,
+        other => bail!("unknown norm {other:?}; known are pre, post"),
+    };
+    Ok(LanguageModelConfig::new(vocab)
+        .with_d_model(config.d_model)
+        .with_heads(config.heads)
+        .with_layers(config.layers)
+        .with_d_ff(config.d_ff)
+        .with_dropout(config.dropout)
+        .with_attention(vec![forgetting(attention::of_run(config, config.segment * config.carry)?, config.heads)?])
+        .with_norm(norm))
+}
+
+/// The mechanism with a decay, where it takes one and none is given: a text has no end, and sums over all of it would drown
+/// what is near.
+fn forgetting(attention: AttentionConfig, heads: usize) -> Result<AttentionConfig> {
+    let mut value = serde_json::to_value(&attention)?;
+    match value.pointer_mut("/kernel/decay") {
+        Some(decay @ Value::Null) => *decay = json!(decays(heads)),
+        _ => return Ok(attention),
+    }
+    Ok(serde_json::from_value(value)?)
+}
+
+/// A decay for each head: `1 − 2^{−x}` with `x` from 3 to 10, so that heads look back over 8 to 1,024 tokens (as in retention,
+/// Sun et al. 2023, which has 32 to 4,096).
+fn decays(heads: usize) -> Vec<f64> {
+    let step = 7.0 / (heads.max(2) - 1) as f64;
+    (0..heads).map(|head| 1.0 - (-(3.0 + step * head as f64)).exp2()).collect()
+}
+
+/// Tokens after which a state begins anew outside of training too, where the mechanism cannot go on for ever: softmax
+/// attention keeps all keys, and tables by position have an end.
+pub fn limit(config: &RunConfig) -> Option<usize> {
+    ["softmax", "aft-full", "aft-local"].contains(&config.attention.as_str()).then_some(config.segment * config.carry)
+}
+
+/// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
+pub fn model(config: &RunConfig, vocab: usize, device: &Device) -> Result<LanguageModel> {
+    let sizes = configure(config, vocab)?;
+    // Blocks are alike, so one tells the size of all; a billion of them could not even be listed.
+    let one = sizes.clone().with_layers(1).init(device)?;
+    let numbers = memory::numbers(&one) + (config.layers as f64 - 1.0) * memory::numbers(&one.blocks);
+    let copies = if device.is_autodiff() {
+        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
+        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
+    } else {
+        // Weights and the file that they are read from.
+        2
+    };
+    memory::check(
+        numbers * copies as f64 * NUMBER,
+        || format!("a model of {numbers:.0} parameters"),
+        "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary",
+    )?;
+    Ok(sizes.init(device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_forget_unless_settings_say_otherwise() {
+        let decay = |options: &str, heads| {
+            let attention_options = attention::options(options).unwrap();
+            let config = RunConfig { attention_options, heads, ..RunConfig::of_text() };
+            serde_json::to_value(&configure(&config, 9).unwrap().attention[0]).unwrap()["kernel"]["decay"].clone()
+        };
+        assert_eq!(decay("{}", 4).as_array().unwrap().len(), 4);
+        assert_eq!(decay("{}", 1), json!([0.875]));
+        assert_eq!(decay("{}", 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
+        assert_eq!(decay("kernel = {decay = [1.0, 1.0]}", 2), json!([1.0, 1.0]));
+    }
+
+    #[test]
+    fn every_mechanism_makes_a_model() {
+        for name in AttentionConfig::NAMES {
+            let config = RunConfig { attention: (*name).into(), ..RunConfig::of_text() };
+            model(&config, 20, &Device::flex()).unwrap();
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Several tokens after those of a state, in the parallel form.
+
+#[cfg(feature = "flex")]
+use burn::tensor::DType;
+use burn::tensor::Tensor;
+#[cfg(feature = "flex")]
+use longspan_kernels::Dims;
+
+#[cfg(feature = "flex")]
+use super::flex::{PrefixState, States, computed};
+use super::state::Inner;
+use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, step};
+use crate::attention::AttentionMask;
+#[cfg(feature = "flex")]
+use crate::attention::Heads;
+use crate::error::Result;
+
+/// Takes tokens into `state` and gives their outputs: the rows that [`attend`] gives under a causal mask to these tokens
+/// after those of the state. No gradient passes through the state.
+///
+/// # Shapes
+/// As in [`attend`], with as many keys as queries.
+///
+/// # Errors
+/// Shapes or options that do not fit together or the state.
+pub(crate) fn advance(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    check(layer, &q, &k, &v)?;
+    #[cfg(feature = "flex")]
+    if super::is_flex(&q) && !layer.keeps_past() {
+        return in_kernels(layer, q, k, v, state);
+    }
+    if layer.sums().is_some() {
+        // Only the kernels have a parallel form that begins with sums.
+        let tokens = q.dims()[2];
+        let row = |x: &Tensor<4>, t| x.clone().narrow(2, t, 1);
+        let rows = (0..tokens).map(|t| step(layer, row(&q, t), row(&k, t), row(&v, t), state));
+        return Ok(Tensor::cat(rows.collect::<Result<_>>()?, 2));
+    }
+    let (keys, values) = match state.inner.take() {
+        None => (k, v),
+        Some(Inner::Tensors(TensorState::Past(past))) => {
+            let [keys, values] = *past;
+            (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2))
+        }
+        other => {
+            state.inner = other;
+            return Err(foreign_state(layer));
+        }
+    };
+    let before = keys.dims()[2] - q.dims()[2];
+    let mask = AttentionMask::causal().with_offset(before as isize);
+    let out = attend(layer, q, keys.clone(), values.clone(), &mask)?;
+    state.inner = Some(Inner::Tensors(TensorState::Past(Box::new([keys.detach(), values.detach()]))));
+    Ok(out)
+}
+
+/// [`advance`] in the kernels.
+#[cfg(feature = "flex")]
+fn in_kernels(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    let parameters = super::flat(layer, q.dtype())?;
+    let [batch, _, tokens, _] = q.dims();
+    let states = states_of(layer, [batch, tokens], q.dtype(), state)?;
+    let settings =
+        super::flex::Settings { kernel: layer.kernel(), mask: AttentionMask::causal(), states: Some(states.clone()) };
+    let out = super::run(settings, q, k, v, parameters)?;
+    *state = states.into_state();
+    Ok(out)
+}
+
+/// The states at both ends of a call of the kernels on so many sequences and tokens after `state`.
+#[cfg(feature = "flex")]
+pub(crate) fn states_of(
+    layer: &dyn Layer,
+    [batch, tokens]: [usize; 2],
+    dtype: DType,
+    state: &AttentionState,
+) -> Result<States> {
+    let Heads { heads, kv_heads, head_dim } = layer.heads();
+    let dims = Dims { batch, heads, kv_heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
+    Ok(States::new(match &state.inner {
+        None => PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?,
+        Some(Inner::Kernels(before)) if before.dtype() == computed(dtype) => before.clone(),
+        Some(_) => return Err(foreign_state(layer)),
+    }))
+}

@@ -1,0 +1,378 @@
+//! The language model: a causal stack of blocks that predicts the next token, of texts of any length.
+
+use burn::config::Config;
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::seq2seq::{Positions, sinusoids};
+use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
+use crate::error::{Result, argument, config};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout,
+};
+
+const NAME: &str = "language model";
+
+/// Makes a [`LanguageModel`].
+#[derive(Config, Debug, PartialEq)]
+pub struct LanguageModelConfig {
+    /// Number of tokens.
+    pub vocab: usize,
+    /// Width of a token between layers.
+    #[config(default = 128)]
+    pub d_model: usize,
+    /// Attention heads; they divide `d_model`.
+    #[config(default = 4)]
+    pub heads: usize,
+    /// Key/value heads if fewer than `heads`.
+    pub kv_heads: Option<usize>,
+    /// Blocks.
+    #[config(default = 4)]
+    pub layers: usize,
+    /// Width inside the feed-forward layers.
+    #[config(default = 512)]
+    pub d_ff: usize,
+    /// Probability with which a number is dropped in training.
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// The mechanisms of the blocks, from the first block on; where there are more blocks the list begins anew. Three
+    /// `shaw` and one `softmax` are three blocks of the one to each of the other.
+    #[config(default = "vec![AttentionConfig::shaw()]")]
+    pub attention: Vec<AttentionConfig>,
+    /// Where the norms stand.
+    #[config(default = "Norm::Pre")]
+    pub norm: Norm,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub norm_kind: NormKind,
+    /// Between the two layers of the feed-forward parts.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
+    /// step's memory less.
+    #[config(default = false)]
+    pub recompute: bool,
+    /// Absolute positions. A causal mask alone lets a model tell the order of tokens, so none by default.
+    #[config(default = "Positions::None")]
+    pub positions: Positions,
+    /// Whether the embedding is the output layer as well.
+    #[config(default = true)]
+    pub tied: bool,
+}
+
+/// A decoder-only transformer. Over a text of any length it runs in segments, with the states of the blocks carried over
+/// each cut, and after any of them token by token:
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use longspan::models::{LanguageModelConfig, LanguageState};
+///
+/// # fn main() -> longspan::Result<()> {
+/// let device = Device::flex();
+/// let model = LanguageModelConfig::new(10).with_d_model(16).with_d_ff(32).with_dropout(0.0).init(&device)?;
+/// let text = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6, 7, 8]], &device);
+/// let whole = model.forward(text.clone())?;
+///
+/// let mut state = LanguageState::default();
+/// model.advance(text.clone().narrow(1, 0, 5), &mut state)?;    // five tokens at once
+/// model.step(&[6], &mut state)?;                               // then one
+/// let last = model.prefill(text.narrow(1, 6, 2), &mut state)?; // then two, of which the last one's logits matter
+/// let difference = (last - whole.narrow(1, 7, 1).squeeze_dim(1)).abs().max().into_scalar::<f32>();
+/// assert!(difference < 1e-4);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct LanguageModel {
+    /// `[vocab, d_model]`.
+    pub embedding: Embedding,
+    /// The blocks.
+    pub blocks: Vec<EncoderBlock>,
+    /// The norm after pre-norm blocks.
+    pub norm: Option<TokenNorm>,
+    /// `[d_model, vocab]`; none where the embedding is tied.
+    pub output: Option<Linear>,
+    dropout: Dropout,
+    #[module(skip)]
+    positions: Positions,
+    d_model: usize,
+}
+
+impl LanguageModelConfig {
+    /// Makes the model with fresh weights.
+    ///
+    /// # Errors
+    /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
+    pub fn init(&self, device: &Device) -> Result<LanguageModel> {
+        const NAME: &str = "LanguageModelConfig";
+        let sizes = [("vocab", self.vocab), ("d_model", self.d_model), ("heads", self.heads), ("d_ff", self.d_ff)];
+        for (field, size) in sizes {
+            config(size > 0, NAME, field, "at least 1", size)?;
+        }
+        config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
+        config(!self.attention.is_empty(), NAME, "attention", "at least one mechanism", "none")?;
+        let block = |attention: &AttentionConfig| {
+            EncoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
+                .with_kv_heads(self.kv_heads)
+                .with_dropout(self.dropout)
+                .with_norm(self.norm)
+                .with_norm_kind(self.norm_kind)
+                .with_activation(self.activation)
+                .with_gated(self.gated)
+                .with_recompute(self.recompute)
+                .with_attention(attention.clone())
+                .init(device)
+        };
+        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
+        // Tied, it is read times √d, so that what blocks get has variance 1 and logits begin near 0.
+        let std = if self.tied { (self.d_model as f64).powf(-0.5) } else { 1.0 };
+        Ok(LanguageModel {
+            embedding: EmbeddingConfig::new(self.vocab, self.d_model)
+                .with_initializer(Initializer::Normal { mean: 0.0, std })
+                .init(device),
+            blocks: self.attention.iter().cycle().take(self.layers).map(block).collect::<Result<_>>()?,
+            norm: (self.norm == Norm::Pre).then(|| norm.init(device)).transpose()?,
+            output: (!self.tied).then(|| {
+                LinearConfig::new(self.d_model, self.vocab)
+                    .with_initializer(Initializer::XavierUniform { gain: 1.0 })
+                    .init(device)
+            }),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            positions: self.positions,
+            d_model: self.d_model,
+        })
+    }
+}
+
+impl LanguageModel {
+    /// Logits of every next token, of texts that begin with `tokens`.
+    ///
+    /// # Shapes
+    /// `tokens`: `[batch, tokens]`; output: `[batch, tokens, vocab]`, where position `t` predicts what follows
+    /// `tokens[.., ..=t]`.
+    ///
+    /// # Errors
+    /// What a mechanism refuses, such as more tokens than its table has rows for.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
+        Ok(apply(&self.output(), self.whole(tokens)?, Activation::Identity, After::default()))
+    }
+
+    /// The loss of texts that begin with `tokens`: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives,
+    /// which are never held whole.
+    ///
+    /// # Shapes
+    /// `next`: for each token, text after text, the one that comes after it; `None` where none is learned.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward) and [`cross_entropy`].
+    pub fn loss(&self, tokens: Tensor<2, Int>, next: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
+        cross_entropy(self.whole(tokens)?, &self.output(), next, smoothing)
+    }
+
+    /// The loss of tokens that follow those of `state`, which then takes them in. Shapes as in [`loss`](Self::loss). A
+    /// gradient reaches these tokens, but not those before: what is learned of a long text is truncated at the cuts.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss), and a state of another batch or model.
+    pub fn loss_from(
+        &self,
+        tokens: Tensor<2, Int>,
+        next: Vec<Option<u32>>,
+        smoothing: f64,
+        state: &mut LanguageState,
+    ) -> Result<CrossEntropyLoss> {
+        cross_entropy(self.after(tokens, state)?, &self.output(), next, smoothing)
+    }
+
+    /// Takes tokens into `state`, all at once, and gives their logits: the rows of [`forward`](Self::forward) that stand
+    /// after those of the state. Time and memory do not depend on how many tokens came before, except under softmax
+    /// attention.
+    ///
+    /// # Shapes
+    /// As in [`forward`](Self::forward).
+    ///
+    /// # Errors
+    /// A state of another batch or model, and what a mechanism refuses.
+    pub fn advance(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
+        Ok(apply(&self.output(), self.after(tokens, state)?, Activation::Identity, After::default()))
+    }
+
+    /// Takes tokens into `state`, all at once, and gives the logits of what follows the last, `[batch, vocab]`.
+    ///
+    /// # Errors
+    /// As [`advance`](Self::advance), and no tokens at all.
+    pub fn prefill(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<2>> {
+        let count = tokens.dims()[1];
+        argument(count > 0, NAME, "tokens", || "at least one".into(), || "none".into())?;
+        let last = self.after(tokens, state)?.narrow(1, count - 1, 1);
+        Ok(apply(&self.output(), last, Activation::Identity, After::default()).squeeze_dim(1))
+    }
+
+    /// Takes one token of each text into `state` and gives the logits of the next, `[batch, vocab]`. Memory and time for a
+    /// token do not depend on how many came before, except under softmax attention.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary, a state of another batch or model.
+    pub fn step(&self, tokens: &[usize], state: &mut LanguageState) -> Result<Tensor<2>> {
+        let vocab = self.vocab();
+        argument(
+            tokens.iter().all(|&t| t < vocab),
+            NAME,
+            "tokens",
+            || format!("tokens below {vocab}"),
+            || format!("{tokens:?}"),
+        )?;
+        let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
+        let states = state.of(self)?;
+        let mut x = self.embed(tokens, states.position);
+        for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
+            x = block.step(x, layer)?;
+        }
+        states.position += 1;
+        Ok(apply(&self.output(), self.end(x), Activation::Identity, After::default()).squeeze_dim(1))
+    }
+
+    /// Number of tokens.
+    pub fn vocab(&self) -> usize {
+        self.embedding.weight.dims()[0]
+    }
+
+    /// Whether a state grows with every token, since a block attends to all keys and values.
+    pub fn keeps_past(&self) -> bool {
+        self.blocks.iter().any(|block| block.attention.attention.keeps_past())
+    }
+
+    /// The state of each block as numbers that can be saved. Nothing is rounded.
+    ///
+    /// # Errors
+    /// A device that gives no numbers back, a state of another model.
+    pub fn store(&self, state: &LanguageState) -> Result<Vec<StoredState>> {
+        let mut state = state.clone();
+        let layers = &state.of(self)?.layers;
+        self.blocks.iter().zip(layers).map(|(block, layer)| block.attention.attention.store(layer)).collect()
+    }
+
+    /// Rebuilds a state after `position` tokens from what [`LanguageModel::store`] returned, also in another process.
+    ///
+    /// # Errors
+    /// Numbers of another model.
+    pub fn restore(&self, stored: &[StoredState], position: usize) -> Result<LanguageState> {
+        let device = self.embedding.weight.device();
+        let layers = self.blocks.iter().zip(stored);
+        let layers =
+            layers.map(|(block, one)| block.attention.attention.restore(one, &device)).collect::<Result<_>>()?;
+        let mut state = LanguageState { layers, position };
+        state.of(self)?;
+        Ok(state)
+    }
+
+    /// What the blocks make of whole texts.
+    fn whole(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
+        let mut x = self.embed(tokens, 0);
+        for block in &self.blocks {
+            x = block.forward(x, &AttentionMask::causal())?;
+        }
+        Ok(self.end(x))
+    }
+
+    /// What the blocks make of tokens after those of a state.
+    fn after(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
+        let count = tokens.dims()[1];
+        let states = state.of(self)?;
+        let mut x = self.embed(tokens, states.position);
+        for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
+            x = block.advance(x, layer)?;
+        }
+        states.position += count;
+        Ok(self.end(x))
+    }
+
+    /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
+    fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
+        let [_, count] = tokens.dims();
+        let mut x = self.embedding.forward(tokens);
+        if self.output.is_none() {
+            x = x.mul_scalar((self.d_model as f64).sqrt());
+        }
+        if self.positions == Positions::Sinusoidal {
+            let table = sinusoids(first, count, self.d_model);
+            let table = TensorData::new(table, [1, count, self.d_model]);
+            x = x.clone() + Tensor::from_data(table, (&x.device(), x.dtype()));
+        }
+        dropout(x, self.dropout.prob)
+    }
+
+    fn end(&self, x: Tensor<3>) -> Tensor<3> {
+        match &self.norm {
+            Some(norm) => norm.forward(x),
+            None => x,
+        }
+    }
+
+    /// The last layer: its own, or the embedding the other way round.
+    fn output(&self) -> Linear {
+        self.output.clone().unwrap_or_else(|| Linear {
+            weight: Param::initialized(ParamId::new(), self.embedding.weight.val().transpose()),
+            bias: None,
+        })
+    }
+}
+
+/// A [`LanguageModel`] in the middle of its texts, a plain value: clone it to try two continuations. The default is the
+/// state before the first token.
+#[derive(Debug, Clone, Default)]
+pub struct LanguageState {
+    layers: Vec<AttentionState>,
+    position: usize,
+}
+
+impl LanguageState {
+    /// Tokens taken in so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// The states of the batch entries `indices`, in that order; an entry may come several times.
+    ///
+    /// # Errors
+    /// An index beyond the batch.
+    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
+        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+        Ok(Self { layers, position: self.position })
+    }
+
+    /// The states of several batches as those of one, in that order.
+    ///
+    /// # Errors
+    /// States of different models or numbers of tokens.
+    pub fn join(states: &[&Self]) -> Result<Self> {
+        let Some(first) = states.first() else { return Ok(Self::default()) };
+        let unlike =
+            states.iter().find(|state| (state.position, state.layers.len()) != (first.position, first.layers.len()));
+        argument(
+            unlike.is_none(),
+            NAME,
+            "states",
+            || format!("states after {} tokens, of one model", first.position),
+            || unlike.map_or(String::new(), |state| format!("one after {}", state.position)),
+        )?;
+        let layer = |n: usize| AttentionState::join(&states.iter().map(|state| &state.layers[n]).collect::<Vec<_>>());
+        Ok(Self { layers: (0..first.layers.len()).map(layer).collect::<Result<_>>()?, position: first.position })
+    }
+
+    /// With a state for each block of `model`.
+    fn of(&mut self, model: &LanguageModel) -> Result<&mut Self> {
+        let (blocks, layers) = (model.blocks.len(), self.layers.len());
+        if layers == 0 && self.position == 0 {
+            self.layers = vec![AttentionState::default(); blocks];
+        } else {
+            argument(layers == blocks, NAME, "state", || format!("{blocks} layers"), || layers.to_string())?;
+        }
+        Ok(self)
+    }
+}
