@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, StoredState};
+use longspan::layers::{Activation, NormKind};
 use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
 
 const VOCAB: usize = 11;
@@ -255,4 +256,51 @@ fn mistakes_are_errors() {
     assert!(model.step(&[1], &mut state).is_err(), "another batch");
     let other = self::model(&config().with_layers(1), &device);
     assert!(other.step(&[1, 1, 1], &mut state).unwrap_err().to_string().contains("1 layers"));
+}
+
+/// Token by token without tensors, after a prompt and from the beginning, alone and in a batch.
+#[test]
+fn a_decoder_gives_the_logits_of_the_model() {
+    let device = Device::flex();
+    let base = || LanguageModelConfig::new(11).with_d_model(16).with_d_ff(24).with_layers(3).with_dropout(0.0);
+    let configs = [
+        base(),
+        base().with_tied(false).with_norm(Norm::Post).with_positions(Positions::Sinusoidal),
+        base().with_activation(Activation::Silu).with_gated(true).with_norm_kind(NormKind::Rms).with_kv_heads(Some(2)),
+        base().with_attention(vec![AttentionConfig::kernelized(), AttentionConfig::by_name("aft-conv").unwrap()]),
+    ];
+    for config in configs {
+        let model = config.init(&device).unwrap();
+        for batch in [1, 3] {
+            let ids: Vec<i64> = (0..batch * 9).map(|n| (n * n + 3 * n) as i64 % 11).collect();
+            let whole = Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), [batch, 9]), &device);
+            let expected = model.forward(whole.clone()).unwrap();
+            let mut state = LanguageState::default();
+            model.advance(whole.narrow(1, 0, 4), &mut state).unwrap();
+            for (mut decoder, first) in [
+                (model.decoder(&LanguageState::default(), batch).unwrap(), 0),
+                (model.decoder(&state, batch).unwrap(), 4),
+            ] {
+                for token in first..9 {
+                    let column: Vec<usize> = (0..batch).map(|entry| ids[entry * 9 + token] as usize).collect();
+                    let logits = decoder.step(&column).unwrap().to_vec();
+                    let row = expected.clone().narrow(1, token, 1).into_data().try_to_vec::<f32>().unwrap();
+                    for (got, expected) in logits.iter().zip(&row) {
+                        assert!((got - expected).abs() < 2e-4, "{config:?}, token {token}: {got}, not {expected}");
+                    }
+                }
+                assert_eq!(decoder.position(), 9);
+                let mut again = model.decoder(&decoder.state().unwrap(), batch).unwrap();
+                let next = vec![5; batch];
+                assert_eq!(again.step(&next).unwrap(), decoder.step(&next).unwrap());
+                assert!(decoder.step(&[11]).is_err() && decoder.step(&[]).is_err());
+            }
+            assert!(model.decoder(&state, batch + 1).is_err());
+        }
+    }
+    let softmax = base().with_attention(vec![AttentionConfig::softmax()]).init(&device).unwrap();
+    let error = softmax.decoder(&LanguageState::default(), 1).unwrap_err().to_string();
+    assert!(error.contains("grows with every token"), "{error}");
+    let training = base().init(&device.autodiff()).unwrap();
+    assert!(training.decoder(&LanguageState::default(), 1).is_err());
 }

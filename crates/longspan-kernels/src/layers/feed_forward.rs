@@ -79,7 +79,7 @@ pub struct FeedForwardGradients {
 const OPERATION: &str = "feed_forward";
 
 impl FeedForward<'_> {
-    fn check(&self) -> Result<(), Error> {
+    pub(super) fn check(&self) -> Result<(), Error> {
         let Self { width, hidden, .. } = *self;
         let got = self.x.len();
         let rows = width > 0 && hidden > 0 && got.is_multiple_of(width);
@@ -91,7 +91,7 @@ impl FeedForward<'_> {
     }
 
     /// Numbers of a row of sums.
-    fn columns(&self) -> usize {
+    pub(super) fn columns(&self) -> usize {
         self.hidden * (1 + usize::from(self.gated))
     }
 

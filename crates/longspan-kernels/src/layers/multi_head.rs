@@ -96,7 +96,7 @@ pub struct MultiHeadGradients {
 const OPERATION: &str = "multi_head";
 
 impl<'a> MultiHead<'a> {
-    fn width(&self) -> usize {
+    pub(super) fn width(&self) -> usize {
         self.heads * self.head_dim
     }
 
@@ -107,7 +107,7 @@ impl<'a> MultiHead<'a> {
     }
 
     /// Heads and widths of queries, keys and values.
-    fn parts(&self) -> [[usize; 2]; 3] {
+    pub(super) fn parts(&self) -> [[usize; 2]; 3] {
         let key_dim = self.kernel.key_dim(&self.dims());
         [[self.heads, self.head_dim], [self.kv_heads, key_dim], [self.kv_heads, self.head_dim]]
     }
@@ -121,11 +121,11 @@ impl<'a> MultiHead<'a> {
     }
 
     /// Columns of the projection.
-    fn columns(&self) -> usize {
+    pub(super) fn columns(&self) -> usize {
         self.parts().iter().map(|[heads, width]| heads * width).sum()
     }
 
-    fn check(&self) -> Result<(), Error> {
+    pub(super) fn check(&self) -> Result<(), Error> {
         let dims = self.dims();
         dims.check(OPERATION)?;
         let width = self.width();

@@ -52,8 +52,13 @@ impl NormWeights<'_> {
     /// The norm of rows, in `out`.
     pub(super) fn normalize<'o>(&self, x: &[f32], out: &'o mut [MaybeUninit<f32>]) -> &'o [f32] {
         let out = out.write_copy_of_slice(x);
-        dispatch(Normalize { norm: Norm { x, weights: *self }, out });
+        self.normalize_to(x, out);
         out
+    }
+
+    /// [`normalize`](Self::normalize) to numbers that are there.
+    pub(super) fn normalize_to(&self, x: &[f32], out: &mut [f32]) {
+        dispatch(Normalize { norm: Norm { x, weights: *self }, out });
     }
 
     /// Turns the gradients of the norms of rows into those of the rows `x`, and adds those of `γ` and `β` to sums.

@@ -3,7 +3,7 @@
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::layers::{
-    Activation, Dropout, FeedForward, KeptAttention, Linear, Memory, MultiHead, NormWeights, Weights,
+    Activation, Dropout, FeedForward, KeptAttention, Linear, Memory, MultiHead, NormWeights, StepBuffers, Weights,
 };
 use longspan_kernels::{
     Aft, AnyKernel, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State,
@@ -354,6 +354,62 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
     let mut parts = call(first, 37, None).forward(&mut scratch, Some(&mut state)).unwrap();
     parts.extend(call(second, tokens - 37, Some(&state)).forward(&mut scratch, None).unwrap());
     near("in two calls", &parts, &wide(&whole), 1e-4);
+}
+
+/// Token by token, with and without threads' help, a block's parts give the rows that they give of whole sequences.
+#[test]
+fn steps_give_the_rows_of_the_whole() {
+    let mut random = Random::new(18);
+    let kernel = kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2)));
+    for [batch, heads, kv_heads, head_dim, hidden] in [[1, 2, 1, 4, 7], [3, 2, 2, 4, 24], [6, 1, 1, 5, 9], [1, 4, 4, 64, 600]] {
+        let (tokens, width) = (5, heads * head_dim);
+        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
+        let x = numbers(&mut random, batch * tokens * width);
+        let columns = width + 2 * kv_heads * head_dim;
+        let weights = feed_forward_weights(&mut random, width, hidden, 2 * hidden);
+        let scale = 1.0 / (width as f32).sqrt();
+        let weight = scaled(numbers(&mut random, width * columns), scale);
+        let (bias, output) = (numbers(&mut random, columns), scaled(numbers(&mut random, width * width), scale));
+        let table: Vec<Vec<f32>> =
+            Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+        let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
+        let part = feed_forward(&x, &weights, hidden, true, Activation::Silu);
+        let attention = MultiHead {
+            x: &x,
+            batch,
+            queries: tokens,
+            memory: None,
+            heads,
+            kv_heads,
+            head_dim,
+            norm: part.norm,
+            projection: Weights { weight: &weight, bias: Some(&bias) },
+            kernel: &kernel,
+            parameters: &parameters,
+            mask: Mask::causal(),
+            initial_state: None,
+            output: Weights { weight: &output, bias: None },
+            dropout: None,
+            residual: true,
+        };
+        let middle = attention.forward(&mut Scratch::new(), None).unwrap();
+        let whole = FeedForward { x: &middle, ..part }.forward().unwrap();
+        let mut state: State<f32> = Kernel::<f32>::empty_state(&kernel, &dims).unwrap();
+        let mut buffers = StepBuffers::default();
+        for token in 0..tokens {
+            let rows = |of: &[f32]| -> Vec<f32> {
+                (0..batch).flat_map(|entry| of[(entry * tokens + token) * width..][..width].to_vec()).collect()
+            };
+            let x = rows(&x);
+            let (mut middle, mut row) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+            let attention = MultiHead { x: &x, queries: 1, ..attention };
+            attention.step(&mut state, &mut buffers, &mut middle).unwrap();
+            FeedForward { x: &middle, ..part }.step(&mut buffers, &mut row).unwrap();
+            near(&format!("token {token} of {batch} × {heads} × {head_dim}"), &row, &wide(&rows(&whole)), 5e-5);
+            assert!(attention.step(&mut state, &mut buffers, &mut middle[1..]).is_err());
+        }
+        assert!(attention.step(&mut state, &mut buffers, &mut whole.clone()).is_err());
+    }
 }
 
 /// What is dropped is told by the linear layer alone: with its own dropout, both parts give what the parts without give after it.

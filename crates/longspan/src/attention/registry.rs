@@ -155,7 +155,7 @@ macro_rules! mechanisms {
 
         impl Attention {
             /// The mechanism as the backends see it.
-            pub(super) fn layer(&self) -> &dyn Layer {
+            pub(crate) fn layer(&self) -> &dyn Layer {
                 match self {
                     $(Self::$variant(module) => module,)*
                 }

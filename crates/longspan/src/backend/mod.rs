@@ -313,7 +313,7 @@ fn step_kernel(
     }
 }
 
-fn foreign_state(layer: &dyn Layer) -> Error {
+pub(crate) fn foreign_state(layer: &dyn Layer) -> Error {
     Error::Argument {
         operation: layer.name(),
         argument: "state",

@@ -23,6 +23,13 @@ pub struct AttentionState {
     pub(super) inner: Option<Inner>,
 }
 
+#[cfg(feature = "flex")]
+impl From<longspan_kernels::State<f32>> for AttentionState {
+    fn from(state: longspan_kernels::State<f32>) -> Self {
+        Self { inner: Some(Inner::Kernels(PrefixState::F32(state))) }
+    }
+}
+
 #[derive(Debug, Clone)]
 pub(super) enum Inner {
     #[cfg(feature = "flex")]

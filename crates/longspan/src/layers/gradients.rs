@@ -91,7 +91,7 @@ fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
 
 /// Tensors of the CPU backend, without autodiff, as numbers to write to.
 #[cfg(feature = "flex")]
-pub(super) mod fused {
+pub(crate) mod fused {
     use burn::backend::Flex;
     use burn::tensor::Tensor;
     use burn_flex::FlexTensor;

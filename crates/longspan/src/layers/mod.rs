@@ -11,7 +11,7 @@ pub(crate) mod dropout;
 mod feed_forward;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
-mod gradients;
+pub(crate) mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(all(test, feature = "flex"))]

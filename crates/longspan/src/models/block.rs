@@ -151,6 +151,12 @@ pub struct EncoderBlock {
 }
 
 impl EncoderBlock {
+    /// Where the norms stand.
+    #[cfg(feature = "flex")]
+    pub(super) fn place(&self) -> Norm {
+        self.norm
+    }
+
     fn branches(&self) -> Branches {
         Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
     }

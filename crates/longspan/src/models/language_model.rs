@@ -297,7 +297,7 @@ impl LanguageModel {
         let [_, count] = tokens.dims();
         let mut x = self.embedding.forward(tokens);
         if self.output.is_none() {
-            x = x.mul_scalar((self.d_model as f64).sqrt());
+            x = x.mul_scalar(self.embedding_scale());
         }
         if self.positions == Positions::Sinusoidal {
             let table = sinusoids(first, count, self.d_model);
@@ -314,8 +314,18 @@ impl LanguageModel {
         }
     }
 
+    /// What embeddings are multiplied by.
+    pub(super) fn embedding_scale(&self) -> f64 {
+        if self.output.is_none() { (self.d_model as f64).sqrt() } else { 1.0 }
+    }
+
+    #[cfg(feature = "flex")]
+    pub(super) fn positions(&self) -> Positions {
+        self.positions
+    }
+
     /// The last layer: its own, or the embedding the other way round.
-    fn output(&self) -> Linear {
+    pub(super) fn output(&self) -> Linear {
         self.output.clone().unwrap_or_else(|| Linear {
             weight: Param::initialized(ParamId::new(), self.embedding.weight.val().transpose()),
             bias: None,
@@ -332,6 +342,17 @@ pub struct LanguageState {
 }
 
 impl LanguageState {
+    #[cfg(feature = "flex")]
+    pub(super) fn new(layers: Vec<AttentionState>, position: usize) -> Self {
+        Self { layers, position }
+    }
+
+    /// The state of a block, unless it is before the first token.
+    #[cfg(feature = "flex")]
+    pub(super) fn layer(&self, block: usize) -> Option<&AttentionState> {
+        self.layers.get(block)
+    }
+
     /// Tokens taken in so far.
     pub fn position(&self) -> usize {
         self.position

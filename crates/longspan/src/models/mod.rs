@@ -1,9 +1,13 @@
 //! Models: stacks of blocks around attention.
 
 mod block;
+#[cfg(feature = "flex")]
+mod decoder;
 mod language_model;
 mod seq2seq;
 
 pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
+#[cfg(feature = "flex")]
+pub use decoder::LanguageDecoder;
 pub use language_model::{LanguageModel, LanguageModelConfig, LanguageState};
 pub use seq2seq::{DecoderState, Memory, Positions, Seq2Seq, Seq2SeqConfig};

@@ -1,0 +1,260 @@
+//! Products of one row or a few with a weight, as fast as the weight can be read: what a token costs.
+
+use std::mem::MaybeUninit;
+
+use super::activation::{Activate, Activation, Gate};
+use super::feed_forward::{FeedForward, Weights};
+use super::multi_head::MultiHead;
+use super::norm::NormWeights;
+use super::products::{Matrix, product};
+use crate::call::{State, Token};
+use crate::error::{Error, expect};
+use crate::simd::block::add_scaled;
+use crate::simd::rows::{load_part, store_part};
+use crate::simd::{Operation, Vector, dispatch};
+use crate::threads::share_step;
+
+/// Rows up to which a weight is read row by row; of more, blocks of it serve several.
+const FEW: usize = 4;
+
+/// Columns of a task.
+const COLUMNS: usize = 256;
+
+/// `out = x·W + b` for `x` `[rows, inputs]`, with weights in rows of `stride` numbers that begin at the first column.
+fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, out: &mut [f32]) {
+    let rows = x.len() / inputs;
+    let outputs = out.len() / rows.max(1);
+    if rows <= FEW {
+        for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
+            let parts = out.chunks_mut(COLUMNS).enumerate();
+            share_step(inputs * outputs, parts, || (), |(part, out), ()| {
+                let first = part * COLUMNS;
+                let bias = weights.bias.map(|bias| &bias[first..][..out.len()]);
+                dispatch(RowProduct { x, weight: &weights.weight[first..], stride, bias, out });
+            });
+        }
+        return;
+    }
+    // SAFETY: numbers are as good as numbers that are not there yet, and the product writes no others.
+    let fresh = unsafe { &mut *(std::ptr::from_mut(out) as *mut [MaybeUninit<f32>]) };
+    let out = product([rows, inputs, outputs], Matrix::rows(x, inputs), Matrix::rows(weights.weight, stride), fresh);
+    if weights.bias.is_some() {
+        let activation = Activation::Identity;
+        dispatch(Activate { activation, sums: out, bias: weights.bias, width: outputs, to: None });
+    }
+}
+
+/// `out = x·W + b` of one row.
+struct RowProduct<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    stride: usize,
+    bias: Option<&'a [f32]>,
+    out: &'a mut [f32],
+}
+
+/// Rows of the weight that are read at a time: as many as there are fused products for one pass over the sums.
+const DEPTH: usize = 8;
+
+impl Operation for RowProduct<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { x, weight, stride, bias, out } = self;
+        match bias {
+            Some(bias) => out.copy_from_slice(bias),
+            None => out.fill(0.0),
+        }
+        let width = out.len();
+        let mut rows = x.chunks_exact(DEPTH);
+        let mut first = 0;
+        for x in &mut rows {
+            let weight: [&[f32]; DEPTH] = std::array::from_fn(|n| &weight[(first + n) * stride..][..width]);
+            first += DEPTH;
+            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+            unsafe {
+                let x: [V; DEPTH] = std::array::from_fn(|n| V::splat(x[n]));
+                for column in (0..width).step_by(V::LANES) {
+                    // Two sums hide a part of the latency.
+                    let (mut even, mut odd) = (load_part::<V>(out, column), V::splat(0.0));
+                    for n in (0..DEPTH).step_by(2) {
+                        even = load_part::<V>(weight[n], column).mul_add(x[n], even);
+                        odd = load_part::<V>(weight[n + 1], column).mul_add(x[n + 1], odd);
+                    }
+                    store_part(even.add(odd), out, column);
+                }
+            }
+        }
+        for &x in rows.remainder() {
+            add_scaled(out, x, &weight[first * stride..][..width]);
+            first += 1;
+        }
+    }
+}
+
+/// Rows or their norms, in `memory`.
+fn normed<'m>(norm: Option<NormWeights<'_>>, x: &'m [f32], memory: &'m mut [f32]) -> &'m [f32] {
+    match norm {
+        None => x,
+        Some(norm) => {
+            norm.normalize_to(x, memory);
+            memory
+        }
+    }
+}
+
+/// Working memory of steps, which grows to what the largest so far needed: tokens after the first allocate nothing.
+#[derive(Debug, Default)]
+pub struct StepBuffers(Vec<f32>);
+
+impl StepBuffers {
+    /// Pieces of these lengths.
+    fn take<const N: usize>(&mut self, pieces: [usize; N]) -> [&mut [f32]; N] {
+        let all = pieces.iter().sum();
+        if self.0.len() < all {
+            self.0.resize(all, 0.0);
+        }
+        let mut rest = self.0.as_mut_slice();
+        pieces.map(|len| {
+            let (piece, others) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = others;
+            piece
+        })
+    }
+}
+
+/// Refuses a result of another length.
+fn check_out(operation: &'static str, x: &[f32], out: &[f32]) -> Result<(), Error> {
+    expect(out.len() == x.len(), operation, "out", || format!("{} numbers, as x", x.len()), || out.len().to_string())
+}
+
+impl MultiHead<'_> {
+    /// One token of each sequence: takes it into `state` and writes its row of [`forward`](Self::forward) under a causal mask.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); more than one query, a memory, dropout.
+    pub fn step(&self, state: &mut State<f32>, buffers: &mut StepBuffers, out: &mut [f32]) -> Result<(), Error> {
+        const OPERATION: &str = "multi_head step";
+        self.check()?;
+        check_out(OPERATION, self.x, out)?;
+        let one = self.queries == 1 && self.memory.is_none() && self.dropout.is_none();
+        expect(one, OPERATION, "x", || "one token, no memory, no dropout".into(), || format!("{} tokens", self.queries))?;
+        let width = self.width();
+        let columns = self.columns();
+        let [q, k, v] = self.parts().map(|[heads, width]| heads * width);
+        let batch = self.batch;
+        let [norms, own_q, own_k, own_v, heads] =
+            buffers.take([batch * width, batch * q, batch * k, batch * v, batch * width]);
+        let n = normed(self.norm, self.x, norms);
+        let Weights { weight, bias } = self.projection;
+        let mut first = 0;
+        for (to, len) in [(&mut *own_q, q), (&mut *own_k, k), (&mut *own_v, v)] {
+            let part = Weights { weight: &weight[first.min(weight.len())..], bias: bias.map(|bias| &bias[first..][..len]) };
+            multiply(n, width, part, columns, to);
+            first += len;
+        }
+        let token = Token { q: own_q, k: own_k, v: own_v, parameters: self.parameters };
+        self.kernel.step(&token, state, heads)?;
+        multiply(heads, width, self.output, width, out);
+        if self.residual {
+            add_scaled(out, 1.0, self.x);
+        }
+        Ok(())
+    }
+}
+
+impl FeedForward<'_> {
+    /// [`forward`](Self::forward) of a few rows, in memory that is there.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); dropout.
+    pub fn step(&self, buffers: &mut StepBuffers, out: &mut [f32]) -> Result<(), Error> {
+        const OPERATION: &str = "feed_forward step";
+        self.check()?;
+        check_out(OPERATION, self.x, out)?;
+        expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
+        let (rows, columns) = (self.x.len() / self.width, self.columns());
+        let [norms, sums, gated] =
+            buffers.take([self.x.len(), rows * columns, if self.gated { rows * self.hidden } else { 0 }]);
+        let n = normed(self.norm, self.x, norms);
+        multiply(n, self.width, self.inner, columns, sums);
+        let (activation, width) = (self.activation, self.hidden);
+        let activations: &[f32] = if self.gated {
+            // SAFETY: numbers are as good as numbers that are not there yet, and the operation writes no others.
+            let to = unsafe { &mut *(std::ptr::from_mut(&mut *gated) as *mut [MaybeUninit<f32>]) };
+            dispatch(Gate { activation, sums, bias: None, width, to });
+            gated
+        } else {
+            dispatch(Activate { activation, sums, bias: None, width, to: None });
+            sums
+        };
+        multiply(activations, self.hidden, self.outer, self.width, out);
+        if self.residual {
+            add_scaled(out, 1.0, self.x);
+        }
+        Ok(())
+    }
+}
+
+impl NormWeights<'_> {
+    /// The norm of a few rows, in memory that is there.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn step(&self, x: &[f32], out: &mut [f32]) -> Result<(), Error> {
+        let width = self.gamma.len();
+        self.check("norm", width)?;
+        let rows = width > 0 && x.len().is_multiple_of(width);
+        expect(rows, "norm", "x", || format!("rows of {width} numbers"), || format!("{} numbers", x.len()))?;
+        check_out("norm", x, out)?;
+        self.normalize_to(x, out);
+        Ok(())
+    }
+}
+
+impl Weights<'_> {
+    /// `out = x·W + b` for a few rows of `inputs` numbers.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn step(&self, x: &[f32], inputs: usize, out: &mut [f32]) -> Result<(), Error> {
+        const OPERATION: &str = "linear";
+        let rows = inputs > 0 && x.len().is_multiple_of(inputs);
+        expect(rows, OPERATION, "x", || format!("rows of {inputs} numbers"), || format!("{} numbers", x.len()))?;
+        let outputs = self.weight.len() / inputs;
+        self.check(OPERATION, "weight", [inputs, outputs])?;
+        let len = x.len() / inputs * outputs;
+        expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
+        if outputs > 0 {
+            multiply(x, inputs, *self, outputs, out);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_any_number_and_width_are_multiplied() {
+        for [rows, inputs, outputs] in [[1, 1, 1], [1, 17, 300], [3, 24, 70], [5, 9, 600], [1, 600, 700]] {
+            let number = |n: usize| ((n * 7919) % 23) as f32 / 8.0 - 1.0;
+            let x: Vec<f32> = (0..rows * inputs).map(number).collect();
+            let weight: Vec<f32> = (0..inputs * outputs).map(|n| number(n + 5)).collect();
+            let bias: Vec<f32> = (0..outputs).map(|n| number(n + 3)).collect();
+            for bias in [None, Some(bias.as_slice())] {
+                let mut out = vec![f32::NAN; rows * outputs];
+                Weights { weight: &weight, bias }.step(&x, inputs, &mut out).unwrap();
+                for (at, &got) in out.iter().enumerate() {
+                    let (row, column) = (at / outputs, at % outputs);
+                    let sum: f32 = (0..inputs).map(|k| x[row * inputs + k] * weight[k * outputs + column]).sum();
+                    // Exact: all products are multiples of 1/64, and small.
+                    assert_eq!(got, sum + bias.map_or(0.0, |bias| bias[column]), "{rows} × {inputs} × {outputs}");
+                }
+            }
+        }
+    }
+}

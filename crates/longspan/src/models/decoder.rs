@@ -1,0 +1,308 @@
+//! A language model without tensors: a token through all of it without a graph and, after the first, without allocation.
+
+use std::sync::Arc;
+
+use burn::module::Param;
+use burn::nn::Linear;
+use burn::tensor::{DType, Tensor};
+use burn_flex::FlexTensor;
+use longspan_kernels::layers::{Activation, FeedForward, MultiHead, NormWeights, StepBuffers, Weights};
+use longspan_kernels::{Kernel, Mask, State};
+
+use super::block::{EncoderBlock, Norm};
+use super::language_model::{LanguageModel, LanguageState};
+use super::seq2seq::{Positions, sinusoids};
+use crate::attention::{AttentionState, Heads};
+use crate::backend::{self, AnyKernel};
+use crate::error::{Result, argument};
+use crate::layers::flex::{is_f32, numbers, shape};
+use crate::layers::gradients::fused::taken;
+use crate::layers::{NormKind, TokenNorm};
+
+/// A [`LanguageModel`] that takes one token of each text after the other, on the CPU backend in `f32`. Made by
+/// [`LanguageModel::decoder`].
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use longspan::models::{LanguageModelConfig, LanguageState};
+///
+/// # fn main() -> longspan::Result<()> {
+/// let device = Device::flex();
+/// let model = LanguageModelConfig::new(10).with_d_model(16).with_d_ff(32).with_dropout(0.0).init(&device)?;
+/// let mut state = LanguageState::default();
+/// model.prefill(Tensor::<2, Int>::from_data([[1, 2, 3]], &device), &mut state)?; // the prompt, all at once
+/// let mut decoder = model.decoder(&state, 1)?;
+/// let logits = decoder.step(&[4])?; // of the token after [1, 2, 3, 4]
+/// assert_eq!(logits.len(), 10);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct LanguageDecoder {
+    embedding: FlexTensor,
+    /// What embeddings are multiplied by.
+    scale: f32,
+    positions: Positions,
+    blocks: Vec<Block>,
+    norm: Option<StoredNorm>,
+    output: StoredLayer,
+    states: Vec<State<f32>>,
+    position: usize,
+    batch: usize,
+    x: Vec<f32>,
+    y: Vec<f32>,
+    logits: Vec<f32>,
+    buffers: StepBuffers,
+}
+
+/// A linear layer's tensors, contiguous.
+#[derive(Debug)]
+struct StoredLayer {
+    weight: FlexTensor,
+    bias: Option<FlexTensor>,
+}
+
+impl StoredLayer {
+    fn new(layer: &Linear) -> Self {
+        Self { weight: taken(layer.weight.val()), bias: layer.bias.as_ref().map(|bias| taken(bias.val())) }
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        Weights { weight: numbers(&self.weight), bias: self.bias.as_ref().map(numbers) }
+    }
+}
+
+/// A norm's tensors.
+#[derive(Debug)]
+struct StoredNorm {
+    gamma: FlexTensor,
+    beta: Option<FlexTensor>,
+    centred: bool,
+    epsilon: f32,
+}
+
+impl StoredNorm {
+    fn new(norm: &TokenNorm) -> Self {
+        let stored = |param: &Param<Tensor<1>>| taken(param.val());
+        Self {
+            gamma: stored(&norm.gamma),
+            beta: norm.beta.as_ref().map(stored),
+            centred: norm.kind() == NormKind::Layer,
+            epsilon: norm.epsilon() as f32,
+        }
+    }
+
+    fn weights(&self) -> NormWeights<'_> {
+        let (gamma, beta) = (numbers(&self.gamma), self.beta.as_ref().map(numbers));
+        NormWeights { gamma, beta, centred: self.centred, epsilon: self.epsilon }
+    }
+}
+
+/// What one block needs for a token.
+#[derive(Debug)]
+struct Block {
+    place: Norm,
+    heads: Heads,
+    kernel: Arc<dyn AnyKernel>,
+    /// What the mechanism has learned as one, and how it is divided.
+    parameters: Option<FlexTensor>,
+    attention_norm: StoredNorm,
+    projection: StoredLayer,
+    output: StoredLayer,
+    feed_forward_norm: StoredNorm,
+    inner: StoredLayer,
+    outer: StoredLayer,
+    activation: Activation,
+    gated: bool,
+}
+
+impl Block {
+    fn new(block: &EncoderBlock) -> Result<Self> {
+        let (attention, feed_forward) = (&block.attention, &block.feed_forward);
+        let layer = attention.attention.layer();
+        layer.ready()?;
+        Ok(Self {
+            place: block.place(),
+            heads: layer.heads(),
+            kernel: layer.kernel(),
+            parameters: backend::flat(layer, DType::F32)?.map(taken),
+            attention_norm: StoredNorm::new(&block.attention_norm),
+            projection: StoredLayer::new(&attention.query_key_value),
+            output: StoredLayer::new(&attention.output),
+            feed_forward_norm: StoredNorm::new(&block.feed_forward_norm),
+            inner: StoredLayer::new(&feed_forward.inner),
+            outer: StoredLayer::new(&feed_forward.outer),
+            activation: feed_forward.activation().into(),
+            gated: feed_forward.gated(),
+        })
+    }
+
+    /// One token of each text: from `x`, by `y`, to `x`.
+    fn step(
+        &self,
+        batch: usize,
+        state: &mut State<f32>,
+        buffers: &mut StepBuffers,
+        x: &mut Vec<f32>,
+        y: &mut Vec<f32>,
+    ) -> Result<()> {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let kernel: &dyn Kernel<f32> = &*self.kernel;
+        let width = heads * head_dim;
+        let dims = longspan_kernels::Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
+        let parameters = backend::split_parameters(kernel, &dims, self.parameters.as_ref().map(numbers));
+        let pre = self.place == Norm::Pre;
+        let attention = MultiHead {
+            x,
+            batch,
+            queries: 1,
+            memory: None,
+            heads,
+            kv_heads,
+            head_dim,
+            norm: pre.then(|| self.attention_norm.weights()),
+            projection: self.projection.weights(),
+            kernel,
+            parameters: &parameters,
+            mask: Mask::causal(),
+            initial_state: None,
+            output: self.output.weights(),
+            dropout: None,
+            residual: true,
+        };
+        attention.step(state, buffers, y)?;
+        self.end(&self.attention_norm, x, y)?;
+        let feed_forward = FeedForward {
+            x,
+            width,
+            hidden: numbers(&self.outer.weight).len() / width,
+            norm: pre.then(|| self.feed_forward_norm.weights()),
+            inner: self.inner.weights(),
+            activation: self.activation,
+            gated: self.gated,
+            outer: self.outer.weights(),
+            dropout: None,
+            residual: true,
+        };
+        feed_forward.step(buffers, y)?;
+        self.end(&self.feed_forward_norm, x, y)
+    }
+
+    /// What a part has written to `y` goes to `x`, by the norm where it stands after the sum.
+    fn end(&self, norm: &StoredNorm, x: &mut Vec<f32>, y: &mut Vec<f32>) -> Result<()> {
+        match self.place {
+            Norm::Pre => std::mem::swap(x, y),
+            Norm::Post => norm.weights().step(y, x)?,
+        }
+        Ok(())
+    }
+}
+
+impl LanguageModel {
+    /// The model for one token of each of `batch` texts after the other, after those of `state`; the default is before the first.
+    ///
+    /// # Errors
+    /// A model that is not on the CPU backend without autodiff (`model.valid()` is) or not of `f32`, a mechanism whose state grows
+    /// with every token, a state of another batch or model.
+    pub fn decoder(&self, state: &LanguageState, batch: usize) -> Result<LanguageDecoder> {
+        const NAME: &str = "language decoder";
+        let weight = self.embedding.weight.val();
+        argument(
+            is_f32(&weight) && !weight.device().is_autodiff(),
+            NAME,
+            "model",
+            || "one of f32 on the CPU backend, without autodiff".into(),
+            || format!("{:?} on {:?}", weight.dtype(), weight.device()),
+        )?;
+        argument(
+            !self.keeps_past(),
+            NAME,
+            "model",
+            || "mechanisms with states of constant size".into(),
+            || "one whose state grows with every token: use LanguageModel::step".into(),
+        )?;
+        argument(batch > 0, NAME, "batch", || "at least 1".into(), || "0".into())?;
+        let blocks = self.blocks.iter().map(Block::new).collect::<Result<Vec<_>>>()?;
+        let [vocabulary, width] = shape(&taken(weight.clone())).dims();
+        let states = blocks.iter().enumerate().map(|(n, block)| {
+            let layer = self.blocks[n].attention.attention.layer();
+            let state = state.layer(n).cloned().unwrap_or_default();
+            let state = backend::states_of(layer, [batch, 1], DType::F32, &state)?;
+            let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
+            argument(
+                state.shape().batch == batch && state.shape().kv_heads == block.heads.kv_heads,
+                NAME,
+                "state",
+                || format!("a batch of {batch}"),
+                || state.shape().batch.to_string(),
+            )?;
+            Ok(state)
+        });
+        let states = states.collect::<Result<_>>()?;
+        Ok(LanguageDecoder {
+            embedding: taken(weight),
+            scale: self.embedding_scale() as f32,
+            positions: self.positions(),
+            blocks,
+            norm: self.norm.as_ref().map(StoredNorm::new),
+            output: StoredLayer::new(&self.output()),
+            states,
+            position: state.position(),
+            batch,
+            x: vec![0.0; batch * width],
+            y: vec![0.0; batch * width],
+            logits: vec![0.0; batch * vocabulary],
+            buffers: StepBuffers::default(),
+        })
+    }
+}
+
+impl LanguageDecoder {
+    /// Takes in one token of each text and gives the logits of the next, `[batch, vocab]` row-major. Time and memory do not depend on
+    /// how many came before.
+    ///
+    /// # Errors
+    /// Not one token for each text, or a token outside the vocabulary.
+    pub fn step(&mut self, tokens: &[usize]) -> Result<&[f32]> {
+        let [vocabulary, width] = shape(&self.embedding).dims();
+        argument(
+            tokens.len() == self.batch && tokens.iter().all(|&token| token < vocabulary),
+            "language decoder",
+            "tokens",
+            || format!("{} tokens below {vocabulary}", self.batch),
+            || format!("{tokens:?}"),
+        )?;
+        let table = numbers(&self.embedding);
+        for (x, &token) in self.x.chunks_exact_mut(width).zip(tokens) {
+            x.iter_mut().zip(&table[token * width..]).for_each(|(x, &e)| *x = e * self.scale);
+        }
+        if self.positions == Positions::Sinusoidal {
+            let row = sinusoids(self.position, 1, width);
+            self.x.chunks_exact_mut(width).for_each(|x| x.iter_mut().zip(&row).for_each(|(x, p)| *x += p));
+        }
+        for (block, state) in self.blocks.iter().zip(&mut self.states) {
+            block.step(self.batch, state, &mut self.buffers, &mut self.x, &mut self.y)?;
+        }
+        if let Some(norm) = &self.norm {
+            norm.weights().step(&self.x, &mut self.y)?;
+            std::mem::swap(&mut self.x, &mut self.y);
+        }
+        self.output.weights().step(&self.x, width, &mut self.logits)?;
+        self.position += 1;
+        Ok(&self.logits)
+    }
+
+    /// Tokens of each text taken in so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// The state of the tokens so far, with which the model goes on.
+    ///
+    /// # Errors
+    /// Memory that is not there.
+    pub fn state(&self) -> Result<LanguageState> {
+        let layers = self.states.iter().map(|state| Ok(AttentionState::from(state.try_clone()?)));
+        Ok(LanguageState::new(layers.collect::<Result<_>>()?, self.position))
+    }
+}
