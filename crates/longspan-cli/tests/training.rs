@@ -367,7 +367,7 @@ fn own_development_and_held_out_pairs_are_used_and_data_may_move() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("200 training examples, 2 held out"), "{}", text(&output.stderr));
     std::fs::rename(place.path("pairs.tsv"), place.path("moved.tsv")).unwrap();
-    place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv"]);
+    place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv", "name where it is now with --pairs"]);
     place.ok(&["train", "--resume", "run", "--steps", "6", "--pairs", "moved.tsv"]);
     assert_eq!(place.info("run")["step"], 6);
     place.write("other.tsv", b"abc\tcba\nabd\tdba\nbcd\tdcb\n");

@@ -309,7 +309,11 @@ impl RunConfig {
 
     /// What the run learns from, for people.
     pub fn data_name(&self) -> String {
-        self.data().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string())
+        match self.data() {
+            None => "the CMU pronouncing dictionary".into(),
+            Some(path) if path.as_os_str() == "-" => "standard input".into(),
+            Some(path) => path.display().to_string(),
+        }
     }
 
     /// Reads `config.json` of a run folder.

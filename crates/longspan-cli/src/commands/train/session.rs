@@ -71,7 +71,10 @@ impl<T: Task> Session<T> {
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
         let (model, optimizer, mut saved) = folder.load_checkpoint(model, optimizer(&config))?;
-        let data = task.data(&config)?;
+        let data = task.data(&config).map_err(|error| {
+            let moved = config.data().is_some_and(|path| !path.exists() && path.as_os_str() != "-");
+            if moved { anyhow!("{error}; if the file has moved, name where it is now with --pairs") } else { error }
+        })?;
         if data.sha256 != saved.data_sha256 {
             let name = config.data_name();
             bail!(
