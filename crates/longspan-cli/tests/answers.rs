@@ -318,6 +318,10 @@ fn standard_input_and_gzip_are_read() {
     let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
     let output = place.command(&["predict", "run", "-"]).stdin(input()).output().unwrap();
     assert_eq!(text(&output.stdout), answers);
+    let mut arguments = place.train("piped", "3", &[]);
+    arguments[2] = "-";
+    let output = place.command(&arguments).stdin(input()).output().unwrap();
+    assert!(text(&output.stderr).starts_with("standard input: "), "{}", text(&output.stderr));
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);
     assert_eq!(place.ok(&["eval", "run", "pairs.tsv.gz"]), scores);
     assert_eq!(text(&place.command(&["eval", "run", "-"]).stdin(input()).output().unwrap().stdout), scores);

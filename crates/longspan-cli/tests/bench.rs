@@ -21,6 +21,10 @@ fn quick_prints_goals_growth_and_tables() {
         assert!(printed.contains(part), "{part} is not in\n{printed}");
     }
     assert!(!place.path("runs").exists(), "--quick alone writes nothing");
+    // The line of the machine has the processor's name in it.
+    for line in printed.lines().filter(|line| !line.contains(" cores, ")) {
+        assert!(line.chars().count() <= 100, "{line}");
+    }
 }
 
 #[test]

@@ -367,7 +367,7 @@ fn own_development_and_held_out_pairs_are_used_and_data_may_move() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("200 training examples, 2 held out"), "{}", text(&output.stderr));
     std::fs::rename(place.path("pairs.tsv"), place.path("moved.tsv")).unwrap();
-    place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv"]);
+    place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv", "name where it is now with --pairs"]);
     place.ok(&["train", "--resume", "run", "--steps", "6", "--pairs", "moved.tsv"]);
     assert_eq!(place.info("run")["step"], 6);
     place.write("other.tsv", b"abc\tcba\nabd\tdba\nbcd\tdcb\n");
@@ -389,4 +389,33 @@ fn few_pairs_get_fewer_steps() {
     // About 180 of the 200 pairs are trained on, 8 at a time, 60 times.
     let steps = place.info("run")["config"]["steps"].as_u64().unwrap();
     assert!((1000..1500).contains(&steps), "{steps}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_terminal_gets_a_bar_that_is_cleared_and_a_dumb_one_plain_lines() {
+    let place = Place::new();
+    let shown = |term: &str, out: &str| {
+        let program = [env!("CARGO_BIN_EXE_longspan")];
+        let line = [&program, place.train(out, "40", &[]).as_slice()].concat().join(" ");
+        // Of util-linux; it runs a command in a terminal of its own.
+        let output = std::process::Command::new("script")
+            .args(["-qec", &format!("stty rows 30 cols 120 && {line}"), "/dev/null"])
+            .env("TERM", term)
+            .current_dir(place.path(""))
+            .stdin(Stdio::null())
+            .output()
+            .expect("`script` starts");
+        let shown = text(&output.stdout);
+        assert!(output.status.success() && shown.contains("40 steps in"), "{shown}");
+        shown
+    };
+    let bar = shown("xterm", "one");
+    let (drawn, rest) = bar.rsplit_once("\u{1b}[2K").expect("the bar is cleared");
+    assert!(drawn.contains('━') && drawn.contains("step 40/40"), "{bar:?}");
+    assert!(!rest.contains("examples/s") && rest.contains("40 steps in"), "{bar:?}");
+    for (term, out) in [("dumb", "two"), ("", "three")] {
+        let plain = shown(term, out);
+        assert!(!plain.contains('\u{1b}') && plain.contains("step 40/40"), "{plain:?}");
+    }
 }

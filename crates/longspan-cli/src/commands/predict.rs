@@ -18,13 +18,11 @@ use crate::tasks::task::{Answering, Verb};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
+use crate::terminal::samples::CUT;
 use crate::terminal::shell;
 
 /// Lines answered together, if so many are there already.
 const BATCH: usize = 256;
-
-/// Ends an answer that was cut at the limit of tokens.
-const CUT: &str = " …";
 
 /// What `longspan predict` takes.
 #[derive(Args)]

@@ -383,7 +383,11 @@ impl RunConfig {
         if let [first, _, ..] = self.text.as_slice() {
             return format!("{} and {} more", first.display(), self.text.len() - 1);
         }
-        self.data().map_or("the CMU pronouncing dictionary".into(), |path| path.display().to_string())
+        match self.data() {
+            None => "the CMU pronouncing dictionary".into(),
+            Some(path) if path.as_os_str() == "-" => "standard input".into(),
+            Some(path) => path.display().to_string(),
+        }
     }
 
     /// Reads `config.json` of a run folder.

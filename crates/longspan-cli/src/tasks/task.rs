@@ -138,8 +138,10 @@ pub trait Task: Sized + Sync {
                 .iter()
                 .zip(answers)
                 .map(|((source, expected), beam)| {
-                    let answer = beam.into_iter().next().map(|best| best.target).unwrap_or_default();
-                    Sample { source: source.clone(), answer, expected: expected.clone() }
+                    let best = beam.into_iter().next();
+                    let cut = best.as_ref().is_some_and(|best| !best.finished);
+                    let answer = best.map(|best| best.target).unwrap_or_default();
+                    Sample { source: source.clone(), answer, cut, expected: expected.clone() }
                 })
                 .collect();
             text = samples::table(&samples);

@@ -8,10 +8,15 @@ const WIDTH: usize = 100;
 /// Columns that a source is padded to.
 const SOURCE: usize = 14;
 
+/// Ends an answer that was cut at the limit.
+pub const CUT: &str = " …";
+
 /// What is shown of an answer.
 pub struct Sample {
     pub source: String,
     pub answer: String,
+    /// Whether the answer was cut at the limit.
+    pub cut: bool,
     /// What would be right, where that is known.
     pub expected: Option<String>,
 }
@@ -24,13 +29,14 @@ pub fn table(samples: &[Sample]) -> String {
 
 fn line(sample: &Sample, width: usize) -> String {
     let cell = |text: &str, columns: usize| truncate_str(&visible(text), columns, "…").into_owned();
-    // Margins and the words between take 20 columns.
-    let each = width.saturating_sub(20) / 3;
+    // Margins, the mark and the words between take 22 columns.
+    let each = width.saturating_sub(22) / 3;
     let source = cell(&sample.source, each);
     let padding = " ".repeat(SOURCE.min(each).saturating_sub(measure_text_width(&source)));
     let wrong = sample.expected.as_ref().filter(|expected| **expected != sample.answer);
     let wrong = wrong.map(|expected| format!("  (expected {})", cell(expected, each))).unwrap_or_default();
-    format!("  {source}{padding} {}{wrong}\n", cell(&sample.answer, each))
+    let mark = if sample.cut { CUT } else { "" };
+    format!("  {source}{padding} {}{mark}{wrong}\n", cell(&sample.answer, each))
 }
 
 /// A text in one line, without characters that a terminal would obey.
@@ -45,14 +51,19 @@ mod tests {
     #[test]
     fn a_sample_fits_one_line_and_sends_no_control_character() {
         let long = |c: &str| c.repeat(200);
-        let sample =
-            Sample { source: long("猫"), answer: format!("\u{1b}[2J\n{}", long("b")), expected: Some(long("c")) };
+        let sample = Sample {
+            source: long("猫"),
+            answer: format!("\u{1b}[2J\n{}", long("b")),
+            cut: true,
+            expected: Some(long("c")),
+        };
         for width in [40, 80, 100] {
             let line = line(&sample, width);
             assert!(measure_text_width(line.trim_end()) <= width, "{line}");
             assert!(line.trim_end().chars().all(|c| !c.is_control()) && line.contains("expected c"), "{line}");
         }
-        let right = Sample { source: "a".into(), answer: "b".into(), expected: Some("b".into()) };
+        let right = Sample { source: "a".into(), answer: "b".into(), cut: false, expected: Some("b".into()) };
         assert_eq!(line(&right, 80), format!("  a{} b\n", " ".repeat(13)));
+        assert_eq!(line(&Sample { cut: true, ..right }, 80), format!("  a{} b …\n", " ".repeat(13)));
     }
 }

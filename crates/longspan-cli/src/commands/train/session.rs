@@ -73,7 +73,13 @@ impl<T: Task> Session<T> {
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
         let Checkpoint { model, optimizer, mut saved, place } = folder.load_checkpoint(model, optimizer(&config))?;
-        let mut data = task.data(&config)?;
+        let mut data = task.data(&config).map_err(|error| {
+            let moved = config.data().is_some_and(|path| !path.exists() && path.as_os_str() != "-");
+            if !moved {
+                return error;
+            }
+            anyhow!("{error}; if the file has moved, name where it is now with {}", config.data_flag())
+        })?;
         if data.sha256 != saved.data_sha256 {
             bail!(
                 "{} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
