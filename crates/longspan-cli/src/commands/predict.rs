@@ -83,7 +83,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
                 let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
                 writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
             } else {
-                writeln!(out, "{}", best.map_or_else(String::new, |answer| in_one_line(&answer.target)))?;
+                writeln!(out, "{}", in_one_line(&T::line(&answers)))?;
             }
         }
         out.flush()?;
