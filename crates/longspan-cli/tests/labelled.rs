@@ -160,6 +160,8 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         .fails(&train("reports.tsv", "run", "3", &["--set", "max_tokens=2"]), &["every training text has more than 2"]);
     place.fails(&train("reports.tsv", "run", "3", &["--set", "pairs=pairs.tsv"]), &["labelled is given along with"]);
     place.fails(&["train", "--text", "reports.tsv", "--out", "run"], &["--labelled"]);
+    place.write("labels.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n");
+    place.fails(&["train", "--pairs", "labels.jsonl", "--out", "run"], &["labels.jsonl, line 1", "--labelled"]);
     place.ok(&train("reports.tsv", "good", "3", &[]));
     place.fails(&["generate", "good"], &["answers lines", "predict good"]);
     place.fails(&["eval", "good", "columns.tsv"], &["columns.tsv, line 421"]);

@@ -11,7 +11,7 @@ use crate::tasks::workers::Workers;
 
 /// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
 pub fn model(config: &RunConfig, vocab: usize, labels: usize, device: &Device) -> Result<Classifier> {
-    let attention = attention::of_run(config, config.max_tokens)?;
+    let attention = attention::of_layers(config, config.max_tokens)?;
     let norm = match config.norm.as_str() {
         "pre" => Norm::Pre,
         "post" => Norm::Post,
@@ -22,14 +22,14 @@ pub fn model(config: &RunConfig, vocab: usize, labels: usize, device: &Device) -
         "last" => Pooling::Last,
         other => bail!("unknown pooling {other:?}; known are mean, last"),
     };
-    let positions = if attention.sees_order() { Positions::None } else { Positions::Sinusoidal };
+    let positions = if attention.iter().any(|one| one.sees_order()) { Positions::None } else { Positions::Sinusoidal };
     let sizes = ClassifierConfig::new(vocab, labels)
         .with_d_model(config.d_model)
         .with_heads(config.heads)
         .with_layers(config.layers)
         .with_d_ff(config.d_ff)
         .with_dropout(config.dropout)
-        .with_attention(vec![attention])
+        .with_attention(attention)
         .with_causal(config.causal)
         .with_pooling(pooling)
         .with_norm(norm)
