@@ -169,7 +169,10 @@ pub const KEYS: [(&str, &str); 39] = [
     ("pairs", "a .tsv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv or .jsonl of texts and labels, instead of pairs"),
-    ("tokens", "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json"),
+    (
+        "tokens",
+        "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json; of labelled texts also words",
+    ),
     ("vocabulary", "entries of a byte-pair encoding that is learned from the text"),
     ("segment", "tokens of a text computed at a time; gradients reach back so far"),
     ("carry", "segments after which states begin anew in training"),

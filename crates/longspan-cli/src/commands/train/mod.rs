@@ -40,7 +40,8 @@ pub struct Arguments {
     /// Labelled texts to learn from: a .tsv (text, tab, label) or a .jsonl with "text" and "label", also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text"])]
     labelled: Option<PathBuf>,
-    /// What a text is cut into: characters, bytes, a tokenizer.json, or bpe, which is learned from the text
+    /// What a text is cut into: characters, bytes or a tokenizer.json; with --text also bpe, which is learned from the text, with
+    /// --labelled also words
     #[arg(long, value_name = "TOKENS")]
     tokens: Option<String>,
     /// Byte-pair encoding with so many entries, learned from the text
