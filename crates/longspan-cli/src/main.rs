@@ -40,8 +40,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Learn from pairs of texts, or to go on with a text; with no arguments, to pronounce English
-    Train(train::Arguments),
+    /// Learn from pairs of texts, labelled texts, or to go on with a text; with no arguments, to pronounce English
+    Train(Box<train::Arguments>),
     /// Answer lines from standard input or a file with a trained run
     Predict(predict::Arguments),
     /// Go on with a text, token by token in constant memory, with a run that was trained on text

@@ -98,8 +98,8 @@ fn a_run_learns_says_how_well_and_goes_on() {
 fn every_mechanism_trains_goes_on_generates_and_scores() {
     let place = place();
     let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
-    for facts in facts.as_array().unwrap() {
-        let name = facts["name"].as_str().unwrap();
+    let names = facts.as_array().unwrap().iter().map(|facts| facts["name"].as_str().unwrap());
+    for name in names.chain(["shaw,softmax"]) {
         place.ok(&train(name, "7", &["--attention", name]));
         place.ok(&["train", "--resume", name, "--steps", "9"]);
         assert_eq!(place.losses(name).len(), 9, "{name}");
@@ -208,6 +208,11 @@ fn what_is_generated_follows_seed_options_and_stops() {
     let said: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(said["prompt_tokens"].as_u64(), Some(prompt.chars().count() as u64));
     assert_eq!(said["prompt"].as_str(), Some(prompt.as_str()));
+    // Where the state has to begin anew, a prompt may be longer than what the state can hold.
+    place.ok(&train("softmax", "5", &["--attention", "softmax"]));
+    let output = with_input(&place, &["generate", "softmax", "--prompt", "-", "--json"], prompt.as_bytes());
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(said["prompt_tokens"].as_u64(), Some(prompt.chars().count() as u64));
     // A reader that has seen enough ends it.
     let endless = format!("{} generate run --no-end --tokens 0 | head -c 300", env!("CARGO_BIN_EXE_longspan"));
     let output = Command::new("sh").args(["-c", &endless]).current_dir(place.path("")).output().unwrap();

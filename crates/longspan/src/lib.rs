@@ -4,7 +4,8 @@
 //! Reading order: [`attention`] holds the mechanisms as modules, and
 //! [`MultiHeadAttention`](attention::MultiHeadAttention) over all of them; [`backend`] runs them, in the kernels on the
 //! CPU and in plain tensor operations elsewhere; [`layers`] is what stands around them;
-//! [`models`] stacks them into blocks, a [`Seq2Seq`](models::Seq2Seq) and a [`LanguageModel`](models::LanguageModel);
+//! [`models`] stacks them into blocks, a [`Seq2Seq`](models::Seq2Seq), a [`LanguageModel`](models::LanguageModel) and a
+//! [`Classifier`](models::Classifier);
 //! [`generate`] searches, [`sample`] draws; [`checkpoint`] keeps weights and training states on disk.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by

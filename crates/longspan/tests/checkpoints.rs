@@ -77,11 +77,11 @@ fn tensors_of_the_callers_own_come_back_to_the_bit() {
     let path = folder.path().join("training.safetensors");
     let optimizer = || AdamWConfig::new().init();
     let own: Vec<TensorData> = (0..12).map(|n| TensorData::new(vec![0.1f32 * n as f32, -1e-30], [2, 1])).collect();
-    let saved = fresh(1);
-    save_training_with(&path, &saved, &optimizer(), &7u32, own.clone()).unwrap();
+    let first = fresh(1);
+    save_training_with(&path, &first, &optimizer(), &7u32, own.clone()).unwrap();
     let (model, _, progress, found) = load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap();
     assert_eq!((progress, found), (7, own));
-    assert_eq!(bits(logits(&model)), bits(logits(&saved)));
+    assert_eq!(bits(logits(&model)), bits(logits(&first)));
     save_training(&path, &model, &optimizer(), &8u32).unwrap();
     assert!(load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap().3.is_empty());
 }

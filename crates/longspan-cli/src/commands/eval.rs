@@ -20,8 +20,8 @@ use crate::tasks::{Task, Trained, for_task, lines};
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// What the run was trained on, held back: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be
-    /// answered by any of its targets), or a text of any length; also in gzip, or `-`
+    /// As the run was trained on: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be answered by any
+    /// of its targets), labelled texts, or a text of any length; also in gzip, or `-`
     file: PathBuf,
     /// Print one JSON object
     #[arg(long)]

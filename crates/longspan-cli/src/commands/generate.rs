@@ -103,6 +103,8 @@ fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     let mut out = io::stdout().lock();
     let mut stops = Stops::new(&arguments.stop);
     let (mut whole, mut open, mut stopped) = (String::new(), false, false);
+    // The prompt is read when the first token is there.
+    let mut begun = None;
     let mut show = |text: &str| -> Result<()> {
         if arguments.json {
             whole.push_str(text);
@@ -115,6 +117,7 @@ fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     };
     let Generated { read, drawn, ended } =
         trained.task.generate(&trained.model, &trained.config, &wish, &mut |text| {
+            begun.get_or_insert_with(Instant::now);
             let (text, found) = stops.push(text);
             show(&text)?;
             stopped = found;
@@ -138,6 +141,14 @@ fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         (_, true) => "; a stop string came",
         _ => "",
     };
-    note(format_args!("{drawn} tokens in {seconds:.1} s, {:.0} a second{end}", drawn as f64 / seconds.max(1e-9)));
+    let writing = begun.map_or(0.0, |begun| begun.elapsed().as_secs_f64());
+    let prompt = match read {
+        0 => String::new(),
+        _ => format!("; a prompt of {read} tokens in {:.1} s", seconds - writing),
+    };
+    note(format_args!(
+        "{drawn} tokens in {writing:.1} s, {:.0} a second{prompt}{end}",
+        drawn.saturating_sub(1) as f64 / writing.max(1e-9)
+    ));
     Ok(Outcome::Done)
 }

@@ -89,7 +89,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
                 writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
             } else {
                 let mark = if is_cut { CUT } else { "" };
-                writeln!(out, "{}{mark}", best.map_or_else(String::new, |answer| in_one_line(&answer.target)))?;
+                writeln!(out, "{}{mark}", in_one_line(&T::line(&answers)))?;
             }
         }
         out.flush()?;

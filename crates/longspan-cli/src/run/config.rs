@@ -16,6 +16,9 @@ pub struct RunConfig {
     /// Files and folders of text to learn to go on with, instead of pairs.
     #[serde(default)]
     pub text: Vec<PathBuf>,
+    /// Texts and their labels to learn from, instead of pairs.
+    #[serde(default)]
+    pub labelled: Option<PathBuf>,
     /// What a text is cut into: `characters`, `bytes`, `bpe`, or the path of a `tokenizer.json`.
     #[serde(default)]
     pub tokens: Option<String>,
@@ -28,9 +31,15 @@ pub struct RunConfig {
     /// Segments after which states begin anew in training.
     #[serde(default = "carry")]
     pub carry: usize,
-    /// Blocks of a model that goes on with texts.
+    /// Blocks of a model that goes on with texts or tells labels.
     #[serde(default = "layers")]
     pub layers: usize,
+    /// How the rows of a text become one: `mean` or `last`.
+    #[serde(default = "pooling")]
+    pub pooling: String,
+    /// Whether a token of a labelled text sees only those before it.
+    #[serde(default)]
+    pub causal: bool,
     /// Pairs for the development loss, instead of a twentieth of `pairs`.
     #[serde(default)]
     pub development: Option<PathBuf>,
@@ -106,17 +115,23 @@ fn carry() -> usize {
 fn layers() -> usize {
     4
 }
+fn pooling() -> String {
+    "mean".into()
+}
 
 impl Default for RunConfig {
     fn default() -> Self {
         Self {
             pairs: None,
             text: Vec::new(),
+            labelled: None,
             tokens: None,
             vocabulary: None,
             segment: segment(),
             carry: carry(),
             layers: layers(),
+            pooling: pooling(),
+            causal: false,
             development: None,
             held_out: None,
             source_tokens: None,
@@ -151,14 +166,20 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 36] = [
+pub const KEYS: [(&str, &str); 39] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
-    ("tokens", "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json"),
+    ("labelled", "a .tsv or .jsonl of texts and labels, instead of pairs"),
+    (
+        "tokens",
+        "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json; of labelled texts also words",
+    ),
     ("vocabulary", "entries of a byte-pair encoding that is learned from the text"),
     ("segment", "tokens of a text computed at a time; gradients reach back so far"),
     ("carry", "segments after which states begin anew in training"),
-    ("layers", "blocks of a model that goes on with texts"),
+    ("layers", "blocks of a model that goes on with texts or tells labels"),
+    ("pooling", "mean or last: how the rows of a labelled text become one"),
+    ("causal", "whether a token of a labelled text sees only those before it"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
@@ -213,9 +234,13 @@ impl Settings {
         }
     }
 
-    /// Whether they name texts to go on with.
-    pub fn is_text(&self) -> bool {
-        self.values.get("text").and_then(Value::as_array).is_some_and(|paths| !paths.is_empty())
+    /// The defaults of the task whose data they name, if it has its own.
+    pub fn defaults_of_task(&self) -> Option<RunConfig> {
+        let named = |key: &str| self.values.get(key).unwrap_or(&Value::Null);
+        if named("text").as_array().is_some_and(|paths| !paths.is_empty()) {
+            return Some(RunConfig::of_text());
+        }
+        named("labelled").is_string().then(RunConfig::of_labelled)
     }
 
     /// The keys whose values differ from those of `config`.
@@ -325,6 +350,9 @@ impl RunConfig {
                 "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
             );
         }
+        if self.labelled.is_some() && (self.pairs.is_some() || !self.text.is_empty()) {
+            bail!("labelled is given along with pairs or text; a run learns from the one or the other");
+        }
         if !self.text.is_empty() && (self.pairs.is_some() || self.development.is_some() || self.held_out.is_some()) {
             bail!("text is given along with pairs, development or held_out; a run learns from the one or the other");
         }
@@ -368,14 +396,31 @@ impl RunConfig {
         }
     }
 
+    /// The defaults of a run that learns labels.
+    pub fn of_labelled() -> Self {
+        Self {
+            max_tokens: 8192,
+            layers: 2,
+            batch_size: 32,
+            learning_rate: 2e-3,
+            label_smoothing: 0.0,
+            checkpoint_steps: 200,
+            ..Self::default()
+        }
+    }
+
     /// The file that the run learns from, the first of several; without one, the CMU dictionary.
     pub fn data(&self) -> Option<&Path> {
-        self.pairs.as_deref().or(self.text.first().map(PathBuf::as_path))
+        self.pairs.as_deref().or(self.labelled.as_deref()).or(self.text.first().map(PathBuf::as_path))
     }
 
     /// The flag that names what the run learns from.
     pub fn data_flag(&self) -> &'static str {
-        if self.text.is_empty() { "--pairs" } else { "--text" }
+        match (&self.labelled, self.text.is_empty()) {
+            (Some(_), _) => "--labelled",
+            (None, false) => "--text",
+            (None, true) => "--pairs",
+        }
     }
 
     /// What the run learns from, for people.

@@ -37,6 +37,12 @@ pub fn of_run(config: &RunConfig, positions: usize) -> Result<AttentionConfig> {
     Ok(attention)
 }
 
+/// The mechanisms of the layers of a run that may have several, `shaw,shaw,softmax`, each as [`of_run`] has it.
+pub fn of_layers(config: &RunConfig, positions: usize) -> Result<Vec<AttentionConfig>> {
+    let one = |name: &str| of_run(&RunConfig { attention: name.trim().into(), ..config.clone() }, positions);
+    config.attention.split(',').map(one).collect()
+}
+
 /// The mechanism `name`. Its options are, from weakest to strongest: its defaults; those of `everywhere` (a path in the
 /// options and a value) that the mechanism has; `options`, all of which it must have.
 pub fn named(name: &str, everywhere: &[(&str, Value)], options: &Map<String, Value>) -> Result<AttentionConfig> {
@@ -112,6 +118,17 @@ mod tests {
         assert!(unknown.contains("`width`") && unknown.contains("radius"), "{unknown}");
         assert!(named("shaw", &[], &options("relative.radius = 'x'").unwrap()).is_err());
         assert!(options("radius").unwrap_err().to_string().contains("radius=4"));
+    }
+
+    #[test]
+    fn layers_may_differ() {
+        let names = |attention: &str| -> Result<Vec<&str>> {
+            let config = RunConfig { attention: attention.into(), ..RunConfig::default() };
+            Ok(of_layers(&config, 9)?.iter().map(AttentionConfig::name).collect())
+        };
+        assert_eq!(names("shaw").unwrap(), ["shaw"]);
+        assert_eq!(names("shaw, shaw,softmax").unwrap(), ["shaw", "shaw", "softmax"]);
+        assert!(names("shaw,").unwrap_err().to_string().contains("unknown attention \"\""));
     }
 
     #[test]

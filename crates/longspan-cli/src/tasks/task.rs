@@ -103,6 +103,11 @@ pub trait Task: Sized + Sync {
         bail!("this run does not answer lines")
     }
 
+    /// The answers to a text as a line without an end.
+    fn line(answers: &[Answer]) -> String {
+        answers.first().map_or_else(String::new, |best| best.target.clone())
+    }
+
     /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
     fn generate(
         &self,

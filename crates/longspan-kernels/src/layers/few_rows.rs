@@ -27,11 +27,16 @@ fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, out: 
     if rows <= FEW {
         for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
             let parts = out.chunks_mut(COLUMNS).enumerate();
-            share_step(inputs * outputs, parts, || (), |(part, out), ()| {
-                let first = part * COLUMNS;
-                let bias = weights.bias.map(|bias| &bias[first..][..out.len()]);
-                dispatch(RowProduct { x, weight: &weights.weight[first..], stride, bias, out });
-            });
+            share_step(
+                inputs * outputs,
+                parts,
+                || (),
+                |(part, out), ()| {
+                    let first = part * COLUMNS;
+                    let bias = weights.bias.map(|bias| &bias[first..][..out.len()]);
+                    dispatch(RowProduct { x, weight: &weights.weight[first..], stride, bias, out });
+                },
+            );
         }
         return;
     }
@@ -140,7 +145,13 @@ impl MultiHead<'_> {
         self.check()?;
         check_out(OPERATION, self.x, out)?;
         let one = self.queries == 1 && self.memory.is_none() && self.dropout.is_none();
-        expect(one, OPERATION, "x", || "one token, no memory, no dropout".into(), || format!("{} tokens", self.queries))?;
+        expect(
+            one,
+            OPERATION,
+            "x",
+            || "one token, no memory, no dropout".into(),
+            || format!("{} tokens", self.queries),
+        )?;
         let width = self.width();
         let columns = self.columns();
         let [q, k, v] = self.parts().map(|[heads, width]| heads * width);
@@ -151,7 +162,8 @@ impl MultiHead<'_> {
         let Weights { weight, bias } = self.projection;
         let mut first = 0;
         for (to, len) in [(&mut *own_q, q), (&mut *own_k, k), (&mut *own_v, v)] {
-            let part = Weights { weight: &weight[first.min(weight.len())..], bias: bias.map(|bias| &bias[first..][..len]) };
+            let part =
+                Weights { weight: &weight[first.min(weight.len())..], bias: bias.map(|bias| &bias[first..][..len]) };
             multiply(n, width, part, columns, to);
             first += len;
         }

@@ -361,7 +361,9 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
 fn steps_give_the_rows_of_the_whole() {
     let mut random = Random::new(18);
     let kernel = kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2)));
-    for [batch, heads, kv_heads, head_dim, hidden] in [[1, 2, 1, 4, 7], [3, 2, 2, 4, 24], [6, 1, 1, 5, 9], [1, 4, 4, 64, 600]] {
+    for [batch, heads, kv_heads, head_dim, hidden] in
+        [[1, 2, 1, 4, 7], [3, 2, 2, 4, 24], [6, 1, 1, 5, 9], [1, 4, 4, 64, 600]]
+    {
         let (tokens, width) = (5, heads * head_dim);
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
         let x = numbers(&mut random, batch * tokens * width);

@@ -149,7 +149,8 @@ impl Block {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         let kernel: &dyn Kernel<f32> = &*self.kernel;
         let width = heads * head_dim;
-        let dims = longspan_kernels::Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
+        let dims =
+            longspan_kernels::Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
         let parameters = backend::split_parameters(kernel, &dims, self.parameters.as_ref().map(numbers));
         let pre = self.place == Norm::Pre;
         let attention = MultiHead {

@@ -1,12 +1,14 @@
 //! Models: stacks of blocks around attention.
 
 mod block;
+mod classifier;
 #[cfg(feature = "flex")]
 mod decoder;
 mod language_model;
 mod seq2seq;
 
 pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
+pub use classifier::{Classifier, ClassifierConfig, Pooling};
 #[cfg(feature = "flex")]
 pub use decoder::LanguageDecoder;
 pub use language_model::{LanguageModel, LanguageModelConfig, LanguageState};

@@ -116,8 +116,13 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     }
     if let Some(held_out) = last("held_out") {
         let number = |part: &str| held_out["bits_per_byte"][part].as_f64();
-        if let (Some(rate), Some(low), Some(high)) = (number("rate"), number("low"), number("high")) {
-            writeln!(out, "held out    {rate:.3} bits per byte ({low:.3} … {high:.3})")?;
+        if let Some(rate) = number("rate") {
+            let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.3} … {high:.3})"));
+            writeln!(out, "held out    {rate:.3} bits per byte{}", interval.unwrap_or_default())?;
+        }
+        let percent = |part: &str| held_out["accuracy"][part].as_f64().map(|rate| 100.0 * rate);
+        if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
+            writeln!(out, "held out    accuracy {rate:.1} % ({low:.1} … {high:.1} %)")?;
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {

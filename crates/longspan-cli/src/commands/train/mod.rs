@@ -37,16 +37,20 @@ pub struct Arguments {
     /// Texts to learn to go on with: files, folders, or - for standard input; plain text, also in gzip
     #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with_all = ["pairs", "development", "held_out"])]
     text: Vec<PathBuf>,
-    /// What a text is cut into: characters, bytes, a tokenizer.json, or bpe, which is learned from the text
+    /// Labelled texts to learn from: a .tsv (text, tab, label) or a .jsonl with "text" and "label", also in gzip, or -
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text"])]
+    labelled: Option<PathBuf>,
+    /// What a text is cut into: characters, bytes or a tokenizer.json; with --text also bpe, which is learned from the text, with
+    /// --labelled also words
     #[arg(long, value_name = "TOKENS")]
     tokens: Option<String>,
     /// Byte-pair encoding with so many entries, learned from the text
     #[arg(long, value_name = "N")]
     vocabulary: Option<usize>,
-    /// Pairs for the development loss, instead of a twentieth of --pairs
+    /// Pairs, or labelled texts, for the development loss, instead of a twentieth of --pairs or --labelled
     #[arg(long, value_name = "FILE")]
     development: Option<PathBuf>,
-    /// Pairs for the scores at the end, instead of a twentieth of --pairs
+    /// The same for the scores at the end
     #[arg(long, value_name = "FILE")]
     held_out: Option<PathBuf>,
     /// The folder to make for the run; by default one under runs/
@@ -87,8 +91,8 @@ pub struct Arguments {
 }
 
 /// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
-const CHANGEABLE: [&str; 8] =
-    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "text", "development", "held_out"];
+const CHANGEABLE: [&str; 9] =
+    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "text", "labelled", "development", "held_out"];
 
 /// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
@@ -103,9 +107,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
     let mut settings = Settings::new()?;
     gather(&mut settings, arguments)?;
-    if settings.is_text() {
-        // Another task has other defaults.
-        settings = Settings::of(&RunConfig::of_text())?;
+    if let Some(defaults) = settings.defaults_of_task() {
+        settings = Settings::of(&defaults)?;
         gather(&mut settings, arguments)?;
     }
     let config = settings.finish()?;
@@ -230,7 +233,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 14] = [
+    let flags: [(&str, &str, Option<Value>); 15] = [
         (
             "development",
             "--development",
@@ -238,6 +241,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ),
         ("held_out", "--held-out", arguments.held_out.as_ref().map(|path| text("--held-out", path)).transpose()?),
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
+        ("labelled", "--labelled", arguments.labelled.as_ref().map(|path| text("--labelled", path)).transpose()?),
         ("text", "--text", texts(&arguments.text)?),
         ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
         ("vocabulary", "--vocabulary", arguments.vocabulary.map(|n| json!(n))),

@@ -98,6 +98,9 @@ fn json_pair(text: &str) -> Result<(String, Vec<String>), String> {
         format!("no JSON: {}", problem.split(" at line ").next().unwrap_or_default())
     })?;
     let Value::Object(mut object) = value else { return Err(format!("{value} is not an object")) };
+    if object.contains_key("text") && object.contains_key("label") {
+        return Err("it has a text and a label; give labelled texts with --labelled".into());
+    }
     let mut take = |key: &str| object.remove(key).ok_or_else(|| format!("the key `{key}` is missing"));
     let string = |key: &str, value: Value| match value {
         Value::String(text) => Ok(text),

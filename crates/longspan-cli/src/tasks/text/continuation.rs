@@ -75,20 +75,19 @@ impl Walk<'_> {
     /// Takes tokens in, and gives the logits of the next.
     fn read(&mut self, tokens: &[u32]) -> Result<Tensor<2>> {
         let Some(limit) = self.limit else { return self.take(tokens) };
-        let mut logits = None;
-        for &token in tokens {
+        let (mut logits, mut rest) = (None, tokens);
+        while !rest.is_empty() {
             if self.state.position() >= limit {
                 self.state = LanguageState::default();
                 let latest: Vec<u32> = std::iter::once(START).chain(self.latest.iter().copied()).collect();
-                for part in latest[..latest.len().min(limit - 1)].chunks(SEGMENT) {
-                    self.take(part)?;
-                }
+                self.take(&latest)?;
             }
-            self.latest.push_back(token);
-            if self.latest.len() > limit / 8 {
-                self.latest.pop_front();
-            }
-            logits = Some(self.take(&[token])?);
+            let (some, others) = rest.split_at(rest.len().min(limit - self.state.position()));
+            self.latest.extend(some);
+            let old = self.latest.len().saturating_sub(limit / 8);
+            self.latest.drain(..old);
+            logits = Some(self.take(some)?);
+            rest = others;
         }
         logits.ok_or_else(|| anyhow!("no tokens to read; this is a bug: report it"))
     }

@@ -264,13 +264,16 @@ fn other_task(path: &Path, head: &[u8]) -> Option<&'static str> {
     let mut some = text.lines().filter(|line| !line.is_empty()).take(20).peekable();
     some.peek()?;
     match name.rsplit_once('.').map_or("", |(_, end)| end) {
-        "tsv" => {
-            some.all(|line| line.matches('\t').count() == 1).then_some("pairs (two columns); give it with --pairs")
-        }
+        "tsv" => some
+            .all(|line| line.matches('\t').count() == 1)
+            .then_some("pairs or labelled texts (two columns); give it with --pairs or --labelled"),
         "jsonl" | "ndjson" => {
             let first: serde_json::Value = serde_json::from_str(some.next()?).ok()?;
-            (first.get("source").is_some() && first.get("target").is_some())
-                .then_some("pairs (source and target); give it with --pairs")
+            let has = |keys: [&str; 2]| keys.iter().all(|key| first.get(key).is_some());
+            if has(["text", "label"]) {
+                return Some("labelled texts; give it with --labelled");
+            }
+            has(["source", "target"]).then_some("pairs (source and target); give it with --pairs")
         }
         _ => None,
     }
@@ -352,6 +355,7 @@ mod tests {
         assert!(error("e", &late).contains("byte 100001: invalid UTF-8 (0xe9)"));
         assert!(error("f.tsv", b"a\tb\nc\td\n").contains("--pairs"));
         assert!(error("g.jsonl", b"{\"source\": \"a\", \"target\": \"b\"}\n").contains("--pairs"));
+        assert!(error("k.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n").contains("--labelled"));
         assert!(error("h", b"\xff\xfea\0").contains("UTF-16"));
         let path = place.path().join("i");
         fs::write(&path, "one text").unwrap();

@@ -255,7 +255,8 @@ impl Text {
                 at = piece.end;
             }
             tokens.truncate(DEVELOPMENT);
-            let stretches = tokens.chunks(STRETCH + 1).filter(|stretch| stretch.len() > 1);
+            let stretch = STRETCH.min(config.segment * config.carry);
+            let stretches = tokens.chunks(stretch + 1).filter(|stretch| stretch.len() > 1);
             let cut = config.segment;
             development.extend(stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }));
         }

@@ -1,0 +1,173 @@
+//! Labelled texts: training on them, telling labels, scores, and what is no such file.
+
+mod support;
+
+use std::process::Stdio;
+
+use serde_json::Value;
+use support::{Place, signal, text};
+
+/// Settings of a model that takes a step in a few milliseconds.
+const TINY: [&str; 8] =
+    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+
+/// Reports on the weather, labelled by whether they say "not" before "cold": counts of words do not tell.
+fn reports() -> String {
+    let names = ["today", "here", "there", "now", "still", "again", "always"];
+    (0..420)
+        .map(|n| {
+            let (a, b) = (names[n % 7], names[n / 7 % 7]);
+            let place = n / 49;
+            let extra = "so ".repeat(place % 3);
+            if (n * 7 + n / 5) % 3 == 0 {
+                format!("{a} {extra}not cold but warm {b} {place}\tpleasant\n")
+            } else {
+                format!("{a} {extra}cold but not warm {b} {place}\tunpleasant\n")
+            }
+        })
+        .collect()
+}
+
+fn place() -> Place {
+    let place = Place::new();
+    place.write("reports.tsv", reports().as_bytes());
+    place
+}
+
+/// Arguments of a tiny training run on a file, then `more`.
+fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--labelled", file, "--out", out, "--steps", steps];
+    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+    arguments.extend(more);
+    arguments
+}
+
+#[test]
+fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
+    let place = place();
+    let mut more = vec!["--tokens", "words", "--learning-rate", "0.005"];
+    more.extend(["d_model=32", "d_ff=64", "layers=2", "batch_size=24"].iter().flat_map(|setting| ["--set", setting]));
+    let output = place.run(&train("reports.tsv", "run", "400", &more));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("2 labels: unpleasant ") && stderr.contains("the commonest has 6"), "{stderr}");
+    for part in ["accuracy", "macro F1", "is \\ answered", "It says:", "predict run"] {
+        assert!(stdout.contains(part), "{part:?}: {stdout}");
+    }
+    assert!(place.names("run").contains(&"labels.json".into()));
+    let info = place.info("run");
+    assert_eq!(info["label_vocabulary"].as_u64(), Some(2));
+    assert!(info["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.95, "{info}");
+    assert!(place.ok(&["info", "run"]).contains("held out    accuracy"));
+
+    place.write("questions", "now not cold but warm here 3\nhere cold but not warm now 2\n\n".as_bytes());
+    let answers = place.ok(&["predict", "run", "questions"]);
+    let lines: Vec<Vec<&str>> = answers.lines().map(|line| line.split('\t').collect()).collect();
+    assert_eq!((lines.len(), lines[0][0], lines[1][0]), (3, "pleasant", "unpleasant"), "{answers}");
+    let sure: f64 = lines[0][1].parse().unwrap();
+    assert!((0.5..=1.0).contains(&sure), "{answers}");
+    let json = place.ok(&["predict", "run", "questions", "--json"]);
+    let first: Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    let all = first["answers"].as_array().unwrap();
+    let total: f64 = all.iter().map(|answer| answer["log_probability"].as_f64().unwrap().exp()).sum();
+    assert_eq!((all.len(), first["target"].as_str()), (2, Some("pleasant")));
+    assert!((total - 1.0).abs() < 1e-5, "{json}");
+
+    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "reports.tsv", "--json"])).unwrap();
+    assert!(scores["accuracy"]["rate"].as_f64().unwrap() > 0.95 && scores["macro_f1"].as_f64().unwrap() > 0.95);
+    let matrix: u64 = scores["confusion"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|row| row.as_array().unwrap())
+        .map(|n| n.as_u64().unwrap())
+        .sum();
+    assert_eq!(Some(matrix), scores["texts"].as_u64());
+    place.write("new.tsv", b"now not cold but warm here 3\tfoggy\nhere cold but not warm now 2\tunpleasant\n");
+    let scored = place.ok(&["eval", "run", "new.tsv"]);
+    assert!(scored.contains("1 texts have labels that did not occur in training"), "{scored}");
+    assert!(scored.contains("accuracy             50.0 %"), "{scored}");
+}
+
+#[test]
+fn every_mechanism_direction_and_pooling_trains_goes_on_and_answers() {
+    let place = place();
+    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
+        let name = facts["name"].as_str().unwrap();
+        let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
+        let pooling = if n % 3 == 0 { "pooling=last" } else { "pooling=mean" };
+        // Tables by position have a row for every position of the longest text.
+        let more = ["--attention", name, "--set", causal, "--set", pooling, "--set", "max_tokens=64"];
+        place.ok(&train("reports.tsv", name, "4", &more));
+        place.ok(&["train", "--resume", name, "--steps", "6"]);
+        assert_eq!(place.losses(name).len(), 6, "{name}");
+        place.write("questions", b"now cold\n");
+        assert_eq!(place.ok(&["predict", name, "questions"]).lines().count(), 1, "{name}");
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_to_the_same_bits() {
+    let place = place();
+    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+    place.ok(&train("reports.tsv", "whole", "300", &more));
+    let mut child = place.command(&train("reports.tsv", "parts", "300", &more)).stderr(Stdio::null()).spawn().unwrap();
+    let mut killed = 0;
+    for lines in [10, 50, 120, 200] {
+        place.wait_for_lines("parts/metrics.jsonl", lines);
+        signal("KILL", child.id());
+        child.wait().unwrap();
+        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
+        child = place.command(&["train", "--resume", "parts"]).stderr(Stdio::null()).spawn().unwrap();
+    }
+    child.wait().unwrap();
+    assert!(killed >= 2, "only {killed} kills came in time");
+    assert_eq!(place.losses("parts"), place.losses("whole"));
+    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
+}
+
+#[test]
+fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
+    let place = place();
+    let good = reports();
+    for (name, contents, parts) in [
+        (
+            "one.tsv",
+            "a\tb\nc\tb\nd\tb\ne\tb\n".to_string(),
+            ["one.tsv: every text to train on has the label \"b\"", "two"],
+        ),
+        ("columns.tsv", format!("{good}no tab\n"), ["columns.tsv, line 421: 1 column", "--text"]),
+        ("label.tsv", format!("{good}no label\t\n"), ["label.tsv, line 421: the label is empty", "give one"]),
+        ("empty.tsv", String::new(), ["empty.tsv: no labelled texts", "a line"]),
+        ("pairs.jsonl", "{\"source\": \"a\", \"target\": \"b\"}\n".into(), ["pairs.jsonl, line 1", "--pairs"]),
+        ("key.jsonl", "{\"text\": \"a\"}\n".into(), ["key.jsonl, line 1: the key `label` has no label", "expected"]),
+    ] {
+        place.write(name, contents.as_bytes());
+        place.fails(&train(name, "run", "3", &[]), &parts);
+        assert!(!place.path("run").exists(), "{name}: a run folder was made");
+    }
+    let pairs: String = (0..60).map(|n| format!("word{n}\tanswer{n}\n")).collect();
+    place.write("many.tsv", pairs.as_bytes());
+    place.fails(&train("many.tsv", "run", "3", &[]), &["a label should come often", "--pairs"]);
+    place.write("bad.tsv", b"a\xff\tb\n");
+    place.fails(&train("bad.tsv", "run", "3", &[]), &["bad.tsv, line 1, byte 2: invalid UTF-8"]);
+    place.fails(
+        &train("reports.tsv", "run", "3", &["--set", "pooling=max"]),
+        &["unknown pooling \"max\"", "mean, last"],
+    );
+    place
+        .fails(&train("reports.tsv", "run", "3", &["--set", "max_tokens=2"]), &["every training text has more than 2"]);
+    place.fails(&train("reports.tsv", "run", "3", &["--set", "pairs=pairs.tsv"]), &["labelled is given along with"]);
+    place.fails(&["train", "--text", "reports.tsv", "--out", "run"], &["--labelled"]);
+    place.write("labels.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n");
+    place.fails(&["train", "--pairs", "labels.jsonl", "--out", "run"], &["labels.jsonl, line 1", "--labelled"]);
+    place.ok(&train("reports.tsv", "good", "3", &[]));
+    place.fails(&["generate", "good"], &["answers lines", "predict good"]);
+    place.fails(&["eval", "good", "columns.tsv"], &["columns.tsv, line 421"]);
+    place.write(
+        "reports.tsv",
+        format!("{good}another\tpleasant\nand another one\tpleasant\nyet another\tpleasant\n").as_bytes(),
+    );
+    place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--labelled"]);
+}
