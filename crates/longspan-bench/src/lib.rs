@@ -31,7 +31,7 @@ pub mod registry;
 pub mod report;
 pub mod statistics;
 pub mod sweep;
-mod table;
+pub mod table;
 pub mod timing;
 pub mod turns;
 mod workload;

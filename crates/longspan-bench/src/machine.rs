@@ -200,6 +200,58 @@ fn product(side: usize, dst: &mut [f32], lhs: &[f32], rhs: &[f32], parallelism: 
     }
 }
 
+/// Seconds that products of these sizes, `m × k` by `k × n`, take one after the other on the current rayon pool: of each the least of
+/// a few runs, in memory that is there.
+pub fn product_seconds(sizes: &[[usize; 3]]) -> f64 {
+    const RUNS: usize = 3;
+    let threads = rayon::current_num_threads();
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let most = |len: fn(&[usize; 3]) -> usize| sizes.iter().map(len).max().unwrap_or(0);
+    let mut random = Random::new(11);
+    let mut numbers =
+        |len: usize| random.normals(len.min(1 << 20), 1.0).into_iter().cycle().take(len).collect::<Vec<f32>>();
+    let (a, b) = (numbers(most(|[m, k, _]| m * k)), numbers(most(|[_, k, n]| k * n)));
+    let mut c = vec![0.0_f32; most(|[m, _, n]| m * n)];
+    let mut once = |[m, k, n]: [usize; 3]| {
+        // SAFETY: the slices hold the largest of these matrices, and `c` is borrowed alone.
+        seconds(|| unsafe {
+            gemm::gemm(
+                m,
+                n,
+                k,
+                c.as_mut_ptr(),
+                1,
+                n as isize,
+                false,
+                a.as_ptr(),
+                1,
+                k as isize,
+                b.as_ptr(),
+                1,
+                n as isize,
+                0.0f32,
+                1.0f32,
+                false,
+                false,
+                false,
+                parallelism,
+            );
+        })
+    };
+    let mut known: Vec<([usize; 3], f64)> = Vec::new();
+    let mut sum = 0.0;
+    for &size in sizes {
+        let found = known.iter().find(|(known, _)| *known == size).map(|(_, seconds)| *seconds);
+        sum += found.unwrap_or_else(|| {
+            let least = (0..RUNS).map(|_| once(size)).fold(f64::INFINITY, f64::min);
+            known.push((size, least));
+            least
+        });
+    }
+    black_box(&mut c);
+    sum
+}
+
 /// Products of all pairs of tiles, each thread its share, each into its own tile.
 fn stream_tiles(dst: &mut [f32], lhs: &[f32], rhs: &[f32]) {
     let share = TILES.div_ceil(dst.len() / TILE_LEN) * TILE_LEN;

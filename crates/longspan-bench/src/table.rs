@@ -3,17 +3,21 @@
 use minijinja::{Value, context};
 
 /// Columns that a terminal is taken to have.
-pub(crate) const WIDTH: usize = 100;
+pub const WIDTH: usize = 100;
 
 /// Named columns; the first `words` are set left, the others right.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Table {
+pub struct Table {
+    /// How many columns are words.
     pub words: usize,
+    /// Names of the columns.
     pub head: Vec<String>,
+    /// The cells of each row.
     pub rows: Vec<Vec<String>>,
 }
 
 impl Table {
+    /// Columns of these names.
     pub fn new(words: usize, head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Self {
         Self { words, head: head.iter().map(|&name| name.to_owned()).collect(), rows: rows.into_iter().collect() }
     }

@@ -72,3 +72,19 @@ fn mechanisms_are_listed() {
     let listed = Place::new().ok(&["bench", "--mechanisms", "list"]);
     assert!(listed.lines().count() >= 5 && listed.contains("shaw-64") && listed.contains("on request"), "{listed}");
 }
+
+#[test]
+fn a_whole_model_is_measured() {
+    let place = Place::new();
+    let small =
+        ["bench", "--model", "--min-length", "16", "--max-length", "64", "--mechanisms", "shaw", "--seconds", "0.01"];
+    let printed = place.ok(&small);
+    for part in ["own products", "× read", "Shares of a step:", "shaw, 16: ", "feed-forward parts"] {
+        assert!(printed.contains(part), "{part} is not in\n{printed}");
+    }
+    let json: Value =
+        serde_json::from_str(&place.ok(&[&small[..], &["--json", "--recompute"]].concat())).expect("JSON");
+    assert_eq!(json["rows"].as_array().map(Vec::len), Some(2));
+    assert!(json["rows"][1]["token"].as_f64().is_some_and(|seconds| seconds > 0.0));
+    place.fails(&["bench", "--model", "--mechanisms", "nothing"], &["--mechanisms nothing: no attention of models"]);
+}

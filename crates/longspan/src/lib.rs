@@ -6,7 +6,7 @@
 //! CPU and in plain tensor operations elsewhere; [`layers`] is what stands around them;
 //! [`models`] stacks them into blocks, a [`Seq2Seq`](models::Seq2Seq), a [`LanguageModel`](models::LanguageModel) and a
 //! [`Classifier`](models::Classifier);
-//! [`generate`] searches, [`sample`] draws; [`checkpoint`] keeps weights and training states on disk.
+//! [`generate`] searches, [`sample`] draws; [`profile`] tells where time goes; [`checkpoint`] keeps weights and training states on disk.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.
@@ -22,6 +22,8 @@ mod error;
 pub mod generate;
 pub mod layers;
 pub mod models;
+#[cfg(feature = "flex")]
+pub mod profile;
 pub mod sample;
 
 pub use error::{Error, Result};

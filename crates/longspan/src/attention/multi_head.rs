@@ -444,6 +444,8 @@ mod fused {
     }
 
     impl Operation for MultiHeadOperation {
+        const NAME: &'static str = "attention parts";
+
         /// The tensors, contiguous, and what the kernel keeps.
         type Kept = (Vec<FlexTensor>, Option<KeptAttention>);
 

@@ -65,6 +65,8 @@ impl States {
 }
 
 impl Operation for Settings {
+    const NAME: &'static str = "attention";
+
     type Kept = Outcome;
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, kernels::Error> {

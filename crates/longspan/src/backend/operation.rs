@@ -19,8 +19,13 @@ use burn::tensor::Tensor;
 use burn_flex::FlexTensor;
 use longspan_kernels::Error;
 
+use crate::profile::timed;
+
 /// What an operation computes from its tensors, which may be views.
 pub(crate) trait Operation: Debug + Send + Sync + 'static {
+    /// What [`profile`](crate::profile::profile) calls it.
+    const NAME: &'static str;
+
     /// What a backward needs beside the tensors.
     type Kept: Send + Sync + 'static;
 
@@ -92,11 +97,11 @@ trait AnyOperation: Debug + Send + Sync {
 
 impl<O: Operation> AnyOperation for O {
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        Operation::forward(self, tensors)
+        timed(O::NAME, || Operation::forward(self, tensors))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Kept), Error> {
-        let (out, kept) = Operation::training(self, tensors)?;
+        let (out, kept) = timed(O::NAME, || Operation::training(self, tensors))?;
         Ok((out, Arc::new(kept)))
     }
 
@@ -107,7 +112,7 @@ impl<O: Operation> AnyOperation for O {
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
         let kept = kept.downcast_ref().expect("what this operation's own training kept");
-        Operation::backward(self, tensors, kept, d_out)
+        timed(O::NAME, || Operation::backward(self, tensors, kept, d_out))
     }
 }
 

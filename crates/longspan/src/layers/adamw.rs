@@ -3,6 +3,9 @@
 use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, Optimizer};
 use burn::tensor::{Device, Tensor};
 
+#[cfg(feature = "flex")]
+use crate::profile::timed;
+
 /// [`AdamW`](burn::optim::AdamW), whose step on the CPU backend in `f32` is one pass over a parameter and its moments instead of
 /// a dozen, on all threads. Its record is that of Burn's, so that either goes on with the other's.
 ///
@@ -46,7 +49,7 @@ impl Optimizer for FusedAdamW {
     ) -> (Tensor<D>, Option<AdamWState<D>>) {
         #[cfg(feature = "flex")]
         if super::flex::is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
-            return fused::step(&self.constants, rate, values, gradient, state);
+            return timed("optimizer", || fused::step(&self.constants, rate, values, gradient, state));
         }
         self.plain.step(rate, values, gradient, state)
     }

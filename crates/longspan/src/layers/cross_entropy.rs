@@ -104,6 +104,8 @@ mod fused {
     }
 
     impl Operation for LossOperation {
+        const NAME: &'static str = "loss";
+
         type Kept = LossGradients;
 
         fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {

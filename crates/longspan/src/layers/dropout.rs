@@ -74,6 +74,8 @@ pub(crate) mod fused {
     struct DropoutOperation(Dropout);
 
     impl Operation for DropoutOperation {
+        const NAME: &'static str = "dropout";
+
         type Kept = ();
 
         fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {

@@ -170,6 +170,8 @@ mod fused {
     }
 
     impl Operation for FeedForwardOperation {
+        const NAME: &'static str = "feed-forward parts";
+
         /// The tensors, contiguous, and the sums of the first layer.
         type Kept = (Vec<FlexTensor>, Option<Vec<f32>>);
 

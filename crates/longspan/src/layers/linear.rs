@@ -148,6 +148,8 @@ pub(crate) mod fused {
     }
 
     impl Operation for LinearOperation {
+        const NAME: &'static str = "linear layers";
+
         /// The tensors, contiguous, the result, and what the kernel keeps.
         type Kept = (Vec<FlexTensor>, FlexTensor, Kept);
 

@@ -150,6 +150,8 @@ pub(crate) mod fused {
     }
 
     impl Operation for NormSettings {
+        const NAME: &'static str = "norms";
+
         /// The tensors, contiguous.
         type Kept = Vec<FlexTensor>;
 

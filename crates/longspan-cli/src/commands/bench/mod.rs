@@ -1,13 +1,16 @@
 //! `longspan bench`: time and memory of attention over length, as a table, as files, and as one page with plots.
 
+mod model;
+
 use std::alloc::System;
 use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use longspan::attention::AttentionConfig;
 use longspan_bench::goals::{self, GoalSettings, Goals};
 use longspan_bench::memory::Counting;
 use longspan_bench::registry::{Entry, registry, select};
@@ -44,6 +47,13 @@ pub struct Arguments {
     /// Measure errors instead of time: singles against doubles over one length, --max-length or 4096, as a Markdown table
     #[arg(long, conflicts_with_all = ["quick", "figures", "json", "out"])]
     accuracy: bool,
+    /// Measure a whole language model instead: training step, prompt and token, of kernelized, shaw and softmax attention over
+    /// 1024, 4096 and 16384 tokens
+    #[arg(long, conflicts_with_all = ["quick", "figures", "accuracy", "out", "draw"])]
+    model: bool,
+    /// With --model, a backward that forms again what it needs: for long sequences in little memory
+    #[arg(long, requires = "model")]
+    recompute: bool,
     /// Mechanisms to measure, separated by commas; `list` shows them
     #[arg(long, value_delimiter = ',')]
     mechanisms: Vec<String>,
@@ -59,10 +69,10 @@ pub struct Arguments {
     /// Threads; one for each core if not given
     #[arg(long)]
     threads: Option<usize>,
-    /// The first length; lengths double from here
-    #[arg(long, default_value_t = 32)]
-    min_length: usize,
-    /// The last length; 131072, with --quick 2048 for the sweep and 262144 for growth
+    /// The first length; lengths double from here. 32, with --model 1024, and lengths grow by 4
+    #[arg(long)]
+    min_length: Option<usize>,
+    /// The last length; 131072, with --quick 2048 for the sweep and 262144 for growth, with --model 16384
     #[arg(long)]
     max_length: Option<usize>,
     /// Seconds spent on each point
@@ -98,6 +108,9 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         }
         return Ok(Outcome::Done);
     }
+    if arguments.model {
+        return model(arguments);
+    }
     let file = !(arguments.quick || arguments.accuracy);
     let folder = arguments.out.clone().or_else(|| file.then(|| PathBuf::from("runs/bench")));
     if let Some(path) = &arguments.draw {
@@ -110,11 +123,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
     }
     let wanted: Vec<Entry> = select(&entries, &arguments.mechanisms)?;
-    let threads = match arguments.threads {
-        Some(0) => bail!("--threads 0: expected at least 1"),
-        Some(threads) => threads,
-        None => std::thread::available_parallelism().map_or(1, usize::from),
-    };
+    let threads = threads(arguments)?;
     if arguments.accuracy {
         let settings = Settings { max_length: arguments.max_length.unwrap_or(ACCURACY_LENGTH), ..settings(arguments) };
         settings.check()?;
@@ -134,16 +143,73 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// Runs `body` on a pool of so many threads, shows its progress, and tells it when a signal asks to stop.
-fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
+/// Whole models.
+fn model(arguments: &Arguments) -> Result<Outcome> {
+    let (first, last) = (arguments.min_length.unwrap_or(1024), arguments.max_length.unwrap_or(16384));
+    if first == 0 || first > last {
+        bail!("--min-length {first}: expected 1 to --max-length, which is {last}");
+    }
+    let wanted = match arguments.mechanisms.as_slice() {
+        [] => ["kernelized", "shaw", "softmax"].map(str::to_owned).to_vec(),
+        given => given.to_vec(),
+    };
+    let named = |name: String| {
+        let known = AttentionConfig::by_name(&name);
+        let unknown = || anyhow!("--mechanisms {name}: no attention of models; longspan info --mechanisms lists them");
+        known.ok_or_else(unknown).map(|attention| (name.clone(), attention))
+    };
+    let attention: Vec<_> = wanted.into_iter().map(named).collect::<Result<_>>()?;
+    let lengths =
+        std::iter::successors(Some(first), |length| length.checked_mul(4)).take_while(|&length| length <= last);
+    let (lengths, seconds) = (lengths.collect(), arguments.seconds.unwrap_or(3.0));
+    let plan = model::Plan { attention, lengths, seconds, recompute: arguments.recompute };
+    let mut interrupted = false;
+    let total = plan.attention.len() * plan.lengths.len();
+    let report = listening(threads(arguments)?, |stop, display| {
+        let mut done = 0;
+        model::measure(&plan, &mut |label| {
+            display.update(done, Some(total), format_args!("{done}/{total}  {label}"));
+            done += 1;
+            interrupted = stop.asked();
+            if interrupted { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+    })?;
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+    } else {
+        write!(out, "{}", report.to_text()?)?;
+    }
+    Ok(if interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+/// As many threads as asked for, or as there are cores.
+fn threads(arguments: &Arguments) -> Result<usize> {
+    match arguments.threads {
+        Some(0) => bail!("--threads 0: expected at least 1"),
+        Some(threads) => Ok(threads),
+        None => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+    }
+}
+
+/// Runs `body` on a pool of so many threads, with a signal to stop and a display of progress.
+fn listening<R: Send>(
+    threads: usize,
+    body: impl FnOnce(&Stop, &mut progress::Progress) -> Result<R> + Send,
+) -> Result<R> {
     let stop = Stop::listen()?;
     let mut display = progress::Progress::new();
-    on_threads(threads, || {
+    on_threads(threads, || body(&stop, &mut display))?
+}
+
+/// Runs `body` on a pool of so many threads, shows its progress, and tells it when a signal asks to stop.
+fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
+    listening(threads, |stop, display| {
         body(&mut |at: &Progress| {
             display.update(at.done, Some(at.total), format_args!("{}/{}  {}", at.done, at.total, at.label));
             if stop.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })
-    })?
+    })
 }
 
 /// Results, and whether a signal asked to stop.
@@ -185,7 +251,7 @@ fn settings(arguments: &Arguments) -> Settings {
         batch: arguments.batch,
         heads: arguments.heads,
         head_dim: arguments.dim,
-        min_length: arguments.min_length,
+        min_length: arguments.min_length.unwrap_or(usual.min_length),
         max_length: arguments.max_length.unwrap_or(max_length),
         seconds_per_point: arguments.seconds.unwrap_or(seconds),
         longest_call: arguments.longest_call,
