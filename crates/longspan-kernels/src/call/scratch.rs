@@ -52,22 +52,42 @@ pub struct Scratch<T> {
     buffer: Vec<T>,
     /// For the few algorithms that count in `f64` whatever `T` is.
     buffer_f64: Vec<f64>,
+    /// What [`lend`](Self::lend) gives.
+    lent: Vec<T>,
 }
 
 impl<T: Real> Scratch<T> {
     /// No memory yet.
     pub fn new() -> Self {
-        Self { buffer: Vec::new(), buffer_f64: Vec::new() }
+        Self { buffer: Vec::new(), buffer_f64: Vec::new(), lent: Vec::new() }
     }
 
     /// Memory for `len` numbers, and as many of `f64`, all of them `fill`: NaN shows a kernel that reads what it never wrote.
     pub fn filled(len: usize, fill: T) -> Self {
-        Self { buffer: vec![fill; len], buffer_f64: vec![fill.to_f64(); len] }
+        Self { buffer: vec![fill; len], buffer_f64: vec![fill.to_f64(); len], lent: Vec::new() }
     }
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        std::mem::size_of_val(self.buffer.as_slice()) + std::mem::size_of_val(self.buffer_f64.as_slice())
+        size_of_val(self.buffer.as_slice())
+            + size_of_val(self.buffer_f64.as_slice())
+            + size_of_val(self.lent.as_slice())
+    }
+
+    /// `len` numbers or more with any contents, beside those of a call that runs meanwhile; [`give_back`](Self::give_back) keeps them
+    /// for the next time.
+    pub(crate) fn lend(&mut self, len: usize) -> Result<Vec<T>, Error> {
+        let numbers = std::mem::take(&mut self.lent);
+        if numbers.len() >= len {
+            return Ok(numbers);
+        }
+        drop(numbers);
+        zeros(len)
+    }
+
+    /// Takes back what was lent.
+    pub(crate) fn give_back(&mut self, numbers: Vec<T>) {
+        self.lent = numbers;
     }
 
     /// `len` numbers that start on a cache line, with any contents.

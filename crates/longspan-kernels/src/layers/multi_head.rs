@@ -271,14 +271,17 @@ impl<'a> MultiHead<'a> {
         let d_output = [d_weight, d_bias];
 
         let Projections { own, memory } = &kept.projections;
-        let (mut d_own, mut d_memory) = (try_zeros(own.len())?, try_zeros(memory.len())?);
+        // Every number of it is written by the mechanism.
+        let mut lent = scratch.lend(own.len() + memory.len())?;
+        let (d_own, rest) = lent.split_at_mut(own.len());
+        let d_memory = &mut rest[..memory.len()];
         let [q, k, v] = self.parts();
         let dims = self.dims();
         let [dq, dk, dv] = match self.memory {
-            None => ViewMut::side_by_side(&mut d_own, [dims.batch, dims.queries], [q, k, v]),
+            None => ViewMut::side_by_side(d_own, [dims.batch, dims.queries], [q, k, v]),
             Some(_) => {
-                let [dq] = ViewMut::side_by_side(&mut d_own, [dims.batch, dims.queries], [q]);
-                let [dk, dv] = ViewMut::side_by_side(&mut d_memory, [dims.batch, dims.keys], [k, v]);
+                let [dq] = ViewMut::side_by_side(d_own, [dims.batch, dims.queries], [q]);
+                let [dk, dv] = ViewMut::side_by_side(d_memory, [dims.batch, dims.keys], [k, v]);
                 [dq, dk, dv]
             }
         };
@@ -304,8 +307,9 @@ impl<'a> MultiHead<'a> {
         let pull_back = |layer: Option<Linear<'_>>, own: &[f32], d: &[f32]| {
             layer.map(|layer| layer.backward(own, &Kept::Result, d)).transpose()
         };
-        let own = pull_back(from_own, own, &d_own)?;
-        let from_memory = pull_back(from_memory, memory, &d_memory)?;
+        let own = pull_back(from_own, own, d_own)?;
+        let from_memory = pull_back(from_memory, memory, d_memory)?;
+        scratch.give_back(lent);
         let Some(LinearGradients { mut dx, mut d_weight, mut d_bias, d_norm }) = own else { unreachable!("queries") };
         if self.residual {
             add_residual(&mut dx, d_out);

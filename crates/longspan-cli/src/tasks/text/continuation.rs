@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use anyhow::{Result, anyhow};
-use burn::tensor::{Device, Tensor};
-use longspan::models::{LanguageModel, LanguageState};
+use burn::tensor::Device;
+use longspan::models::{LanguageDecoder, LanguageModel, LanguageState};
 
 use super::score::row;
 use crate::tasks::batches::Random;
@@ -24,9 +24,10 @@ pub fn generate(
     out: &mut dyn FnMut(&str) -> Result<bool>,
 ) -> Result<Generated> {
     let prompt = tokenizer.encode(wish.prompt)?;
-    let mut walk = Walk { model, limit, state: LanguageState::default(), latest: VecDeque::new() };
-    let mut logits = walk.read(&[START])?;
-    for part in prompt.chunks(SEGMENT) {
+    let mut walk = Walk { model, limit, state: LanguageState::default(), decoder: None, latest: VecDeque::new() };
+    let beginning: Vec<u32> = std::iter::once(START).chain(prompt.iter().copied()).collect();
+    let mut logits = Vec::new();
+    for part in beginning.chunks(SEGMENT) {
         logits = walk.read(part)?;
     }
     let mut generated = Generated { read: prompt.len(), drawn: 0, ended: false };
@@ -37,17 +38,15 @@ pub fn generate(
     }
     let mut random = Random::new(wish.seed, 0);
     while wish.tokens.is_none_or(|tokens| generated.drawn < tokens) {
-        let mut numbers: Vec<f32> =
-            logits.try_into_vec_as().map_err(|error| anyhow!("the device gave no numbers back: {error}"))?;
         for never in [PAD, START, UNKNOWN] {
-            numbers[never as usize] = f32::NEG_INFINITY;
+            logits[never as usize] = f32::NEG_INFINITY;
         }
         if !wish.may_end {
-            numbers[END as usize] = f32::NEG_INFINITY;
+            logits[END as usize] = f32::NEG_INFINITY;
         }
         // 53 bits, as many as a number between 0 and 1 has.
         let uniform = (random.next() >> 11) as f64 / (1u64 << 53) as f64;
-        let token = wish.sample.draw(&numbers, uniform)? as u32;
+        let token = wish.sample.draw(&logits, uniform)? as u32;
         generated.drawn += 1;
         if token == END {
             generated.ended = true;
@@ -67,13 +66,15 @@ struct Walk<'a> {
     model: &'a LanguageModel,
     limit: Option<usize>,
     state: LanguageState,
+    /// What takes single tokens after the prompt, where the state goes on for ever.
+    decoder: Option<LanguageDecoder>,
     /// The latest tokens, where the state has a limit.
     latest: VecDeque<u32>,
 }
 
 impl Walk<'_> {
     /// Takes tokens in, and gives the logits of the next.
-    fn read(&mut self, tokens: &[u32]) -> Result<Tensor<2>> {
+    fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
         let Some(limit) = self.limit else { return self.take(tokens) };
         let (mut logits, mut rest) = (None, tokens);
         while !rest.is_empty() {
@@ -92,11 +93,19 @@ impl Walk<'_> {
         logits.ok_or_else(|| anyhow!("no tokens to read; this is a bug: report it"))
     }
 
-    fn take(&mut self, tokens: &[u32]) -> Result<Tensor<2>> {
-        if let [token] = tokens {
-            return Ok(self.model.step(&[*token as usize], &mut self.state)?);
-        }
-        Ok(self.model.prefill(row(tokens, &Device::flex()), &mut self.state)?)
+    fn take(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let logits = match tokens {
+            [token] if self.limit.is_none() => {
+                let decoder = match &mut self.decoder {
+                    Some(decoder) => decoder,
+                    None => self.decoder.insert(self.model.decoder(&self.state, 1)?),
+                };
+                return Ok(decoder.step(&[*token as usize])?.to_vec());
+            }
+            [token] => self.model.step(&[*token as usize], &mut self.state)?,
+            _ => self.model.prefill(row(tokens, &Device::flex()), &mut self.state)?,
+        };
+        logits.try_into_vec_as().map_err(|error| anyhow!("the device gave no numbers back: {error}"))
     }
 }
 
