@@ -63,7 +63,7 @@ pub struct FeedForward<'a> {
     pub residual: bool,
 }
 
-/// The gradients of a call; those of what is not there are empty.
+/// The gradients of a call. Without a norm those of `γ` and `β` are empty.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FeedForwardGradients {
     /// `[rows, width]`, that by the residual included.
@@ -216,7 +216,8 @@ impl FeedForward<'_> {
             if self.dropout.is_some() { block * width } else { 0 },
         ];
         let piece = pieces.iter().sum();
-        let mut memory = memory(parts, piece)?;
+        // Of no rows there are no parts, but sums of zeros.
+        let mut memory = memory(parts.max(1), piece)?;
         let tasks: Vec<_> = dx.room().chunks_mut(part * width).zip(&mut totals).enumerate().collect();
         share_memory(tasks.into_iter(), memory.room(), piece, |(n, (dx, (weights, row))), memory| {
             self.pull_back(n * part, sums, d_out, dx, (weights.room(), row), cut(memory, pieces));

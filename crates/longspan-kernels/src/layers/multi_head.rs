@@ -76,7 +76,7 @@ struct Projections {
     memory: Vec<f32>,
 }
 
-/// The gradients of a call; those of what is not there are empty.
+/// The gradients of a call. Those of a memory or a norm that is not there are empty.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MultiHeadGradients {
     /// As `x`, that by the residual included.

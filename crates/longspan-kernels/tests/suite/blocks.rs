@@ -499,6 +499,44 @@ fn some_columns_of_a_weight_are_a_layer() {
 }
 
 #[test]
+fn nothing_is_computed_of_no_rows() {
+    let mut random = Random::new(19);
+    let weights = feed_forward_weights(&mut random, 4, 6, 12);
+    let call = feed_forward(&[], &weights, 6, true, Activation::Silu);
+    assert_eq!(call.forward().unwrap(), []);
+    let gradients = call.backward(None, &[]).unwrap();
+    assert_eq!((gradients.dx.len(), &gradients.d_inner[0], &gradients.d_outer[1]), (0, &vec![0.0; 48], &vec![0.0; 4]));
+    let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
+    let (weight, output) = (numbers(&mut random, 4 * 12), numbers(&mut random, 16));
+    let call = MultiHead {
+        x: &[],
+        batch: 2,
+        queries: 0,
+        memory: None,
+        heads: 2,
+        kv_heads: 2,
+        head_dim: 2,
+        norm: call.norm,
+        projection: Weights { weight: &weight, bias: None },
+        kernel: &kernel,
+        parameters: &[],
+        mask: Mask::causal(),
+        initial_state: None,
+        output: Weights { weight: &output, bias: None },
+        dropout: None,
+        residual: true,
+    };
+    let mut scratch = Scratch::new();
+    let (out, kept) = call.training(&mut scratch, None).unwrap();
+    assert_eq!(out, []);
+    for kept in [Some(&kept), None] {
+        let gradients = call.backward(kept, &[], &mut scratch).unwrap();
+        assert_eq!((gradients.dx.len(), gradients.d_projection[0].len()), (0, 48));
+        assert!(gradients.d_projection[0].iter().chain(&gradients.d_output[0]).all(|&d| d == 0.0));
+    }
+}
+
+#[test]
 fn sizes_that_do_not_fit_are_refused_by_name() {
     let mut random = Random::new(17);
     let weights = feed_forward_weights(&mut random, 4, 6, 6);
