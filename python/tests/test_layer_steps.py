@@ -134,6 +134,7 @@ def test_types_and_frozen_modules(dtype):
     with torch.no_grad():
         expected, _ = module.step(x)
     out, state = module.step(x)
+    assert torch.equal(module.step(x[:, None])[0], out), "an axis of one token"
     assert out.dtype == dtype and not out.requires_grad and torch.equal(out, expected)
     with pytest.raises(TypeError, match="ShawAttention: state: expected a longspan.State, got int"):
         module.step(x, 3)

@@ -181,7 +181,8 @@ class MultiheadAttention(nn.Module):
             projected: Sequence[Tensor] = together.split(self._widths, dim=-1)
         else:
             projected = self._project(token, token, token)
-        q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(projected, self._head_counts))
+        sizes = zip(projected, self._head_counts, self._widths)
+        q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
         out, after = attention.step(q, k, v, state, **more)
         return call(modules["out_proj"], out.flatten(1)), after
