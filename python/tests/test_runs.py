@@ -100,6 +100,42 @@ def test_what_is_trained_here_is_read_there(run, tmp_path):
     assert [again.predict(w) for w in WORDS] == [answer["target"] for answer in answers]
 
 
+TASKS = {
+    "text": ("It was so.\n", "got one of texts, a language model; read it with `longspan generate "),
+    "labelled": ("good {0}\tyes\nbad {0}\tno\n", "got one of labelled texts, a classifier; read it with `longspan predict "),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_runs_of_other_tasks_are_named(task, tmp_path):
+    if not Path(COMMAND).exists():
+        pytest.skip(f"the command is not built: no {COMMAND}")
+    line, message = TASKS[task]
+    data, folder = tmp_path / "data.tsv", tmp_path / "my run"
+    data.write_text("".join(line.format(number) for number in range(60)))
+    sizes = (part for size in ("d_model=16", "heads=2", "d_ff=32", "layers=1") for part in ("--set", size))
+    subprocess.run([COMMAND, "train", f"--{task}", data, "--steps", "2", "--out", folder, *sizes],
+                   check=True, timeout=300, capture_output=True)  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        load_run(folder)
+    assert str(error.value) == f"load_run: {folder}: expected a run of pairs, {message}'{folder}'`"
+
+
+@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv")])
+def test_settings_alone_name_the_task(task, value, tmp_path):
+    """Without the command: what its settings say, and what they do not."""
+    others = {"pairs": None, "text": [], "labelled": None}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others, task: value}))
+    with pytest.raises(ValueError, match=f"expected a run of pairs, got one of .*{tmp_path}`$"):
+        load_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others}))
+    with pytest.raises(FileNotFoundError, match="source_tokenizer.json"):
+        load_run(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json: expected the settings of a run, got list"):
+        load_run(tmp_path)
+
+
 CONFIG = {"attention": "shaw", "d_model": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 8, "radius": 2}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _calls
+from .._native import State
 from . import _operators
 from ._chunked import chunked_attention
 from ._operators import as_array
@@ -104,6 +105,32 @@ def step(
     parameters = tuple(rest)
     out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
+
+
+def step_together(
+    operation: str,
+    mechanism: str,
+    options: str,
+    together: Tensor,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    parameters: tuple[Tensor, ...],
+    state: Any,
+) -> tuple[Tensor, State] | None:
+    """One token whose queries, keys and values lie side by side, cut apart as an array: cutting a tensor and handing over three
+    takes several times as long as the kernel. ``None`` where the step has to be one of tensors."""
+    if not (state is None or type(state) is State) or not _simple((together, *parameters)) or forward_ad._current_level >= 0:
+        return None
+    # Nobody else holds it, so nobody resizes its storage; `as_array` is for those of others.
+    array = as_array(together) if together.dtype is torch.bfloat16 else together.numpy()
+    start, token = 0, []
+    for count, width in zip(heads, widths):
+        token.append(array[:, start : start + width].reshape(len(array), count, width // count))
+        start += width
+    arrays = tuple([as_array(parameter) for parameter in parameters])
+    native = _calls.mechanism(mechanism, options, operation, arrays)
+    out, state = native.step(token[0], token[1], token[2], arrays, state)
+    return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:

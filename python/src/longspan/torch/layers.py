@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
+from ._modules import call
 from ._states import TensorState
 from .multi_head import MultiheadAttention
 
@@ -47,17 +48,16 @@ class _Layer(nn.Module):
 
     def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
         modules = self._modules
-        norm: Any = modules[f"norm{index}"]
-        y = branch(norm(x) if self.norm_first else x)
+        norm = modules[f"norm{index}"]
+        y = branch(call(norm, x) if self.norm_first else x)
         # What does nothing in evaluation takes as long there as a product of one token.
         y = x + (modules[f"dropout{index}"](y) if self.training else y)  # type: ignore[misc]
-        out: Tensor = y if self.norm_first else norm(y)
-        return out
+        return y if self.norm_first else call(norm, y)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        y = self.activation(self.linear1(x))
-        out: Tensor = self.linear2(self.dropout(y) if self.training else y)
-        return out
+        modules = self._modules
+        y = self.activation(call(modules["linear1"], x))
+        return call(modules["linear2"], self.dropout(y) if self.training else y)
 
 
 class TransformerEncoderLayer(_Layer):
@@ -121,9 +121,11 @@ class TransformerEncoderLayer(_Layer):
     ) -> tuple[Tensor, State | TensorState]:
         """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; see `MultiheadAttention.step`."""
         kept: list[State | TensorState] = []
+        attention: Any = self._modules["self_attn"]
 
         def attend(x: Tensor) -> Tensor:
-            out, new = self.self_attn.step(x, state, positions=positions)
+            out: Tensor
+            out, new = attention.step(x, state, positions=positions)
             kept.append(new)
             return out
 

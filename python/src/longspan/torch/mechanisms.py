@@ -121,6 +121,18 @@ class Attention(nn.Module):
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
 
+    def step_together(
+        self, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int], state: Any
+    ) -> tuple[Tensor, State] | None:
+        """`step` of queries, keys and values that lie side by side, ``[batch, sum(widths)]``: the output ``[batch, width]``
+        and the state. ``None`` where somebody has to see the step itself: autograd, a compiler, a class or a hook of the
+        user's own."""
+        if type(self).step is not Attention.step or "step" in self.__dict__:
+            return None
+        learned = self._parameters_at(None, None)
+        name = type(self).__name__
+        return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
+
     def combine(self, earlier: State, later: State) -> State:
         """The state after two segments of tokens from the state of each; see `longspan.combine`."""
         _calls.expect_plain(f"{type(self).__name__}.combine", earlier, later)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
+from ._modules import call
 from ._states import TensorState
-from .mechanisms import build
+from .mechanisms import Attention, build
 
 
 class MultiheadAttention(nn.Module):
@@ -167,18 +168,24 @@ class MultiheadAttention(nn.Module):
 
         Under ``torch.no_grad()`` the state is changed in place, and time and memory do not depend on how many tokens came
         before. Where gradients are recorded they flow through the states back to earlier tokens."""
-        weight = self.in_proj_weight
-        if weight is not None and self._widths[1] == self._widths[2]:
-            # All heads are of one width: two views instead of four.
-            together = F.linear(token, weight, self.in_proj_bias)
-            q, k, v = together.view(token.shape[0], -1, self.head_dim).split(self._head_counts, 1)
+        # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
+        modules, learned = self._modules, self._parameters
+        attention: Any = modules["attention"]
+        weight = learned.get("in_proj_weight")
+        if positions is None and token.dim() == 2 and weight is not None and "in_proj_bias" in learned:
+            together = F.linear(token, weight, learned["in_proj_bias"])
+            if isinstance(attention, Attention):
+                done = attention.step_together(together, self._head_counts, self._widths, state)
+                if done is not None:
+                    return call(modules["out_proj"], done[0]), done[1]
+            projected: Sequence[Tensor] = together.split(self._widths, dim=-1)
         else:
             projected = self._project(token, token, token)
-            q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(projected, self._head_counts))
-        step: Any = self.attention.step
+        sizes = zip(projected, self._head_counts, self._widths)
+        q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
-        out, after = step(q, k, v, state, **more)
-        return self.out_proj(out.flatten(1)), after
+        out, after = attention.step(q, k, v, state, **more)
+        return call(modules["out_proj"], out.flatten(1)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)

@@ -1,6 +1,7 @@
-"""Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made, or write weights that it reads.
+"""Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made of pairs, or write weights that
+it reads. Runs of texts and of labelled texts are read by the command alone (``longspan generate``, ``longspan predict``).
 
-A run folder holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``. Names in
+A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``. Names in
 the weights' file, with ``i`` counting blocks from 0:
 
 ============================================================  =======================  =====================================
@@ -38,6 +39,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -313,13 +315,24 @@ class Run:
         return self.target.decode(target)
 
 
-def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the run in ``folder``.
+#: Settings that say that a run is not of pairs: what they name, and the command that reads the run.
+_NOT_OF_PAIRS = {"text": ("texts, a language model", "generate"), "labelled": ("labelled texts, a classifier", "predict")}
 
-    Raises ``FileNotFoundError`` where a file is missing and ``ValueError`` where one is damaged or of another model.
+
+def load_run(folder: str | os.PathLike[str]) -> Run:
+    """Reads the run in ``folder``, of pairs.
+
+    Raises ``FileNotFoundError`` where a file is missing and ``ValueError`` where one is damaged or of another model, or the
+    run is of something else than pairs.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: expected the settings of a run, got {type(config).__name__}")
+    for setting, (kind, command) in _NOT_OF_PAIRS.items():
+        if config.get(setting):
+            raise ValueError(f"load_run: {folder}: expected a run of pairs, got one of {kind}; read it with "
+                             f"`longspan {command} {shlex.quote(str(folder))}`")  # fmt: skip
     source = Tokenizer.load(folder / "source_tokenizer.json")
     target = Tokenizer.load(folder / "target_tokenizer.json")
     model = Seq2Seq(config, len(source), len(target))
