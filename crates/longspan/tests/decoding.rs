@@ -1,6 +1,8 @@
 //! Token-by-token decoding gives the rows of the parallel forward pass, and searches find what they should.
 
-use burn::module::Module;
+use std::sync::{Mutex, PoisonError};
+
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, RelativeConfig, ShawOptions};
 use longspan::generate::{GenerateOptions, beam_search, greedy};
@@ -18,8 +20,17 @@ fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_head
 
 /// A model on a training device, where states are tensors that autodiff can follow.
 fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
+    /// Weights are drawn when they are first looked at, from a generator that all tests share.
+    struct Look;
+    impl ModuleVisitor for Look {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            param.val();
+        }
+    }
+    static DRAWING: Mutex<()> = Mutex::new(());
+    let _alone = DRAWING.lock().unwrap_or_else(PoisonError::into_inner);
     device().seed(11);
-    Seq2SeqConfig::new(13, 7)
+    let model = Seq2SeqConfig::new(13, 7)
         .with_d_model(24)
         .with_heads(4)
         .with_kv_heads(kv_heads)
@@ -30,7 +41,9 @@ fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm
         .with_positions(Positions::Sinusoidal)
         .with_dropout(0.0)
         .init(&device().autodiff())
-        .unwrap()
+        .unwrap();
+    model.visit(&mut Look);
+    model
 }
 
 fn ids(numbers: &[usize], shape: [usize; 2]) -> Tensor<2, Int> {
