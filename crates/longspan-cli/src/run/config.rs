@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
+use longspan::models::Norm;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -420,6 +421,15 @@ impl RunConfig {
             (Some(_), _) => "--labelled",
             (None, false) => "--text",
             (None, true) => "--pairs",
+        }
+    }
+
+    /// Where norms stand.
+    pub fn norm(&self) -> Result<Norm> {
+        match self.norm.as_str() {
+            "pre" => Ok(Norm::Pre),
+            "post" => Ok(Norm::Post),
+            other => bail!("unknown norm {other:?}; known are pre, post"),
         }
     }
 

@@ -4,7 +4,10 @@ use std::fs;
 
 use anyhow::{Result, bail};
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
+
+use super::workers::Workers;
+use crate::run::config::RunConfig;
 
 /// Assumed where the system does not say how much memory is free.
 const UNKNOWN_MACHINE: f64 = 64e9;
@@ -19,6 +22,18 @@ pub fn check(bytes: f64, what: impl FnOnce() -> String, help: &str) -> Result<()
         return Ok(());
     }
     bail!("{} would take about {} of memory, {} are free; {help}", what(), size(bytes), size(free))
+}
+
+/// Refuses a model of so many numbers that the memory has no room for, in training on a device that does. `help` says what to lower.
+pub fn check_model(numbers: f64, config: &RunConfig, device: &Device, help: &str) -> Result<()> {
+    let copies = if device.is_autodiff() {
+        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
+        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
+    } else {
+        // Weights and the file that they are read from.
+        2
+    };
+    check(numbers * copies as f64 * NUMBER, || format!("a model of {numbers:.0} parameters"), help)
 }
 
 /// The numbers of a module's parameters, none of which is made for it.

@@ -316,7 +316,7 @@ impl FeedForward<'_> {
 }
 
 /// Adds a bias to rows of `width` numbers.
-fn add_bias(bias: Option<&[f32]>, width: usize, rows: &mut [f32]) {
+pub(super) fn add_bias(bias: Option<&[f32]>, width: usize, rows: &mut [f32]) {
     if bias.is_some() {
         dispatch(Activate { activation: Activation::Identity, sums: rows, bias, width, to: None });
     }

@@ -2,8 +2,8 @@
 
 use std::mem::MaybeUninit;
 
-use super::activation::{Activate, Activation, Gate};
-use super::feed_forward::{FeedForward, Weights};
+use super::activation::{Activate, Gate};
+use super::feed_forward::{FeedForward, Weights, add_bias};
 use super::multi_head::MultiHead;
 use super::norm::NormWeights;
 use super::products::{Matrix, product};
@@ -43,10 +43,7 @@ fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, out: 
     // SAFETY: numbers are as good as numbers that are not there yet, and the product writes no others.
     let fresh = unsafe { &mut *(std::ptr::from_mut(out) as *mut [MaybeUninit<f32>]) };
     let out = product([rows, inputs, outputs], Matrix::rows(x, inputs), Matrix::rows(weights.weight, stride), fresh);
-    if weights.bias.is_some() {
-        let activation = Activation::Identity;
-        dispatch(Activate { activation, sums: out, bias: weights.bias, width: outputs, to: None });
-    }
+    add_bias(weights.bias, outputs, out);
 }
 
 /// `out = x·W + b` of one row.

@@ -363,16 +363,8 @@ mod fused {
         let parameters = backend::flat(layer, DType::F32)?;
         let crossed = memory.is_some();
         let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
-        let norm = around.norm.map(|norm| {
-            let (settings, tensors) = NormSettings::of(norm);
-            others.extend(tensors);
-            settings
-        });
-        let biases = [&module.query_key_value, &module.output].map(|layer| {
-            others.push(layer.weight.val().into_dispatch());
-            others.extend(layer.bias.as_ref().map(|bias| bias.val().into_dispatch()));
-            layer.bias.is_some()
-        });
+        let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
+        let biases = [&module.query_key_value, &module.output].map(|layer| flex::push_layer(layer, &mut others));
         others.extend(parameters.map(Tensor::into_dispatch));
         let operation = MultiHeadOperation {
             kernel: layer.kernel(),
@@ -480,7 +472,7 @@ mod fused {
             if self.crossed {
                 gradients.push(next(d_memory));
             }
-            gradients.extend(self.norm.into_iter().flat_map(|norm| norm.gradients(d_norm.clone())));
+            gradients.extend(self.norm.map(|norm| norm.gradients(d_norm)).into_iter().flatten());
             let mut shapes = tensors[gradients.len()..].iter().map(shape);
             for (found, biased) in [d_projection, d_output].into_iter().zip(self.biases) {
                 gradients.extend(flex::gradients(found, biased, &mut shapes));

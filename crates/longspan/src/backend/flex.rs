@@ -558,7 +558,7 @@ fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
         return tensor;
     }
     #[cfg(test)]
-    copies::COUNT.with(|count| count.set(count.get() + 1));
+    copies::count();
     tensor.to_contiguous()
 }
 
@@ -582,5 +582,9 @@ fn contiguous<T: Number>(tensor: &FlexTensor) -> &[T] {
 pub(super) mod copies {
     thread_local! {
         pub(in crate::backend) static COUNT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    }
+
+    pub(crate) fn count() {
+        COUNT.with(|count| count.set(count.get() + 1));
     }
 }

@@ -32,6 +32,8 @@ pub(crate) use advance::advance;
 #[cfg(feature = "flex")]
 pub(crate) use advance::states_of;
 pub(crate) use feature_map::Learned;
+#[cfg(all(test, feature = "flex"))]
+pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
 pub(crate) use flex::{States, split_parameters, with_scratch};
 #[cfg(feature = "flex")]

@@ -125,16 +125,8 @@ mod fused {
 
     pub fn feed_forward(layers: &FeedForward, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
         let mut others = Vec::new();
-        let norm = around.norm.map(|norm| {
-            let (settings, tensors) = NormSettings::of(norm);
-            others.extend(tensors);
-            settings
-        });
-        let biases = [&layers.inner, &layers.outer].map(|layer| {
-            others.push(layer.weight.val().into_dispatch());
-            others.extend(layer.bias.as_ref().map(|bias| bias.val().into_dispatch()));
-            layer.bias.is_some()
-        });
+        let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
+        let biases = [&layers.inner, &layers.outer].map(|layer| flex::push_layer(layer, &mut others));
         let operation = FeedForwardOperation {
             norm,
             biases,
@@ -201,7 +193,7 @@ mod fused {
             let d_out = d_out.to_contiguous();
             let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out))?;
             let FeedForwardGradients { dx, d_norm, d_inner, d_outer } = found;
-            let norm = self.norm.into_iter().flat_map(|norm| norm.gradients(d_norm.clone()));
+            let norm = self.norm.map(|norm| norm.gradients(d_norm)).into_iter().flatten();
             let mut gradients = vec![Some(tensor(dx, shape(&tensors[0])))];
             gradients.extend(norm);
             let mut shapes = tensors[gradients.len()..].iter().map(shape);

@@ -1,6 +1,7 @@
 //! Tensors of the CPU backend as slices, and back.
 
-use burn::backend::DispatchDevice;
+use burn::backend::{DispatchDevice, DispatchTensor};
+use burn::nn::Linear;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels::layers::Weights;
@@ -10,9 +11,23 @@ pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
     x.dtype() == DType::F32 && matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// The tensors, row-major.
+/// The tensors, row-major: copied only where they are not.
 pub(crate) fn contiguous(tensors: &[FlexTensor]) -> Vec<FlexTensor> {
-    tensors.iter().map(FlexTensor::to_contiguous).collect()
+    let own = |tensor: &FlexTensor| {
+        #[cfg(test)]
+        if !tensor.is_contiguous() {
+            crate::backend::count_copy();
+        }
+        tensor.to_contiguous()
+    };
+    tensors.iter().map(own).collect()
+}
+
+/// Adds a layer's weight and, if it has one, its bias to the tensors of an operation; whether it has one.
+pub(crate) fn push_layer(layer: &Linear, tensors: &mut Vec<DispatchTensor>) -> bool {
+    tensors.push(layer.weight.val().into_dispatch());
+    tensors.extend(layer.bias.as_ref().map(|bias| bias.val().into_dispatch()));
+    layer.bias.is_some()
 }
 
 /// The numbers of a contiguous tensor.

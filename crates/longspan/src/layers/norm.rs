@@ -119,11 +119,11 @@ pub(crate) mod fused {
     }
 
     impl NormSettings {
-        /// Of a module, and its tensors.
-        pub fn of(norm: &TokenNorm) -> (Self, Vec<DispatchTensor>) {
-            let mut tensors = vec![norm.gamma.val().into_dispatch()];
+        /// Of a module, whose tensors are added to those of an operation.
+        pub fn push(norm: &TokenNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
+            tensors.push(norm.gamma.val().into_dispatch());
             tensors.extend(norm.beta.as_ref().map(|beta| beta.val().into_dispatch()));
-            (Self { kind: norm.kind, epsilon: norm.epsilon }, tensors)
+            Self { kind: norm.kind, epsilon: norm.epsilon }
         }
 
         /// Takes the norm's tensors from those of an operation.
@@ -145,7 +145,8 @@ pub(crate) mod fused {
     }
 
     pub fn norm(norm: &TokenNorm, x: Tensor<3>) -> Tensor<3> {
-        let (settings, tensors) = NormSettings::of(norm);
+        let mut tensors = Vec::new();
+        let settings = NormSettings::push(norm, &mut tensors);
         run(settings, x.into_dispatch(), tensors).unwrap_or_else(|error| panic!("{error}"))
     }
 

@@ -6,7 +6,7 @@ use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
-use super::seq2seq::{Positions, sinusoids};
+use super::positions::Positions;
 use crate::attention::{AttentionConfig, AttentionMask};
 use crate::error::{Result, argument, config};
 use crate::layers::{
@@ -200,13 +200,8 @@ impl Classifier {
         if lengths.iter().any(|&n| n < count) {
             mask = mask.with_lengths(lengths);
         }
-        let mut x = self.embedding.forward(tokens);
+        let mut x = dropout(self.positions.add(self.embedding.forward(tokens), 0), self.dropout.prob);
         let place = (x.device(), x.dtype());
-        if self.positions == Positions::Sinusoidal {
-            let table = TensorData::new(sinusoids(0, count, self.d_model), [1, count, self.d_model]);
-            x = x + Tensor::from_data(table, (&place.0, place.1));
-        }
-        let mut x = dropout(x, self.dropout.prob);
         for block in &self.blocks {
             x = block.forward(x, &mask)?;
         }

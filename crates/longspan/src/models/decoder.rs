@@ -1,4 +1,4 @@
-//! A language model without tensors: a token through all of it without a graph and, after the first, without allocation.
+//! A language model without tensors: a token through all of it without a graph, in memory that is used again.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use longspan_kernels::{Kernel, Mask, State};
 
 use super::block::{EncoderBlock, Norm};
 use super::language_model::{LanguageModel, LanguageState};
-use super::seq2seq::{Positions, sinusoids};
+use super::positions::{Positions, sinusoids};
 use crate::attention::{AttentionState, Heads};
 use crate::backend::{self, AnyKernel};
 use crate::error::{Result, argument};

@@ -3,10 +3,10 @@
 use burn::config::Config;
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
-use super::seq2seq::{Positions, sinusoids};
+use super::positions::Positions;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::layers::{
@@ -294,17 +294,11 @@ impl LanguageModel {
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
     fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
-        let [_, count] = tokens.dims();
         let mut x = self.embedding.forward(tokens);
         if self.output.is_none() {
             x = x.mul_scalar(self.embedding_scale());
         }
-        if self.positions == Positions::Sinusoidal {
-            let table = sinusoids(first, count, self.d_model);
-            let table = TensorData::new(table, [1, count, self.d_model]);
-            x = x.clone() + Tensor::from_data(table, (&x.device(), x.dtype()));
-        }
-        dropout(x, self.dropout.prob)
+        dropout(self.positions.add(x, first), self.dropout.prob)
     }
 
     fn end(&self, x: Tensor<3>) -> Tensor<3> {

@@ -5,6 +5,7 @@ mod classifier;
 #[cfg(feature = "flex")]
 mod decoder;
 mod language_model;
+mod positions;
 mod seq2seq;
 
 pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
@@ -12,4 +13,5 @@ pub use classifier::{Classifier, ClassifierConfig, Pooling};
 #[cfg(feature = "flex")]
 pub use decoder::LanguageDecoder;
 pub use language_model::{LanguageModel, LanguageModelConfig, LanguageState};
-pub use seq2seq::{DecoderState, Memory, Positions, Seq2Seq, Seq2SeqConfig};
+pub use positions::Positions;
+pub use seq2seq::{DecoderState, Memory, Seq2Seq, Seq2SeqConfig};

@@ -3,21 +3,13 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
+use super::positions::Positions;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout};
-
-/// Absolute positions, added to the embeddings.
-#[derive(Config, Debug, Copy, PartialEq, Eq)]
-pub enum Positions {
-    /// None: the mechanism has relative positions, or the order of tokens does not matter.
-    None,
-    /// Sines and cosines of geometric wavelengths (Vaswani et al. 2017).
-    Sinusoidal,
-}
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -285,14 +277,7 @@ impl Seq2Seq {
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
     fn embed(&self, embedding: &Embedding, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
-        let [_, count] = tokens.dims();
-        let mut x = embedding.forward(tokens);
-        if self.positions == Positions::Sinusoidal {
-            let table = sinusoids(first, count, self.d_model);
-            x = x.clone()
-                + Tensor::from_data(TensorData::new(table, [1, count, self.d_model]), (&x.device(), x.dtype()));
-        }
-        dropout(x, self.dropout.prob)
+        dropout(self.positions.add(embedding.forward(tokens), first), self.dropout.prob)
     }
 }
 
@@ -360,13 +345,4 @@ impl DecoderState {
         };
         Ok(Self { layers, memory, sources, position: self.position })
     }
-}
-
-/// `sin(p/10000^{2i/d})` in column `2i`, `cos` of the same in column `2i+1`, for `count` positions from `first` on.
-pub(super) fn sinusoids(first: usize, count: usize, width: usize) -> Vec<f32> {
-    let entry = |position: usize, column: usize| {
-        let angle = position as f64 / 1e4_f64.powf((column / 2 * 2) as f64 / width as f64);
-        (if column.is_multiple_of(2) { angle.sin() } else { angle.cos() }) as f32
-    };
-    (first..first + count).flat_map(|p| (0..width).map(move |c| entry(p, c))).collect()
 }

@@ -2,21 +2,15 @@
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use longspan::models::{Classifier, ClassifierConfig, Norm, Pooling, Positions};
+use longspan::models::{Classifier, ClassifierConfig, Pooling, Positions};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
-use crate::tasks::memory::{self, NUMBER};
-use crate::tasks::workers::Workers;
+use crate::tasks::memory;
 
 /// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
 pub fn model(config: &RunConfig, vocab: usize, labels: usize, device: &Device) -> Result<Classifier> {
     let attention = attention::of_layers(config, config.max_tokens)?;
-    let norm = match config.norm.as_str() {
-        "pre" => Norm::Pre,
-        "post" => Norm::Post,
-        other => bail!("unknown norm {other:?}; known are pre, post"),
-    };
     let pooling = match config.pooling.as_str() {
         "mean" => Pooling::Mean,
         "last" => Pooling::Last,
@@ -32,21 +26,15 @@ pub fn model(config: &RunConfig, vocab: usize, labels: usize, device: &Device) -
         .with_attention(attention)
         .with_causal(config.causal)
         .with_pooling(pooling)
-        .with_norm(norm)
+        .with_norm(config.norm()?)
         .with_positions(positions);
     // Blocks are alike, so one tells the size of all; a billion of them could not even be listed.
     let one = sizes.clone().with_layers(1).init(device)?;
     let numbers = memory::numbers(&one) + (config.layers as f64 - 1.0) * memory::numbers(&one.blocks);
-    let copies = if device.is_autodiff() {
-        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
-        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
-    } else {
-        // Weights and the file that they are read from.
-        2
-    };
-    memory::check(
-        numbers * copies as f64 * NUMBER,
-        || format!("a model of {numbers:.0} parameters"),
+    memory::check_model(
+        numbers,
+        config,
+        device,
         "lower d_model, d_ff, layers, radius, max_tokens or workers with --set, or take a tokenizer with a smaller vocabulary",
     )?;
     Ok(sizes.init(device)?)

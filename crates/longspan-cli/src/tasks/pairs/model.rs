@@ -1,23 +1,17 @@
 //! The sequence-to-sequence model that settings describe.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use burn::tensor::Device;
-use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+use longspan::models::{Positions, Seq2Seq, Seq2SeqConfig};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
 use crate::tasks::memory::{self, NUMBER};
-use crate::tasks::workers::Workers;
 
 /// The model's configuration for these settings and vocabulary sizes.
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
     // A sequence is one longer with its start or end.
     let attention = attention::of_run(config, config.max_tokens.max(config.answer_tokens.unwrap_or(0)) + 1)?;
-    let norm = match config.norm.as_str() {
-        "pre" => Norm::Pre,
-        "post" => Norm::Post,
-        other => bail!("unknown norm {other:?}; known are pre, post"),
-    };
     let positions = if attention.sees_order() { Positions::None } else { Positions::Sinusoidal };
     Ok(Seq2SeqConfig::new(source_vocab, target_vocab)
         .with_d_model(config.d_model)
@@ -28,7 +22,7 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         .with_dropout(config.dropout)
         .with_cross_attention(attention.cross_attention())
         .with_attention(attention)
-        .with_norm(norm)
+        .with_norm(config.norm()?)
         .with_positions(positions))
 }
 
@@ -40,16 +34,10 @@ pub fn model(config: &RunConfig, sizes: &Seq2SeqConfig, device: &Device) -> Resu
     let numbers = memory::numbers(&one)
         + more(sizes.encoder_layers, memory::numbers(&one.encoder))
         + more(sizes.decoder_layers, memory::numbers(&one.decoder));
-    let copies = if device.is_autodiff() {
-        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
-        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
-    } else {
-        // Weights and the file that they are read from.
-        2
-    };
-    memory::check(
-        numbers * copies as f64 * NUMBER,
-        || format!("a model of {numbers:.0} parameters"),
+    memory::check_model(
+        numbers,
+        config,
+        device,
         "lower d_model, d_ff, encoder_layers, decoder_layers, radius, max_tokens or workers with --set, or take tokenizers \
          with smaller vocabularies",
     )?;

@@ -1,23 +1,17 @@
 //! The language model that settings describe.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use burn::tensor::Device;
 use longspan::attention::AttentionConfig;
-use longspan::models::{LanguageModel, LanguageModelConfig, Norm};
+use longspan::models::{LanguageModel, LanguageModelConfig};
 use serde_json::{Value, json};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
-use crate::tasks::memory::{self, NUMBER};
-use crate::tasks::workers::Workers;
+use crate::tasks::memory;
 
 /// The model's configuration for these settings and vocabulary size.
 pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
-    let norm = match config.norm.as_str() {
-        "pre" => Norm::Pre,
-        "post" => Norm::Post,
-        other => bail!("unknown norm {other:?}; known are pre, post"),
-    };
     let attention = attention::of_layers(config, config.segment * config.carry)?;
     Ok(LanguageModelConfig::new(vocab)
         .with_d_model(config.d_model)
@@ -26,7 +20,7 @@ pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig
         .with_d_ff(config.d_ff)
         .with_dropout(config.dropout)
         .with_attention(attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?)
-        .with_norm(norm))
+        .with_norm(config.norm()?))
 }
 
 /// The mechanism with a decay, where it takes one and none is given: a text has no end, and sums over all of it would drown
@@ -61,16 +55,10 @@ pub fn model(config: &RunConfig, vocab: usize, device: &Device) -> Result<Langua
     // Blocks are alike, so one tells the size of all; a billion of them could not even be listed.
     let one = sizes.clone().with_layers(1).init(device)?;
     let numbers = memory::numbers(&one) + (config.layers as f64 - 1.0) * memory::numbers(&one.blocks);
-    let copies = if device.is_autodiff() {
-        // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
-        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
-    } else {
-        // Weights and the file that they are read from.
-        2
-    };
-    memory::check(
-        numbers * copies as f64 * NUMBER,
-        || format!("a model of {numbers:.0} parameters"),
+    memory::check_model(
+        numbers,
+        config,
+        device,
         "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary",
     )?;
     Ok(sizes.init(device)?)
