@@ -1,6 +1,8 @@
 //! States: whole = chunk after chunk = token by token, and the states agree too.
 
-use longspan_kernels::{Dims, State};
+use std::ops::Range;
+
+use longspan_kernels::{Dims, Output, Scratch, State, ViewMut};
 
 use crate::accuracy::{forward_scale, level};
 use crate::case::{Case, Inputs, KeyMask};
@@ -130,7 +132,7 @@ pub(crate) enum Piece {
 }
 
 /// Ragged pieces of a sequence: empty ones, single tokens, ones longer than a chunk of the kernels.
-pub(crate) fn pieces(random: &mut Random, length: usize) -> Vec<(std::ops::Range<usize>, Piece)> {
+pub(crate) fn pieces(random: &mut Random, length: usize) -> Vec<(Range<usize>, Piece)> {
     let mut pieces = vec![(0..0, Piece::Chunk)];
     let mut start = 0;
     while start < length {
@@ -246,6 +248,41 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
     let expected = execute::forward_state(subject, case, inputs, None)?.1;
     let scale = state_scale(subject, case, inputs)?;
     close_states("sum of the states of all pieces", &apart[0].1, &expected, &scale, case.terms())
+}
+
+/// Rows of a bidirectional sequence are the same where keys beyond a mechanism's reach are given as states. The case must have as
+/// many queries as keys, offset 0 and all keys; passes where keys can't be given as states.
+pub fn pieces_of_both_directions<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
+    let Some(reach) = mechanism.reach() else { return Ok(()) };
+    let inputs = execute::random(subject, case);
+    let expected = execute::forward(subject, case, &inputs)?;
+    let scale = forward_scale(subject, case, &inputs)?;
+    let cast = inputs.cast::<T>();
+    let state = |keys: Range<usize>| {
+        let (piece, numbers) = part(&Case { causal: true, ..case.clone() }, &cast, 0..0, keys);
+        Ok::<_, Failure>(execute::forward_state(subject, &piece, &numbers, None)?.1)
+    };
+    let mut random = Random::new(case.seed ^ 0xB0);
+    for (rows, _) in pieces(&mut random, dims.queries) {
+        let mut beyond = || reach + random.below(40);
+        let keys = rows.start.saturating_sub(beyond())..(rows.end + beyond()).min(dims.keys);
+        let outside = [state(0..keys.start)?, state(keys.end..dims.keys)?];
+        let (piece, numbers) = part(case, &cast, rows.clone(), keys.clone());
+        let piece = Case { offset: (rows.start - keys.start) as isize, ..piece };
+        let mut out = vec![execute::nan::<T>(); execute::len(piece.dims.out())];
+        numbers.call(&piece, None, |call| {
+            let output = Output::new(ViewMut::contiguous(&mut out, piece.dims.out()));
+            mechanism.forward(&call.with_outside(outside.each_ref()), output, &mut Scratch::new())
+        })?;
+        let cut = |x: &[f64]| -> Vec<f64> {
+            let heads = x.chunks((dims.queries * dims.value_dim).max(1));
+            heads.flat_map(|head| head[rows.start * dims.value_dim..rows.end * dims.value_dim].to_vec()).collect()
+        };
+        let what = format!("rows {rows:?} of a call of the keys {keys:?}");
+        close(&what, &out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
+    }
+    Ok(())
 }
 
 /// A state that was stored and loaded, or whose batch entries were reordered and repeated, continues as the original

@@ -57,12 +57,15 @@ pub struct Call<'a, T> {
     pub mask: Mask<'a>,
     /// The state of the tokens before key 0; causal masks only.
     pub initial_state: Option<&'a State<T>>,
+    /// The states of the keys before key 0 and after the last, which queries see too; bidirectional masks only. No query may
+    /// stand closer to such keys than [`Mechanism::reach`].
+    pub outside: Option<[&'a State<T>; 2]>,
 }
 
 impl<'a, T> Call<'a, T> {
-    /// Every query sees every key; no learned parameters, no initial state.
+    /// Every query sees every key; no learned parameters, no states.
     pub fn new(dims: Dims, q: View<'a, T>, k: View<'a, T>, v: View<'a, T>) -> Self {
-        Self { dims, q, k, v, parameters: &[], mask: Mask::bidirectional(), initial_state: None }
+        Self { dims, q, k, v, parameters: &[], mask: Mask::bidirectional(), initial_state: None, outside: None }
     }
 
     /// Under another mask.
@@ -78,6 +81,11 @@ impl<'a, T> Call<'a, T> {
     /// After the tokens of a state, if any.
     pub fn with_initial_state(self, initial_state: impl Into<Option<&'a State<T>>>) -> Self {
         Self { initial_state: initial_state.into(), ..self }
+    }
+
+    /// Between the keys of two states, so that a long sequence can be taken piece by piece in both directions.
+    pub fn with_outside(self, outside: [&'a State<T>; 2]) -> Self {
+        Self { outside: Some(outside), ..self }
     }
 }
 
@@ -188,6 +196,12 @@ pub trait Mechanism: Debug + Send + Sync {
 
     /// The learned tensors it takes for calls of these sizes.
     fn parameters(&self, dims: &Dims) -> Parameters;
+
+    /// How many keys on each side of a query its call must hold if the others are given as states ([`Call::outside`]); none
+    /// where keys can't be given as states.
+    fn reach(&self) -> Option<usize> {
+        None
+    }
 
     /// Which algorithm a call will run, and why.
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan;
@@ -326,6 +340,7 @@ pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>)
     call.k.check(operation, "k", key_shape(mechanism, dims))?;
     call.v.check(operation, "v", dims.v())?;
     call.mask.check(operation, dims)?;
+    check_outside(mechanism, call)?;
     let expected = mechanism.parameters(dims);
     expect(
         expected.len() == call.parameters.len(),
@@ -344,6 +359,19 @@ pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>)
         )?;
     }
     Ok(())
+}
+
+/// Refuses states of keys outside a call where they have no use. The states themselves are the mechanism's.
+fn check_outside<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Result<(), Error> {
+    let usable = mechanism.reach().is_some() && call.mask.order == Order::Bidirectional && !call.mask.is_packed();
+    if call.outside.is_none() || usable {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation: mechanism.name(),
+        combination: "states of keys outside the call with a causal mask, packed sequences, or a mechanism without a reach",
+        help: "give the call all keys, or under a causal mask an initial state",
+    })
 }
 
 /// Checks the places that a forward call writes to, but for the final state.

@@ -217,6 +217,12 @@ impl<T: Real> State<T> {
         })
     }
 
+    /// The parts of every head's state, to be read.
+    pub(crate) fn heads(&self) -> impl Iterator<Item = [&[T]; PARTS]> {
+        let StateShape { batch, kv_heads, .. } = self.shape;
+        (0..batch * kv_heads).map(|head| self.head(0, head))
+    }
+
     /// The parts of every head's state, batch entry after batch entry.
     pub(crate) fn heads_mut(&mut self) -> impl Iterator<Item = [&mut [T]; PARTS]> {
         let parts = self.shape.parts;

@@ -168,7 +168,7 @@ impl KernelizedAttention {
 
     /// The algorithm that a call runs.
     fn chosen<T: Real>(&self, call: &Call<'_, T>, purpose: Purpose) -> Algorithm {
-        if call.initial_state.is_some() {
+        if call.initial_state.is_some() || call.outside.is_some() {
             Algorithm::Chunked
         } else {
             cost::plan(self, &call.dims, &call.mask).algorithm(purpose)
@@ -201,6 +201,15 @@ impl Mechanism for KernelizedAttention {
         };
         list.extend(self.feature_map.parameters(dims));
         list
+    }
+
+    fn reach(&self) -> Option<usize> {
+        match self.score {
+            Score::Content => Some(0),
+            Score::Relative(shaw) | Score::Combined(shaw) => Some(shaw.radius),
+            // Positions of keys in states are counted from the state's own start.
+            Score::Fourier(_) => None,
+        }
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
@@ -265,6 +274,13 @@ impl Compute for KernelizedAttention {
         let mut problem = self.problem(call)?;
         let operation = self.name();
         check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        if call.outside.is_some() {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "gradients with states of keys outside the call",
+                help: "give the call all keys",
+            });
+        }
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let shape = state::shape::<T>(self, &problem.dims);
         if let Some(state) = cotangent.final_state {

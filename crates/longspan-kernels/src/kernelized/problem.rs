@@ -6,7 +6,7 @@ use super::layout::FeatureLayout;
 use super::state::{self, Head};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};
-use crate::error::Error;
+use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::load_features;
 use crate::feature_map::mapping::Mapping;
@@ -119,6 +119,7 @@ impl<'a, T: Real> Problem<'a, T> {
             state::check(attention, &dims, initial, "initial_state")?;
             check_initial_mask(operation, &call.mask)?;
         }
+        check_outside(attention, call)?;
         attention.check_feature_map(&dims)?;
         let map = attention.feature_map;
         let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
@@ -366,6 +367,24 @@ impl NegativeRows {
         let (head, row) = (first / dims.queries, first % dims.queries);
         Err(Error::NegativeDenominators { operation, rows, batch: head / dims.heads, head: head % dims.heads, row })
     }
+}
+
+/// Checks the states of keys outside a call, and that no query stands too close to them.
+fn check_outside<T: Real>(attention: &KernelizedAttention, call: &Call<'_, T>) -> Result<(), Error> {
+    let (Some(outside), Some(reach)) = (call.outside, attention.reach()) else { return Ok(()) };
+    for state in outside {
+        state::check(attention, &call.dims, state, "outside")?;
+    }
+    let [before, after] = outside.map(|state| state.heads().map(Head::from).any(|head| head.tokens() > 0));
+    let (reach, keys, first) = (reach as isize, call.dims.keys as isize, call.mask.offset);
+    let end = first + call.dims.queries as isize;
+    expect(
+        (!before || first >= reach) && (!after || end + reach <= keys),
+        attention.name(),
+        "outside",
+        || format!("queries at least {reach} keys away from those given as states"),
+        || format!("queries at {first}..{end} of {keys} keys"),
+    )
 }
 
 impl<T: Real> Unit<'_, T> {

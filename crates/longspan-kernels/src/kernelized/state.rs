@@ -70,6 +70,11 @@ impl<'a, T: Real> Head<&'a [T]> {
         tokens(self.marks)
     }
 
+    /// Rows whose sum is that of the values `v⁺` of all tokens, without decay.
+    pub fn values(&self, value_dim: usize) -> impl Iterator<Item = &'a [T]> {
+        self.far.chunks_exact(value_dim + 1).chain(self.ring.chunks_exact(value_dim + 1))
+    }
+
     /// The ring's row of `back` tokens ago (1 is the last one), if it reaches that far.
     pub fn ring_row(&self, back: usize, width: usize) -> Option<&'a [T]> {
         self.ring_place(back, width).map(|place| &self.ring[place])

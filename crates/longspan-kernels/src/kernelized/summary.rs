@@ -5,9 +5,10 @@ use std::sync::{Mutex, PoisonError};
 use super::layout::FeatureLayout;
 use super::problem::{Problem, Unit};
 use super::state::{Head, OLDEST, SHIFT};
+use crate::call::State;
 use crate::kernelized::running_sum::add_compensated;
 use crate::simd::Real;
-use crate::simd::block::scale_by;
+use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::rows::padded;
 
 /// Offsets of the parts of a summary.
@@ -173,6 +174,16 @@ impl<'s, T: Real> Summary<'s, T> {
         }
     }
 
+    /// Takes the sums of all tokens of a state, those of its ring too.
+    pub fn load_all(&mut self, state: Head<&[T]>, value_dim: usize) {
+        self.load(state, value_dim);
+        let from = self.layout.far();
+        let (sums, count) = self.numbers[from..].split_at_mut(self.layout.value_width);
+        sums.fill(T::ZERO);
+        count[0] = T::ZERO;
+        add_values(state, value_dim, sums, &mut count[0]);
+    }
+
     /// Leaves a state for later calls, all but its ring.
     pub fn store(&self, state: &mut Head<&mut [T]>, value_dim: usize, exponent: bool) {
         let view = self.view();
@@ -191,6 +202,14 @@ impl<'s, T: Real> Summary<'s, T> {
         }
         // Only an exponential leaves one behind.
         state.marks[SHIFT] = if exponent { view.shift() } else { T::ZERO };
+    }
+}
+
+/// Adds the values of all tokens of a state.
+pub(super) fn add_values<T: Real>(state: Head<&[T]>, value_dim: usize, sums: &mut [T], count: &mut T) {
+    for row in state.values(value_dim) {
+        add_scaled(&mut sums[..value_dim], T::ONE, &row[..value_dim]);
+        *count += row[value_dim];
     }
 }
 
@@ -220,6 +239,22 @@ impl<'s, T: Real> Carry<'s, T> {
     pub fn load(&mut self, state: Head<&[T]>, value_dim: usize) {
         self.high.load(state, value_dim);
         self.empty = false;
+    }
+
+    /// Takes the sums of keys before and after those of a call; `memory` is as large as a summary.
+    pub fn load_outside(
+        &mut self,
+        problem: &Problem<'_, T>,
+        unit: &Unit<'_, T>,
+        outside: [&State<T>; 2],
+        memory: &mut [T],
+    ) {
+        let value_dim = problem.dims.value_dim;
+        for state in outside {
+            let mut summary = Summary::new(self.high.layout, &mut *memory);
+            summary.load_all(unit.head(state), value_dim);
+            self.add(problem, unit, 0, summary.view());
+        }
     }
 
     /// Lets tokens pass.

@@ -77,6 +77,22 @@ fn the_published_algorithm_is_the_definition() {
     assert!(compared > 30, "{compared} cases");
 }
 
+/// Both directions, in pieces between the states of the keys before and after.
+fn both_directions(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
+    let bidirectional =
+        |(attention, case)| (KernelizedAttention { decay: None, ..attention }, Case { causal: false, ..case });
+    grid::streaming(seed, count).into_iter().map(bidirectional).collect()
+}
+
+#[test]
+fn pieces_of_both_directions_make_the_whole() {
+    over(&both_directions(27, 300), streaming::pieces_of_both_directions::<f32>);
+    over(&both_directions(28, 150), streaming::pieces_of_both_directions::<f64>);
+    let whole = |case: &Case| case.keys == KeyMask::All && case.offset == 0 && !case.causal;
+    let long: Vec<_> = long().into_iter().filter(|(_, case)| whole(case)).collect();
+    over(&long, streaming::pieces_of_both_directions::<f32>);
+}
+
 #[test]
 fn packed_is_looped() {
     over(&grid::kernelized(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);

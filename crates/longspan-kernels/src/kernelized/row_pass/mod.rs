@@ -13,7 +13,7 @@ mod walk;
 use far_sums::FarMemory;
 
 use super::problem::{Problem, Table, Unit};
-use super::summary::{Carry, Place, Summary, SummaryRef, store_state};
+use super::summary::{Carry, Place, Summary, SummaryRef, add_values, store_state};
 use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads::parallel;
@@ -121,11 +121,14 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         Walk { problem: self.problem, unit, table: self.table, ring }
     }
 
-    /// What was before key 0.
-    fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2]) -> Carry<'s, T> {
+    /// What was before key 0, and what comes after the last one. `memory` is as large as a summary.
+    fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2], memory: &mut [T]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
             carry.load(unit.head(state), self.problem.dims.value_dim);
+        }
+        if let Some(outside) = self.problem.call.outside {
+            carry.load_outside(self.problem, unit, outside, memory);
         }
         carry
     }
@@ -151,7 +154,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let (states, far) = shared.split_at_mut((self.memory.segments + 1) * summary);
         let mut far = self.memory.far(&mut Arena::new(far));
         let [high, low] = &mut worker.carry;
-        let mut carry = self.carry(&unit, [high, low]);
+        let mut carry = self.carry(&unit, [high, low], worker.local);
         for (n, segment) in plan.iter().enumerate() {
             carry.pass(&unit, segment.idle);
             worker.local.copy_from_slice(&states[n * summary..][..summary]);
@@ -162,7 +165,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         }
         states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
         self.leave(index, &carry.high);
-        self.accumulate_far(plan.len(), &mut far);
+        self.accumulate_far(&unit, plan.len(), &mut far);
     }
 
     fn keep_far(&self, n: usize, local: SummaryRef<'_, T>, far: &mut FarMemory<'_, T>) {
@@ -174,9 +177,19 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         }
     }
 
-    fn accumulate_far(&self, segments: usize, far: &mut FarMemory<'_, T>) {
-        if !far.sums.is_empty() {
-            accumulate(&far.sums[..segments * self.memory.entry], self.memory.entry, far.prefix, far.suffix);
+    fn accumulate_far(&self, unit: &Unit<'_, T>, segments: usize, far: &mut FarMemory<'_, T>) {
+        if far.sums.is_empty() {
+            return;
+        }
+        let Memory { entry, .. } = self.memory;
+        accumulate(&far.sums[..segments * entry], entry, far.prefix, far.suffix);
+        if let Some(outside) = self.problem.call.outside {
+            for (state, totals) in outside.into_iter().zip([&mut *far.prefix, &mut *far.suffix]) {
+                for total in totals[..(segments + 1) * entry].chunks_exact_mut(entry) {
+                    let (sums, count) = total.split_at_mut(self.problem.value_width);
+                    add_values(unit.head(state), self.problem.dims.value_dim, sums, &mut count[0]);
+                }
+            }
         }
     }
 
@@ -188,7 +201,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         self.visit_unseen_rows(index);
         let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = worker;
         buffers.start(problem, unit);
-        let mut carry = self.carry(unit, [high, low]);
+        let mut carry = self.carry(unit, [high, low], local);
         let mut local = Summary::new(self.memory.layout, local);
         let plan = segments(problem, unit);
         for (n, &segment) in plan.iter().enumerate() {
@@ -211,7 +224,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             self.leave(index, &carry.high);
             return;
         }
-        self.accumulate_far(plan.len(), far);
+        self.accumulate_far(unit, plan.len(), far);
         let far = FarSums {
             segment: segment_step(&plan),
             width: problem.value_width,
