@@ -50,6 +50,23 @@ fn answers_do_not_depend_on_their_neighbours() {
 }
 
 #[test]
+fn a_long_line_takes_little_more_than_the_rows_of_its_encoder() {
+    if !support::tells_memory() {
+        return;
+    }
+    const TOKENS: usize = 300_000;
+    const WIDTH: usize = 64;
+    let place = Place::new();
+    place.ok(&place.train("run", "3", &["--set", &format!("d_model={WIDTH}")]));
+    place.write("short", b"abc");
+    place.write("long", "abcdefg".repeat(TOKENS / 7).as_bytes());
+    let grown = place.peak(&["predict", "run", "long"]) - place.peak(&["predict", "run", "short"]);
+    let rows = (TOKENS * WIDTH * 4) as f64 / 1e3;
+    // And a segment's work. Projections and heads of all rows would take five times as much as the rows.
+    assert!((rows..2.5 * rows).contains(&grown), "{grown} kB for {rows} kB of rows");
+}
+
+#[test]
 fn json_has_the_beam_with_scores() {
     let place = Place::new();
     place.trained("run");

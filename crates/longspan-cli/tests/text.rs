@@ -163,29 +163,14 @@ fn an_interrupted_run_goes_on_to_the_same_bits() {
 fn memory_does_not_grow_with_what_is_generated_or_scored() {
     let place = place();
     place.ok(&train("run", "5", &[]));
-    // What the system says the process took at most.
-    let peak = |arguments: &[&str]| -> f64 {
-        let mut child = place.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        let mut peak = 0.0;
-        loop {
-            let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
-            let found = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
-            peak = found.and_then(|kilobytes| kilobytes.trim().parse().ok()).unwrap_or(peak);
-            if let Some(status) = child.try_wait().unwrap() {
-                assert!(status.success());
-                return peak;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    };
-    let generate = |tokens| peak(&["generate", "run", "--no-end", "--tokens", tokens]);
-    if !std::path::Path::new("/proc/self/status").exists() {
+    let generate = |tokens| place.peak(&["generate", "run", "--no-end", "--tokens", tokens]);
+    if !support::tells_memory() {
         return;
     }
     let (short, long) = (generate("2000"), generate("100000"));
     assert!(long < short * 1.05, "{short} kB for 2,000 tokens, {long} kB for 100,000");
     place.write("long.txt", verses(40_000).as_bytes());
-    let (short, long) = (peak(&["eval", "run", "verses.txt"]), peak(&["eval", "run", "long.txt"]));
+    let (short, long) = (place.peak(&["eval", "run", "verses.txt"]), place.peak(&["eval", "run", "long.txt"]));
     assert!(long < short * 1.1, "{short} kB for a short text, {long} kB for a long one");
 }
 

@@ -86,7 +86,7 @@ pub fn beam_search(
             || token.to_string(),
         )?;
     }
-    let state = model.start(model.encode(source, source_lengths)?);
+    let state = model.start(model.encode_for(source, source_lengths, options.max_tokens.saturating_add(1))?);
     Search { model, options, width, answers: vec![Vec::new(); state.batch()] }.run(state)
 }
 

@@ -215,3 +215,39 @@ fn mistakes_are_errors() {
     assert!(model.step(&[1, 1], &mut state).unwrap_err().to_string().contains("1 tokens"));
     assert!(state.select(&[1]).unwrap_err().to_string().contains("indices"));
 }
+
+/// A source that is read in segments, of which a decoder keeps little, gives what one that is held whole gives.
+#[test]
+fn long_sources_are_read_in_segments() {
+    const TOKENS: usize = 70_001;
+    let shaw = |radius| {
+        let relative = RelativeConfig { radius, ..RelativeConfig::default() };
+        AttentionConfig::Shaw(ShawOptions { relative, kernel: KernelConfig::default() })
+    };
+    let source: Vec<usize> = (0..TOKENS).map(|n| n * n % 13).collect();
+    let source = |n: usize| ids(&source[..n], [1, n]);
+    let target = ids(&TARGET[..6], [1, 6]);
+    for (attention, cross, norm) in [
+        (shaw(9), shaw(3), Norm::Pre),
+        (AttentionConfig::kernelized(), shaw(0), Norm::Post),
+        (shaw(0), AttentionConfig::kernelized(), Norm::Pre),
+    ] {
+        let name = format!("{attention:?} {cross:?} {norm:?}");
+        let training = training_model(attention, cross, norm, Some(2));
+        let source = Tensor::from_data(source(TOKENS).into_data(), &device().autodiff());
+        let target = Tensor::from_data(target.clone().into_data(), &device().autodiff());
+        let whole = numbers(training.forward(source.clone(), &[TOKENS], target).unwrap());
+        let model = training.valid();
+        let source = source.inner();
+        let memories = [model.encode(source.clone(), &[TOKENS]), model.encode_for(source, &[TOKENS], 6)];
+        for (memory, kept) in memories.into_iter().zip(["all", "6"]) {
+            let mut state = model.start(memory.unwrap()).select(&[0, 0]).unwrap();
+            for (t, row) in whole.chunks(7).enumerate() {
+                let logits = numbers(model.step(&[TARGET[t], TARGET[t]], &mut state).unwrap());
+                assert_close(&format!("{name}, {kept} kept, step {t}"), &logits, &[row, row].concat());
+            }
+            let beyond = model.step(&[1, 1], &mut state);
+            assert_eq!(beyond.is_err(), kept == "6", "{name}");
+        }
+    }
+}

@@ -9,6 +9,11 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// Whether [`Place::peak`] can be asked here.
+pub fn tells_memory() -> bool {
+    Path::new("/proc/self/status").exists()
+}
+
 /// A folder that the command runs in, with `pairs.tsv` in it.
 pub struct Place(TempDir);
 
@@ -59,6 +64,22 @@ impl Place {
         let output = self.run(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
         text(&output.stdout)
+    }
+
+    /// Runs the command, which must succeed; what the system says that it took of memory at most, in kB.
+    pub fn peak(&self, arguments: &[&str]) -> f64 {
+        let mut child = self.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let mut peak = 0.0;
+        loop {
+            let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+            let found = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+            peak = found.and_then(|kilobytes| kilobytes.trim().parse().ok()).unwrap_or(peak);
+            if let Some(status) = child.try_wait().unwrap() {
+                assert!(status.success(), "{arguments:?}");
+                return peak;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     /// Runs the command, which must fail with one line on standard error that has all of `parts`.

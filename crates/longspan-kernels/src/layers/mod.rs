@@ -18,6 +18,7 @@ mod linear;
 mod multi_head;
 mod norm;
 mod products;
+mod segments;
 
 pub use activation::Activation;
 pub use adamw::AdamW;

@@ -4,6 +4,8 @@
 //! In cross-attention keys and values are projections of a memory, by the same weight's later columns. For the backward
 //! projections, heads' outputs and denominators are kept, or nothing, and all is formed again.
 
+use std::ops::Range;
+
 use super::dropout::Dropout;
 use super::feed_forward::Weights;
 use super::linear::{Kept, Linear, LinearGradients};
@@ -145,20 +147,27 @@ impl<'a> MultiHead<'a> {
     /// The linear layers that project: all columns of the queries' rows, or in cross-attention the queries' columns of them and the
     /// later ones of the memory's rows.
     fn projections(&self) -> [Option<Linear<'a>>; 2] {
-        let (width, columns) = (self.width(), self.columns());
-        let Weights { weight, bias } = self.projection;
-        let layer = |x: &'a [f32], first: usize, outputs: usize| {
-            Linear::new(x, &weight[first.min(weight.len())..], [x.len() / width, width, outputs])
-                .with_stride(columns)
-                .with_bias(bias.map(|bias| &bias[first..][..outputs]))
-        };
         match self.memory {
-            None => [Some(layer(self.x, 0, columns).with_norm(self.norm)), None],
+            None => [Some(self.columns_of(self.x, 0..self.columns()).with_norm(self.norm)), None],
             Some(memory) => [
-                Some(layer(self.x, 0, width).with_norm(self.norm)),
-                Some(layer(memory.numbers, width, columns - width)),
+                Some(self.columns_of(self.x, 0..self.width()).with_norm(self.norm)),
+                Some(self.keys_and_values(memory.numbers, None)),
             ],
         }
+    }
+
+    /// The part of the projection that makes keys and values of rows.
+    fn keys_and_values(&self, rows: &'a [f32], norm: Option<NormWeights<'a>>) -> Linear<'a> {
+        self.columns_of(rows, self.width()..self.columns()).with_norm(norm)
+    }
+
+    /// Some columns of the projection.
+    fn columns_of(&self, rows: &'a [f32], columns: Range<usize>) -> Linear<'a> {
+        let width = self.width();
+        let Weights { weight, bias } = self.projection;
+        Linear::new(rows, &weight[columns.start.min(weight.len())..], [rows.len() / width, width, columns.len()])
+            .with_stride(self.columns())
+            .with_bias(bias.map(|bias| &bias[columns]))
     }
 
     fn project(&self) -> Result<Projections, Error> {
@@ -172,28 +181,38 @@ impl<'a> MultiHead<'a> {
     where
         'a: 'c,
     {
-        let dims = self.dims();
-        let columns = self.columns();
-        let [q, k, v] = self.parts();
+        let (columns, width) = (self.columns(), self.width());
+        let Projections { own, memory } = projections;
+        let (queries, keys) = match self.memory {
+            None => ((own.as_slice(), columns), (own.as_slice(), columns, width)),
+            Some(_) => ((own.as_slice(), width), (memory.as_slice(), columns - width, 0)),
+        };
+        self.call_of(self.dims(), queries, keys).with_mask(self.mask).with_initial_state(self.initial_state)
+    }
+
+    /// A call on rows of so many columns whose first are queries, and on rows of so many columns of which some, from one on, are keys
+    /// and values.
+    fn call_of<'c>(
+        &'c self,
+        dims: Dims,
+        (queries, query_columns): (&'c [f32], usize),
+        (keys, columns, first): (&'c [f32], usize, usize),
+    ) -> Call<'c, f32>
+    where
+        'a: 'c,
+    {
+        let [[_, q], [kv_heads, k], [_, v]] = self.parts();
         // Strides of batch, head and token of a part that begins at a column.
         let view = |numbers: &'c [f32], tokens: usize, columns: usize, first: usize, width: usize| {
             View::strided(&numbers[first.min(numbers.len())..], [tokens * columns, width, columns])
         };
-        let [queries, keys] = [q, k].map(|[heads, width]| heads * width);
-        let (numbers, columns_of, first) = match self.memory {
-            None => (&projections.own, columns, queries),
-            Some(_) => (&projections.memory, columns - queries, 0),
-        };
-        let own = if self.memory.is_some() { queries } else { columns };
         Call::new(
             dims,
-            view(&projections.own, dims.queries, own, 0, q[1]),
-            view(numbers, dims.keys, columns_of, first, k[1]),
-            view(numbers, dims.keys, columns_of, first + keys, v[1]),
+            view(queries, dims.queries, query_columns, 0, q),
+            view(keys, dims.keys, columns, first, k),
+            view(keys, dims.keys, columns, first + kv_heads * k, v),
         )
-        .with_mask(self.mask)
         .with_parameters(self.parameters)
-        .with_initial_state(self.initial_state)
     }
 
     /// The layer after the heads.
@@ -217,6 +236,69 @@ impl<'a> MultiHead<'a> {
         self.kernel.forward(&self.call(&projections), output, scratch)?;
         drop(projections);
         self.last(&heads).forward()
+    }
+
+    /// The state of the tokens of `x`, the first of their sequences.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn state(&self, scratch: &mut Scratch<f32>) -> Result<State<f32>, Error> {
+        self.check()?;
+        let projected = self.keys_and_values(self.x, self.norm).forward()?;
+        self.state_of((&projected, self.columns() - self.width(), 0), self.queries, None, scratch)
+    }
+
+    /// The state of so many tokens, from rows whose columns from one on are keys and values.
+    fn state_of(
+        &self,
+        rows: (&[f32], usize, usize),
+        keys: usize,
+        initial_state: Option<&State<f32>>,
+        scratch: &mut Scratch<f32>,
+    ) -> Result<State<f32>, Error> {
+        let dims = Dims { queries: 0, keys, ..self.dims() };
+        let mut state = self.empty_state()?;
+        let call = self.call_of(dims, (&[], 0), rows).with_mask(Mask::causal()).with_initial_state(initial_state);
+        let output = Output::new(ViewMut::contiguous(&mut [], dims.out())).with_final_state(&mut state);
+        self.kernel.forward(&call, output, scratch)?;
+        Ok(state)
+    }
+
+    /// The results of the `rows` of one sequence that is too long to be seen at once. `x` is a stretch of it, `outside` the states of
+    /// the tokens before and after that stretch; the rows stand at least [`Mechanism::reach`](crate::Mechanism::reach) from its ends,
+    /// or where the sequence ends. And the state before the stretch's token `next`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and a mechanism that takes no such states.
+    pub fn segment(
+        &self,
+        rows: Range<usize>,
+        outside: [&State<f32>; 2],
+        next: usize,
+        scratch: &mut Scratch<f32>,
+    ) -> Result<(Vec<f32>, State<f32>), Error> {
+        self.check()?;
+        expect(
+            rows.start <= rows.end && rows.end.max(next) <= self.queries && self.batch == 1 && self.memory.is_none(),
+            OPERATION,
+            "rows",
+            || format!("rows of the {} of one sequence, in self-attention", self.queries),
+            || format!("{rows:?} and {next} of a batch of {}", self.batch),
+        )?;
+        let (width, columns) = (self.width(), self.columns());
+        let segment = Self { x: &self.x[rows.start * width..rows.end * width], queries: rows.len(), ..*self };
+        let Projections { own, .. } = self.project()?;
+        let keys = (own.as_slice(), columns, width);
+        let mut heads = try_zeros(segment.x.len())?;
+        let dims = Dims { queries: rows.len(), ..self.dims() };
+        let call = self
+            .call_of(dims, (&own[rows.start * columns..], columns), keys)
+            .with_mask(Mask::bidirectional().with_offset(rows.start as isize))
+            .with_outside(outside);
+        self.kernel.forward(&call, Output::new(segment.token_major(&mut heads)), scratch)?;
+        let state = self.state_of(keys, next, Some(outside[0]), scratch)?;
+        drop(own);
+        Ok((segment.last(&heads).forward()?, state))
     }
 
     /// The result and what [`backward`](Self::backward) takes if it is given it, and the state after the last token if it is wanted.

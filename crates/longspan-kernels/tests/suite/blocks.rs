@@ -356,6 +356,58 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
     near("in two calls", &parts, &wide(&whole), 1e-4);
 }
 
+/// Both directions, whole and in segments shorter and longer than what a mechanism sees row by row.
+#[test]
+fn segments_of_both_directions_make_the_whole() {
+    let mut random = Random::new(14);
+    let (heads, kv_heads, head_dim, tokens) = (4, 2, 4, 90);
+    let width = heads * head_dim;
+    let dims = Dims { batch: 1, heads, kv_heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
+    let x = numbers(&mut random, tokens * width);
+    let columns = width + 2 * kv_heads * head_dim;
+    let (weight, output) = (numbers(&mut random, width * columns), numbers(&mut random, width * width));
+    let gamma = numbers(&mut random, width);
+    let scores =
+        [Score::Content, Score::Combined(Shaw::new(0)), Score::Combined(Shaw::new(9)), Score::Relative(Shaw::new(2))];
+    for kernel in scores.map(|score| kernelized(FeatureMap::Exp, score)) {
+        let table: Vec<Vec<f32>> =
+            Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+        let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
+        let call = MultiHead {
+            x: &x,
+            batch: 1,
+            queries: tokens,
+            memory: None,
+            heads,
+            kv_heads,
+            head_dim,
+            norm: Some(NormWeights { gamma: &gamma, beta: None, centred: false, epsilon: EPSILON as f32 }),
+            projection: Weights { weight: &weight, bias: None },
+            kernel: &kernel,
+            parameters: &parameters,
+            mask: Mask::bidirectional(),
+            initial_state: None,
+            output: Weights { weight: &output, bias: None },
+            dropout: None,
+            residual: true,
+        };
+        let mut scratch = Scratch::new();
+        let twice = |rows: Vec<f32>| rows.iter().map(|x| 2.0 * x).collect::<Vec<f32>>();
+        let whole = twice(call.forward(&mut scratch, None).unwrap());
+        for segment in [1, 7, 13, 45, 89, 90, 200] {
+            let mut rows = x.clone();
+            call.in_segments(&mut rows, segment, &mut scratch, |segment| Ok(twice(segment))).unwrap();
+            near(&format!("{} in segments of {segment}", kernel.name()), &rows, &wide(&whole), 1e-4);
+        }
+        call.in_segments(&mut [], 5, &mut scratch, Ok).unwrap();
+        let failed = call.in_segments(&mut x.clone(), 5, &mut scratch, |_| Ok(Vec::new())).unwrap_err();
+        assert!(failed.to_string().contains("results"), "{failed}");
+        let conv = Aft::new(Variant::Conv { taps: 3, normalized: true });
+        let refused = MultiHead { kernel: &conv, ..call }.in_segments(&mut x.clone(), 5, &mut scratch, Ok).unwrap_err();
+        assert!(refused.to_string().contains("take the sequence whole"), "{refused}");
+    }
+}
+
 /// Token by token, with and without threads' help, a block's parts give the rows that they give of whole sequences.
 #[test]
 fn steps_give_the_rows_of_the_whole() {

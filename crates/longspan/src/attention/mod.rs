@@ -17,6 +17,8 @@ mod mask;
 mod multi_head;
 mod registry;
 mod softmax;
+#[cfg(feature = "flex")]
+pub(crate) mod stored;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 mod toeplitz;

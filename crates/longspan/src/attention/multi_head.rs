@@ -7,10 +7,14 @@ use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
 #[cfg(feature = "flex")]
-use crate::backend;
+use super::{KeyMask, stored::StoredAttention};
+#[cfg(feature = "flex")]
+use crate::backend::{self, Outside};
 use crate::error::{Result, argument, config};
 #[cfg(feature = "flex")]
-use crate::layers::flex::is_f32;
+use crate::layers::flex::{is_f32, numbers};
+#[cfg(feature = "flex")]
+use crate::layers::gradients::fused::taken;
 use crate::layers::{Activation, After, Around, apply, linear};
 
 /// Makes a [`MultiHeadAttention`].
@@ -215,6 +219,48 @@ impl MultiHeadAttention {
         self.check("cross-attention", "memory", &memory)?;
         let [k, v] = self.keys_and_values(memory);
         self.attention.remember(k, v, mask)
+    }
+
+    /// [`remember`](Self::remember) for the first `longest` queries alone: of a long memory, on the CPU backend, only what these see
+    /// row by row is kept, and the sums of the rest.
+    ///
+    /// # Errors
+    /// As [`remember`](Self::remember).
+    pub fn remember_for(&self, memory: Tensor<3>, mask: &AttentionMask, longest: usize) -> Result<MemoryState> {
+        self.check("cross-attention", "memory", &memory)?;
+        #[cfg(feature = "flex")]
+        if let Some(near) = self.remember_near(&memory, mask, longest)? {
+            return Ok(near);
+        }
+        self.remember(memory, mask)
+    }
+
+    /// None where it would not be worth it, or where the kernels don't take it.
+    #[cfg(feature = "flex")]
+    fn remember_near(&self, memory: &Tensor<3>, mask: &AttentionMask, longest: usize) -> Result<Option<MemoryState>> {
+        /// Rows that are projected at a time.
+        const SEGMENT: usize = 1 << 14;
+        let [batch, keys, _] = memory.dims();
+        let reach = self.attention.layer().kernel().reach();
+        let Some(near) = reach.map(|reach| longest.saturating_add(reach)).filter(|near| near.saturating_mul(2) < keys)
+        else {
+            return Ok(None);
+        };
+        if batch != 1 || mask.keys != KeyMask::All || !self.is_fused(memory) || memory.device().is_autodiff() {
+            return Ok(None);
+        }
+        let stored = StoredAttention::new(self)?;
+        let parameters = stored.parameters();
+        let call = |rows| stored.call(rows, 1, None, &parameters, longspan_kernels::Mask::causal());
+        let (before, mut after) = (call(&[]).empty_state()?, call(&[]).empty_state()?);
+        let whole = taken(memory.clone());
+        let rows = &numbers(&whole)[near * stored.width()..];
+        for segment in rows.chunks(SEGMENT * stored.width()) {
+            let state = backend::with_scratch(|scratch| call(segment).state(scratch))?;
+            after = stored.kernel.combine(&after, &state, &parameters)?;
+        }
+        let rows = self.keys_and_values(memory.clone().narrow(1, 0, near));
+        Ok(Some(MemoryState::near(&self.attention, rows, Outside::new([before, after]), longest)))
     }
 
     /// Cross-attention of queries from position `first` on to a prepared memory: their rows of

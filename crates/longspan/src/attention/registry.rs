@@ -320,6 +320,18 @@ impl Attention {
                 let (k, v, mask) = whole.as_ref();
                 self.forward(q, k.clone(), v.clone(), &mask.clone().with_offset(first as isize))
             }
+            #[cfg(feature = "flex")]
+            Remembered::Near(near) => {
+                let end = first + q.dims()[2];
+                argument(
+                    end <= near.longest,
+                    name,
+                    "first",
+                    || format!("queries before position {}, for which the memory was made", near.longest),
+                    || format!("{first}..{end}"),
+                )?;
+                backend::attend_between(self.layer(), q, near.k.clone(), near.v.clone(), first, &near.outside)
+            }
         }
     }
 }
@@ -338,21 +350,52 @@ enum Remembered {
     Total(Box<Total>),
     /// Keys, values and their mask.
     Whole(Box<(Tensor<4>, Tensor<4>, AttentionMask)>),
+    #[cfg(feature = "flex")]
+    Near(Box<Near>),
+}
+
+/// The keys and values that the first queries see one by one, and the state of those behind.
+#[cfg(feature = "flex")]
+#[derive(Debug, Clone)]
+struct Near {
+    k: Tensor<4>,
+    v: Tensor<4>,
+    outside: backend::Outside,
+    /// How many queries.
+    longest: usize,
 }
 
 impl MemoryState {
+    /// Of the keys and values that `longest` queries see one by one, and the states of what is before and behind them.
+    #[cfg(feature = "flex")]
+    pub(super) fn near(
+        attention: &Attention,
+        [k, v]: [Tensor<4>; 2],
+        outside: backend::Outside,
+        longest: usize,
+    ) -> Self {
+        let near = Box::new(Near { k, v, outside, longest });
+        Self { mechanism: attention.layer().name(), remembered: Remembered::Near(near) }
+    }
+
     /// The memories of the batch entries `indices`, in that order; an entry may come several times.
-    pub(crate) fn select(&self, indices: &[usize], device: &Device) -> Self {
+    pub(crate) fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
         let rows = index_tensor(indices, device);
+        let take = |x: &Tensor<4>| x.clone().select(0, rows.clone());
         let remembered = match &self.remembered {
             Remembered::Total(total) => Remembered::Total(Box::new(total.select(&rows))),
             Remembered::Whole(whole) => {
                 let (k, v, mask) = whole.as_ref();
                 let keys = k.dims()[2];
-                let take = |x: &Tensor<4>| x.clone().select(0, rows.clone());
                 Remembered::Whole(Box::new((take(k), take(v), mask.select(indices, keys))))
             }
+            #[cfg(feature = "flex")]
+            Remembered::Near(near) => {
+                let Near { k, v, outside, longest } = near.as_ref();
+                let outside = outside.select(indices)?;
+                Remembered::Near(Box::new(Near { k: take(k), v: take(v), outside, longest: *longest }))
+            }
         };
-        Self { mechanism: self.mechanism, remembered }
+        Ok(Self { mechanism: self.mechanism, remembered })
     }
 }

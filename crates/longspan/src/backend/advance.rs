@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use longspan_kernels::Dims;
 
 #[cfg(feature = "flex")]
-use super::flex::{PrefixState, States, computed};
+use super::flex::{PrefixState, Settings, States, computed};
 use super::state::Inner;
 use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, step};
 use crate::attention::AttentionMask;
@@ -72,8 +72,7 @@ fn in_kernels(
     let parameters = super::flat(layer, q.dtype())?;
     let [batch, _, tokens, _] = q.dims();
     let states = states_of(layer, [batch, tokens], q.dtype(), state)?;
-    let settings =
-        super::flex::Settings { kernel: layer.kernel(), mask: AttentionMask::causal(), states: Some(states.clone()) };
+    let settings = Settings { states: Some(states.clone()), ..Settings::new(layer.kernel(), AttentionMask::causal()) };
     let out = super::run(settings, q, k, v, parameters)?;
     *state = states.into_state();
     Ok(out)

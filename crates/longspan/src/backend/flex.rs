@@ -28,6 +28,32 @@ pub(super) struct Settings {
     pub mask: AttentionMask,
     /// The state of the tokens before, and where the one after the last is left.
     pub states: Option<States>,
+    /// The states of keys before and after the call's own, which queries see too.
+    pub outside: Option<Outside>,
+}
+
+impl Settings {
+    /// A call of all keys, from no state.
+    pub fn new(kernel: Arc<dyn AnyKernel>, mask: AttentionMask) -> Self {
+        Self { kernel, mask, states: None, outside: None }
+    }
+}
+
+/// The states of keys before and after those of a call. They are numbers: no gradient passes through them.
+#[derive(Debug, Clone)]
+pub(crate) struct Outside([Arc<PrefixState>; 2]);
+
+impl Outside {
+    /// Of calls in `f32`.
+    pub fn new(states: [State<f32>; 2]) -> Self {
+        Self(states.map(|state| Arc::new(f32::prefix(state))))
+    }
+
+    /// Those of the batch entries `indices`.
+    pub fn select(&self, indices: &[usize]) -> Result<Self, kernels::Error> {
+        let [before, after] = self.0.each_ref().map(|state| state.select(indices).map(Arc::new));
+        Ok(Self([before?, after?]))
+    }
 }
 
 /// The states at both ends of a call. They are numbers: no gradient passes through them.
@@ -295,6 +321,9 @@ impl Operands {
             .with_parameters(&parameters)
             .with_mask(settings.mask.as_kernel())
             .with_initial_state(settings.states.as_ref().and_then(|states| T::state(&states.before)));
+        let outside =
+            settings.outside.as_ref().and_then(|Outside([before, after])| Some([T::state(before)?, T::state(after)?]));
+        let call = outside.map_or(call, |outside| call.with_outside(outside));
         scratch_of(|scratch| work(&call, scratch))
     }
 

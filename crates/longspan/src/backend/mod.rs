@@ -35,7 +35,7 @@ pub(crate) use feature_map::Learned;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
-pub(crate) use flex::{States, split_parameters, with_scratch};
+pub(crate) use flex::{Outside, States, split_parameters, with_scratch};
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;
@@ -121,10 +121,27 @@ pub(crate) fn attend(
     #[cfg(feature = "flex")]
     if is_flex(&q) {
         let parameters = flat(layer, q.dtype())?;
-        let settings = flex::Settings { kernel: layer.kernel(), mask: mask.clone(), states: None };
-        return run(settings, q, k, v, parameters);
+        return run(flex::Settings::new(layer.kernel(), mask.clone()), q, k, v, parameters);
     }
     in_tensors(layer, q, k, v, mask)
+}
+
+/// [`attend`] on the CPU backend in both directions with keys before and after those that are given: queries stand at the keys from
+/// `first` on.
+#[cfg(feature = "flex")]
+pub(crate) fn attend_between(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    first: usize,
+    outside: &Outside,
+) -> Result<Tensor<4>> {
+    check(layer, &q, &k, &v)?;
+    let parameters = flat(layer, q.dtype())?;
+    let mask = AttentionMask::bidirectional().with_offset(first as isize);
+    let settings = flex::Settings { outside: Some(outside.clone()), ..flex::Settings::new(layer.kernel(), mask) };
+    run(settings, q, k, v, parameters)
 }
 
 /// Attention by the kernels on tensors of the CPU backend.

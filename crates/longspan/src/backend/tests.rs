@@ -384,8 +384,7 @@ mod fused {
         let operands = Operands { q, k, v, parameters: None }.with_adjacent_rows();
         assert_eq!([&operands.q, &operands.k, &operands.v].map(address), addresses);
         // The output lies in the order of the projection that follows.
-        let settings =
-            Settings { kernel: Arc::new(KernelizedAttention::default()), mask: AttentionMask::causal(), states: None };
+        let settings = Settings::new(Arc::new(KernelizedAttention::default()), AttentionMask::causal());
         let out = operands.forward(&settings).unwrap().out;
         assert_eq!(out.layout().strides(), [5 * 2 * 4, 4, 2 * 4, 1]);
         assert!(out.transpose(1, 2).is_contiguous());

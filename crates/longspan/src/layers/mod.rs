@@ -14,6 +14,8 @@ pub(crate) mod flex;
 pub(crate) mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
+#[cfg(feature = "flex")]
+pub(crate) mod stored;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod tests;
 

@@ -1,23 +1,19 @@
 //! A language model without tensors: a token through all of it without a graph, in memory that is used again.
 
-use std::sync::Arc;
-
-use burn::module::Param;
-use burn::nn::Linear;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
 use burn_flex::FlexTensor;
-use longspan_kernels::layers::{Activation, FeedForward, MultiHead, NormWeights, StepBuffers, Weights};
-use longspan_kernels::{Kernel, Mask, State};
+use longspan_kernels::State;
+use longspan_kernels::layers::StepBuffers;
 
-use super::block::{EncoderBlock, Norm};
 use super::language_model::{LanguageModel, LanguageState};
 use super::positions::{Positions, sinusoids};
-use crate::attention::{AttentionState, Heads};
-use crate::backend::{self, AnyKernel};
+use super::stored::StoredBlock;
+use crate::attention::AttentionState;
+use crate::backend;
 use crate::error::{Result, argument};
 use crate::layers::flex::{is_f32, numbers, shape};
 use crate::layers::gradients::fused::taken;
-use crate::layers::{NormKind, TokenNorm};
+use crate::layers::stored::{StoredLayer, StoredNorm};
 
 /// A [`LanguageModel`] that takes one token of each text after the other, on the CPU backend in `f32`. Made by
 /// [`LanguageModel::decoder`].
@@ -43,7 +39,7 @@ pub struct LanguageDecoder {
     /// What embeddings are multiplied by.
     scale: f32,
     positions: Positions,
-    blocks: Vec<Block>,
+    blocks: Vec<StoredBlock>,
     norm: Option<StoredNorm>,
     output: StoredLayer,
     states: Vec<State<f32>>,
@@ -53,150 +49,6 @@ pub struct LanguageDecoder {
     y: Vec<f32>,
     logits: Vec<f32>,
     buffers: StepBuffers,
-}
-
-/// A linear layer's tensors, contiguous.
-#[derive(Debug)]
-struct StoredLayer {
-    weight: FlexTensor,
-    bias: Option<FlexTensor>,
-}
-
-impl StoredLayer {
-    fn new(layer: &Linear) -> Self {
-        Self { weight: taken(layer.weight.val()), bias: layer.bias.as_ref().map(|bias| taken(bias.val())) }
-    }
-
-    fn weights(&self) -> Weights<'_> {
-        Weights { weight: numbers(&self.weight), bias: self.bias.as_ref().map(numbers) }
-    }
-}
-
-/// A norm's tensors.
-#[derive(Debug)]
-struct StoredNorm {
-    gamma: FlexTensor,
-    beta: Option<FlexTensor>,
-    centred: bool,
-    epsilon: f32,
-}
-
-impl StoredNorm {
-    fn new(norm: &TokenNorm) -> Self {
-        let stored = |param: &Param<Tensor<1>>| taken(param.val());
-        Self {
-            gamma: stored(&norm.gamma),
-            beta: norm.beta.as_ref().map(stored),
-            centred: norm.kind() == NormKind::Layer,
-            epsilon: norm.epsilon() as f32,
-        }
-    }
-
-    fn weights(&self) -> NormWeights<'_> {
-        let (gamma, beta) = (numbers(&self.gamma), self.beta.as_ref().map(numbers));
-        NormWeights { gamma, beta, centred: self.centred, epsilon: self.epsilon }
-    }
-}
-
-/// What one block needs for a token.
-#[derive(Debug)]
-struct Block {
-    place: Norm,
-    heads: Heads,
-    kernel: Arc<dyn AnyKernel>,
-    /// What the mechanism has learned as one, and how it is divided.
-    parameters: Option<FlexTensor>,
-    attention_norm: StoredNorm,
-    projection: StoredLayer,
-    output: StoredLayer,
-    feed_forward_norm: StoredNorm,
-    inner: StoredLayer,
-    outer: StoredLayer,
-    activation: Activation,
-    gated: bool,
-}
-
-impl Block {
-    fn new(block: &EncoderBlock) -> Result<Self> {
-        let (attention, feed_forward) = (&block.attention, &block.feed_forward);
-        let layer = attention.attention.layer();
-        layer.ready()?;
-        Ok(Self {
-            place: block.place(),
-            heads: layer.heads(),
-            kernel: layer.kernel(),
-            parameters: backend::flat(layer, DType::F32)?.map(taken),
-            attention_norm: StoredNorm::new(&block.attention_norm),
-            projection: StoredLayer::new(&attention.query_key_value),
-            output: StoredLayer::new(&attention.output),
-            feed_forward_norm: StoredNorm::new(&block.feed_forward_norm),
-            inner: StoredLayer::new(&feed_forward.inner),
-            outer: StoredLayer::new(&feed_forward.outer),
-            activation: feed_forward.activation().into(),
-            gated: feed_forward.gated(),
-        })
-    }
-
-    /// One token of each text: from `x`, by `y`, to `x`.
-    fn step(
-        &self,
-        batch: usize,
-        state: &mut State<f32>,
-        buffers: &mut StepBuffers,
-        x: &mut Vec<f32>,
-        y: &mut Vec<f32>,
-    ) -> Result<()> {
-        let Heads { heads, kv_heads, head_dim } = self.heads;
-        let kernel: &dyn Kernel<f32> = &*self.kernel;
-        let width = heads * head_dim;
-        let dims =
-            longspan_kernels::Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
-        let parameters = backend::split_parameters(kernel, &dims, self.parameters.as_ref().map(numbers));
-        let pre = self.place == Norm::Pre;
-        let attention = MultiHead {
-            x,
-            batch,
-            queries: 1,
-            memory: None,
-            heads,
-            kv_heads,
-            head_dim,
-            norm: pre.then(|| self.attention_norm.weights()),
-            projection: self.projection.weights(),
-            kernel,
-            parameters: &parameters,
-            mask: Mask::causal(),
-            initial_state: None,
-            output: self.output.weights(),
-            dropout: None,
-            residual: true,
-        };
-        attention.step(state, buffers, y)?;
-        self.end(&self.attention_norm, x, y)?;
-        let feed_forward = FeedForward {
-            x,
-            width,
-            hidden: numbers(&self.outer.weight).len() / width,
-            norm: pre.then(|| self.feed_forward_norm.weights()),
-            inner: self.inner.weights(),
-            activation: self.activation,
-            gated: self.gated,
-            outer: self.outer.weights(),
-            dropout: None,
-            residual: true,
-        };
-        feed_forward.step(buffers, y)?;
-        self.end(&self.feed_forward_norm, x, y)
-    }
-
-    /// What a part has written to `y` goes to `x`, by the norm where it stands after the sum.
-    fn end(&self, norm: &StoredNorm, x: &mut Vec<f32>, y: &mut Vec<f32>) -> Result<()> {
-        match self.place {
-            Norm::Pre => std::mem::swap(x, y),
-            Norm::Post => norm.weights().step(y, x)?,
-        }
-        Ok(())
-    }
 }
 
 impl LanguageModel {
@@ -223,7 +75,7 @@ impl LanguageModel {
             || "one whose state grows with every token: use LanguageModel::step".into(),
         )?;
         argument(batch > 0, NAME, "batch", || "at least 1".into(), || "0".into())?;
-        let blocks = self.blocks.iter().map(Block::new).collect::<Result<Vec<_>>>()?;
+        let blocks = self.blocks.iter().map(StoredBlock::new).collect::<Result<Vec<_>>>()?;
         let [vocabulary, width] = shape(&taken(weight.clone())).dims();
         let states = blocks.iter().enumerate().map(|(n, block)| {
             let layer = self.blocks[n].attention.attention.layer();
@@ -231,7 +83,7 @@ impl LanguageModel {
             let state = backend::states_of(layer, [batch, 1], DType::F32, &state)?;
             let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
             argument(
-                state.shape().batch == batch && state.shape().kv_heads == block.heads.kv_heads,
+                state.shape().batch == batch && state.shape().kv_heads == block.attention.heads.kv_heads,
                 NAME,
                 "state",
                 || format!("a batch of {batch}"),

@@ -7,6 +7,8 @@ mod decoder;
 mod language_model;
 mod positions;
 mod seq2seq;
+#[cfg(feature = "flex")]
+mod stored;
 
 pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 pub use classifier::{Classifier, ClassifierConfig, Pooling};

@@ -1,5 +1,7 @@
 //! The sequence-to-sequence transformer: a bidirectional encoder, a causal decoder, cross-attention between them.
 
+use std::ops::Range;
+
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
@@ -7,6 +9,8 @@ use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 use super::positions::Positions;
+#[cfg(feature = "flex")]
+use super::stored;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout};
@@ -129,6 +133,10 @@ impl Seq2SeqConfig {
 }
 
 impl Seq2Seq {
+    /// Tokens from which on one source alone is read in segments, in the memory of the encoder's rows, on the CPU backend without autodiff,
+    /// under mechanisms whose keys can be given as states: kernelized attention and Shaw's positions.
+    pub const LONG_SOURCE: usize = 1 << 16;
+
     /// Logits of every next target token, for training.
     ///
     /// # Shapes
@@ -198,13 +206,22 @@ impl Seq2Seq {
     /// # Errors
     /// A length beyond `source_tokens`, or not one for each batch entry.
     pub fn encode(&self, source: Tensor<2, Int>, source_lengths: &[usize]) -> Result<Memory> {
+        self.encode_for(source, source_lengths, usize::MAX)
+    }
+
+    /// [`encode`](Self::encode) for targets of at most `longest` tokens, the start token among them: of one long source, on the CPU backend without autodiff and
+    /// with mechanisms whose keys can be given as states, little more is held at any time than a row of `d_model` numbers a token.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode). A [`step`](Self::step) beyond `longest` may be refused.
+    pub fn encode_for(&self, source: Tensor<2, Int>, source_lengths: &[usize], longest: usize) -> Result<Memory> {
         let batch = source.dims()[0];
         let device = source.device();
         let (memory, mask) = self.encode_source(source, source_lengths)?;
         let layers = self
             .decoder
             .iter()
-            .map(|block| block.cross_attention.remember(memory.clone(), &mask))
+            .map(|block| block.cross_attention.remember_for(memory.clone(), &mask, longest))
             .collect::<Result<_>>()?;
         Ok(Memory { layers, batch, device })
     }
@@ -264,6 +281,17 @@ impl Seq2Seq {
         let mut mask = AttentionMask::bidirectional();
         if lengths.iter().any(|&n| n < tokens) {
             mask = mask.with_lengths(lengths);
+        }
+        #[cfg(feature = "flex")]
+        if let ([length], 1) = (lengths, batch)
+            && *length == tokens
+        {
+            let rows = |rows: Range<usize>| {
+                self.embed(&self.source_embedding, source.clone().narrow(1, rows.start, rows.len()), rows.start)
+            };
+            if let Some(x) = stored::in_segments(&self.encoder, self.encoder_norm.as_ref(), tokens, rows)? {
+                return Ok((x, mask));
+            }
         }
         let mut x = self.embed(&self.source_embedding, source, 0);
         for block in &self.encoder {
@@ -338,7 +366,7 @@ impl DecoderState {
             self.memory.clone()
         } else {
             Memory {
-                layers: self.memory.layers.iter().map(|layer| layer.select(indices, device)).collect(),
+                layers: self.memory.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?,
                 batch: indices.len(),
                 device: device.clone(),
             }

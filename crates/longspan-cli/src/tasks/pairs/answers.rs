@@ -46,7 +46,8 @@ pub fn search(
     let batches: Vec<_> =
         sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
     // Long sources take turns where the memory has no room for several.
-    let each = sources.last().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam));
+    let each =
+        sources.last().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam, ids.len()));
     let in_turn = each * how.workers.count() as f64 > memory::available();
     if let (true, Some((place, ids))) = (in_turn, sources.last()) {
         let what = || format!("{}, line {}: a text of {} tokens", how.name, (how.line)(*place), ids.len());

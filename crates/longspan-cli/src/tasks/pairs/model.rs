@@ -51,9 +51,13 @@ pub fn training_bytes(config: &RunConfig) -> [f64; 2] {
     [encoder * NUMBER, config.decoder_layers as f64 * (10.0 * d_model + d_ff) * NUMBER]
 }
 
-/// Bytes that answering with a beam takes for a token of the source; measured, rounded up.
-pub fn answering_bytes(config: &RunConfig, beam: usize) -> f64 {
+/// Bytes that answering a source of so many tokens with a beam takes for each of them; measured, rounded up.
+pub fn answering_bytes(config: &RunConfig, beam: usize, tokens: usize) -> f64 {
     let [d_model, d_ff] = [config.d_model, config.d_ff].map(|size| size as f64);
+    // Read in segments, of which only the encoder's rows remain.
+    if tokens >= Seq2Seq::LONG_SOURCE && ["kernelized", "shaw"].contains(&config.attention.as_str()) {
+        return 1.2 * d_model * NUMBER;
+    }
     // Without positions sums stand for all keys and values; otherwise every layer keeps them, and once more for each prefix.
     let kept =
         if config.attention == "kernelized" { 0 } else { config.decoder_layers * if beam > 1 { 1 + beam } else { 1 } };

@@ -1,0 +1,83 @@
+//! Multi-head attention as numbers, for calls without tensors.
+
+use std::sync::Arc;
+
+use burn::tensor::DType;
+use burn_flex::FlexTensor;
+use longspan_kernels::layers::{MultiHead, NormWeights};
+use longspan_kernels::{Dims, Kernel, Mask};
+
+use super::{Heads, MultiHeadAttention};
+use crate::backend::{self, AnyKernel};
+use crate::error::Result;
+use crate::layers::flex::numbers;
+use crate::layers::gradients::fused::taken;
+use crate::layers::stored::StoredLayer;
+
+/// The tensors of a [`MultiHeadAttention`].
+#[derive(Debug)]
+pub(crate) struct StoredAttention {
+    pub heads: Heads,
+    pub kernel: Arc<dyn AnyKernel>,
+    /// What the mechanism has learned, as one.
+    parameters: Option<FlexTensor>,
+    projection: StoredLayer,
+    output: StoredLayer,
+}
+
+impl StoredAttention {
+    pub fn new(attention: &MultiHeadAttention) -> Result<Self> {
+        let layer = attention.attention.layer();
+        layer.ready()?;
+        Ok(Self {
+            heads: layer.heads(),
+            kernel: layer.kernel(),
+            parameters: backend::flat(layer, DType::F32)?.map(taken),
+            projection: StoredLayer::new(&attention.query_key_value),
+            output: StoredLayer::new(&attention.output),
+        })
+    }
+
+    /// Width of a token.
+    pub fn width(&self) -> usize {
+        self.heads.heads * self.heads.head_dim
+    }
+
+    /// What the mechanism has learned, tensor by tensor.
+    pub fn parameters(&self) -> Vec<&[f32]> {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let dims = Dims { batch: 1, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
+        let kernel: &dyn Kernel<f32> = &*self.kernel;
+        backend::split_parameters(kernel, &dims, self.parameters.as_ref().map(numbers))
+    }
+
+    /// Self-attention on the rows of `batch` sequences, which are added to its results.
+    pub fn call<'a>(
+        &'a self,
+        x: &'a [f32],
+        batch: usize,
+        norm: Option<NormWeights<'a>>,
+        parameters: &'a [&'a [f32]],
+        mask: Mask<'a>,
+    ) -> MultiHead<'a> {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        MultiHead {
+            x,
+            batch,
+            queries: x.len() / (batch * self.width()).max(1),
+            memory: None,
+            heads,
+            kv_heads,
+            head_dim,
+            norm,
+            projection: self.projection.weights(),
+            kernel: &*self.kernel,
+            parameters,
+            mask,
+            initial_state: None,
+            output: self.output.weights(),
+            dropout: None,
+            residual: true,
+        }
+    }
+}
