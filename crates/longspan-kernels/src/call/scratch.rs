@@ -102,8 +102,8 @@ impl<T: Real> Scratch<T> {
 }
 
 /// Where the first cache line begins in a buffer that is longer than one.
-fn line_start<T>(buffer: &[T]) -> usize {
-    buffer.as_ptr().align_offset(LINE_BYTES).min(line::<T>())
+fn line_start<T>(buffer: *const T) -> usize {
+    buffer.align_offset(LINE_BYTES).min(line::<T>())
 }
 
 /// `len` numbers of a buffer that grows to hold them, the first on a cache line.
@@ -114,7 +114,7 @@ fn aligned<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
         // Not `resize`: nothing of the old contents is worth a copy.
         *buffer = vec![T::ZERO; wanted];
     }
-    let start = line_start(buffer);
+    let start = line_start(buffer.as_ptr());
     &mut buffer[start..start + len]
 }
 
@@ -129,15 +129,26 @@ impl<T: Real> Lines<T> {
     /// Zeros, or an error where the machine has not the memory.
     pub fn zeros(len: usize) -> Result<Self, Error> {
         let buffer = if len == 0 { Vec::new() } else { zeros(len.saturating_add(line::<T>()))? };
-        let start = if len == 0 { 0 } else { line_start(&buffer) };
+        let start = if len == 0 { 0 } else { line_start(buffer.as_ptr()) };
         Ok(Self { buffer, start, len })
     }
 
     /// A copy, as [`zeros`](Self::zeros).
     pub fn copy(numbers: &[T]) -> Result<Self, Error> {
-        let mut this = Self::zeros(numbers.len())?;
-        this.copy_from_slice(numbers);
-        Ok(this)
+        Self::gather(numbers.len(), [numbers])
+    }
+
+    /// Copies of parts, `len` numbers in all, one after the other.
+    pub fn gather<'a>(len: usize, parts: impl IntoIterator<Item = &'a [T]>) -> Result<Self, Error> {
+        let mut buffer: Vec<T> = Vec::new();
+        let room = len.saturating_add(line::<T>());
+        let refused = |_| Error::Memory { bytes: room.saturating_mul(size_of::<T>()) };
+        buffer.try_reserve_exact(room).map_err(refused)?;
+        let start = line_start(buffer.as_ptr());
+        buffer.resize(start, T::ZERO);
+        parts.into_iter().for_each(|part| buffer.extend_from_slice(part));
+        assert_eq!(buffer.len(), start + len, "as many numbers as were said");
+        Ok(Self { buffer, start, len })
     }
 }
 

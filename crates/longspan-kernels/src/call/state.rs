@@ -149,18 +149,13 @@ impl<T: Real> State<T> {
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
     pub fn select(&self, indices: &[usize]) -> Result<Self, Error> {
-        let entry = self.shape.kv_heads * self.shape.head_len();
-        let mut numbers = Lines::zeros(indices.len().saturating_mul(entry))?;
-        for (n, &index) in indices.iter().enumerate() {
-            expect(
-                index < self.shape.batch,
-                "state",
-                "batch index",
-                || format!("less than {}", self.shape.batch),
-                || index.to_string(),
-            )?;
-            numbers[n * entry..][..entry].copy_from_slice(&self.numbers[index * entry..][..entry]);
+        let StateShape { batch, kv_heads, .. } = self.shape;
+        for &index in indices {
+            expect(index < batch, "state", "batch index", || format!("less than {batch}"), || index.to_string())?;
         }
+        let entry = kv_heads * self.shape.head_len();
+        let entries = indices.iter().map(|&index| &self.numbers[index * entry..][..entry]);
+        let numbers = Lines::gather(indices.len().saturating_mul(entry), entries)?;
         Ok(Self { shape: StateShape { batch: indices.len(), ..self.shape }, numbers })
     }
 

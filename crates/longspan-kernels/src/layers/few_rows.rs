@@ -7,7 +7,7 @@ use super::feed_forward::{FeedForward, Weights, add_bias};
 use super::multi_head::MultiHead;
 use super::norm::NormWeights;
 use super::products::{Matrix, product};
-use crate::call::{State, Token};
+use crate::call::{Call, Dims, Output, Scratch, State, Token, View};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
@@ -166,6 +166,55 @@ impl MultiHead<'_> {
         }
         let token = Token { q: own_q, k: own_k, v: own_v, parameters: self.parameters };
         self.kernel.step(&token, state, heads)?;
+        multiply(heads, width, self.output, width, out);
+        if self.residual {
+            add_scaled(out, 1.0, self.x);
+        }
+        Ok(())
+    }
+}
+
+/// Keys and values that have been projected, for queries that come later.
+#[derive(Debug, Clone, Copy)]
+pub struct Projected<'a> {
+    /// `[batch, kv_heads, keys, key_dim]`.
+    pub k: View<'a, f32>,
+    /// `[batch, kv_heads, keys, head_dim]`.
+    pub v: View<'a, f32>,
+    /// Keys of each batch entry.
+    pub keys: usize,
+    /// As [`Call::outside`].
+    pub outside: Option<[&'a State<f32>; 2]>,
+}
+
+impl MultiHead<'_> {
+    /// The results of a few rows of queries that see keys and values which have been projected. The call's own memory and initial state
+    /// are not looked at.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); dropout.
+    pub fn recall(
+        &self,
+        memory: &Projected<'_>,
+        scratch: &mut Scratch<f32>,
+        buffers: &mut StepBuffers,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        const OPERATION: &str = "multi_head recall";
+        Self { memory: None, ..*self }.check()?;
+        check_out(OPERATION, self.x, out)?;
+        expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
+        let width = self.width();
+        let [norms, q, heads] = buffers.take([self.x.len(); 3]);
+        let n = normed(self.norm, self.x, norms);
+        let Weights { weight, bias } = self.projection;
+        multiply(n, width, Weights { weight, bias: bias.map(|bias| &bias[..width]) }, self.columns(), q);
+        let dims = Dims { keys: memory.keys, ..self.dims() };
+        let call = Call::new(dims, View::strided(q, self.strides()), memory.k, memory.v)
+            .with_mask(self.mask)
+            .with_parameters(self.parameters);
+        let call = memory.outside.map_or(call, |outside| call.with_outside(outside));
+        self.kernel.forward(&call, Output::new(self.token_major(heads)), scratch)?;
         multiply(heads, width, self.output, width, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);

@@ -25,7 +25,7 @@ pub use adamw::AdamW;
 pub use cross_entropy::{CrossEntropy, Loss, LossGradients};
 pub use dropout::Dropout;
 pub use feed_forward::{FeedForward, FeedForwardGradients, Weights};
-pub use few_rows::StepBuffers;
+pub use few_rows::{Projected, StepBuffers};
 pub use linear::{Kept, Linear, LinearGradients};
 pub use multi_head::{KeptAttention, Memory, MultiHead, MultiHeadGradients};
 pub use norm::{Norm, NormGradients, NormWeights};

@@ -102,7 +102,7 @@ impl<'a> MultiHead<'a> {
         self.heads * self.head_dim
     }
 
-    fn dims(&self) -> Dims {
+    pub(super) fn dims(&self) -> Dims {
         let Self { batch, heads, kv_heads, queries, head_dim, .. } = *self;
         let keys = self.memory.map_or(queries, |memory| memory.keys);
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim }
@@ -326,11 +326,11 @@ impl<'a> MultiHead<'a> {
     }
 
     /// Strides of heads' outputs, `[batch, queries, heads · head_dim]`.
-    fn strides(&self) -> [usize; 3] {
+    pub(super) fn strides(&self) -> [usize; 3] {
         [self.queries * self.width(), self.head_dim, self.width()]
     }
 
-    fn token_major<'v>(&self, numbers: &'v mut [f32]) -> ViewMut<'v, f32> {
+    pub(super) fn token_major<'v>(&self, numbers: &'v mut [f32]) -> ViewMut<'v, f32> {
         ViewMut::strided(numbers, self.strides())
     }
 

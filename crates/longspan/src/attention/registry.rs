@@ -6,6 +6,8 @@ use std::sync::Arc;
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+#[cfg(feature = "flex")]
+use burn_flex::{Flex, FlexTensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -354,12 +356,24 @@ enum Remembered {
     Near(Box<Near>),
 }
 
+/// A memory as the kernels read it.
+#[cfg(feature = "flex")]
+pub(crate) struct MemoryRows<'a> {
+    pub k: FlexTensor,
+    pub v: FlexTensor,
+    pub mask: &'a AttentionMask,
+    pub outside: Option<&'a backend::Outside>,
+    /// How many queries it is for.
+    pub longest: usize,
+}
+
 /// The keys and values that the first queries see one by one, and the state of those behind.
 #[cfg(feature = "flex")]
 #[derive(Debug, Clone)]
 struct Near {
     k: Tensor<4>,
     v: Tensor<4>,
+    mask: AttentionMask,
     outside: backend::Outside,
     /// How many queries.
     longest: usize,
@@ -374,8 +388,23 @@ impl MemoryState {
         outside: backend::Outside,
         longest: usize,
     ) -> Self {
-        let near = Box::new(Near { k, v, outside, longest });
+        let near = Box::new(Near { k, v, mask: AttentionMask::bidirectional(), outside, longest });
         Self { mechanism: attention.layer().name(), remembered: Remembered::Near(near) }
+    }
+
+    /// For calls without tensors, if it is one of a mechanism's keys and values on the CPU backend.
+    #[cfg(feature = "flex")]
+    pub(crate) fn rows(&self, mechanism: &str) -> Option<MemoryRows<'_>> {
+        if self.mechanism != mechanism {
+            return None;
+        }
+        let (k, v, mask, outside, longest) = match &self.remembered {
+            Remembered::Total(_) => return None,
+            Remembered::Whole(whole) => (&whole.0, &whole.1, &whole.2, None, usize::MAX),
+            Remembered::Near(near) => (&near.k, &near.v, &near.mask, Some(&near.outside), near.longest),
+        };
+        let numbers = |x: &Tensor<4>| x.clone().try_into_primitive::<Flex>().ok().map(backend::adjacent_rows);
+        Some(MemoryRows { k: numbers(k)?, v: numbers(v)?, mask, outside, longest })
     }
 
     /// The memories of the batch entries `indices`, in that order; an entry may come several times.
@@ -391,9 +420,13 @@ impl MemoryState {
             }
             #[cfg(feature = "flex")]
             Remembered::Near(near) => {
-                let Near { k, v, outside, longest } = near.as_ref();
-                let outside = outside.select(indices)?;
-                Remembered::Near(Box::new(Near { k: take(k), v: take(v), outside, longest: *longest }))
+                let (k, v) = (take(&near.k), take(&near.v));
+                Remembered::Near(Box::new(Near {
+                    k,
+                    v,
+                    outside: near.outside.select(indices)?,
+                    ..near.as_ref().clone()
+                }))
             }
         };
         Ok(Self { mechanism: self.mechanism, remembered })

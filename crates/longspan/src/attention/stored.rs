@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_flex::FlexTensor;
-use longspan_kernels::layers::{MultiHead, NormWeights};
-use longspan_kernels::{Dims, Kernel, Mask};
+use longspan_kernels::layers::{MultiHead, NormWeights, Projected, StepBuffers};
+use longspan_kernels::{Dims, Kernel, Mask, State};
 
-use super::{Heads, MultiHeadAttention};
+use super::{AttentionState, Heads, MemoryState, MultiHeadAttention};
 use crate::backend::{self, AnyKernel};
-use crate::error::Result;
+use crate::error::{Error, Result, argument};
 use crate::layers::flex::numbers;
 use crate::layers::gradients::fused::taken;
 use crate::layers::stored::StoredLayer;
@@ -79,5 +79,48 @@ impl StoredAttention {
             dropout: None,
             residual: true,
         }
+    }
+    /// The state of `batch` texts' tokens so far.
+    pub fn state_in<'s>(&self, state: &'s mut AttentionState, batch: usize) -> Result<&'s mut State<f32>> {
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
+        let kernel: &dyn Kernel<f32> = &*self.kernel;
+        state.in_kernels(|| Ok(kernel.empty_state(&dims)?))?.ok_or_else(|| Error::Argument {
+            operation: kernel.name(),
+            argument: "state",
+            expected: "a state of f32 on the CPU backend, without autodiff".into(),
+            got: "one of another".into(),
+        })
+    }
+
+    /// Cross-attention of one query of each text, which stands at `position`, to a memory of [rows](MemoryState::rows); `x` is added.
+    pub fn recall(
+        &self,
+        x: &[f32],
+        [batch, position]: [usize; 2],
+        norm: Option<NormWeights<'_>>,
+        memory: &MemoryState,
+        buffers: &mut StepBuffers,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let Some(rows) = memory.rows(self.kernel.name()) else { unreachable!("a memory of rows") };
+        argument(
+            position < rows.longest,
+            self.kernel.name(),
+            "position",
+            || format!("queries before position {}, for which the memory was made", rows.longest),
+            || position.to_string(),
+        )?;
+        let parameters = self.parameters();
+        let mask = rows.mask.as_kernel().with_offset(position as isize);
+        let keys = rows.k.layout().shape().dims::<4>()[2];
+        let projected = Projected {
+            k: backend::view_f32(&rows.k),
+            v: backend::view_f32(&rows.v),
+            keys,
+            outside: rows.outside.and_then(|outside| outside.states()),
+        };
+        let call = self.call(x, batch, norm, &parameters, mask);
+        Ok(backend::with_scratch(|scratch| call.recall(&projected, scratch, buffers, out))?)
     }
 }

@@ -49,6 +49,12 @@ impl Outside {
         Self(states.map(|state| Arc::new(f32::prefix(state))))
     }
 
+    /// If they are of calls in `f32`.
+    pub fn states(&self) -> Option<[&State<f32>; 2]> {
+        let Self([before, after]) = self;
+        Some([f32::state(before)?, f32::state(after)?])
+    }
+
     /// Those of the batch entries `indices`.
     pub fn select(&self, indices: &[usize]) -> Result<Self, kernels::Error> {
         let [before, after] = self.0.each_ref().map(|state| state.select(indices).map(Arc::new));
@@ -442,6 +448,14 @@ pub(super) enum PrefixState {
 }
 
 impl PrefixState {
+    /// In `f32`.
+    pub fn as_f32(&mut self) -> Option<&mut State<f32>> {
+        match self {
+            Self::F32(state) => Some(state),
+            Self::F64(_) => None,
+        }
+    }
+
     /// Before the first token of calls like this one.
     pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
         Self::empty_for(kernel, &operands.dims(), operands.q.dtype())
@@ -578,7 +592,7 @@ impl<T: Number> TokenMajor<T> {
 }
 
 /// The tensor itself where its rows are adjacent numbers, otherwise a contiguous copy.
-fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
+pub(crate) fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
     let layout = tensor.layout();
     let (shape, strides) = (layout.shape(), layout.strides());
     let last = shape.num_dims() - 1;
@@ -589,6 +603,11 @@ fn adjacent_rows(tensor: FlexTensor) -> FlexTensor {
     #[cfg(test)]
     copies::count();
     tensor.to_contiguous()
+}
+
+/// The kernels' view of a tensor of `f32` with adjacent rows.
+pub(crate) fn view_f32(tensor: &FlexTensor) -> View<'_, f32> {
+    view(tensor)
 }
 
 /// The kernels' view of a tensor with adjacent rows.

@@ -35,7 +35,7 @@ pub(crate) use feature_map::Learned;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
-pub(crate) use flex::{Outside, States, split_parameters, with_scratch};
+pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
 #[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;

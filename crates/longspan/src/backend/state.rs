@@ -30,6 +30,23 @@ impl From<longspan_kernels::State<f32>> for AttentionState {
     }
 }
 
+#[cfg(feature = "flex")]
+impl AttentionState {
+    /// The kernels' state in `f32`, made where it is that before the first token; none of another kind.
+    pub(crate) fn in_kernels(
+        &mut self,
+        empty: impl FnOnce() -> Result<longspan_kernels::State<f32>>,
+    ) -> Result<Option<&mut longspan_kernels::State<f32>>> {
+        if self.inner.is_none() {
+            *self = empty()?.into();
+        }
+        Ok(match &mut self.inner {
+            Some(Inner::Kernels(state)) => state.as_f32(),
+            _ => None,
+        })
+    }
+}
+
 #[derive(Debug, Clone)]
 pub(super) enum Inner {
     #[cfg(feature = "flex")]

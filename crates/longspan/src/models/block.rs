@@ -319,6 +319,12 @@ pub struct DecoderBlock {
 }
 
 impl DecoderBlock {
+    /// Where the norms stand.
+    #[cfg(feature = "flex")]
+    pub(super) fn place(&self) -> Norm {
+        self.norm
+    }
+
     fn branches(&self) -> Branches {
         Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
     }

@@ -1,6 +1,8 @@
 //! The sequence-to-sequence transformer: a bidirectional encoder, a causal decoder, cross-attention between them.
 
 use std::ops::Range;
+#[cfg(feature = "flex")]
+use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
@@ -10,7 +12,7 @@ use burn::tensor::{Device, Int, Tensor};
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 use super::positions::Positions;
 #[cfg(feature = "flex")]
-use super::stored;
+use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument, config};
 use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout};
@@ -229,6 +231,9 @@ impl Seq2Seq {
     /// The decoder before its first token.
     pub fn start(&self, memory: Memory) -> DecoderState {
         DecoderState {
+            // What can't be stored says why when it is stepped.
+            #[cfg(feature = "flex")]
+            stored: StoredDecoder::new(self, &memory.layers).ok().flatten().map(Arc::new),
             layers: vec![AttentionState::default(); self.decoder.len()],
             sources: (0..memory.batch).collect(),
             memory,
@@ -253,6 +258,12 @@ impl Seq2Seq {
         )?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
         let mut x = self.embed(&self.target_embedding, tokens, state.position);
+        #[cfg(feature = "flex")]
+        if let Some(decoder) = &state.stored {
+            let logits = decoder.step(x, state.position, &mut state.layers, &state.memory.layers)?;
+            state.position += 1;
+            return Ok(logits);
+        }
         for ((block, layer), memory) in self.decoder.iter().zip(&mut state.layers).zip(&state.memory.layers) {
             x = block.step(x, state.position, layer, memory)?;
         }
@@ -289,7 +300,7 @@ impl Seq2Seq {
             let rows = |rows: Range<usize>| {
                 self.embed(&self.source_embedding, source.clone().narrow(1, rows.start, rows.len()), rows.start)
             };
-            if let Some(x) = stored::in_segments(&self.encoder, self.encoder_norm.as_ref(), tokens, rows)? {
+            if let Some(x) = in_segments(&self.encoder, self.encoder_norm.as_ref(), tokens, rows)? {
                 return Ok((x, mask));
             }
         }
@@ -332,6 +343,9 @@ pub struct DecoderState {
     /// Which source each batch entry of the memory was at the start.
     sources: Vec<usize>,
     position: usize,
+    /// The decoder without tensors, where it can do without.
+    #[cfg(feature = "flex")]
+    stored: Option<Arc<StoredDecoder>>,
 }
 
 impl DecoderState {
@@ -371,6 +385,13 @@ impl DecoderState {
                 device: device.clone(),
             }
         };
-        Ok(Self { layers, memory, sources, position: self.position })
+        Ok(Self {
+            layers,
+            memory,
+            sources,
+            position: self.position,
+            #[cfg(feature = "flex")]
+            stored: self.stored.clone(),
+        })
     }
 }

@@ -4,18 +4,19 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 use burn_flex::Flex;
-use longspan_kernels::layers::{Norm as NormCall, StepBuffers};
+use longspan_kernels::layers::{Norm as NormCall, NormWeights, StepBuffers};
 use longspan_kernels::{Error as KernelError, Mask, Scratch, State};
 
-use super::block::{EncoderBlock, Norm};
+use super::block::{DecoderBlock, EncoderBlock, Norm};
 use super::seq2seq::Seq2Seq;
 use crate::attention::stored::StoredAttention;
+use crate::attention::{AttentionState, MemoryState};
 use crate::backend::with_scratch;
 use crate::error::Result;
 use crate::layers::TokenNorm;
 use crate::layers::flex::{is_f32, numbers, tensor};
 use crate::layers::gradients::fused::taken;
-use crate::layers::stored::{StoredFeedForward, StoredNorm};
+use crate::layers::stored::{StoredFeedForward, StoredLayer, StoredNorm};
 
 /// The tensors of an [`EncoderBlock`].
 #[derive(Debug)]
@@ -47,14 +48,35 @@ impl StoredBlock {
         x: &mut Vec<f32>,
         y: &mut Vec<f32>,
     ) -> Result<()> {
+        self.attend(batch, state, buffers, x, y)?;
+        self.feed(buffers, x, y)
+    }
+
+    /// Self-attention's part of a step.
+    fn attend(
+        &self,
+        batch: usize,
+        state: &mut State<f32>,
+        buffers: &mut StepBuffers,
+        x: &mut Vec<f32>,
+        y: &mut Vec<f32>,
+    ) -> Result<()> {
         let parameters = self.attention.parameters();
-        let pre = self.place == Norm::Pre;
-        let norm = pre.then(|| self.attention_norm.weights());
+        let norm = self.before(&self.attention_norm);
         self.attention.call(x, batch, norm, &parameters, Mask::causal()).step(state, buffers, y)?;
-        self.end(&self.attention_norm, x, y)?;
-        let norm = pre.then(|| self.feed_forward_norm.weights());
+        self.end(&self.attention_norm, x, y)
+    }
+
+    /// The feed-forward part of a step.
+    fn feed(&self, buffers: &mut StepBuffers, x: &mut Vec<f32>, y: &mut Vec<f32>) -> Result<()> {
+        let norm = self.before(&self.feed_forward_norm);
         self.feed_forward.call(x, self.attention.width(), norm).step(buffers, y)?;
         self.end(&self.feed_forward_norm, x, y)
+    }
+
+    /// A part's norm, where it stands before the part.
+    fn before<'n>(&self, norm: &'n StoredNorm) -> Option<NormWeights<'n>> {
+        (self.place == Norm::Pre).then(|| norm.weights())
     }
 
     /// What a part has written to `y` goes to `x`, by the norm where it stands after the sum.
@@ -78,13 +100,96 @@ impl StoredBlock {
             Some(norm) => NormCall { x: &rows, weights: norm.weights() }.forward(),
             None => Ok(rows),
         };
-        let inner = (self.place == Norm::Pre).then(|| self.feed_forward_norm.weights());
+        let inner = self.before(&self.feed_forward_norm);
         let attention =
             self.attention.call(&[], 1, before.map(StoredNorm::weights), &parameters, Mask::bidirectional());
         Ok(attention.in_segments(x, segment, scratch, |rows| -> Result<Vec<f32>, KernelError> {
             let rows = normed(between, rows)?;
             normed(after, self.feed_forward.call(&rows, width, inner).forward()?)
         })?)
+    }
+}
+
+/// The decoder of a [`Seq2Seq`] and its output layer.
+#[derive(Debug)]
+pub(super) struct StoredDecoder {
+    blocks: Vec<StoredDecoderBlock>,
+    norm: Option<StoredNorm>,
+    output: StoredLayer,
+}
+
+/// The tensors of a [`DecoderBlock`]: of a block around cross-attention.
+#[derive(Debug)]
+struct StoredDecoderBlock {
+    block: StoredBlock,
+    cross_attention: StoredAttention,
+    cross_attention_norm: StoredNorm,
+}
+
+impl StoredDecoder {
+    /// None where a step needs tensors: on other devices, for other numbers, in training, for states that grow and memories of sums.
+    pub fn new(model: &Seq2Seq, memories: &[MemoryState]) -> Result<Option<Self>> {
+        let weight = model.target_embedding.weight.val();
+        let grows = model.decoder.iter().any(|block| block.attention.attention.keeps_past());
+        let without = model
+            .decoder
+            .iter()
+            .zip(memories)
+            .all(|(block, memory)| memory.rows(block.cross_attention.attention.layer().name()).is_some());
+        if grows || !without || !is_f32(&weight) || weight.device().is_autodiff() {
+            return Ok(None);
+        }
+        let block = |block: &DecoderBlock| {
+            Ok(StoredDecoderBlock {
+                block: StoredBlock {
+                    place: block.place(),
+                    attention: StoredAttention::new(&block.attention)?,
+                    attention_norm: StoredNorm::new(&block.attention_norm),
+                    feed_forward: StoredFeedForward::new(&block.feed_forward),
+                    feed_forward_norm: StoredNorm::new(&block.feed_forward_norm),
+                },
+                cross_attention: StoredAttention::new(&block.cross_attention)?,
+                cross_attention_norm: StoredNorm::new(&block.cross_attention_norm),
+            })
+        };
+        Ok(Some(Self {
+            blocks: model.decoder.iter().map(block).collect::<Result<_>>()?,
+            norm: model.decoder_norm.as_ref().map(StoredNorm::new),
+            output: StoredLayer::new(&model.output),
+        }))
+    }
+
+    /// Logits after one token of each text, from the embeddings of these tokens at `position`.
+    pub fn step(
+        &self,
+        embedded: Tensor<3>,
+        position: usize,
+        states: &mut [AttentionState],
+        memories: &[MemoryState],
+    ) -> Result<Tensor<2>> {
+        let [batch, _, width] = embedded.dims();
+        let mut x = numbers(&taken(embedded)).to_vec();
+        let (mut y, mut buffers) = (vec![0.0; x.len()], StepBuffers::default());
+        for ((StoredDecoderBlock { block, cross_attention, cross_attention_norm }, state), memory) in
+            self.blocks.iter().zip(states).zip(memories)
+        {
+            let attention = &block.attention;
+            let state = attention.state_in(state, batch)?;
+            block.attend(batch, state, &mut buffers, &mut x, &mut y)?;
+            let norm = block.before(cross_attention_norm);
+            cross_attention.recall(&x, [batch, position], norm, memory, &mut buffers, &mut y)?;
+            block.end(cross_attention_norm, &mut x, &mut y)?;
+            block.feed(&mut buffers, &mut x, &mut y)?;
+        }
+        if let Some(norm) = &self.norm {
+            norm.weights().step(&x, &mut y)?;
+            std::mem::swap(&mut x, &mut y);
+        }
+        let output = self.output.weights();
+        let outputs = output.weight.len() / width;
+        let mut logits = vec![0.0; batch * outputs];
+        output.step(&x, width, &mut logits)?;
+        Ok(Tensor::from_primitive::<Flex>(tensor(logits, [batch, outputs])))
     }
 }
 
