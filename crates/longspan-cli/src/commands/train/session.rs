@@ -210,7 +210,7 @@ impl<T: Task> Session<T> {
                 best = Some(Best { step, loss });
             }
         }
-        self.log.sync(&self.title())?;
+        self.log.sync(&self.title(), self.task.measure())?;
         let Place { note, tensors } = self.task.place(&self.data.train, &self.model)?;
         let saved = Saved { step, seconds, best, place: note, ..self.saved.clone() };
         self.folder.save(&self.model, &self.optimizer, &saved, tensors)?;
