@@ -22,6 +22,9 @@ pub struct RunConfig {
     /// Numeric series and their labels to learn from, instead of pairs.
     #[serde(default)]
     pub series: Option<PathBuf>,
+    /// Sequences to draw and learn from, instead of pairs: a task and its sizes.
+    #[serde(default)]
+    pub synthetic: Option<String>,
     /// What a label is: `label` or `number`; by default numbers where all labels are, and more than 20 differ.
     #[serde(default)]
     pub target: Option<String>,
@@ -162,6 +165,7 @@ impl Default for RunConfig {
             text: Vec::new(),
             labelled: None,
             series: None,
+            synthetic: None,
             target: None,
             missing: missing(),
             tokens: None,
@@ -210,11 +214,12 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 47] = [
+pub const KEYS: [(&str, &str); 48] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
     ("series", "a .jsonl, .csv, .ts or .tsv of numeric series and labels, instead of pairs"),
+    ("synthetic", "mqar, recall or copying, with sizes: mqar:pairs=16,length=256,vocabulary=8192"),
     ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
     ("missing", "mask or refuse: what becomes of missing values of a series"),
     (
@@ -248,7 +253,7 @@ pub const KEYS: [(&str, &str); 47] = [
     ("d_ff", "width inside the feed-forward layers"),
     ("dropout", "share of activations dropped in training"),
     ("norm", "pre or post: where norms stand"),
-    ("norm_kind", "layer or rms; as the next three of --text, --labelled and --series"),
+    ("norm_kind", "layer or rms; this and the next three not for pairs"),
     ("activation", "relu, gelu, gelu-tanh or silu, in feed-forward parts"),
     ("gated", "whether a second product multiplies the activations; with silu this is SwiGLU"),
     ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
@@ -291,6 +296,9 @@ impl Settings {
         let named = |key: &str| self.values.get(key).unwrap_or(&Value::Null);
         if named("text").as_array().is_some_and(|paths| !paths.is_empty()) {
             return Some(RunConfig::of_text());
+        }
+        if named("synthetic").is_string() {
+            return Some(RunConfig::of_synthetic());
         }
         if named("series").is_string() {
             return Some(RunConfig::of_series());
@@ -410,14 +418,19 @@ impl RunConfig {
             ("text", !self.text.is_empty()),
             ("labelled", self.labelled.is_some()),
             ("series", self.series.is_some()),
+            ("synthetic", self.synthetic.is_some()),
             ("pairs", self.pairs.is_some()),
         ];
         let given: Vec<&str> = data.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
         if let [first, second, ..] = given[..] {
             bail!("{first} is given along with {second}; a run learns from the one or the other");
         }
-        if !self.text.is_empty() && (self.development.is_some() || self.held_out.is_some()) {
+        let files = self.development.is_some() || self.held_out.is_some();
+        if !self.text.is_empty() && files {
             bail!("text is given along with development or held_out; of a text the end is held out");
+        }
+        if self.synthetic.is_some() && files {
+            bail!("synthetic is given along with development or held_out; sequences for both are drawn");
         }
         let plain = Self::default();
         let blocks = [
@@ -427,7 +440,9 @@ impl RunConfig {
             ("recompute", self.recompute),
         ];
         if let (true, Some((key, _))) = (self.data_flag() == "--pairs", blocks.iter().find(|(_, changed)| *changed)) {
-            bail!("{key} is for runs on --text, --labelled or --series, and this one is on pairs; leave it out");
+            bail!(
+                "{key} is for runs on --text, --labelled, --series or --synthetic, and this one is on pairs; leave it out"
+            );
         }
         if self.backpropagate > self.carry {
             bail!(
@@ -494,6 +509,11 @@ impl RunConfig {
         Self { attention: "fourier".into(), learning_rate: 4e-3, ..Self::of_labelled() }
     }
 
+    /// The defaults of a run on drawn sequences.
+    pub fn of_synthetic() -> Self {
+        Self { layers: 2, d_ff: 512, learning_rate: 2e-3, weight_decay: 0.1, label_smoothing: 0.0, ..Self::default() }
+    }
+
     /// The file that the run learns from, the first of several; without one, the CMU dictionary.
     pub fn data(&self) -> Option<&Path> {
         let one = [&self.pairs, &self.labelled, &self.series].into_iter().find_map(Option::as_deref);
@@ -505,6 +525,7 @@ impl RunConfig {
         match self {
             Self { labelled: Some(_), .. } => "--labelled",
             Self { series: Some(_), .. } => "--series",
+            Self { synthetic: Some(_), .. } => "--synthetic",
             Self { text, .. } if !text.is_empty() => "--text",
             _ => "--pairs",
         }
@@ -516,6 +537,7 @@ impl RunConfig {
             return format!("{} and {} more", first.display(), self.text.len() - 1);
         }
         match self.data() {
+            None if self.synthetic.is_some() => self.synthetic.clone().unwrap_or_default(),
             None => "the CMU pronouncing dictionary".into(),
             Some(path) if path.as_os_str() == "-" => "standard input".into(),
             Some(path) => path.display().to_string(),

@@ -30,6 +30,11 @@ pub fn score<T: PartialEq>(answer: &Vec<T>, targets: &[Vec<T>]) -> Option<Score>
         .min_by_key(|score| (score.edits, std::cmp::Reverse(score.tokens)))
 }
 
+/// The place of the largest number, of equal ones the first.
+pub fn likeliest(row: &[f32]) -> usize {
+    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap_or(0)
+}
+
 /// A rate with a 95 % confidence interval, as fractions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rate {

@@ -129,9 +129,11 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
                 writeln!(out, "held out    {name} {rate:.4}{}", interval.unwrap_or_default())?;
             }
         }
-        let percent = |part: &str| held_out["accuracy"][part].as_f64().map(|rate| 100.0 * rate);
-        if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
-            writeln!(out, "held out    accuracy {rate:.1} % ({low:.1} … {high:.1} %)")?;
+        for (key, name) in [("accuracy", "accuracy"), ("recalled", "recalled")] {
+            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
+            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
+                writeln!(out, "held out    {name} {rate:.1} % ({low:.1} … {high:.1} %)")?;
+            }
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {

@@ -47,6 +47,9 @@ pub struct Arguments {
     /// .tsv of the UEA and UCR archives, also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text", "labelled"])]
     series: Option<PathBuf>,
+    /// Sequences to draw and learn to recall from: mqar, recall or copying, with sizes such as mqar:pairs=16,length=256,vocabulary=8192
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
+    synthetic: Option<String>,
     /// Segments of a text that a step learns from; gradients reach back so far
     #[arg(long, value_name = "N")]
     backpropagate: Option<usize>,
@@ -261,7 +264,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 17] = [
+    let flags: [(&str, &str, Option<Value>); 18] = [
         (
             "development",
             "--development",
@@ -271,6 +274,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
         ("labelled", "--labelled", arguments.labelled.as_ref().map(|path| text("--labelled", path)).transpose()?),
         ("series", "--series", arguments.series.as_ref().map(|path| text("--series", path)).transpose()?),
+        ("synthetic", "--synthetic", arguments.synthetic.as_ref().map(|name| json!(name))),
         ("backpropagate", "--backpropagate", arguments.backpropagate.map(|n| json!(n))),
         ("text", "--text", texts(&arguments.text)?),
         ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
@@ -324,7 +328,7 @@ fn claim_default(config: &RunConfig) -> Result<Draft> {
         Some(path) if lines::is_standard_input(path) => "standard-input".into(),
         Some(path) if path.file_stem().is_none() => "text".into(),
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
-        None => "cmudict".into(),
+        None => config.synthetic.as_ref().map_or("cmudict", |name| name.split(':').next().unwrap_or(name)).into(),
     };
     for n in 1u32.. {
         let path = Path::new("runs").join(if n == 1 { stem.clone() } else { format!("{stem}-{n}") });

@@ -221,7 +221,7 @@ impl<T: Task> Session<T> {
     fn title(&self) -> String {
         let name = match self.config.data() {
             Some(path) => path.file_name().unwrap_or_default().display().to_string(),
-            None => "CMU dictionary".into(),
+            None => self.config.data_name(),
         };
         format!("{name}, {} attention", self.config.attention)
     }

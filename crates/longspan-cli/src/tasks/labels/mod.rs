@@ -13,8 +13,9 @@ use longspan::layers::CrossEntropyLoss;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::batches::micro_batches;
+use super::batches::{micro_batches, values};
 use super::feed::Shuffled;
+use super::scores::likeliest;
 use super::split::evenly;
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
 use crate::run::config::RunConfig;
@@ -282,18 +283,13 @@ pub fn outputs<R: Sync>(
         let mut found = Vec::new();
         for batch in batches {
             let some: Vec<&R> = batch.iter().map(|&place| &rows[place]).collect();
-            let numbers: Vec<f32> = forward(&some)?
-                .try_into_vec_as()
-                .map_err(|error| anyhow!("the device gave no numbers back: {error}"))?;
+            let numbers = values(forward(&some)?)?;
             found.extend(batch.iter().copied().zip(numbers.chunks(width).map(<[f32]>::to_vec)));
         }
         Ok(found)
     })?;
     let mut all = vec![Vec::new(); rows.len()];
     for (place, row) in found.into_iter().flatten() {
-        if row.iter().any(|x| x.is_nan()) {
-            bail!("the model gives NaN; its weights are broken: train again");
-        }
         all[place] = row;
     }
     Ok(all)
@@ -339,11 +335,6 @@ pub fn moments(numbers: &[f64]) -> (f64, f64) {
     let mean = numbers.iter().sum::<f64>() / count;
     let deviation = (numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count).sqrt();
     (mean, if deviation > 0.0 && deviation.is_finite() { deviation } else { 1.0 })
-}
-
-/// The place of the largest number, of equal ones the first.
-fn likeliest(row: &[f32]) -> usize {
-    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap_or(0)
 }
 
 /// How well labels or numbers were told.
