@@ -19,7 +19,9 @@ use crate::run::checkpoint::{Best, Saved, optimizer};
 use crate::run::config::{RunConfig, Settings};
 use crate::run::seal;
 use crate::tasks::batches::Random;
-use crate::tasks::pairs::file::{Format, parse};
+use crate::tasks::lines::Format;
+use crate::tasks::pairs::file::parse;
+use crate::tasks::series::file;
 use crate::tasks::tokens::{Kind, Tokenizer};
 use crate::tasks::{attention, lines};
 
@@ -157,6 +159,27 @@ fn pairs() {
     };
     let made = vec![compressed(b"abc\tcba\n"), [compressed(&[b'a'; 300]), compressed(b"")].concat()];
     fuzz("gzip", made, |path, _| lines::read(path).is_ok());
+}
+
+#[test]
+fn series() {
+    let made = |text: &str| vec![text.as_bytes().to_vec()];
+    for (ending, text) in [
+        (
+            "jsonl",
+            "{\"times\": [0, 0.5], \"values\": [[1, null], [2, 3]], \"label\": \"a\"}\n{\"values\": [[1, 2]], \"label\": 3}\n",
+        ),
+        ("csv", "id,time,x,y,label\na,0,1,2.5,u\nb,0,1,,v\na,1,NaN,\"3\",u\n"),
+        ("ts", "# x\n@timestamps true\n@classlabel true a b\n@data\n(0,1),(1.5,?):(1,2),(2,3):a\n(0,1):(0,2):b\n"),
+        ("ts", "@missing true\n@data\n1,?,3:2,3,4:a\n2,3:1,2:b\n"),
+        ("tsv", "1\t0.5\t-2e3\tNaN\n2\t1\t\t3\n"),
+    ] {
+        fuzz("series", made(text), move |_, input| {
+            let all = file::parse(input, ending, "x");
+            // What is read can be given on, and read again.
+            all.is_ok_and(|all| all.iter().all(|one| file::from_json(&file::to_json(one), 1).is_ok()))
+        });
+    }
 }
 
 /// Uses a tokenizer as a run would.

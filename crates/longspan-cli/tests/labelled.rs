@@ -54,7 +54,9 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
     for part in ["accuracy", "macro F1", "is \\ answered", "It says:", "predict run"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
-    assert!(place.names("run").contains(&"labels.json".into()));
+    for name in ["labels.json", "confusion.svg", "confusion.png"] {
+        assert!(place.names("run").contains(&name.into()), "{name}");
+    }
     let info = place.info("run");
     assert_eq!(info["label_vocabulary"].as_u64(), Some(2));
     assert!(info["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.95, "{info}");
@@ -82,7 +84,7 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
         .flat_map(|row| row.as_array().unwrap())
         .map(|n| n.as_u64().unwrap())
         .sum();
-    assert_eq!(Some(matrix), scores["texts"].as_u64());
+    assert_eq!(Some(matrix), scores["examples"].as_u64());
     place.write("new.tsv", b"now not cold but warm here 3\tfoggy\nhere cold but not warm now 2\tunpleasant\n");
     let scored = place.ok(&["eval", "run", "new.tsv"]);
     assert!(scored.contains("1 texts have labels that did not occur in training"), "{scored}");
@@ -96,7 +98,7 @@ fn every_mechanism_direction_and_pooling_trains_goes_on_and_answers() {
     for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
         let name = facts["name"].as_str().unwrap();
         let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
-        let pooling = if n % 3 == 0 { "pooling=last" } else { "pooling=mean" };
+        let pooling = ["pooling=last", "pooling=mean", "pooling=attention"][n % 3];
         // Tables by position have a row for every position of the longest text.
         let more = ["--attention", name, "--set", causal, "--set", pooling, "--set", "max_tokens=64"];
         place.ok(&train("reports.tsv", name, "4", &more));
@@ -105,6 +107,63 @@ fn every_mechanism_direction_and_pooling_trains_goes_on_and_answers() {
         place.write("questions", b"now cold\n");
         assert_eq!(place.ok(&["predict", name, "questions"]).lines().count(), 1, "{name}");
     }
+}
+
+#[test]
+fn csv_and_forms_of_blocks_and_numbers() {
+    let place = place();
+    let table: String = reports()
+        .lines()
+        .map(|line| {
+            let (text, label) = line.split_once('\t').unwrap();
+            format!("{label},\"{text}\"\n")
+        })
+        .collect();
+    place.write("reports.csv", format!("label,text\n{table}").as_bytes());
+    let forms = ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--set", "layers=2"];
+    let more = [&forms[..], &["--attention", "shaw,softmax"]].concat();
+    place.ok(&train("reports.csv", "kept", "6", &more));
+    place.ok(&train("reports.tsv", "again", "6", &[&more[..], &["--set", "recompute=true"]].concat()));
+    assert_eq!(
+        place.losses("kept"),
+        place.losses("again"),
+        "neither the format nor forming numbers again changes a loss"
+    );
+    place.ok(&train("reports.csv", "plain", "6", &["--set", "layers=2"]));
+    assert_ne!(place.losses("kept")[0], place.losses("plain")[0]);
+    for (setting, parts) in [
+        ("norm_kind=batch", ["unknown norm_kind \"batch\"", "layer, rms"]),
+        ("activation=tanh", ["unknown activation \"tanh\"", "relu, gelu, gelu-tanh, silu"]),
+        ("target=text", ["unknown target \"text\"", "label, number"]),
+    ] {
+        place.fails(&train("reports.tsv", "run", "3", &["--set", setting]), &parts);
+    }
+    place.fails(&place.train("run", "3", &["--set", "gated=true"]), &["gated is for runs on --text"]);
+    place.write("head.csv", b"text,class\na,b\n");
+    place.fails(&train("head.csv", "run", "3", &[]), &["head.csv, line 1", "no column `label`"]);
+
+    // The number of a's in a text.
+    let counts: String = (0..900usize)
+        .map(|n| {
+            let letters: String =
+                (0..40).map(|t| if (n * 31 + t * t * 7 + n / 40 * t) % 40 < n % 37 { 'a' } else { 'b' }).collect();
+            format!("{letters}{n}\t{}\n", letters.matches('a').count())
+        })
+        .collect();
+    place.write("counts.tsv", counts.as_bytes());
+    let able = ["d_model=32", "d_ff=64", "layers=2", "batch_size=24"];
+    let mut more: Vec<&str> = able.iter().flat_map(|setting| ["--set", setting]).collect();
+    more.extend(["--learning-rate", "0.005"]);
+    let stdout = place.ok(&train("counts.tsv", "counts", "300", &more));
+    assert!(stdout.contains("R²  ") && stdout.contains("mean absolute error"), "{stdout}");
+    assert!(place.info("counts")["held_out"]["r_squared"]["rate"].as_f64().unwrap() > 0.9, "{stdout}");
+    place.write("questions", format!("{}1\n{}1\n", "ab".repeat(20), "b".repeat(40)).as_bytes());
+    let answers = place.ok(&["predict", "counts", "questions"]);
+    let answers: Vec<f64> = answers.lines().map(|line| line.parse().unwrap()).collect();
+    assert!((answers[0] - 20.0).abs() < 6.0 && answers[1].abs() < 6.0, "{answers:?}");
+    let json: Value =
+        serde_json::from_str(place.ok(&["predict", "counts", "questions", "--json"]).lines().next().unwrap()).unwrap();
+    assert!(json["score"].is_null() && json["target"].as_str().unwrap().parse::<f64>().is_ok(), "{json}");
 }
 
 #[test]
@@ -135,7 +194,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         (
             "one.tsv",
             "a\tb\nc\tb\nd\tb\ne\tb\n".to_string(),
-            ["one.tsv: every text to train on has the label \"b\"", "two"],
+            ["one.tsv: all texts to train on have the label \"b\"", "two"],
         ),
         ("columns.tsv", format!("{good}no tab\n"), ["columns.tsv, line 421: 1 column", "--text"]),
         ("label.tsv", format!("{good}no label\t\n"), ["label.tsv, line 421: the label is empty", "give one"]),
@@ -156,8 +215,10 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         &train("reports.tsv", "run", "3", &["--set", "pooling=max"]),
         &["unknown pooling \"max\"", "mean, last"],
     );
-    place
-        .fails(&train("reports.tsv", "run", "3", &["--set", "max_tokens=2"]), &["every training text has more than 2"]);
+    place.fails(
+        &train("reports.tsv", "run", "3", &["--set", "max_tokens=2"]),
+        &["all training texts have more than 2 tokens"],
+    );
     place.fails(&train("reports.tsv", "run", "3", &["--set", "pairs=pairs.tsv"]), &["labelled is given along with"]);
     place.fails(&["train", "--text", "reports.tsv", "--out", "run"], &["--labelled"]);
     place.write("labels.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n");

@@ -113,6 +113,29 @@ fn every_mechanism_trains_goes_on_generates_and_scores() {
 }
 
 #[test]
+fn gradients_reach_back_over_segments_and_blocks_have_forms() {
+    let place = place();
+    // Two segments of 16 at once are one of 32, to the bit.
+    place.ok(&train("two", "6", &["--backpropagate", "2", "--set", "carry=4"]));
+    place.ok(&train("one", "6", &["--set", "segment=32", "--set", "carry=2"]));
+    assert_eq!(place.losses("two"), place.losses("one"));
+    place.ok(&train("cut", "6", &["--set", "carry=4"]));
+    assert_ne!(place.losses("two")[1], place.losses("cut")[1]);
+    place.ok(&["train", "--resume", "two", "--steps", "9"]);
+    place.fails(&train("run", "3", &["--backpropagate", "4"]), &["backpropagate = 4 is more than carry = 3"]);
+    // Tables by position have room for the last step, which goes over the end of `carry`.
+    place.ok(&train("table", "5", &["--backpropagate", "2", "--attention", "aft-full"]));
+
+    let forms =
+        ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--attention", "shaw,kernelized"];
+    place.ok(&train("forms", "20", &forms));
+    place.ok(&train("again", "20", &[&forms[..], &["--set", "recompute=true"]].concat()));
+    assert_eq!(place.losses("forms"), place.losses("again"));
+    assert!(!place.ok(&["generate", "forms", "--tokens", "50", "--no-end"]).is_empty());
+    place.ok(&["eval", "forms", "verses.txt"]);
+}
+
+#[test]
 fn kill_9_at_any_moment_leaves_a_run_that_goes_on_to_the_same_bits() {
     let place = place();
     for (name, more) in [

@@ -1,6 +1,6 @@
 //! A classifier sees what it should, whatever stands in the padding, and learns.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
@@ -32,7 +32,7 @@ fn a_sequence_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
     let rows = [vec![3, 4, 5, 6, 7], vec![8], vec![1, 9, 2]];
     for name in AttentionConfig::NAMES {
         for causal in [false, true] {
-            for pooling in [Pooling::Mean, Pooling::Last] {
+            for pooling in [Pooling::Mean, Pooling::Last, Pooling::Attention] {
                 let name = format!("{name} {causal} {pooling:?}");
                 Device::flex().seed(4);
                 let attention = vec![AttentionConfig::by_name(name.split(' ').next().unwrap()).unwrap()];
@@ -62,6 +62,46 @@ fn pooling_and_direction_decide_on_what_counts() {
     assert_ne!(logits(&mean, ids(&[vec![1, 2]])), logits(&mean, ids(&[vec![3, 1]])));
     let placed = config().with_layers(1).with_positions(Positions::Sinusoidal).init(&Device::flex()).unwrap();
     assert_ne!(logits(&placed, ids(&[vec![1, 2]])), logits(&placed, ids(&[vec![2, 1]])));
+}
+
+#[test]
+fn attention_pooling_weighs_rows_by_its_query() {
+    let device = Device::flex().autodiff();
+    Device::flex().seed(4);
+    let mut model = config().with_layers(1).with_pooling(Pooling::Attention).init(&device).unwrap();
+    let rows = [vec![3, 4, 5], vec![6, 7]];
+    let (tokens, lengths) = ids(&rows);
+    let loss = model.loss(tokens.autodiff(), &lengths, &[0, 2], 0.0).unwrap();
+    let gradients = GradientsParams::from_grads(loss.smoothed.backward(), &model);
+    let id = model.pooling_query.as_ref().unwrap().id;
+    let query = gradients.get::<1>(id).unwrap().abs().max().into_scalar::<f32>();
+    assert!(query > 1e-6, "the query has no gradient: {query}");
+    // At 0 it weighs all rows alike; far along a direction it does not.
+    let at_zero = logits(&model.valid(), ids(&rows));
+    let mut mean = config().with_layers(1).with_pooling(Pooling::Mean).init(&Device::flex()).unwrap();
+    let Classifier { embedding, blocks, norm, output, .. } = model.valid();
+    (mean.embedding, mean.blocks, mean.norm, mean.output) = (embedding, blocks, norm, output);
+    for (a, b) in at_zero.iter().zip(logits(&mean, ids(&rows))) {
+        assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
+    }
+    model.pooling_query = model.pooling_query.map(|old| {
+        let far: Vec<f32> = (0..16).map(|n| 40.0 * (n as f32 - 7.5)).collect();
+        Param::initialized(old.id, Tensor::from_data(TensorData::new(far, [16]), &device))
+    });
+    assert_ne!(at_zero, logits(&model.valid(), ids(&rows)));
+}
+
+#[test]
+fn the_squared_error_is_the_sum_over_all_numbers() {
+    let model = config().with_layers(1).init(&Device::flex()).unwrap();
+    let (tokens, lengths) = ids(&[vec![3, 4, 5], vec![6, 7]]);
+    let targets = [0.5, -1.0, 2.0, 0.0, 1.0, -3.0];
+    let numbers = logits(&model, (tokens.clone(), lengths.clone()));
+    let expected: f32 = numbers.iter().zip(&targets).map(|(y, t)| (y - t).powi(2)).sum();
+    let got = model.squared_error(tokens.clone(), &lengths, &targets).unwrap().into_scalar::<f32>();
+    assert!((got - expected).abs() < 1e-4 * expected, "{got} instead of {expected}");
+    let error = model.squared_error(tokens, &lengths, &targets[..5]).unwrap_err().to_string();
+    assert!(error.contains("targets: expected 6, one a number, got 5"), "{error}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, RelativeConfig, ShawOptions};
 use longspan::generate::{GenerateOptions, beam_search, greedy};
 use longspan::kernels::FeatureMap;
+use longspan::layers::{Activation, NormKind};
 use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
 fn device() -> Device {
@@ -20,6 +21,12 @@ fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_head
 
 /// A model on a training device, where states are tensors that autodiff can follow.
 fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
+    let config = config().with_kv_heads(kv_heads).with_attention(attention).with_cross_attention(cross);
+    drawn(&config.with_norm(norm))
+}
+
+/// A model whose weights have been drawn.
+fn drawn(config: &Seq2SeqConfig) -> Seq2Seq {
     /// Weights are drawn when they are first looked at, from a generator that all tests share.
     struct Look;
     impl ModuleVisitor for Look {
@@ -30,20 +37,18 @@ fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm
     static DRAWING: Mutex<()> = Mutex::new(());
     let _alone = DRAWING.lock().unwrap_or_else(PoisonError::into_inner);
     device().seed(11);
-    let model = Seq2SeqConfig::new(13, 7)
-        .with_d_model(24)
-        .with_heads(4)
-        .with_kv_heads(kv_heads)
-        .with_d_ff(40)
-        .with_attention(attention)
-        .with_cross_attention(cross)
-        .with_norm(norm)
-        .with_positions(Positions::Sinusoidal)
-        .with_dropout(0.0)
-        .init(&device().autodiff())
-        .unwrap();
+    let model = config.init(&device().autodiff()).unwrap();
     model.visit(&mut Look);
     model
+}
+
+fn config() -> Seq2SeqConfig {
+    Seq2SeqConfig::new(13, 7)
+        .with_d_model(24)
+        .with_heads(4)
+        .with_d_ff(40)
+        .with_positions(Positions::Sinusoidal)
+        .with_dropout(0.0)
 }
 
 fn ids(numbers: &[usize], shape: [usize; 2]) -> Tensor<2, Int> {
@@ -100,6 +105,23 @@ fn step_by_step_gives_the_rows_of_forward() {
             }
         }
     }
+}
+
+#[test]
+fn norms_activations_and_gates_step_as_they_train_and_recomputing_changes_no_gradient() {
+    let config = config().with_norm_kind(NormKind::Rms).with_activation(Activation::Silu).with_gated(true);
+    let [kept, formed_again] = [false, true].map(|recompute| drawn(&config.clone().with_recompute(recompute)));
+    assert_steps("decoding", &kept.valid(), |x| x);
+    let plain = drawn(&self::config());
+    assert_eq!(kept.num_params() - plain.num_params(), 4 * (24 * 40 + 40) - 12 * 24, "four gates, and no norm's beta");
+    let gradient = |model: &Seq2Seq| {
+        let next = TARGET.iter().map(|&id| Some(id as u32)).collect();
+        let source = ids(&SOURCE, [3, 5]).autodiff();
+        let loss = model.loss(source, &LENGTHS, ids(&TARGET, [3, 6]).autodiff(), next, 0.1).unwrap();
+        let gradients = loss.smoothed.backward();
+        numbers(model.encoder[0].attention.query_key_value.weight.val().grad(&gradients).unwrap())
+    };
+    assert_eq!(gradient(&kept), gradient(&formed_again));
 }
 
 /// Asserts that the steps of `model` are the rows of its forward pass; `place` puts tokens on its device.

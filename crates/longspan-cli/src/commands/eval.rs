@@ -1,9 +1,9 @@
 //! `longspan eval`: how well a run does on a file, as error rates on pairs and as bits per byte on a text.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use serde_json::json;
 
@@ -11,9 +11,11 @@ use super::Outcome;
 use super::search::Search;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::write::write_atomic;
 use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
+use crate::terminal::plot::{Matrix, Picture};
 
 /// What `longspan eval` takes.
 #[derive(Args)]
@@ -21,8 +23,11 @@ pub struct Arguments {
     #[command(flatten)]
     search: Search,
     /// As the run was trained on: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be answered by any
-    /// of its targets), labelled texts, or a text of any length; also in gzip, or `-`
+    /// of its targets), labelled texts, series, or a text of any length; also in gzip, or `-`
     file: PathBuf,
+    /// Draw which labels are taken for which: a .svg or a .png
+    #[arg(long, value_name = "FILE")]
+    picture: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -47,6 +52,9 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         line: &|place| place + 1,
     };
     let scores = trained.task.evaluate(&trained.model, &arguments.file, &how)?;
+    if let Some(path) = &arguments.picture {
+        draw(T::picture(&scores), path)?;
+    }
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let mut value = serde_json::to_value(&scores)?;
@@ -58,4 +66,14 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         write!(out, "{scores}")?;
     }
     Ok(Outcome::Done)
+}
+
+/// Draws scores into a file.
+fn draw(picture: Option<Matrix<'_>>, path: &Path) -> Result<()> {
+    let Some(picture) = picture else { bail!("--picture: a run that tells labels has a picture, this one has none") };
+    match lines::ending(path).as_str() {
+        "svg" => write_atomic(path, picture.svg()?.as_bytes()),
+        "png" => write_atomic(path, &picture.png()?),
+        _ => bail!("--picture {}: expected a name that ends in .svg or .png", path.display()),
+    }
 }

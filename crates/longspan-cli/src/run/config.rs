@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use longspan::models::Norm;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -20,25 +19,40 @@ pub struct RunConfig {
     /// Texts and their labels to learn from, instead of pairs.
     #[serde(default)]
     pub labelled: Option<PathBuf>,
+    /// Numeric series and their labels to learn from, instead of pairs.
+    #[serde(default)]
+    pub series: Option<PathBuf>,
+    /// Sequences to draw and learn from, instead of pairs: a task and its sizes.
+    #[serde(default)]
+    pub synthetic: Option<String>,
+    /// What a label is: `label` or `number`; by default numbers where all labels are, and more than 20 differ.
+    #[serde(default)]
+    pub target: Option<String>,
+    /// What becomes of missing values of a series: `mask` or `refuse`.
+    #[serde(default = "missing")]
+    pub missing: String,
     /// What a text is cut into: `characters`, `bytes`, `bpe`, or the path of a `tokenizer.json`.
     #[serde(default)]
     pub tokens: Option<String>,
     /// Entries of a byte-pair encoding that is learned from the text.
     #[serde(default)]
     pub vocabulary: Option<usize>,
-    /// Tokens of a text that are computed at a time. Gradients reach back so far.
+    /// Tokens of a text that are computed at a time.
     #[serde(default = "segment")]
     pub segment: usize,
     /// Segments after which states begin anew in training.
     #[serde(default = "carry")]
     pub carry: usize,
-    /// Blocks of a model that goes on with texts or tells labels.
+    /// Segments of a text that a step learns from at once. Gradients reach back so far.
+    #[serde(default = "one")]
+    pub backpropagate: usize,
+    /// Blocks of a model of texts, labelled texts or series.
     #[serde(default = "layers")]
     pub layers: usize,
-    /// How the rows of a text become one: `mean` or `last`.
+    /// How the rows of a text or series become one: `mean`, `last` or `attention`.
     #[serde(default = "pooling")]
     pub pooling: String,
-    /// Whether a token of a labelled text sees only those before it.
+    /// Whether a token of a labelled text, or a point of a series, sees only those before it.
     #[serde(default)]
     pub causal: bool,
     /// Pairs for the development loss, instead of a twentieth of `pairs`.
@@ -79,6 +93,18 @@ pub struct RunConfig {
     pub dropout: f64,
     /// Normalise before (`pre`) or after (`post`) each sublayer.
     pub norm: String,
+    /// Which norm: `layer` or `rms`.
+    #[serde(default = "norm_kind")]
+    pub norm_kind: String,
+    /// Between the two layers of feed-forward parts: `relu`, `gelu`, `gelu-tanh` or `silu`.
+    #[serde(default = "activation")]
+    pub activation: String,
+    /// Whether a second product multiplies the activations.
+    #[serde(default)]
+    pub gated: bool,
+    /// Whether a backward forms again what it can, for less memory.
+    #[serde(default)]
+    pub recompute: bool,
 
     /// Seed of initial weights, the order of examples, and dropout.
     pub seed: u64,
@@ -119,6 +145,18 @@ fn layers() -> usize {
 fn pooling() -> String {
     "mean".into()
 }
+fn missing() -> String {
+    "mask".into()
+}
+fn one() -> usize {
+    1
+}
+fn norm_kind() -> String {
+    "layer".into()
+}
+fn activation() -> String {
+    "relu".into()
+}
 
 impl Default for RunConfig {
     fn default() -> Self {
@@ -126,10 +164,15 @@ impl Default for RunConfig {
             pairs: None,
             text: Vec::new(),
             labelled: None,
+            series: None,
+            synthetic: None,
+            target: None,
+            missing: missing(),
             tokens: None,
             vocabulary: None,
             segment: segment(),
             carry: carry(),
+            backpropagate: one(),
             layers: layers(),
             pooling: pooling(),
             causal: false,
@@ -150,6 +193,10 @@ impl Default for RunConfig {
             d_ff: 256,
             dropout: 0.0,
             norm: "pre".into(),
+            norm_kind: norm_kind(),
+            activation: activation(),
+            gated: false,
+            recompute: false,
             seed: 1,
             steps: None,
             minutes: None,
@@ -167,20 +214,25 @@ impl Default for RunConfig {
 }
 
 /// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 39] = [
+pub const KEYS: [(&str, &str); 48] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
-    ("labelled", "a .tsv or .jsonl of texts and labels, instead of pairs"),
+    ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
+    ("series", "a .jsonl, .csv, .ts or .tsv of numeric series and labels, instead of pairs"),
+    ("synthetic", "mqar, recall or copying, with sizes: mqar:pairs=16,length=256,vocabulary=8192"),
+    ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
+    ("missing", "mask or refuse: what becomes of missing values of a series"),
     (
         "tokens",
         "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json; of labelled texts also words",
     ),
     ("vocabulary", "entries of a byte-pair encoding that is learned from the text"),
-    ("segment", "tokens of a text computed at a time; gradients reach back so far"),
+    ("segment", "tokens of a text computed at a time"),
     ("carry", "segments after which states begin anew in training"),
-    ("layers", "blocks of a model that goes on with texts or tells labels"),
-    ("pooling", "mean or last: how the rows of a labelled text become one"),
-    ("causal", "whether a token of a labelled text sees only those before it"),
+    ("backpropagate", "segments of a text that a step learns from; gradients reach back so far"),
+    ("layers", "blocks of a model of texts, labelled texts or series"),
+    ("pooling", "mean, last or attention: how the rows of a labelled text or a series become one"),
+    ("causal", "whether a token of a labelled text, or a point of a series, sees only those before it"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
@@ -200,7 +252,11 @@ pub const KEYS: [(&str, &str); 39] = [
     ("decoder_layers", "blocks of the decoder"),
     ("d_ff", "width inside the feed-forward layers"),
     ("dropout", "share of activations dropped in training"),
-    ("norm", "pre or post: where layer norms stand"),
+    ("norm", "pre or post: where norms stand"),
+    ("norm_kind", "layer or rms; this and the next three not for pairs"),
+    ("activation", "relu, gelu, gelu-tanh or silu, in feed-forward parts"),
+    ("gated", "whether a second product multiplies the activations; with silu this is SwiGLU"),
+    ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
     ("seed", "of initial weights, the order of pairs, and dropout"),
     ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less"),
     ("minutes", "train about this long instead"),
@@ -240,6 +296,12 @@ impl Settings {
         let named = |key: &str| self.values.get(key).unwrap_or(&Value::Null);
         if named("text").as_array().is_some_and(|paths| !paths.is_empty()) {
             return Some(RunConfig::of_text());
+        }
+        if named("synthetic").is_string() {
+            return Some(RunConfig::of_synthetic());
+        }
+        if named("series").is_string() {
+            return Some(RunConfig::of_series());
         }
         named("labelled").is_string().then(RunConfig::of_labelled)
     }
@@ -332,6 +394,7 @@ impl RunConfig {
             ("d_ff", self.d_ff),
             ("segment", self.segment),
             ("carry", self.carry),
+            ("backpropagate", self.backpropagate),
             ("layers", self.layers),
             ("vocabulary", self.vocabulary.unwrap_or(1)),
             ("batch_size", self.batch_size),
@@ -351,11 +414,42 @@ impl RunConfig {
                 "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
             );
         }
-        if self.labelled.is_some() && (self.pairs.is_some() || !self.text.is_empty()) {
-            bail!("labelled is given along with pairs or text; a run learns from the one or the other");
+        let data = [
+            ("text", !self.text.is_empty()),
+            ("labelled", self.labelled.is_some()),
+            ("series", self.series.is_some()),
+            ("synthetic", self.synthetic.is_some()),
+            ("pairs", self.pairs.is_some()),
+        ];
+        let given: Vec<&str> = data.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
+        if let [first, second, ..] = given[..] {
+            bail!("{first} is given along with {second}; a run learns from the one or the other");
         }
-        if !self.text.is_empty() && (self.pairs.is_some() || self.development.is_some() || self.held_out.is_some()) {
-            bail!("text is given along with pairs, development or held_out; a run learns from the one or the other");
+        let files = self.development.is_some() || self.held_out.is_some();
+        if !self.text.is_empty() && files {
+            bail!("text is given along with development or held_out; of a text the end is held out");
+        }
+        if self.synthetic.is_some() && files {
+            bail!("synthetic is given along with development or held_out; sequences for both are drawn");
+        }
+        let plain = Self::default();
+        let blocks = [
+            ("norm_kind", self.norm_kind != plain.norm_kind),
+            ("activation", self.activation != plain.activation),
+            ("gated", self.gated),
+            ("recompute", self.recompute),
+        ];
+        if let (true, Some((key, _))) = (self.data_flag() == "--pairs", blocks.iter().find(|(_, changed)| *changed)) {
+            bail!(
+                "{key} is for runs on --text, --labelled, --series or --synthetic, and this one is on pairs; leave it out"
+            );
+        }
+        if self.backpropagate > self.carry {
+            bail!(
+                "backpropagate = {} is more than carry = {}, the segments after which states begin anew; change one with --set",
+                self.backpropagate,
+                self.carry
+            );
         }
         if !self.d_model.is_multiple_of(self.heads) {
             bail!("d_model = {} is not a multiple of heads = {}; change one with --set", self.d_model, self.heads);
@@ -410,26 +504,30 @@ impl RunConfig {
         }
     }
 
+    /// The defaults of a run on series.
+    pub fn of_series() -> Self {
+        Self { attention: "fourier".into(), learning_rate: 4e-3, ..Self::of_labelled() }
+    }
+
+    /// The defaults of a run on drawn sequences.
+    pub fn of_synthetic() -> Self {
+        Self { layers: 2, d_ff: 512, learning_rate: 2e-3, weight_decay: 0.1, label_smoothing: 0.0, ..Self::default() }
+    }
+
     /// The file that the run learns from, the first of several; without one, the CMU dictionary.
     pub fn data(&self) -> Option<&Path> {
-        self.pairs.as_deref().or(self.labelled.as_deref()).or(self.text.first().map(PathBuf::as_path))
+        let one = [&self.pairs, &self.labelled, &self.series].into_iter().find_map(Option::as_deref);
+        one.or(self.text.first().map(PathBuf::as_path))
     }
 
     /// The flag that names what the run learns from.
     pub fn data_flag(&self) -> &'static str {
-        match (&self.labelled, self.text.is_empty()) {
-            (Some(_), _) => "--labelled",
-            (None, false) => "--text",
-            (None, true) => "--pairs",
-        }
-    }
-
-    /// Where norms stand.
-    pub fn norm(&self) -> Result<Norm> {
-        match self.norm.as_str() {
-            "pre" => Ok(Norm::Pre),
-            "post" => Ok(Norm::Post),
-            other => bail!("unknown norm {other:?}; known are pre, post"),
+        match self {
+            Self { labelled: Some(_), .. } => "--labelled",
+            Self { series: Some(_), .. } => "--series",
+            Self { synthetic: Some(_), .. } => "--synthetic",
+            Self { text, .. } if !text.is_empty() => "--text",
+            _ => "--pairs",
         }
     }
 
@@ -439,6 +537,7 @@ impl RunConfig {
             return format!("{} and {} more", first.display(), self.text.len() - 1);
         }
         match self.data() {
+            None if self.synthetic.is_some() => self.synthetic.clone().unwrap_or_default(),
             None => "the CMU pronouncing dictionary".into(),
             Some(path) if path.as_os_str() == "-" => "standard input".into(),
             Some(path) => path.display().to_string(),

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::folder::RunFolder;
 use super::seal::LOG;
 use super::write::{cannot_write, write_atomic};
-use crate::terminal::plot::{LossCurve, Point};
+use crate::terminal::plot::{LossCurve, Picture, Point};
 
 /// The metrics of a run, open for more.
 pub struct MetricsLog {
@@ -66,9 +66,9 @@ impl MetricsLog {
     }
 
     /// Waits until all lines are on the disk, and draws the curve anew.
-    pub fn sync(&self, title: &str) -> Result<()> {
+    pub fn sync(&self, title: &str, measure: &str) -> Result<()> {
         self.file.sync_data().map_err(|error| cannot_write(&self.folder.metrics(), error))?;
-        let curve = LossCurve { training: &self.training, development: &self.development, title };
+        let curve = LossCurve { training: &self.training, development: &self.development, title, measure };
         write_atomic(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
         write_atomic(&self.folder.loss_curve("png"), &curve.png()?)
     }

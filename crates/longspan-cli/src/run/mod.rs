@@ -23,4 +23,5 @@ pub mod draft;
 pub mod folder;
 pub mod log;
 pub mod seal;
+pub mod words;
 pub mod write;

@@ -2,6 +2,7 @@
 //!
 //! A batch depends on the seed and the step alone, so that a resumed run sees the batches of one that was not interrupted.
 
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
@@ -109,6 +110,15 @@ pub fn micro_batches<E>(examples: &[E], size: impl Fn(&E) -> (usize, usize)) -> 
         found.push(&examples[start..]);
     }
     found
+}
+
+/// Numbers of a tensor, none of them NaN.
+pub fn values<const D: usize>(x: Tensor<D>) -> Result<Vec<f32>> {
+    let found: Vec<f32> = x.try_into_vec_as().map_err(|error| anyhow!("the device gave no numbers back: {error}"))?;
+    if found.iter().any(|x| x.is_nan()) {
+        bail!("the model gives NaN; its weights are broken: train again");
+    }
+    Ok(found)
 }
 
 /// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.

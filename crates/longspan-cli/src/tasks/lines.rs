@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use flate2::bufread::MultiGzDecoder;
 
 /// The first bytes of gzip.
@@ -44,6 +44,42 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
 
 fn cannot_read(path: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cannot read {}: {error}; check the name, the permissions, and that it is whole", name(path))
+}
+
+/// How examples are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Tabs,
+    Csv,
+    JsonLines,
+}
+
+impl Format {
+    /// By the end of the name, in letters of any case, before `.gz`; standard input by its first character.
+    pub fn of(path: &Path, bytes: &[u8]) -> Self {
+        let braced = is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
+        match ending(path).as_str() {
+            "jsonl" | "ndjson" => Self::JsonLines,
+            "csv" => Self::Csv,
+            _ if braced => Self::JsonLines,
+            _ => Self::Tabs,
+        }
+    }
+}
+
+/// The end of a file's name in small letters, before `.gz`.
+pub fn ending(path: &Path) -> String {
+    let name = path.to_string_lossy().to_lowercase();
+    let name = name.strip_suffix(".gz").unwrap_or(&name);
+    name.rsplit_once('.').map_or("", |(_, end)| end).into()
+}
+
+/// The bytes of a file without the mark at their beginning, if they are UTF-8.
+pub fn unmarked<'a>(bytes: &'a [u8], name: &str) -> Result<&'a [u8]> {
+    if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
+        bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
+    }
+    Ok(bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes))
 }
 
 /// A line as text, or an error that says where it is not UTF-8.

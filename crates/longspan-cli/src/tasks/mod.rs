@@ -1,18 +1,24 @@
 //! What a run can learn.
 //!
-//! [`Task`] says what a task is; [`pairs`], [`text`] and [`labelled`] are those there are. A task is built from [`tokens`] and
-//! [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`attention`], [`memory`], [`workers`] and [`scores`], which know
-//! nothing of tasks. [`Trained`] is a run that has been read back.
+//! [`Task`] says what a task is; [`pairs`], [`text`], [`labelled`], [`series`] and [`synthetic`] are those there are. A task is built from [`tokens`]
+//! and [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`csv`], [`attention`], [`stack`], [`memory`], [`workers`] and
+//! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`]. [`Trained`] is a run that has been
+//! read back.
 
 pub mod attention;
 pub mod batches;
+pub mod csv;
 pub mod feed;
 pub mod labelled;
+pub mod labels;
 pub mod lines;
 pub mod memory;
 pub mod pairs;
 pub mod scores;
+pub mod series;
 pub mod split;
+pub mod stack;
+pub mod synthetic;
 pub mod task;
 pub mod text;
 pub mod tokenizer_file;
@@ -28,6 +34,10 @@ macro_rules! for_task {
     ($config:expr, $function:ident($($argument:expr),* $(,)?)) => {
         match $config {
             config if !config.text.is_empty() => $function::<$crate::tasks::text::Text>($($argument),*),
+            config if config.synthetic.is_some() => {
+                $function::<$crate::tasks::synthetic::Synthetic>($($argument),*)
+            }
+            config if config.series.is_some() => $function::<$crate::tasks::series::SeriesTask>($($argument),*),
             config if config.labelled.is_some() => $function::<$crate::tasks::labelled::Labels>($($argument),*),
             _ => $function::<$crate::tasks::pairs::Pairs>($($argument),*),
         }

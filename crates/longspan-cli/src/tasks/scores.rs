@@ -30,6 +30,11 @@ pub fn score<T: PartialEq>(answer: &Vec<T>, targets: &[Vec<T>]) -> Option<Score>
         .min_by_key(|score| (score.edits, std::cmp::Reverse(score.tokens)))
 }
 
+/// The place of the largest number, of equal ones the first.
+pub fn likeliest(row: &[f32]) -> usize {
+    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap_or(0)
+}
+
 /// A rate with a 95 % confidence interval, as fractions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rate {
@@ -75,6 +80,35 @@ impl Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [rate, low, high] = [self.rate, self.low, self.high].map(|x| 100.0 * x);
         write!(f, "{rate:.1} %  (95 % confidence {low:.1} … {high:.1} %)")
+    }
+}
+
+/// A number with its 95 % confidence interval, where there is enough to tell.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Interval {
+    pub rate: f64,
+    pub low: Option<f64>,
+    pub high: Option<f64>,
+}
+
+impl Interval {
+    /// `Σ a / Σ b` over pairs that were sampled one by one, with the normal interval of the ratio estimator (Cochran 1977, §6.4).
+    pub fn ratio(pairs: &[(f64, f64)]) -> Self {
+        let n = pairs.len() as f64;
+        let [above, below] = pairs.iter().fold([0.0; 2], |[above, below], (a, b)| [above + a, below + b]);
+        let rate = above / below;
+        let squares: f64 = pairs.iter().map(|(a, b)| (a - rate * b).powi(2)).sum();
+        let half = Z * (n / (n - 1.0) * squares).sqrt() / below;
+        let known = n >= 2.0;
+        Self { rate, low: known.then_some(rate - half), high: known.then_some(rate + half) }
+    }
+
+    /// The interval in words, with so many decimals; nothing where it is not known.
+    pub fn confidence(&self, decimals: usize) -> String {
+        match (self.low, self.high) {
+            (Some(low), Some(high)) => format!("  (95 % confidence {low:.decimals$} … {high:.decimals$})"),
+            _ => String::new(),
+        }
     }
 }
 

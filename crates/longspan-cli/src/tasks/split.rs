@@ -1,5 +1,11 @@
 //! Which examples are held out: by a hash of the source, so that the split is the same everywhere and always.
 
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use crate::run::config::RunConfig;
+
 /// Examples by their use.
 #[derive(Debug)]
 pub struct Split<E> {
@@ -35,6 +41,36 @@ pub fn split<E>(examples: Vec<E>, source: impl Fn(&E) -> &str) -> Split<E> {
         }
     }
     split
+}
+
+/// Reads the examples that the settings name, by use. `path` is the file to learn from, `examples` what a person calls them.
+pub fn read<E>(
+    config: &RunConfig,
+    path: &Path,
+    examples: &str,
+    reader: impl Fn(&Path) -> Result<Vec<E>>,
+    source: impl Fn(&E) -> &str,
+) -> Result<Split<E>> {
+    let mut split = split(reader(path)?, source);
+    for (part, own) in [(&mut split.development, &config.development), (&mut split.held_out, &config.held_out)] {
+        if let Some(path) = own {
+            // What would have been held out is learned from instead.
+            split.train.extend(std::mem::replace(part, reader(path)?));
+        }
+    }
+    if split.train.is_empty() {
+        bail!(
+            "{}: no {examples} are left to train on after a tenth is held out; give more {examples}",
+            config.data_name()
+        );
+    }
+    Ok(split)
+}
+
+/// At most `count` items from all over a list, which may be sorted.
+pub fn evenly<T: Clone>(items: &[T], count: usize) -> Vec<T> {
+    let count = count.min(items.len());
+    (0..count).map(|n| items[n * items.len() / count].clone()).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The trait of all tasks.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::Path;
 
 use anyhow::{Result, bail};
@@ -14,6 +14,7 @@ use super::workers::Workers;
 use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{self, Sample, visible};
 use crate::terminal::shell;
 
@@ -26,6 +27,8 @@ pub trait Task: Sized + Sync {
     const VERB: Verb = Verb::Predict;
     /// What a person calls the things that a batch is made of.
     const EXAMPLES: &str = "examples";
+    /// What the length of an example is counted in.
+    const LENGTH: &str = "tokens";
 
     /// A training example as ids.
     type Example: Sync;
@@ -98,6 +101,16 @@ pub trait Task: Sized + Sync {
         8000.min((60 * per_epoch).max(1000))
     }
 
+    /// What the loss is counted in.
+    fn measure(&self) -> &'static str {
+        "nats per token"
+    }
+
+    /// A person's file as lines that [`answer`](Self::answer) takes, where its examples are not lines already.
+    fn lines(&self, _path: &Path) -> Result<Option<Vec<String>>> {
+        Ok(None)
+    }
+
     /// Up to `beam` answers to each text, the likeliest first.
     fn answer(&self, _model: &Self::Model, _texts: &[&str], _how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         bail!("this run does not answer lines")
@@ -125,6 +138,11 @@ pub trait Task: Sized + Sync {
     /// Scores a person's file.
     fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_>) -> Result<Self::Scores> {
         self.score(model, &Self::read(path)?, how)
+    }
+
+    /// The picture that shows scores, if there is one.
+    fn picture(_scores: &Self::Scores) -> Option<Matrix<'_>> {
+        None
     }
 
     /// A few texts whose answers tell a person what has been learnt, with what would be right where that is known.
@@ -239,6 +257,17 @@ pub struct Vocabulary {
     pub kind: &'static str,
     /// Number of ids.
     pub size: usize,
+}
+
+impl Display for Vocabulary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // What has no tokenizer has no tokens.
+        if ["label", "series"].contains(&self.side) {
+            let one = self.kind.trim_end_matches('s');
+            return write!(f, "{} {}", self.size, if self.size == 1 { one } else { self.kind });
+        }
+        write!(f, "{} ({} tokens)", self.kind, self.size)
+    }
 }
 
 /// How texts are answered.

@@ -1,4 +1,4 @@
-//! The loss curve as a picture: SVG for browsers and papers, PNG for everything else.
+//! The loss curve and confusions as pictures: SVG for browsers and papers, PNG for everything else.
 
 use std::fmt::Display;
 use std::sync::OnceLock;
@@ -6,12 +6,14 @@ use std::sync::OnceLock;
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
 use plotters::prelude::*;
-use plotters::style::{FontStyle, register_font};
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::{FontStyle, FontTransform, register_font};
+
+use super::samples::visible;
 
 /// A point of a curve: step and loss.
 pub type Point = (f64, f64);
 
-const SIZE: (u32, u32) = (960, 560);
 const TRAINING: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
 const DEVELOPMENT: RGBColor = RGBColor(0xd9, 0x5f, 0x02);
 const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
@@ -28,37 +30,64 @@ pub struct LossCurve<'a> {
     /// The loss on development examples.
     pub development: &'a [Point],
     pub title: &'a str,
+    /// What the loss is counted in.
+    pub measure: &'a str,
 }
 
-impl LossCurve<'_> {
+/// How often each label is taken for each.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    pub labels: &'a [String],
+    /// Rows are the labels as they are, columns those that were answered.
+    pub counts: &'a [Vec<usize>],
+}
+
+/// What can be drawn.
+pub trait Picture {
+    /// Width and height in pixels.
+    const SIZE: (u32, u32);
+
+    /// Draws it on any surface.
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()>;
+
     /// As SVG, whose letters are text.
-    pub fn svg(&self) -> Result<String> {
+    fn svg(&self) -> Result<String> {
+        register()?;
         let mut svg = String::new();
-        self.draw(&SVGBackend::with_string(&mut svg, SIZE).into_drawing_area())?;
+        self.draw(&SVGBackend::with_string(&mut svg, Self::SIZE).into_drawing_area())?;
         Ok(svg)
     }
 
     /// As PNG.
-    pub fn png(&self) -> Result<Vec<u8>> {
-        let (width, height) = SIZE;
+    fn png(&self) -> Result<Vec<u8>> {
+        register()?;
+        let (width, height) = Self::SIZE;
         let mut pixels = vec![0; (width * height * 3) as usize];
-        self.draw(&BitMapBackend::with_buffer(&mut pixels, SIZE).into_drawing_area())?;
+        self.draw(&BitMapBackend::with_buffer(&mut pixels, Self::SIZE).into_drawing_area())?;
         let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, width, height);
         encoder.set_color(png::ColorType::Rgb);
         encoder
             .write_header()
             .and_then(|mut writer| writer.write_image_data(&pixels))
-            .map_err(|error| anyhow!("cannot encode the loss curve: {error}"))?;
+            .map_err(|error| anyhow!("cannot encode the picture: {error}"))?;
         Ok(file)
     }
+}
+
+/// Makes the font known, once.
+fn register() -> Result<()> {
+    static REGISTERED: OnceLock<bool> = OnceLock::new();
+    if *REGISTERED.get_or_init(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok()) {
+        return Ok(());
+    }
+    Err(broken(&"the font cannot be read"))
+}
+
+impl Picture for LossCurve<'_> {
+    const SIZE: (u32, u32) = (960, 560);
 
     fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
-        static REGISTERED: OnceLock<bool> = OnceLock::new();
-        let registered = *REGISTERED.get_or_init(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok());
-        if !registered {
-            return Err(broken(&"the font cannot be read"));
-        }
         let finite = |points: &[Point]| points.iter().copied().filter(|p| p.1.is_finite()).collect::<Vec<Point>>();
         let (training, development) = (finite(self.training), finite(self.development));
         let last = training.iter().chain(&development).map(|p| p.0).fold(1.0, f64::max);
@@ -80,7 +109,7 @@ impl LossCurve<'_> {
             .light_line_style(TRANSPARENT)
             .axis_style(TEXT.mix(0.6))
             .x_desc("step")
-            .y_desc("loss (nats per token)")
+            .y_desc(format!("loss ({})", self.measure))
             .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&|y| format!("{y:.1}"))
             .axis_desc_style(font(17))
@@ -116,8 +145,56 @@ impl LossCurve<'_> {
     }
 }
 
+impl Picture for Matrix<'_> {
+    const SIZE: (u32, u32) = (800, 800);
+
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+        /// Where the first cell begins, and how far all of them go.
+        const FROM: i32 = 130;
+        const WIDE: i32 = 640;
+        /// Labels of a matrix with numbers in its cells, and of one with names beside them.
+        const NUMBERED: usize = 16;
+        const NAMED: usize = 40;
+        let count = self.labels.len();
+        let edge = |n: usize| FROM + (WIDE as i64 * n as i64 / count.max(1) as i64) as i32;
+        let middle = |n: usize| (edge(n) + edge(n + 1)) / 2;
+        let font = |size: i32, x: HPos, y: VPos| ("sans-serif", size).into_font().color(&TEXT).pos(Pos::new(x, y));
+        area.fill(&WHITE).map_err(|e| broken(&e))?;
+        let write = |text: String, place: (i32, i32), style: TextStyle<'_>| {
+            area.draw(&Text::new(text, place, style)).map_err(|e| broken(&e))
+        };
+        write("answered".into(), (FROM + WIDE / 2, 22), font(20, HPos::Center, VPos::Top))?;
+        let side = font(20, HPos::Center, VPos::Top).transform(FontTransform::Rotate270);
+        write("is".into(), (18, FROM + WIDE / 2), side)?;
+        let size = (WIDE / count.max(1) as i32 * 2 / 5).clamp(9, 18);
+        for (n, row) in self.counts.iter().enumerate() {
+            let all: usize = row.iter().sum();
+            for (answer, &cell) in row.iter().enumerate() {
+                let share = cell as f64 / all.max(1) as f64;
+                let corners = [(edge(answer), edge(n)), (edge(answer + 1), edge(n + 1))];
+                area.draw(&Rectangle::new(corners, TRAINING.mix(0.9 * share).filled())).map_err(|e| broken(&e))?;
+                area.draw(&Rectangle::new(corners, GRID)).map_err(|e| broken(&e))?;
+                if count <= NUMBERED {
+                    let style = font(size, HPos::Center, VPos::Center);
+                    let style = if share > 0.5 { style.color(&WHITE) } else { style };
+                    write(cell.to_string(), (middle(answer), middle(n)), style)?;
+                }
+            }
+        }
+        if count <= NAMED {
+            for (n, label) in self.labels.iter().enumerate() {
+                let name: String = visible(label).chars().take(12).collect();
+                write(name.clone(), (FROM - 8, middle(n)), font(size.min(15), HPos::Right, VPos::Center))?;
+                let above = font(size.min(15), HPos::Left, VPos::Center).transform(FontTransform::Rotate270);
+                write(name, (middle(n), FROM - 8), above)?;
+            }
+        }
+        area.present().map_err(|e| broken(&e))
+    }
+}
+
 fn broken(error: &dyn Display) -> anyhow::Error {
-    anyhow!("cannot draw the loss curve: {error}")
+    anyhow!("cannot draw the picture: {error}")
 }
 
 /// An exponential mean over about a fiftieth of the curve, at least 10 points, corrected for its start at 0.
@@ -142,7 +219,8 @@ mod tests {
     fn a_curve_has_axes_and_a_legend() {
         let training: Vec<Point> = (0..300).map(|i| (i as f64, 3.0 / (1.0 + i as f64 / 30.0))).collect();
         let development = [(100.0, 1.0), (200.0, 0.6), (299.0, f64::NAN)];
-        let curve = LossCurve { training: &training, development: &development, title: "a title" };
+        let curve =
+            LossCurve { training: &training, development: &development, title: "a title", measure: "nats per token" };
         let svg = curve.svg().unwrap();
         for part in ["a title", "step", "loss (nats per token)", "development examples", "running mean"] {
             assert!(svg.contains(part), "{part}");
@@ -152,7 +230,7 @@ mod tests {
         let mut reader = png::Decoder::new(std::io::Cursor::new(&png)).read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         let frame = reader.next_frame(&mut pixels).unwrap();
-        assert_eq!((frame.width, frame.height), SIZE);
+        assert_eq!((frame.width, frame.height), LossCurve::SIZE);
         let has = |colour: RGBColor| pixels.chunks(3).any(|p| p == [colour.0, colour.1, colour.2]);
         assert!(has(TRAINING) && has(DEVELOPMENT) && has(TEXT), "curves and letters are there");
     }
@@ -160,7 +238,7 @@ mod tests {
     #[test]
     fn no_points_and_one_point_are_drawn_too() {
         for training in [&[][..], &[(0.0, 2.0)]] {
-            let curve = LossCurve { training, development: &[], title: "t" };
+            let curve = LossCurve { training, development: &[], title: "t", measure: "nats" };
             assert!(curve.svg().unwrap().contains("</svg>"));
             curve.png().unwrap();
         }
@@ -170,5 +248,21 @@ mod tests {
     fn the_mean_of_a_constant_is_that_constant() {
         let points: Vec<Point> = (0..500).map(|i| (i as f64, 2.0)).collect();
         assert!(running_mean(&points).iter().all(|p| (p.1 - 2.0).abs() < 1e-12));
+    }
+
+    #[test]
+    fn a_matrix_names_its_labels_and_counts() {
+        for count in [1, 2, 16, 30, 200] {
+            let labels: Vec<String> = (0..count).map(|n| format!("<label>{n}")).collect();
+            let counts: Vec<Vec<usize>> =
+                (0..count).map(|n| (0..count).map(|m| 7_654_321 + n * 10 + m).collect()).collect();
+            let matrix = Matrix { labels: &labels, counts: &counts };
+            let svg = matrix.svg().unwrap();
+            assert!(svg.contains("answered"));
+            assert_eq!(svg.contains("&lt;label&gt;0"), count <= 40, "{count}");
+            assert_eq!(svg.contains("7654321"), count <= 16, "{count}");
+            assert!(!matrix.png().unwrap().is_empty());
+        }
+        Matrix { labels: &[], counts: &[] }.png().unwrap();
     }
 }

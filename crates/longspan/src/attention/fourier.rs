@@ -11,7 +11,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::activation::softplus;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use longspan_kernels as kernels;
 use longspan_kernels::{Fourier, FourierNormalizer, Mechanism, Positions, Score, Wave};
 use serde::{Deserialize, Serialize};
@@ -184,23 +184,16 @@ impl FourierAttention {
         [query_positions, key_positions]: [Tensor<3>; 2],
         mask: &AttentionMask,
     ) -> Result<Tensor<4>> {
-        self.check_positions(&q, &k, [&query_positions, &key_positions])?;
-        let name = Layer::name(self);
-        argument(
-            !matches!(mask.keys, KeyMask::Packed { .. }),
-            name,
-            "mask",
-            || "no packed sequences where positions are given; each sequence in its own batch entry".into(),
-            || "packed sequences".into(),
-        )?;
-        backend::attend(&self.placed([query_positions, key_positions]), q, k, v, mask)
+        let positions = [query_positions, key_positions];
+        self.check_positions(&positions, [&q, &k].map(|x| (x.dims()[0], x.dims()[2])), q.dtype(), mask)?;
+        backend::attend(&self.placed(positions), q, k, v, mask)
     }
 
     /// [`step`](Self::step) at positions that are given: the row that [`forward_at`](Self::forward_at) gives under a
     /// causal mask.
     ///
     /// # Shapes
-    /// - `query_position` and `key_position`: `[batch, 1, axes]`
+    /// - `positions`, of query and key: `[batch, 1, axes]` each
     /// - all else as in [`step`](Self::step)
     ///
     /// # Errors
@@ -211,10 +204,11 @@ impl FourierAttention {
         q: Tensor<4>,
         k: Tensor<4>,
         v: Tensor<4>,
-        [query_position, key_position]: [Tensor<3>; 2],
+        positions: [Tensor<3>; 2],
         state: &mut AttentionState,
     ) -> Result<Tensor<4>> {
-        self.check_positions(&q, &k, [&query_position, &key_position])?;
+        let tokens = [&q, &k].map(|x| (x.dims()[0], x.dims()[2]));
+        self.check_positions(&positions, tokens, q.dtype(), &AttentionMask::causal())?;
         argument(
             backend::steps_in_kernels(&q),
             Layer::name(self),
@@ -222,23 +216,36 @@ impl FourierAttention {
             || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into(),
             || format!("one on {:?}", q.device()),
         )?;
-        backend::step(&self.placed([query_position, key_position]), q, k, v, state)
+        backend::step(&self.placed(positions), q, k, v, state)
     }
 
-    fn check_positions(&self, q: &Tensor<4>, k: &Tensor<4>, [queries, keys]: [&Tensor<3>; 2]) -> Result<()> {
+    /// Checks positions of so many queries and keys, each in so many batch entries.
+    pub(super) fn check_positions(
+        &self,
+        positions: &[Tensor<3>; 2],
+        tokens: [(usize, usize); 2],
+        dtype: DType,
+        mask: &AttentionMask,
+    ) -> Result<()> {
         let axes = self.a.val().dims()[2];
-        for (argument_name, positions, [batch, _, tokens, _]) in
-            [("query positions", queries, q.dims()), ("key positions", keys, k.dims())]
+        for ((name, positions), (batch, tokens)) in
+            ["query positions", "key positions"].into_iter().zip(positions).zip(tokens)
         {
             argument(
-                positions.dims() == [batch, tokens, axes] && positions.dtype() == q.dtype(),
+                positions.dims() == [batch, tokens, axes] && positions.dtype() == dtype,
                 Layer::name(self),
-                argument_name,
-                || format!("[{batch}, {tokens}, {axes}] of {:?}", q.dtype()),
+                name,
+                || format!("[{batch}, {tokens}, {axes}] of {dtype:?}"),
                 || format!("{:?} of {:?}", positions.dims(), positions.dtype()),
             )?;
         }
-        Ok(())
+        argument(
+            !matches!(mask.keys, KeyMask::Packed { .. }),
+            Layer::name(self),
+            "mask",
+            || "no packed sequences where positions are given; each sequence in its own batch entry".into(),
+            || "packed sequences".into(),
+        )
     }
 
     /// The same attention at these positions.

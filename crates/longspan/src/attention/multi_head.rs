@@ -9,7 +9,8 @@ use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, Me
 #[cfg(feature = "flex")]
 use super::{KeyMask, stored::StoredAttention};
 #[cfg(feature = "flex")]
-use crate::backend::{self, Outside};
+use crate::backend::Outside;
+use crate::backend::{self, Layer};
 use crate::error::{Result, argument, config};
 #[cfg(feature = "flex")]
 use crate::layers::flex::{is_f32, numbers};
@@ -99,17 +100,58 @@ impl MultiHeadAttention {
         mask: &AttentionMask,
         around: Around<'_>,
     ) -> Result<Tensor<3>> {
+        self.self_attention_by(self.attention.layer(), x, mask, around)
+    }
+
+    /// [`self_attention`](Self::self_attention) at positions that are given, real numbers such as times. Only `fourier` takes them;
+    /// any other mechanism counts tokens.
+    ///
+    /// # Shapes
+    /// `positions`: `[batch, tokens, axes]`; gradients reach them.
+    ///
+    /// # Errors
+    /// As [`self_attention`](Self::self_attention), positions of another shape or number type, and packed sequences.
+    pub fn self_attention_at(&self, x: Tensor<3>, positions: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        self.self_attention_at_in(x, positions, mask, Around::default())
+    }
+
+    /// [`self_attention_at`](Self::self_attention_at) and what stands around it.
+    pub(crate) fn self_attention_at_in(
+        &self,
+        x: Tensor<3>,
+        positions: Tensor<3>,
+        mask: &AttentionMask,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
+        let Attention::Fourier(fourier) = &self.attention else {
+            return self.self_attention_in(x, mask, around);
+        };
+        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
+        let both = [positions.clone(), positions];
+        fourier.check_positions(&both, [(batch, tokens); 2], dtype, mask)?;
+        self.self_attention_by(&fourier.placed(both), x, mask, around)
+    }
+
+    /// Self-attention by a mechanism of these heads.
+    fn self_attention_by(
+        &self,
+        layer: &dyn Layer,
+        x: Tensor<3>,
+        mask: &AttentionMask,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
         self.check("self-attention", "x", &x)?;
         #[cfg(feature = "flex")]
         if self.is_fused(&x) {
-            return fused::multi_head(self, x, None, mask, around, None);
+            return fused::multi_head(self, layer, x, None, mask, around, None);
         }
-        self.in_parts(x, None, mask, around)
+        self.in_parts(layer, x, None, mask, around)
     }
 
     /// Attention as one operation after the other.
     fn in_parts(
         &self,
+        layer: &dyn Layer,
         x: Tensor<3>,
         memory: Option<Tensor<3>>,
         mask: &AttentionMask,
@@ -123,7 +165,7 @@ impl MultiHeadAttention {
                 [self.queries(x), k, v]
             }
         };
-        Ok(self.merge(self.attention.forward(q, k, v, mask)?, after))
+        Ok(self.merge(backend::attend(layer, q, k, v, mask)?, after))
     }
 
     /// Cross-attention: queries from `x`, keys and values from `memory`.
@@ -158,9 +200,9 @@ impl MultiHeadAttention {
         )?;
         #[cfg(feature = "flex")]
         if self.is_fused(&x) && is_f32(&memory) {
-            return fused::multi_head(self, x, Some(memory), mask, around, None);
+            return fused::multi_head(self, self.attention.layer(), x, Some(memory), mask, around, None);
         }
-        self.in_parts(x, Some(memory), mask, around)
+        self.in_parts(self.attention.layer(), x, Some(memory), mask, around)
     }
 
     /// One token of causal self-attention: takes it into `state`, which before the first is the default, and gives its
@@ -201,8 +243,9 @@ impl MultiHeadAttention {
         #[cfg(feature = "flex")]
         if self.is_fused(&x) && !self.attention.keeps_past() {
             let [batch, tokens, _] = x.dims();
-            let states = backend::states_of(self.attention.layer(), [batch, tokens], x.dtype(), state)?;
-            let out = fused::multi_head(self, x, None, &AttentionMask::causal(), around, Some(&states))?;
+            let layer = self.attention.layer();
+            let states = backend::states_of(layer, [batch, tokens], x.dtype(), state)?;
+            let out = fused::multi_head(self, layer, x, None, &AttentionMask::causal(), around, Some(&states))?;
             *state = states.into_state();
             return Ok(out);
         }
@@ -373,7 +416,7 @@ mod fused {
     use super::MultiHeadAttention;
     use crate::attention::{AttentionMask, Heads};
     use crate::backend::operation::{Operation, run};
-    use crate::backend::{self, AnyKernel, States, with_scratch};
+    use crate::backend::{self, AnyKernel, Layer, States, with_scratch};
     use crate::error::Result;
     use crate::layers::Around;
     use crate::layers::dropout::fused::drawn;
@@ -398,13 +441,13 @@ mod fused {
 
     pub fn multi_head(
         module: &MultiHeadAttention,
+        layer: &dyn Layer,
         x: Tensor<3>,
         memory: Option<Tensor<3>>,
         mask: &AttentionMask,
         around: Around<'_>,
         states: Option<&States>,
     ) -> Result<Tensor<3>> {
-        let layer = module.attention.layer();
         layer.ready()?;
         let parameters = backend::flat(layer, DType::F32)?;
         let crossed = memory.is_some();
@@ -556,7 +599,7 @@ mod tests {
             for (normed, residual) in [(true, true), (false, false)] {
                 let around = |recompute| Around { norm: normed.then_some(&part.1), dropout: 0.0, residual, recompute };
                 let plain = with_gradients(&part, &x, &d, |x| {
-                    part.0.in_parts(x, memory.clone(), &mask, around(false)).unwrap()
+                    part.0.in_parts(part.0.attention.layer(), x, memory.clone(), &mask, around(false)).unwrap()
                 });
                 for recompute in [false, true] {
                     let fused = with_gradients(&part, &x, &d, |x| match &memory {

@@ -189,6 +189,13 @@ mechanisms! {
 
 impl Config for AttentionConfig {}
 
+impl AttentionConfig {
+    /// Whether the mechanism takes positions with each call, real numbers such as times.
+    pub fn takes_positions(&self) -> bool {
+        matches!(self, Self::Fourier(_))
+    }
+}
+
 impl Default for AttentionConfig {
     /// [`AttentionConfig::shaw`].
     fn default() -> Self {

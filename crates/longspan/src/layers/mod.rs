@@ -14,6 +14,7 @@ pub(crate) mod flex;
 pub(crate) mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
+mod squared_error;
 #[cfg(feature = "flex")]
 pub(crate) mod stored;
 #[cfg(all(test, feature = "flex"))]
@@ -28,3 +29,4 @@ pub use gradients::{add_gradients, clip_gradients};
 pub(crate) use linear::apply;
 pub use linear::{Activation, After, linear};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
+pub use squared_error::squared_error;

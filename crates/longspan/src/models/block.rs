@@ -174,6 +174,21 @@ impl EncoderBlock {
         branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
+    /// [`EncoderBlock::forward`] at positions that are given, as in [`MultiHeadAttention::self_attention_at`].
+    ///
+    /// # Shapes
+    /// `positions`: `[batch, tokens, axes]`.
+    ///
+    /// # Errors
+    /// As [`EncoderBlock::forward`], and positions of another shape or number type.
+    pub fn forward_at(&self, x: Tensor<3>, positions: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
+        let branches = self.branches();
+        let x = branches.run(x, &self.attention_norm, |x, around| {
+            self.attention.self_attention_at_in(x, positions, mask, around)
+        })?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+    }
+
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
     /// [`EncoderBlock::forward`] under a causal mask.
     ///

@@ -1,26 +1,19 @@
 //! The classifier: a stack of blocks over a whole sequence, one row of it all, and scores of classes.
 
 use burn::config::Config;
-use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
+use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::pooling::{self, Pooling};
 use super::positions::Positions;
-use crate::attention::{AttentionConfig, AttentionMask};
-use crate::error::{Result, argument, config};
+use super::stack;
+use crate::attention::AttentionConfig;
+use crate::error::Result;
 use crate::layers::{
-    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout,
+    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout, squared_error,
 };
-
-/// How the rows of a sequence become one.
-#[derive(Config, Debug, Copy, PartialEq, Eq)]
-pub enum Pooling {
-    /// Their mean.
-    Mean,
-    /// The last one. Under a causal mask it has seen all others.
-    Last,
-}
 
 /// Makes a [`Classifier`].
 #[derive(Config, Debug, PartialEq)]
@@ -67,6 +60,10 @@ pub struct ClassifierConfig {
     /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
     #[config(default = false)]
     pub gated: bool,
+    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
+    /// step's memory less.
+    #[config(default = false)]
+    pub recompute: bool,
     /// Absolute positions.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -95,6 +92,8 @@ pub struct Classifier {
     pub blocks: Vec<EncoderBlock>,
     /// The norm after pre-norm blocks.
     pub norm: Option<TokenNorm>,
+    /// `w` of [`Pooling::Attention`], `[d_model]`.
+    pub pooling_query: Option<Param<Tensor<1>>>,
     /// `[d_model, outputs]`.
     pub output: Linear,
     dropout: Dropout,
@@ -114,39 +113,14 @@ impl ClassifierConfig {
     /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<Classifier> {
         const NAME: &str = "ClassifierConfig";
-        let sizes = [
-            ("vocab", self.vocab),
-            ("outputs", self.outputs),
-            ("d_model", self.d_model),
-            ("heads", self.heads),
-            ("d_ff", self.d_ff),
-        ];
-        for (field, size) in sizes {
-            config(size > 0, NAME, field, "at least 1", size)?;
-        }
-        config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
-        config(!self.attention.is_empty(), NAME, "attention", "at least one mechanism", "none")?;
-        let block = |attention: &AttentionConfig| {
-            EncoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
-                .with_kv_heads(self.kv_heads)
-                .with_dropout(self.dropout)
-                .with_norm(self.norm)
-                .with_norm_kind(self.norm_kind)
-                .with_activation(self.activation)
-                .with_gated(self.gated)
-                .with_attention(attention.clone())
-                .init(device)
-        };
-        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
+        let block = stack::block_config!(self, EncoderBlockConfig);
+        stack::check(NAME, &[("vocab", self.vocab), ("outputs", self.outputs)], &block)?;
         Ok(Classifier {
-            embedding: EmbeddingConfig::new(self.vocab, self.d_model)
-                .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
-                .init(device),
-            blocks: self.attention.iter().cycle().take(self.layers).map(block).collect::<Result<_>>()?,
-            norm: (self.norm == Norm::Pre).then(|| norm.init(device)).transpose()?,
-            output: LinearConfig::new(self.d_model, self.outputs)
-                .with_initializer(Initializer::XavierUniform { gain: 1.0 })
-                .init(device),
+            embedding: stack::embedding(self.vocab, self.d_model, 1.0, device),
+            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
+            pooling_query: self.pooling.query(self.d_model, device),
+            output: stack::linear(self.d_model, self.outputs, device),
             dropout: DropoutConfig::new(self.dropout).init(),
             positions: self.positions,
             pooling: self.pooling,
@@ -186,35 +160,22 @@ impl Classifier {
         cross_entropy(row, &self.output, classes.iter().copied().map(Some).collect(), smoothing)
     }
 
+    /// The loss of sequences about which numbers are known: [`squared_error`] of what [`forward`](Self::forward) gives.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward) and [`squared_error`].
+    pub fn squared_error(&self, tokens: Tensor<2, Int>, lengths: &[usize], targets: &[f32]) -> Result<Tensor<1>> {
+        squared_error(self.forward(tokens, lengths)?, targets)
+    }
+
     /// One row for each sequence, `[batch, 1, d_model]`.
     fn pooled(&self, tokens: Tensor<2, Int>, lengths: &[usize]) -> Result<Tensor<3>> {
-        let [batch, count] = tokens.dims();
-        argument(
-            lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n)),
-            "classifier",
-            "lengths",
-            || format!("{batch} lengths from 1 to {count}"),
-            || format!("{lengths:?}"),
-        )?;
-        let mut mask = if self.causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
-        if lengths.iter().any(|&n| n < count) {
-            mask = mask.with_lengths(lengths);
-        }
+        let mask = pooling::mask(lengths, tokens.dims(), self.causal)?;
         let mut x = dropout(self.positions.add(self.embedding.forward(tokens), 0), self.dropout.prob);
-        let place = (x.device(), x.dtype());
         for block in &self.blocks {
             x = block.forward(x, &mask)?;
         }
-        if let Some(norm) = &self.norm {
-            x = norm.forward(x);
-        }
-        let weight = |length: usize, t: usize| match self.pooling {
-            Pooling::Mean if t < length => 1.0 / length as f32,
-            Pooling::Last if t + 1 == length => 1.0,
-            _ => 0.0,
-        };
-        let weights: Vec<f32> = lengths.iter().flat_map(|&n| (0..count).map(move |t| weight(n, t))).collect();
-        let weights = Tensor::<3>::from_data(TensorData::new(weights, [batch, count, 1]), (&place.0, place.1));
-        Ok((x * weights).sum_dim(1))
+        let x = stack::end(self.norm.as_ref(), x);
+        Ok(self.pooling.pool(x, lengths, self.pooling_query.as_ref()))
     }
 }

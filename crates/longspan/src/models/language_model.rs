@@ -2,16 +2,15 @@
 
 use burn::config::Config;
 use burn::module::{Module, Param, ParamId};
-use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
 use super::positions::Positions;
+use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
-use crate::error::{Result, argument, config};
-use crate::layers::{
-    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout,
-};
+use crate::error::{Result, argument};
+use crate::layers::{Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout};
 
 const NAME: &str = "language model";
 
@@ -110,38 +109,15 @@ impl LanguageModelConfig {
     /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<LanguageModel> {
         const NAME: &str = "LanguageModelConfig";
-        let sizes = [("vocab", self.vocab), ("d_model", self.d_model), ("heads", self.heads), ("d_ff", self.d_ff)];
-        for (field, size) in sizes {
-            config(size > 0, NAME, field, "at least 1", size)?;
-        }
-        config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
-        config(!self.attention.is_empty(), NAME, "attention", "at least one mechanism", "none")?;
-        let block = |attention: &AttentionConfig| {
-            EncoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
-                .with_kv_heads(self.kv_heads)
-                .with_dropout(self.dropout)
-                .with_norm(self.norm)
-                .with_norm_kind(self.norm_kind)
-                .with_activation(self.activation)
-                .with_gated(self.gated)
-                .with_recompute(self.recompute)
-                .with_attention(attention.clone())
-                .init(device)
-        };
-        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
+        let block = stack::block_config!(self, EncoderBlockConfig);
+        stack::check(NAME, &[("vocab", self.vocab)], &block)?;
         // Tied, it is read times √d, so that what blocks get has variance 1 and logits begin near 0.
         let std = if self.tied { (self.d_model as f64).powf(-0.5) } else { 1.0 };
         Ok(LanguageModel {
-            embedding: EmbeddingConfig::new(self.vocab, self.d_model)
-                .with_initializer(Initializer::Normal { mean: 0.0, std })
-                .init(device),
-            blocks: self.attention.iter().cycle().take(self.layers).map(block).collect::<Result<_>>()?,
-            norm: (self.norm == Norm::Pre).then(|| norm.init(device)).transpose()?,
-            output: (!self.tied).then(|| {
-                LinearConfig::new(self.d_model, self.vocab)
-                    .with_initializer(Initializer::XavierUniform { gain: 1.0 })
-                    .init(device)
-            }),
+            embedding: stack::embedding(self.vocab, self.d_model, std, device),
+            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
+            output: (!self.tied).then(|| stack::linear(self.d_model, self.vocab, device)),
             dropout: DropoutConfig::new(self.dropout).init(),
             positions: self.positions,
             d_model: self.d_model,
@@ -234,7 +210,8 @@ impl LanguageModel {
             x = block.step(x, layer)?;
         }
         states.position += 1;
-        Ok(apply(&self.output(), self.end(x), Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(apply(&self.output(), stack::end(self.norm.as_ref(), x), Activation::Identity, After::default())
+            .squeeze_dim(1))
     }
 
     /// Number of tokens.
@@ -277,7 +254,7 @@ impl LanguageModel {
         for block in &self.blocks {
             x = block.forward(x, &AttentionMask::causal())?;
         }
-        Ok(self.end(x))
+        Ok(stack::end(self.norm.as_ref(), x))
     }
 
     /// What the blocks make of tokens after those of a state.
@@ -289,7 +266,7 @@ impl LanguageModel {
             x = block.advance(x, layer)?;
         }
         states.position += count;
-        Ok(self.end(x))
+        Ok(stack::end(self.norm.as_ref(), x))
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
@@ -299,13 +276,6 @@ impl LanguageModel {
             x = x.mul_scalar(self.embedding_scale());
         }
         dropout(self.positions.add(x, first), self.dropout.prob)
-    }
-
-    fn end(&self, x: Tensor<3>) -> Tensor<3> {
-        match &self.norm {
-            Some(norm) => norm.forward(x),
-            None => x,
-        }
     }
 
     /// What embeddings are multiplied by.

@@ -5,15 +5,20 @@ mod classifier;
 #[cfg(feature = "flex")]
 mod decoder;
 mod language_model;
+mod pooling;
 mod positions;
 mod seq2seq;
+mod series;
+mod stack;
 #[cfg(feature = "flex")]
 mod stored;
 
 pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
-pub use classifier::{Classifier, ClassifierConfig, Pooling};
+pub use classifier::{Classifier, ClassifierConfig};
 #[cfg(feature = "flex")]
 pub use decoder::LanguageDecoder;
 pub use language_model::{LanguageModel, LanguageModelConfig, LanguageState};
+pub use pooling::Pooling;
 pub use positions::Positions;
 pub use seq2seq::{DecoderState, Memory, Seq2Seq, Seq2SeqConfig};
+pub use series::{SeriesModel, SeriesModelConfig};

@@ -6,16 +6,17 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
 use super::positions::Positions;
+use super::stack;
 #[cfg(feature = "flex")]
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
-use crate::error::{Result, argument, config};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, TokenNormConfig, apply, cross_entropy, dropout};
+use crate::error::{Result, argument};
+use crate::layers::{Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -53,6 +54,19 @@ pub struct Seq2SeqConfig {
     /// Where the norms stand.
     #[config(default = "Norm::Pre")]
     pub norm: Norm,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub norm_kind: NormKind,
+    /// Between the two layers of the feed-forward parts.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
+    /// step's memory less.
+    #[config(default = false)]
+    pub recompute: bool,
     /// Absolute positions.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -88,45 +102,22 @@ impl Seq2SeqConfig {
     /// Sizes of 0, sizes that do not divide, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<Seq2Seq> {
         const NAME: &str = "Seq2SeqConfig";
-        let sizes = [
-            ("source_vocab", self.source_vocab),
-            ("target_vocab", self.target_vocab),
-            ("d_model", self.d_model),
-            ("heads", self.heads),
-            ("d_ff", self.d_ff),
-        ];
-        for (field, size) in sizes {
-            config(size > 0, NAME, field, "at least 1", size)?;
-        }
-        config((0.0..1.0).contains(&self.dropout), NAME, "dropout", "a number in [0, 1)", self.dropout)?;
-        let encoder_block = EncoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
-            .with_kv_heads(self.kv_heads)
-            .with_dropout(self.dropout)
-            .with_norm(self.norm)
-            .with_attention(self.attention.clone());
-        let decoder_block = DecoderBlockConfig::new(self.d_model, self.heads, self.d_ff)
-            .with_kv_heads(self.kv_heads)
-            .with_dropout(self.dropout)
-            .with_norm(self.norm)
+        let encoder_block = stack::block_config!(self, EncoderBlockConfig);
+        let sizes = [("source_vocab", self.source_vocab), ("target_vocab", self.target_vocab)];
+        stack::check(NAME, &sizes, &encoder_block)?;
+        let decoder_block = stack::block_config!(self, DecoderBlockConfig)
             .with_attention(self.attention.clone())
             .with_cross_attention(self.cross_attention.clone());
-        let embedding = |tokens| {
-            EmbeddingConfig::new(tokens, self.d_model)
-                .with_initializer(Initializer::Normal { mean: 0.0, std: 1.0 })
-                .init(device)
-        };
-        let last_norm =
-            || (self.norm == Norm::Pre).then(|| TokenNormConfig::new(self.d_model).init(device)).transpose();
+        let attention = std::slice::from_ref(&self.attention);
+        let last_norm = || stack::last_norm(self.norm, self.norm_kind, self.d_model, device);
         Ok(Seq2Seq {
-            source_embedding: embedding(self.source_vocab),
-            target_embedding: embedding(self.target_vocab),
-            encoder: (0..self.encoder_layers).map(|_| encoder_block.init(device)).collect::<Result<_>>()?,
+            source_embedding: stack::embedding(self.source_vocab, self.d_model, 1.0, device),
+            target_embedding: stack::embedding(self.target_vocab, self.d_model, 1.0, device),
+            encoder: stack::blocks(NAME, &encoder_block, attention, self.encoder_layers, device)?,
             encoder_norm: last_norm()?,
             decoder: (0..self.decoder_layers).map(|_| decoder_block.init(device)).collect::<Result<_>>()?,
             decoder_norm: last_norm()?,
-            output: LinearConfig::new(self.d_model, self.target_vocab)
-                .with_initializer(Initializer::XavierUniform { gain: 1.0 })
-                .init(device),
+            output: stack::linear(self.d_model, self.target_vocab, device),
             dropout: DropoutConfig::new(self.dropout).init(),
             positions: self.positions,
             d_model: self.d_model,
@@ -193,10 +184,7 @@ impl Seq2Seq {
         for block in &self.decoder {
             x = block.forward(x, memory.clone(), &mask)?;
         }
-        if let Some(norm) = &self.decoder_norm {
-            x = norm.forward(x);
-        }
-        Ok(x)
+        Ok(stack::end(self.decoder_norm.as_ref(), x))
     }
 
     /// Reads the sources, once for all targets that will be decoded from them. A model on a training device applies
@@ -267,10 +255,8 @@ impl Seq2Seq {
         for ((block, layer), memory) in self.decoder.iter().zip(&mut state.layers).zip(&state.memory.layers) {
             x = block.step(x, state.position, layer, memory)?;
         }
-        if let Some(norm) = &self.decoder_norm {
-            x = norm.forward(x);
-        }
         state.position += 1;
+        let x = stack::end(self.decoder_norm.as_ref(), x);
         Ok(apply(&self.output, x, Activation::Identity, After::default()).squeeze_dim(1))
     }
 
@@ -308,10 +294,7 @@ impl Seq2Seq {
         for block in &self.encoder {
             x = block.forward(x, &mask)?;
         }
-        if let Some(norm) = &self.encoder_norm {
-            x = norm.forward(x);
-        }
-        Ok((x, mask))
+        Ok((stack::end(self.encoder_norm.as_ref(), x), mask))
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.

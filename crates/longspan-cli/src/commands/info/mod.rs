@@ -78,7 +78,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     let steps = config.known_steps();
     writeln!(out, "run         {}", run.display())?;
     writeln!(out, "data        {}", config.data_name())?;
-    let tokens: Vec<String> = vocabularies.iter().map(|v| format!("{} ({} tokens)", v.kind, v.size)).collect();
+    let tokens: Vec<String> = vocabularies.iter().map(ToString::to_string).collect();
     writeln!(out, "tokens      {}", tokens.join(" → "))?;
     writeln!(
         out,
@@ -99,12 +99,14 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     if let Some(best) = saved.best.filter(|best| best.step < saved.step) {
         writeln!(
             out,
-            "weights     of step {}, the best on development examples ({:.3} nats per token)",
-            best.step, best.loss
+            "weights     of step {}, the best on development examples ({:.3} {})",
+            best.step,
+            best.loss,
+            trained.task.measure()
         )?;
     }
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
-        writeln!(out, "loss        {loss:.3} nats per token on development examples")?;
+        writeln!(out, "loss        {loss:.3} {} on development examples", trained.task.measure())?;
     }
     if let Some(held_out) = last("held_out") {
         for (key, name) in [("token_error_rate", "token"), ("sequence_error_rate", "sequence")] {
@@ -120,9 +122,18 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.3} … {high:.3})"));
             writeln!(out, "held out    {rate:.3} bits per byte{}", interval.unwrap_or_default())?;
         }
-        let percent = |part: &str| held_out["accuracy"][part].as_f64().map(|rate| 100.0 * rate);
-        if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
-            writeln!(out, "held out    accuracy {rate:.1} % ({low:.1} … {high:.1} %)")?;
+        for (key, name) in [("r_squared", "R²"), ("mean_absolute_error", "mean absolute error")] {
+            let number = |part: &str| held_out[key][part].as_f64();
+            if let Some(rate) = number("rate") {
+                let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.4} … {high:.4})"));
+                writeln!(out, "held out    {name} {rate:.4}{}", interval.unwrap_or_default())?;
+            }
+        }
+        for (key, name) in [("accuracy", "accuracy"), ("recalled", "recalled")] {
+            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
+            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
+                writeln!(out, "held out    {name} {rate:.1} % ({low:.1} … {high:.1} %)")?;
+            }
         }
     }
     if steps.is_none_or(|steps| saved.step < steps) {

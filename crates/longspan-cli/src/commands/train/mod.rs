@@ -18,10 +18,13 @@ use super::Outcome;
 use crate::run::config::{self, RunConfig, Settings};
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
+use crate::run::write::write_atomic;
 use crate::tasks::attention;
+use crate::tasks::split::evenly;
 use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
+use crate::terminal::plot::Picture;
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 use session::Session;
@@ -37,9 +40,19 @@ pub struct Arguments {
     /// Texts to learn to go on with: files, folders, or - for standard input; plain text, also in gzip
     #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with_all = ["pairs", "development", "held_out"])]
     text: Vec<PathBuf>,
-    /// Labelled texts to learn from: a .tsv (text, tab, label) or a .jsonl with "text" and "label", also in gzip, or -
+    /// Labelled texts to learn from: a .tsv (text, tab, label), a .csv or a .jsonl with "text" and "label", also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text"])]
     labelled: Option<PathBuf>,
+    /// Numeric series to learn from, at any times: a .jsonl ("times", "values", "label"), a .csv (id, time, channels, label), a .ts or
+    /// .tsv of the UEA and UCR archives, also in gzip, or -
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text", "labelled"])]
+    series: Option<PathBuf>,
+    /// Sequences to draw and learn to recall from: mqar, recall or copying, with sizes such as mqar:pairs=16,length=256,vocabulary=8192
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
+    synthetic: Option<String>,
+    /// Segments of a text that a step learns from; gradients reach back so far
+    #[arg(long, value_name = "N")]
+    backpropagate: Option<usize>,
     /// What a text is cut into: characters, bytes or a tokenizer.json; with --text also bpe, which is learned from the text, with
     /// --labelled also words
     #[arg(long, value_name = "TOKENS")]
@@ -47,7 +60,7 @@ pub struct Arguments {
     /// Byte-pair encoding with so many entries, learned from the text
     #[arg(long, value_name = "N")]
     vocabulary: Option<usize>,
-    /// Pairs, or labelled texts, for the development loss, instead of a twentieth of --pairs or --labelled
+    /// Pairs, labelled texts or series for the development loss, instead of a twentieth of --pairs, --labelled or --series
     #[arg(long, value_name = "FILE")]
     development: Option<PathBuf>,
     /// The same for the scores at the end
@@ -91,8 +104,18 @@ pub struct Arguments {
 }
 
 /// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
-const CHANGEABLE: [&str; 9] =
-    ["steps", "checkpoint_steps", "evaluate", "answer_tokens", "pairs", "text", "labelled", "development", "held_out"];
+const CHANGEABLE: [&str; 10] = [
+    "steps",
+    "checkpoint_steps",
+    "evaluate",
+    "answer_tokens",
+    "pairs",
+    "text",
+    "labelled",
+    "series",
+    "development",
+    "held_out",
+];
 
 /// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
@@ -164,8 +187,11 @@ fn introduce<T: Task>(session: &Session<T>) {
     note(session.task.introduce(config, data));
     if data.too_long > 0 {
         note(format_args!(
-            "{} examples have more than {} tokens and are left out; --set max_tokens={} takes all in",
-            data.too_long, config.max_tokens, data.longest
+            "{} examples have more than {} {} and are left out; --set max_tokens={} takes all in",
+            data.too_long,
+            config.max_tokens,
+            T::LENGTH,
+            data.longest
         ));
     }
     note(format_args!(
@@ -201,13 +227,18 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         line: &|place| place + 1,
     };
     let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
-    let held_out = spread(&session.data.held_out, limit);
+    let held_out = evenly(&session.data.held_out, limit);
     let mut text = String::new();
     if held_out.is_empty() {
         text.push_str("nothing was held out, since there is too little: no scores\n");
     } else {
         note(format_args!("scoring {} held-out {}", held_out.len(), T::EXAMPLES));
         let scores = session.task.score(&model, &held_out, &how)?;
+        if let Some(picture) = T::picture(&scores) {
+            let path = session.folder.path().join("confusion");
+            write_atomic(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
+            write_atomic(&path.with_extension("png"), &picture.png()?)?;
+        }
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
         session.folder.seal_metrics()?;
         text.push_str("On held-out examples:\n");
@@ -233,7 +264,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 15] = [
+    let flags: [(&str, &str, Option<Value>); 18] = [
         (
             "development",
             "--development",
@@ -242,6 +273,9 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ("held_out", "--held-out", arguments.held_out.as_ref().map(|path| text("--held-out", path)).transpose()?),
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
         ("labelled", "--labelled", arguments.labelled.as_ref().map(|path| text("--labelled", path)).transpose()?),
+        ("series", "--series", arguments.series.as_ref().map(|path| text("--series", path)).transpose()?),
+        ("synthetic", "--synthetic", arguments.synthetic.as_ref().map(|name| json!(name))),
+        ("backpropagate", "--backpropagate", arguments.backpropagate.map(|n| json!(n))),
         ("text", "--text", texts(&arguments.text)?),
         ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
         ("vocabulary", "--vocabulary", arguments.vocabulary.map(|n| json!(n))),
@@ -294,7 +328,7 @@ fn claim_default(config: &RunConfig) -> Result<Draft> {
         Some(path) if lines::is_standard_input(path) => "standard-input".into(),
         Some(path) if path.file_stem().is_none() => "text".into(),
         Some(path) => path.file_stem().unwrap_or_default().display().to_string(),
-        None => "cmudict".into(),
+        None => config.synthetic.as_ref().map_or("cmudict", |name| name.split(':').next().unwrap_or(name)).into(),
     };
     for n in 1u32.. {
         let path = Path::new("runs").join(if n == 1 { stem.clone() } else { format!("{stem}-{n}") });
@@ -310,12 +344,6 @@ fn claim_default(config: &RunConfig) -> Result<Draft> {
         }
     }
     bail!("runs/ has no free name left; choose a folder with --out")
-}
-
-/// At most `limit` examples, evenly from all.
-fn spread<E: Clone>(examples: &[E], limit: usize) -> Vec<E> {
-    let count = examples.len().min(limit);
-    (0..count).map(|place| examples[place * examples.len() / count].clone()).collect()
 }
 
 /// The table of keys for `--help`.

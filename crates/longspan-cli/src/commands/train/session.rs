@@ -210,7 +210,7 @@ impl<T: Task> Session<T> {
                 best = Some(Best { step, loss });
             }
         }
-        self.log.sync(&self.title())?;
+        self.log.sync(&self.title(), self.task.measure())?;
         let Place { note, tensors } = self.task.place(&self.data.train, &self.model)?;
         let saved = Saved { step, seconds, best, place: note, ..self.saved.clone() };
         self.folder.save(&self.model, &self.optimizer, &saved, tensors)?;
@@ -221,7 +221,7 @@ impl<T: Task> Session<T> {
     fn title(&self) -> String {
         let name = match self.config.data() {
             Some(path) => path.file_name().unwrap_or_default().display().to_string(),
-            None => "CMU dictionary".into(),
+            None => self.config.data_name(),
         };
         format!("{name}, {} attention", self.config.attention)
     }

@@ -1,4 +1,4 @@
-//! A person's own labelled texts: tab-separated columns, or JSON lines with the keys `text` and `label`.
+//! A person's own labelled texts: tab-separated columns, or JSON lines or CSV with the keys `text` and `label`.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
-use crate::tasks::lines::{self, utf8};
+use crate::tasks::csv::Table;
+use crate::tasks::lines::{self, Format, utf8};
 use crate::terminal::notes::note;
 
 /// A text and its label.
@@ -16,15 +17,11 @@ pub struct Labelled {
     pub label: String,
 }
 
-/// Reads labelled texts. The name decides on the format: `.jsonl` or `.ndjson`, otherwise tab-separated. Empty lines are
+/// Reads labelled texts. The name decides on the format: `.jsonl` or `.ndjson`, `.csv`, otherwise tab-separated. Empty lines are
 /// passed over.
 pub fn read(path: &Path) -> Result<Vec<Labelled>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
-    let ending = path.to_string_lossy().to_lowercase();
-    let ending = ending.strip_suffix(".gz").unwrap_or(&ending);
-    let braced = lines::is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
-    let json = braced || ending.ends_with(".jsonl") || ending.ends_with(".ndjson");
-    let (all, again) = parse(&bytes, json, &name)?;
+    let (all, again) = parse(&bytes, Format::of(path, &bytes), &name)?;
     if again > 0 {
         note(format_args!("{name}: {again} lines come again and count once"));
     }
@@ -32,23 +29,13 @@ pub fn read(path: &Path) -> Result<Vec<Labelled>> {
 }
 
 /// The labelled texts, no two alike, and how many lines came again.
-fn parse(bytes: &[u8], json: bool, name: &str) -> Result<(Vec<Labelled>, usize)> {
-    if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
-        bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
-    }
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+fn parse(bytes: &[u8], format: Format, name: &str) -> Result<(Vec<Labelled>, usize)> {
+    let bytes = lines::unmarked(bytes, name)?;
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
-    for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        if line.is_empty() {
-            continue;
-        }
-        let at = format!("{name}, line {}", index + 1);
-        let line = utf8(line, &at)?;
-        let labelled = if json { from_json(line) } else { from_columns(line) };
-        let labelled = labelled.map_err(|problem| anyhow!("{at}: {problem}"))?;
+    let found = if format == Format::Csv { from_table(bytes, name)? } else { by_line(bytes, format, name)? };
+    for (line, labelled) in found {
         if labelled.label.is_empty() {
-            bail!("{at}: the label is empty; give one, or remove the line");
+            bail!("{name}, line {line}: the label is empty; give one, or remove the line");
         }
         if known.insert(labelled.clone()) {
             all.push(labelled);
@@ -60,6 +47,32 @@ fn parse(bytes: &[u8], json: bool, name: &str) -> Result<(Vec<Labelled>, usize)>
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
     }
     Ok((all, again))
+}
+
+/// Labelled texts, each with the line in which it begins.
+type Found = Vec<(usize, Labelled)>;
+
+fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Found> {
+    let mut found = Vec::new();
+    for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        if line.is_empty() {
+            continue;
+        }
+        let at = format!("{name}, line {}", index + 1);
+        let line = utf8(line, &at)?;
+        let labelled = if format == Format::JsonLines { from_json(line) } else { from_columns(line) };
+        found.push((index + 1, labelled.map_err(|problem| anyhow!("{at}: {problem}"))?));
+    }
+    Ok(found)
+}
+
+fn from_table(bytes: &[u8], name: &str) -> Result<Found> {
+    let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
+    let column = |wanted| table.column(wanted, "two columns `text` and `label`");
+    let (text, label) = (column("text")?, column("label")?);
+    let one = |fields: &[String]| Labelled { text: fields[text].clone(), label: fields[label].trim().into() };
+    Ok(table.records.iter().map(|(line, fields)| (*line, one(fields))).collect())
 }
 
 fn from_columns(line: &str) -> Result<Labelled, String> {
@@ -86,6 +99,9 @@ fn from_json(line: &str) -> Result<Labelled, String> {
     if value.get("source").is_some() && value.get("target").is_some() {
         return Err("it has a source and a target; give such pairs with --pairs".into());
     }
+    if value.get("values").is_some() {
+        return Err("it has values; give numeric series with --series".into());
+    }
     let text = value["text"].as_str().ok_or_else(|| format!("the key `text` has no text; {EXAMPLE}"))?;
     let label = match &value["label"] {
         Value::String(label) => label.trim().to_owned(),
@@ -100,18 +116,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_formats_give_the_same() {
-        let tabs = parse(b"\xef\xbb\xbfab c\tgood\r\n\nd\t1\nd\t1\n", false, "f").unwrap();
+    fn all_formats_give_the_same() {
+        let tabs = parse(b"\xef\xbb\xbfab c\tgood\r\n\nd\t1\nd\t1\n", Format::Tabs, "f").unwrap();
         let json = b"{\"text\": \"ab c\", \"label\": \"good\"}\n{\"label\": 1, \"text\": \"d\", \"other\": []}\n";
-        let json = parse(json, true, "f").unwrap();
-        assert_eq!(tabs.0, json.0);
+        let json = parse(json, Format::JsonLines, "f").unwrap();
+        let table = b"label,other,Text\ngood,3,\"ab c\"\n 1 ,,d\n";
+        let table = parse(table, Format::Csv, "f").unwrap();
+        assert_eq!((&tabs.0, &tabs.0), (&json.0, &table.0));
         assert_eq!((tabs.1, json.1), (1, 0));
         assert_eq!(tabs.0[1], Labelled { text: "d".into(), label: "1".into() });
     }
 
     #[test]
     fn mistakes_are_named_with_their_line() {
-        let error = |bytes: &[u8], json| parse(bytes, json, "f").unwrap_err().to_string();
+        let error = |bytes: &[u8], json| {
+            let format = if json { Format::JsonLines } else { Format::Tabs };
+            parse(bytes, format, "f").unwrap_err().to_string()
+        };
         assert!(error(b"a\tb\nc\n", false).contains("f, line 2: 1 column, expected two (text, tab, label)"));
         assert!(error(b"a\tb\tc\n", false).contains("3 columns"));
         assert!(error(b"a\t \n", false).contains("the label is empty"));
@@ -121,5 +142,10 @@ mod tests {
         assert!(error(b"{\"text\": \"a\", \"label\": null}", true).contains("`label` has no label"));
         assert!(error(b"{\"source\": \"a\", \"target\": \"b\"}", true).contains("--pairs"));
         assert!(error(b"{a", true).contains("no JSON"));
+        let error = |bytes: &[u8]| parse(bytes, Format::Csv, "f").unwrap_err().to_string();
+        assert!(
+            error(b"source,target\na,b\n").contains("no column `text`; let the first line name two columns `text`")
+        );
+        assert!(error(b"text,label\na,b\n\nc,\n").contains("f, line 4: the label is empty"));
     }
 }

@@ -1,84 +1,21 @@
-//! Pairs as CSV: a header that names the columns `source` and `target`, fields with commas or line ends in quotes.
+//! Pairs as CSV: a header that names the columns `source` and `target`.
 
-use anyhow::{Result, anyhow, bail};
-use csv_core::{ReadFieldResult, Reader};
+use anyhow::Result;
 
 use super::example::Entry;
-use crate::tasks::lines::utf8;
+use crate::tasks::csv::Table;
 
 /// The pairs of a file. Other columns are not looked at.
 pub fn entries(bytes: &[u8], name: &str) -> Result<Vec<Entry>> {
-    let mut records = records(bytes, name)?.into_iter();
-    let Some((line, header)) = records.next() else { return Ok(Vec::new()) };
-    let column = |wanted: &str| {
-        header.iter().position(|title| title.trim().to_lowercase() == wanted).ok_or_else(|| {
-            anyhow!(
-                "{name}, line {line}: the header is {:?} and has no column `{wanted}`; let the first line name two columns \
-                 `source` and `target`, with commas between them",
-                header.join(",").chars().take(60).collect::<String>()
-            )
-        })
-    };
+    let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
+    let column = |wanted| table.column(wanted, "two columns `source` and `target`");
     let (source, target) = (column("source")?, column("target")?);
-    records
-        .map(|(line, fields)| {
-            if fields.len() != header.len() {
-                let plural = if fields.len() == 1 { "" } else { "s" };
-                bail!(
-                    "{name}, line {line}: {} column{plural}, the header has {}; put a field with commas in quotes",
-                    fields.len(),
-                    header.len()
-                );
-            }
-            Ok(Entry { line, source: fields[source].clone(), target: fields[target].clone() })
-        })
-        .collect()
-}
-
-/// A line's number, and the fields of the record that begins there.
-type Record = (usize, Vec<String>);
-
-/// All records, without empty lines.
-fn records(bytes: &[u8], name: &str) -> Result<Vec<Record>> {
-    let mut reader = Reader::new();
-    // A field is never longer than the file and its last line end.
-    let mut field = vec![0; bytes.len() + 2];
-    let (mut rest, mut line, mut records) = (bytes, 1, Vec::new());
-    loop {
-        // The reader would pass over empty lines too, but not say where the record begins.
-        while let [end @ (b'\r' | b'\n'), more @ ..] = rest {
-            line += usize::from(*end == b'\n');
-            rest = more;
-        }
-        if rest.is_empty() {
-            return Ok(records);
-        }
-        let (start, at, mut fields) = (rest, format!("{name}, line {line}"), Vec::new());
-        let (mut written, mut at_end) = (0, false);
-        loop {
-            let (result, read, more) = reader.read_field(rest, &mut field[written..]);
-            (rest, written) = (&rest[read..], written + more);
-            match result {
-                // The last record may lack its line end. Within quotes that is no end, and the reader would keep silent.
-                ReadFieldResult::InputEmpty if !at_end => (rest, at_end) = (b"\n", true),
-                ReadFieldResult::InputEmpty => bail!(
-                    "{at}: a quote is opened and never closed; close it, or double it where it is meant as a character"
-                ),
-                ReadFieldResult::OutputFull => {}
-                ReadFieldResult::Field { record_end } => {
-                    fields.push(utf8(&field[..written], &at)?.to_string());
-                    written = 0;
-                    if record_end {
-                        break;
-                    }
-                }
-                ReadFieldResult::End => break,
-            }
-        }
-        let text = &start[..start.len() - rest.len()];
-        records.push((line, fields));
-        line += text.iter().filter(|&&byte| byte == b'\n').count();
-    }
+    let entry = |(line, fields): &(usize, Vec<String>)| Entry {
+        line: *line,
+        source: fields[source].clone(),
+        target: fields[target].clone(),
+    };
+    Ok(table.records.iter().map(entry).collect())
 }
 
 #[cfg(test)]

@@ -7,31 +7,8 @@ use serde_json::Value;
 
 use super::csv;
 use super::example::{Entry, Example, group};
-use crate::tasks::lines::{self, utf8};
+use crate::tasks::lines::{self, Format, utf8};
 use crate::terminal::notes::note;
-
-/// How pairs are written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    Tabs,
-    Csv,
-    JsonLines,
-}
-
-impl Format {
-    /// By the end of the name, in letters of any case, before `.gz`; standard input by its first character.
-    fn of(path: &Path, bytes: &[u8]) -> Self {
-        let name = path.to_string_lossy().to_lowercase();
-        let name = name.strip_suffix(".gz").unwrap_or(&name);
-        let braced = lines::is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
-        match name.rsplit_once('.').map_or("", |(_, end)| end) {
-            "jsonl" | "ndjson" => Self::JsonLines,
-            "csv" => Self::Csv,
-            _ if braced => Self::JsonLines,
-            _ => Self::Tabs,
-        }
-    }
-}
 
 /// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, `.csv`, otherwise tab-separated.
 ///
@@ -48,10 +25,7 @@ pub fn read(path: &Path) -> Result<Vec<Example>> {
 
 /// The pairs in the contents of a file; `name` is its name in errors.
 pub fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
-    if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
-        bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
-    }
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    let bytes = lines::unmarked(bytes, name)?;
     let entries = if format == Format::Csv { csv::entries(bytes, name)? } else { by_line(bytes, format, name)? };
     if entries.is_empty() {
         bail!("{name}: no pairs in it; give a file with one pair a line");

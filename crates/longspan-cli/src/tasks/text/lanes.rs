@@ -92,8 +92,8 @@ struct Lane {
     last: u32,
 }
 
-/// A feed that reads a text at `batch_size` places at once, a segment at each in every step; states are carried from step to
-/// step, and begin anew every `carry` steps.
+/// A feed that reads a text at `batch_size` places at once, `backpropagate` segments at each in every step; states are carried from
+/// step to step, and begin anew after `carry` segments.
 pub struct Lanes {
     lanes: Vec<Lane>,
     /// They and their segments after the step that was asked for last.
@@ -101,7 +101,9 @@ pub struct Lanes {
     segments: Vec<Segment>,
     /// The states of all lanes, one after the other; `None` at a beginning.
     state: Option<LanguageState>,
+    /// Tokens of a step. Segments that gradients reach through are computed as one, which gives the same numbers.
     segment: usize,
+    /// Steps after which states begin anew.
     carry: usize,
     per_epoch: usize,
 }
@@ -129,15 +131,16 @@ impl Lanes {
         if tokens == 0 {
             bail!("the tokenizer finds no tokens in the text; choose another one with --tokens");
         }
+        let segment = config.segment * config.backpropagate;
         let all = length as f64 * tokens as f64 / first.bytes.len() as f64;
-        let per_epoch = (all / (config.batch_size * config.segment) as f64).ceil().max(1.0) as usize;
+        let per_epoch = (all / (config.batch_size * segment) as f64).ceil().max(1.0) as usize;
         Ok(Self {
             lanes,
             drawn: Vec::new(),
             segments: Vec::new(),
             state: None,
-            segment: config.segment,
-            carry: config.carry,
+            segment,
+            carry: config.carry.div_ceil(config.backpropagate),
             per_epoch,
         })
     }

@@ -8,19 +8,18 @@ use serde_json::{Value, json};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
-use crate::tasks::memory;
+use crate::tasks::stack::{self, stack};
 
 /// The model's configuration for these settings and vocabulary size.
 pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
-    let attention = attention::of_layers(config, config.segment * config.carry)?;
-    Ok(LanguageModelConfig::new(vocab)
-        .with_d_model(config.d_model)
-        .with_heads(config.heads)
-        .with_layers(config.layers)
-        .with_d_ff(config.d_ff)
-        .with_dropout(config.dropout)
-        .with_attention(attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?)
-        .with_norm(config.norm()?))
+    let attention = attention::of_layers(config, carried(config))?;
+    let attention = attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?;
+    Ok(stack!(LanguageModelConfig::new(vocab), config, attention))
+}
+
+/// Tokens after which states begin anew in training: `carry` segments, in steps of `backpropagate`.
+fn carried(config: &RunConfig) -> usize {
+    config.segment * config.carry.next_multiple_of(config.backpropagate)
 }
 
 /// The mechanism with a decay, where it takes one and none is given: a text has no end, and sums over all of it would drown
@@ -46,21 +45,16 @@ fn decays(heads: usize) -> Vec<f64> {
 pub fn limit(config: &RunConfig) -> Option<usize> {
     let ends = |name: &str| ["softmax", "aft-full", "aft-local"].contains(&name.trim());
     // With room for a beginning and what comes after it.
-    config.attention.split(',').any(ends).then_some((config.segment * config.carry).max(16))
+    config.attention.split(',').any(ends).then_some(carried(config).max(16))
 }
 
-/// A model, its weights not yet drawn. Sizes that the memory has no room for are refused before it is asked for.
+/// A model, its weights not yet drawn.
 pub fn model(config: &RunConfig, vocab: usize, device: &Device) -> Result<LanguageModel> {
+    const LOWER: &str =
+        "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary";
     let sizes = configure(config, vocab)?;
-    // Blocks are alike, so one tells the size of all; a billion of them could not even be listed.
     let one = sizes.clone().with_layers(1).init(device)?;
-    let numbers = memory::numbers(&one) + (config.layers as f64 - 1.0) * memory::numbers(&one.blocks);
-    memory::check_model(
-        numbers,
-        config,
-        device,
-        "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary",
-    )?;
+    stack::check(&one, &one.blocks, config, device, LOWER)?;
     Ok(sizes.init(device)?)
 }
 

@@ -9,7 +9,7 @@ use longspan::models::{LanguageModel, LanguageState};
 use serde::Serialize;
 
 use super::corpus::Corpus;
-use crate::tasks::scores::Z;
+use crate::tasks::scores::{Interval, Z};
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
 
 /// Tokens computed at a time.
@@ -138,14 +138,6 @@ impl Sums {
     }
 }
 
-/// A rate with its 95 % confidence interval, where there is enough to tell.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Interval {
-    pub rate: f64,
-    pub low: Option<f64>,
-    pub high: Option<f64>,
-}
-
 /// How well a text was foretold.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BitsPerByte {
@@ -158,11 +150,8 @@ pub struct BitsPerByte {
 
 impl Display for BitsPerByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Interval { rate, low, high } = self.bits_per_byte;
-        write!(f, "{rate:.3} bits per byte")?;
-        if let (Some(low), Some(high)) = (low, high) {
-            write!(f, "  (95 % confidence {low:.3} … {high:.3})")?;
-        }
+        let Interval { rate, .. } = self.bits_per_byte;
+        write!(f, "{rate:.3} bits per byte{}", self.bits_per_byte.confidence(3))?;
         writeln!(f, "\n{} bytes in {} tokens", self.bytes, self.tokens)?;
         if self.unknown > 0 {
             writeln!(f, "{} tokens did not occur in training and cost 8 bits a byte more", self.unknown)?;

@@ -5,6 +5,7 @@ use std::fmt::{self, Display};
 use serde::Serialize;
 
 use crate::tasks::scores::Rate;
+use crate::terminal::plot::Matrix;
 use crate::terminal::samples::visible;
 
 /// Labels of a matrix that is shown whole.
@@ -16,23 +17,26 @@ const WIDTH: usize = 12;
 /// Right and wrong answers by label.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Confusion {
-    pub texts: usize,
+    /// What a person calls the examples.
+    #[serde(skip)]
+    unit: &'static str,
+    pub examples: usize,
     pub accuracy: Rate,
     /// The mean of the labels' F1, of those that occur or are answered.
     pub macro_f1: f64,
     pub labels: Vec<String>,
     /// Rows are the labels as they are, columns those that were answered.
     pub confusion: Vec<Vec<usize>>,
-    /// Texts whose label did not occur in training: no answer to them is right.
+    /// Examples whose label did not occur in training: no answer to them is right.
     pub unknown_labels: usize,
 }
 
 impl Confusion {
     /// Of pairs of what is right and what was answered, as places in `labels`.
-    pub fn of(labels: &[String], answers: &[(Option<usize>, usize)]) -> Self {
+    pub fn of(labels: &[String], answers: &[(Option<usize>, usize)], unit: &'static str) -> Self {
         let mut confusion = vec![vec![0; labels.len()]; labels.len()];
         let mut unknown_labels = 0;
-        // Answers to texts of unknown labels are wrong ones of the label that was answered.
+        // Answers to examples of unknown labels are wrong ones of the label that was answered.
         let mut foreign = vec![0; labels.len()];
         for &(right, answer) in answers {
             match right {
@@ -51,13 +55,19 @@ impl Confusion {
         });
         let f1: Vec<f64> = f1.collect();
         Self {
-            texts: answers.len(),
+            unit,
+            examples: answers.len(),
             accuracy: Rate::wilson(right, answers.len()),
             macro_f1: f1.iter().sum::<f64>() / f1.len().max(1) as f64,
             labels: labels.to_vec(),
             confusion,
             unknown_labels,
         }
+    }
+
+    /// The matrix as a picture.
+    pub fn picture(&self) -> Matrix<'_> {
+        Matrix { labels: &self.labels, counts: &self.confusion }
     }
 
     /// The matrix, or of a large one the labels that are taken for each other most often.
@@ -96,14 +106,14 @@ impl Confusion {
 
 impl Display for Confusion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} texts, {} labels", self.texts, self.labels.len())?;
+        writeln!(f, "{} {}, {} labels", self.examples, self.unit, self.labels.len())?;
         writeln!(f, "accuracy             {}", self.accuracy)?;
         writeln!(f, "macro F1             {:.1} %", 100.0 * self.macro_f1)?;
         if self.unknown_labels > 0 {
             writeln!(
                 f,
-                "{} texts have labels that did not occur in training, and count as wrong",
-                self.unknown_labels
+                "{} {} have labels that did not occur in training, and count as wrong",
+                self.unknown_labels, self.unit
             )?;
         }
         self.table(f)
@@ -121,9 +131,9 @@ mod tests {
     #[test]
     fn rates_are_those_of_the_matrix() {
         let answers = [(Some(0), 0), (Some(0), 0), (Some(0), 1), (Some(1), 1), (Some(1), 0), (None, 1)];
-        let found = Confusion::of(&labels(3), &answers);
+        let found = Confusion::of(&labels(3), &answers, "texts");
         assert_eq!(found.confusion, [[2, 1, 0], [1, 1, 0], [0, 0, 0]]);
-        assert_eq!((found.texts, found.unknown_labels), (6, 1));
+        assert_eq!((found.examples, found.unknown_labels), (6, 1));
         assert_eq!(found.accuracy.rate, 0.5);
         // F1 of the first: 2·2/(3+3); of the second 2·1/(2+3); the third does not occur.
         assert!((found.macro_f1 - (2.0 / 3.0 + 0.4) / 2.0).abs() < 1e-12);
@@ -137,7 +147,7 @@ mod tests {
     fn a_large_matrix_shows_what_is_confused_most() {
         let mut answers: Vec<_> = (0..20).map(|n| (Some(n), n)).collect();
         answers.extend([(Some(3), 5), (Some(3), 5), (Some(7), 1)]);
-        let text = Confusion::of(&labels(20), &answers).to_string();
+        let text = Confusion::of(&labels(20), &answers, "texts").to_string();
         assert!(text.contains("2 × label3 taken for label5\n     1 × label7 taken for label1\n"), "{text}");
     }
 }

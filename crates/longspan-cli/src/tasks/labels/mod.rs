@@ -1,0 +1,409 @@
+//! What is learned about a text or a series: which of some labels it has, or a number.
+
+mod confusion;
+mod numbers;
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Display};
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::Tensor;
+use longspan::layers::CrossEntropyLoss;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::batches::{micro_batches, values};
+use super::feed::Shuffled;
+use super::scores::likeliest;
+use super::split::evenly;
+use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::run::write::write_atomic;
+use crate::terminal::plot::Matrix;
+use confusion::Confusion;
+use numbers::Errors;
+
+/// The file in a run folder.
+const FILE: &str = "labels.json";
+
+/// Development examples: enough for two digits, few enough to cost little.
+const DEVELOPMENT: usize = 512;
+
+/// Examples answered together.
+const BATCH: usize = 64;
+
+/// So many different numbers are labels still, if nobody says what they are.
+const MOST_NUMBERED: usize = 20;
+
+/// What a run tells.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Target {
+    /// One of these labels, in the order of their ids.
+    Labels(Vec<String>),
+    /// A number. The model gives it less the mean and by the standard deviation of those it learned from.
+    Number { mean: f64, deviation: f64 },
+}
+
+/// What is right of one example, as the model is to give it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Goal {
+    Label(u32),
+    Number(f32),
+}
+
+impl Goal {
+    /// Takes note of it in the fingerprint of all examples.
+    pub fn hash(self, hash: &mut Sha256) {
+        match self {
+            Self::Label(label) => hash.update(label.to_le_bytes()),
+            Self::Number(number) => hash.update(number.to_bits().to_le_bytes()),
+        }
+    }
+}
+
+/// A finite number.
+pub fn number(text: &str) -> Option<f64> {
+    text.trim().parse::<f64>().ok().filter(|number| number.is_finite())
+}
+
+impl Target {
+    /// What the labels of the examples to learn from are, which `config` may say; else numbers where all are and more than
+    /// [`MOST_NUMBERED`] differ. `examples` is what a person calls them.
+    pub fn of<'a>(labels: impl Iterator<Item = &'a str>, config: &mut RunConfig, examples: &str) -> Result<Self> {
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        labels.for_each(|label| *counts.entry(label).or_default() += 1);
+        let total: usize = counts.values().sum();
+        let name = config.data_name();
+        let strange = counts.keys().find(|label| number(label).is_none());
+        let numbers = match config.target.as_deref() {
+            None => strange.is_none() && counts.len() > MOST_NUMBERED,
+            Some("label") => false,
+            Some("number") => match strange {
+                Some(label) => {
+                    bail!("{name}: target = number, and the label {label:?} is none; take it out, or leave target out")
+                }
+                None => true,
+            },
+            Some(other) => bail!("unknown target {other:?}; known are label, number"),
+        };
+        if let [(only, _)] = counts.iter().collect::<Vec<_>>()[..] {
+            bail!("{name}: all {examples} to train on have the label {only:?}; give {examples} of at least two labels");
+        }
+        config.target = Some(if numbers { "number" } else { "label" }.into());
+        if numbers {
+            let all: Vec<f64> =
+                counts.iter().flat_map(|(label, &count)| std::iter::repeat_n(number(label), count)).flatten().collect();
+            let (mean, deviation) = moments(&all);
+            return Ok(Self::Number { mean, deviation });
+        }
+        if total >= 8 && counts.len() * 2 > total {
+            bail!(
+                "{name}: {total} {examples} have {} labels; a label should come often: to answer with texts, train with --pairs, to \
+                 foretell numbers, with --set target=number",
+                counts.len()
+            );
+        }
+        Ok(Self::Labels(counts.into_keys().map(String::from).collect()))
+    }
+
+    /// Reads what [`store`](Self::store) wrote.
+    pub fn load(folder: &RunFolder) -> Result<Self> {
+        let path = path(folder);
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
+        serde_json::from_str(&text).map_err(|_| {
+            anyhow!(
+                "{}: neither a list of labels nor a mean and a deviation; the file is damaged: restore it or train again",
+                path.display()
+            )
+        })
+    }
+
+    /// Writes it into a run folder.
+    pub fn store(&self, folder: &RunFolder) -> Result<()> {
+        write_atomic(&path(folder), serde_json::to_string_pretty(self)?.as_bytes())
+    }
+
+    /// Numbers that the model gives.
+    pub fn outputs(&self) -> usize {
+        match self {
+            Self::Labels(labels) => labels.len(),
+            Self::Number { .. } => 1,
+        }
+    }
+
+    /// What the loss is counted in.
+    pub fn measure(&self) -> &'static str {
+        match self {
+            Self::Labels(_) => "nats per label",
+            Self::Number { .. } => "mean squared error, in variances of the target",
+        }
+    }
+
+    /// As a vocabulary.
+    pub fn vocabulary(&self) -> Vocabulary {
+        match self {
+            Self::Labels(labels) => Vocabulary { side: "label", kind: "labels", size: labels.len() },
+            Self::Number { .. } => Vocabulary { side: "label", kind: "number", size: 1 },
+        }
+    }
+
+    /// What the model is to give for a label; `None` for one that did not occur in training.
+    pub fn goal(&self, label: &str) -> Result<Option<Goal>> {
+        match self {
+            Self::Labels(labels) => Ok(labels
+                .binary_search_by(|known| known.as_str().cmp(label))
+                .ok()
+                .map(|place| Goal::Label(place as u32))),
+            Self::Number { mean, deviation } => match number(label) {
+                Some(number) => Ok(Some(Goal::Number(((number - mean) / deviation) as f32))),
+                None => bail!("the label {label:?} is no number, and this run foretells numbers; give numbers"),
+            },
+        }
+    }
+
+    /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`.
+    pub fn loss(
+        &self,
+        goals: impl Iterator<Item = Goal>,
+        cross_entropy: impl FnOnce(&[u32]) -> longspan::Result<CrossEntropyLoss>,
+        squared_error: impl FnOnce(&[f32]) -> longspan::Result<Tensor<1>>,
+    ) -> Result<Loss> {
+        let (mut classes, mut numbers) = (Vec::new(), Vec::new());
+        goals.for_each(|goal| match goal {
+            Goal::Label(label) => classes.push(label),
+            Goal::Number(number) => numbers.push(number),
+        });
+        if let Self::Number { .. } = self {
+            let error = squared_error(&numbers)?;
+            return Ok(Loss { plain: error.clone().detach(), smoothed: error });
+        }
+        let CrossEntropyLoss { plain, smoothed } = cross_entropy(&classes)?;
+        Ok(Loss { plain, smoothed })
+    }
+
+    /// The answers in what the model gave for one example: all labels, the likeliest first, or the number.
+    pub fn answers(&self, row: &[f32]) -> Vec<Answer> {
+        let labels = match self {
+            Self::Labels(labels) => labels,
+            Self::Number { .. } => {
+                // A number has no probability; JSON shows `null`.
+                let target = self.foretold(row).to_string();
+                return vec![Answer { target, log_probability: f64::NAN, score: f64::NAN, finished: true }];
+            }
+        };
+        let largest = row.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+        let sum: f64 = row.iter().map(|x| f64::from(x - largest).exp()).sum();
+        let mut order: Vec<usize> = (0..row.len()).collect();
+        order.sort_by(|&a, &b| row[b].total_cmp(&row[a]).then(a.cmp(&b)));
+        let answer = |label: usize| {
+            let log_probability = f64::from(row[label] - largest) - sum.ln();
+            Answer { target: labels[label].clone(), log_probability, score: log_probability, finished: true }
+        };
+        order.into_iter().map(answer).collect()
+    }
+
+    /// Answers as a line without an end.
+    pub fn line(answers: &[Answer]) -> String {
+        match answers.first() {
+            Some(best) if best.score.is_nan() => best.target.clone(),
+            Some(best) => format!("{}\t{:.4}", best.target, best.log_probability.exp()),
+            None => String::new(),
+        }
+    }
+
+    /// A number that the model gave, in its own measure, with the digits that it has.
+    fn foretold(&self, row: &[f32]) -> f32 {
+        let Self::Number { mean, deviation } = self else { return f32::NAN };
+        (mean + deviation * f64::from(row[0])) as f32
+    }
+
+    /// Scores what the model gave for examples with these labels, which a person calls `unit`.
+    pub fn score(&self, labels: &[&str], rows: &[Vec<f32>], unit: &'static str) -> Result<Scores> {
+        let mut numbers = Vec::new();
+        let mut answers = Vec::new();
+        for (label, row) in labels.iter().zip(rows) {
+            let goal = self.goal(label)?;
+            if let Self::Number { .. } = self {
+                numbers.extend(number(label).map(|right| (right, f64::from(self.foretold(row)))));
+            } else {
+                let right =
+                    goal.and_then(|goal| if let Goal::Label(label) = goal { Some(label as usize) } else { None });
+                answers.push((right, likeliest(row)));
+            }
+        }
+        Ok(match self {
+            Self::Labels(labels) => Scores::Labels(Confusion::of(labels, &answers, unit)),
+            Self::Number { .. } => Scores::Number(Errors::of(&numbers, unit)),
+        })
+    }
+
+    /// What is to be told, in a few words, of examples with these goals.
+    pub fn introduce(&self, goals: impl Iterator<Item = Goal>) -> String {
+        let labels = match self {
+            Self::Labels(labels) => labels,
+            Self::Number { mean, deviation } => {
+                return format!("numbers of mean {mean:.4} and standard deviation {deviation:.4}");
+            }
+        };
+        let mut counts = vec![0usize; labels.len()];
+        for goal in goals {
+            if let Goal::Label(label) = goal {
+                counts[label as usize] += 1;
+            }
+        }
+        let mut order: Vec<usize> = (0..counts.len()).collect();
+        order.sort_by_key(|&label| std::cmp::Reverse(counts[label]));
+        let some = |label: &usize| format!("{} {}", labels[*label], counts[*label]);
+        let named: Vec<String> = order.iter().take(5).map(some).collect();
+        let more = order.len().saturating_sub(5);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        // A model that always gives the commonest label is right so often.
+        let share = 100.0 * counts[order[0]] as f64 / counts.iter().sum::<usize>().max(1) as f64;
+        format!("{} labels: {}{more}; the commonest has {share:.0} %", labels.len(), named.join(", "))
+    }
+}
+
+/// What a model gives for each of `rows`, `width` numbers for one. Rows of similar `length` share a batch, so that little is padded.
+pub fn outputs<R: Sync>(
+    rows: &[R],
+    length: impl Fn(&R) -> usize,
+    width: usize,
+    how: &Answering<'_>,
+    forward: impl Fn(&[&R]) -> Result<Tensor<2>> + Sync,
+) -> Result<Vec<Vec<f32>>> {
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by_key(|&place| length(&rows[place]));
+    let batches: Vec<&[usize]> =
+        order.chunks(BATCH).flat_map(|part| micro_batches(part, |&place| (1, length(&rows[place])))).collect();
+    let found = how.workers.run(&batches, |_, batches| {
+        let mut found = Vec::new();
+        for batch in batches {
+            let some: Vec<&R> = batch.iter().map(|&place| &rows[place]).collect();
+            let numbers = values(forward(&some)?)?;
+            found.extend(batch.iter().copied().zip(numbers.chunks(width).map(<[f32]>::to_vec)));
+        }
+        Ok(found)
+    })?;
+    let mut all = vec![Vec::new(); rows.len()];
+    for (place, row) in found.into_iter().flatten() {
+        all[place] = row;
+    }
+    Ok(all)
+}
+
+/// The data of a task whose examples have a length, those that are too long left out.
+pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
+    all: Vec<T::Example>,
+    mut development: Vec<T::Example>,
+    held_out: Vec<T::Text>,
+    config: &RunConfig,
+    fingerprint: impl Fn(&T::Example, &mut Sha256),
+) -> Result<Data<T>> {
+    let length = |example: &T::Example| T::size(example).1;
+    let count = all.len();
+    let longest = all.iter().map(length).max().unwrap_or(0);
+    let train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= config.max_tokens).collect();
+    if train.is_empty() {
+        bail!(
+            "all training {} have more than {} {}, the longest {longest}: take them in with --set max_tokens={longest}",
+            T::EXAMPLES,
+            config.max_tokens,
+            T::LENGTH
+        );
+    }
+    development.retain(|example| length(example) <= config.max_tokens);
+    let development = evenly(&development, DEVELOPMENT);
+    let mut hash = Sha256::new();
+    train.iter().for_each(|example| fingerprint(example, &mut hash));
+    let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let too_long = count - train.len();
+    let train = Shuffled::new(train, T::size, config.batch_size, config.seed);
+    Ok(Data { train, development, held_out, too_long, longest, sha256 })
+}
+
+fn path(folder: &RunFolder) -> PathBuf {
+    folder.path().join(FILE)
+}
+
+/// The mean and the standard deviation, which is 1 where there is none.
+pub fn moments(numbers: &[f64]) -> (f64, f64) {
+    let count = numbers.len().max(1) as f64;
+    let mean = numbers.iter().sum::<f64>() / count;
+    let deviation = (numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count).sqrt();
+    (mean, if deviation > 0.0 && deviation.is_finite() { deviation } else { 1.0 })
+}
+
+/// How well labels or numbers were told.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Scores {
+    Labels(Confusion),
+    Number(Errors),
+}
+
+impl Scores {
+    /// The picture that shows them.
+    pub fn picture(&self) -> Option<Matrix<'_>> {
+        match self {
+            Self::Labels(confusion) => Some(confusion.picture()),
+            Self::Number(_) => None,
+        }
+    }
+}
+
+impl Display for Scores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Labels(confusion) => confusion.fmt(f),
+            Self::Number(errors) => errors.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn target(labels: &[&str], config: &mut RunConfig) -> Result<Target> {
+        Target::of(labels.iter().copied(), config, "texts")
+    }
+
+    #[test]
+    fn many_different_numbers_are_numbers_and_a_setting_decides() {
+        let numbers: Vec<String> = (0..42).map(|n| (n % 21).to_string()).collect();
+        let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
+        let mut config = RunConfig::of_labelled();
+        let found = target(&numbers, &mut config).unwrap();
+        assert_eq!(config.target.as_deref(), Some("number"));
+        let Target::Number { mean, deviation } = found else { panic!("{found:?}") };
+        assert_eq!((mean, (deviation * deviation * 3.0).round()), (10.0, 110.0));
+        let Some(Goal::Number(goal)) = found.goal(" 20.0").unwrap() else { panic!() };
+        assert!((found.foretold(&[goal]) - 20.0).abs() < 1e-5);
+        assert!(found.goal("many").unwrap_err().to_string().contains("\"many\" is no number"));
+
+        let mut config = RunConfig { target: Some("label".into()), ..RunConfig::of_labelled() };
+        assert_eq!(target(&numbers, &mut config).unwrap().outputs(), 21);
+        let few = ["1", "2", "1", "2"];
+        assert_eq!(target(&few, &mut RunConfig::of_labelled()).unwrap(), Target::Labels(vec!["1".into(), "2".into()]));
+        let mut config = RunConfig { target: Some("number".into()), ..RunConfig::of_labelled() };
+        assert!(matches!(target(&few, &mut config).unwrap(), Target::Number { .. }));
+        let error = target(&["1", "x"], &mut config).unwrap_err().to_string();
+        assert!(error.contains("the label \"x\" is none"), "{error}");
+        config.target = Some("text".into());
+        assert!(target(&few, &mut config).unwrap_err().to_string().contains("unknown target"));
+    }
+
+    #[test]
+    fn probabilities_of_all_labels_add_up_to_one() {
+        let target = Target::Labels(vec!["a".into(), "b".into(), "c".into()]);
+        let answers = target.answers(&[300.0, 302.0, 302.0]);
+        let names: Vec<&str> = answers.iter().map(|answer| answer.target.as_str()).collect();
+        assert_eq!(names, ["b", "c", "a"]);
+        let total: f64 = answers.iter().map(|answer| answer.log_probability.exp()).sum();
+        assert!((total - 1.0).abs() < 1e-12 && Target::line(&answers).starts_with("b\t0.4683"), "{answers:?}");
+    }
+}

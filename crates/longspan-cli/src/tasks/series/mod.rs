@@ -1,0 +1,283 @@
+//! Numeric series at any times, and their labels: a model of points learns to tell the label, or a number.
+
+mod archive;
+pub mod file;
+mod model;
+mod scaling;
+
+use std::path::Path;
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::{Device, Tensor, TensorData};
+use longspan::models::SeriesModel;
+use sha2::Digest;
+
+use super::attention;
+use super::feed::Shuffled;
+use super::labels::{self, Goal, Scores, Target};
+use super::lines;
+use super::split::{self, Split, evenly};
+use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::terminal::plot::Matrix;
+use crate::terminal::samples::{self, Sample};
+use crate::terminal::shell;
+use file::Series;
+use scaling::Scaling;
+
+/// What a run on series has beside its weights.
+pub struct SeriesTask {
+    scaling: Scaling,
+    target: Target,
+}
+
+/// A series as the model gets it, and what is to be told of it.
+#[derive(Debug, Clone)]
+pub struct Example {
+    points: Points,
+    goal: Goal,
+}
+
+/// The numbers of all points, and their times.
+type Points = (Vec<f32>, Vec<f32>);
+
+impl Task for SeriesTask {
+    type Example = Example;
+    type Feed = Shuffled<Example>;
+    type Carried = ();
+    type Text = Series;
+    type Model = SeriesModel;
+    type Scores = Scores;
+
+    const EXAMPLES: &str = "series";
+    const LENGTH: &str = "points";
+
+    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+        if !["mask", "refuse"].contains(&config.missing.as_str()) {
+            bail!("unknown missing {:?}; known are mask, refuse", config.missing);
+        }
+        let split = read_split(config)?;
+        let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
+        let target = Target::of(labels, config, Self::EXAMPLES)?;
+        let task = Self { scaling: Scaling::of(&split.train), target };
+        let data = task.measured(split, config)?;
+        let paths = [&mut config.series, &mut config.development, &mut config.held_out];
+        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
+            // The run may be resumed from another folder.
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok((task, data))
+    }
+
+    fn load(folder: &RunFolder) -> Result<Self> {
+        Ok(Self { scaling: Scaling::load(folder)?, target: Target::load(folder)? })
+    }
+
+    fn store(&self, folder: &RunFolder) -> Result<()> {
+        self.scaling.store(folder)?;
+        self.target.store(folder)
+    }
+
+    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+        self.measured(read_split(config)?, config)
+    }
+
+    fn read(path: &Path) -> Result<Vec<Series>> {
+        labelled(path, false)
+    }
+
+    fn vocabularies(&self) -> Vec<Vocabulary> {
+        vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, self.target.vocabulary()]
+    }
+
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<SeriesModel> {
+        model::model(config, self.scaling.inputs(), self.target.outputs(), device)
+    }
+
+    fn size(example: &Example) -> (usize, usize) {
+        (1, example.points.1.len())
+    }
+
+    fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
+        let (values, times, lengths) = self.padded(batch.iter().map(|example| &example.points), device);
+        self.target.loss(
+            batch.iter().map(|example| example.goal),
+            |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
+            |numbers| model.squared_error(values.clone(), times.clone(), &lengths, numbers),
+        )
+    }
+
+    fn measure(&self) -> &'static str {
+        self.target.measure()
+    }
+
+    fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
+        // JSON lines are answered as they come.
+        if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
+            return Ok(None);
+        }
+        let all = file::read(path, false)?;
+        for one in &all {
+            self.scaling
+                .apply(one)
+                .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
+        }
+        Ok(Some(all.iter().map(file::to_json).collect()))
+    }
+
+    fn answer(&self, model: &SeriesModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let read = |(place, text): (usize, &&str)| {
+            let at = || format!("{}, line {}", how.name, (how.line)(place));
+            let one = file::from_json(text, 0).map_err(|problem| anyhow!("{}: {problem}", at()))?;
+            self.scaling.apply(&one).map_err(|problem| anyhow!("{}: {problem}", at()))
+        };
+        let points = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        Ok(self.outputs(model, &points, how)?.iter().map(|row| self.target.answers(row)).collect())
+    }
+
+    fn line(answers: &[Answer]) -> String {
+        Target::line(answers)
+    }
+
+    fn score(&self, model: &SeriesModel, series: &[Series], how: &Answering<'_>) -> Result<Scores> {
+        let measured = |one: &Series| {
+            self.scaling.apply(one).map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, one.line))
+        };
+        let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
+        let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
+        self.target.score(&labels, &self.outputs(model, &points, how)?, Self::EXAMPLES)
+    }
+
+    fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
+        self.score(model, &labelled(path, how.config.missing == "refuse")?, how)
+    }
+
+    fn picture(scores: &Scores) -> Option<Matrix<'_>> {
+        scores.picture()
+    }
+
+    fn show(&self, model: &SeriesModel, held_out: &[Series], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let some = evenly(held_out, 6);
+        let points = some.iter().map(|one| self.scaling.apply(one)).collect::<Result<Vec<_>>>()?;
+        let rows = self.outputs(model, &points, how)?;
+        let sample = |(one, row): (&Series, &Vec<f32>)| Sample {
+            source: format!("{} points", one.times.len()),
+            answer: self.target.answers(row).first().map_or_else(String::new, |best| best.target.clone()),
+            cut: false,
+            expected: one.label.clone(),
+        };
+        let samples: Vec<Sample> = some.iter().zip(&rows).map(sample).collect();
+        let file = how.config.held_out.as_deref().or(how.config.series.as_deref());
+        let file = file.map_or_else(|| "FILE".into(), shell::path);
+        Ok(Shown { text: samples::table(&samples), next: format!("{} predict {folder} {file}", shell::program()) })
+    }
+
+    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+        let examples = data.train.examples();
+        let mut lengths: Vec<usize> = examples.iter().map(|example| example.points.1.len()).collect();
+        lengths.sort_unstable();
+        let channels = match self.scaling.channels() {
+            1 => "1 channel".into(),
+            many => format!("{many} channels"),
+        };
+        let masked = if self.scaling.masked { ", as many more say what is missing" } else { "" };
+        let times = match attention::of_layers(config, config.max_tokens) {
+            Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
+                format!("; {} attention counts points, only fourier sees their times", config.attention)
+            }
+            _ => format!("; the usual distance of times is {}", self.scaling.step as f32),
+        };
+        format!(
+            "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one{times}; {}",
+            config.data_name(),
+            examples.len(),
+            data.held_out.len(),
+            lengths.get(lengths.len() / 2).copied().unwrap_or(0),
+            self.target.introduce(examples.iter().map(|example| example.goal))
+        )
+    }
+
+    fn blocks(config: &RunConfig) -> String {
+        format!("{} blocks", config.layers)
+    }
+
+    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
+        Vec::new()
+    }
+}
+
+/// Reads the series that the settings name, by use.
+fn read_split(config: &RunConfig) -> Result<Split<Series>> {
+    let Some(path) = &config.series else { bail!("no series are given; name them with --series") };
+    let read = |path: &Path| labelled(path, config.missing == "refuse");
+    split::read(config, path, SeriesTask::EXAMPLES, read, |one| &one.key)
+}
+
+/// Reads series that all have labels.
+fn labelled(path: &Path, refuse: bool) -> Result<Vec<Series>> {
+    let all = file::read(path, refuse)?;
+    match all.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
+        Some(one) => bail!("{}, line {}: the series has no label; give one, or remove it", lines::name(path), one.line),
+        None => Ok(all),
+    }
+}
+
+impl SeriesTask {
+    /// Series as the model gets them.
+    fn measured(&self, split: Split<Series>, config: &RunConfig) -> Result<Data<Self>> {
+        let name = config.data_name();
+        let examples = |all: &[Series]| {
+            let mut examples = Vec::with_capacity(all.len());
+            for one in all {
+                if let Some(goal) = self.target.goal(one.label.as_deref().unwrap_or_default())? {
+                    let points =
+                        self.scaling.apply(one).map_err(|problem| anyhow!("{name}, line {}: {problem}", one.line))?;
+                    examples.push(Example { points, goal });
+                }
+            }
+            Ok::<_, anyhow::Error>(examples)
+        };
+        let (train, development) = (examples(&split.train)?, examples(&split.development)?);
+        labels::data(train, development, split.held_out, config, |Example { points: (values, times), goal }, hash| {
+            hash.update((times.len() as u64).to_le_bytes());
+            goal.hash(hash);
+            values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
+        })
+    }
+
+    /// What the model gives for each series.
+    fn outputs(&self, model: &SeriesModel, points: &[Points], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
+        labels::outputs(
+            points,
+            |(_, times)| times.len(),
+            self.target.outputs(),
+            how,
+            |batch| {
+                let (values, times, lengths) = self.padded(batch.iter().copied(), &Device::flex());
+                Ok(model.forward(values, times, &lengths)?)
+            },
+        )
+    }
+
+    /// Series as tensors, padded with zeros: values, times, and how many points count.
+    fn padded<'a>(
+        &self,
+        batch: impl Iterator<Item = &'a Points> + Clone,
+        device: &Device,
+    ) -> (Tensor<3>, Tensor<2>, Vec<usize>) {
+        let inputs = self.scaling.inputs();
+        let lengths: Vec<usize> = batch.clone().map(|(_, times)| times.len()).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let (mut values, mut times) = (Vec::new(), Vec::new());
+        for (row, at) in batch {
+            values.extend_from_slice(row);
+            values.resize(values.len() + (longest - at.len()) * inputs, 0.0);
+            times.extend_from_slice(at);
+            times.resize(times.len() + longest - at.len(), 0.0);
+        }
+        let values = TensorData::new(values, [lengths.len(), longest, inputs]);
+        let times = TensorData::new(times, [lengths.len(), longest]);
+        (Tensor::from_data(values, device), Tensor::from_data(times, device), lengths)
+    }
+}

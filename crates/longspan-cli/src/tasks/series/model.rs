@@ -1,0 +1,17 @@
+//! The model of series that settings describe.
+
+use anyhow::Result;
+use burn::tensor::Device;
+use longspan::models::{SeriesModel, SeriesModelConfig};
+
+use crate::run::config::RunConfig;
+use crate::tasks::stack::{self, pooled};
+
+/// A model, its weights not yet drawn.
+pub fn model(config: &RunConfig, inputs: usize, outputs: usize, device: &Device) -> Result<SeriesModel> {
+    const LOWER: &str = "lower d_model, d_ff, layers, radius, max_tokens or workers with --set";
+    let sizes = pooled!(SeriesModelConfig::new(inputs, outputs), config);
+    let one = sizes.clone().with_layers(1).init(device)?;
+    stack::check(&one, &one.blocks, config, device, LOWER)?;
+    Ok(sizes.init(device)?)
+}

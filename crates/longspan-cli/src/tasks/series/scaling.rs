@@ -1,0 +1,140 @@
+//! Values and times as the model gets them.
+
+use anyhow::{Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+
+use super::file::Series;
+use crate::run::folder::RunFolder;
+use crate::run::write::write_atomic;
+use crate::tasks::labels::moments;
+
+/// The file in a run folder.
+const FILE: &str = "series.json";
+
+/// What the series to learn from are like: others are given to the model in the same measure.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scaling {
+    /// Names of the channels, where the data have them.
+    names: Vec<String>,
+    /// Of each channel the mean, which is subtracted, and the standard deviation, by which the rest is divided.
+    means: Vec<f64>,
+    deviations: Vec<f64>,
+    /// The median distance of neighbouring times, which counts as 1.
+    pub step: f64,
+    /// Whether the model gets a channel beside each that says which values are missing: where any is missing in training.
+    pub masked: bool,
+}
+
+impl Scaling {
+    /// That of the series to learn from.
+    pub fn of(train: &[Series]) -> Self {
+        let Some(first) = train.first() else {
+            return Self { names: Vec::new(), means: Vec::new(), deviations: Vec::new(), step: 1.0, masked: false };
+        };
+        let moments = (0..first.width).map(|channel| {
+            let values = train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(first.width));
+            moments(&values.copied().filter(|value| !value.is_nan()).collect::<Vec<_>>())
+        });
+        let (means, deviations) = moments.unzip();
+        let gaps = train.iter().flat_map(|one| one.times.windows(2).map(|pair| pair[1] - pair[0]));
+        let mut gaps: Vec<f64> = gaps.filter(|gap| *gap > 0.0 && gap.is_finite()).collect();
+        let middle = gaps.len() / 2;
+        let step = if gaps.is_empty() { 1.0 } else { *gaps.select_nth_unstable_by(middle, f64::total_cmp).1 };
+        let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
+        Self { names: first.names.to_vec(), means, deviations, step, masked }
+    }
+
+    /// Reads what [`store`](Self::store) wrote.
+    pub fn load(folder: &RunFolder) -> Result<Self> {
+        let path = folder.path().join(FILE);
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
+        let damaged =
+            || anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display());
+        let found: Self = serde_json::from_str(&text).map_err(|_| damaged())?;
+        if found.means.is_empty() || found.means.len() != found.deviations.len() {
+            return Err(damaged());
+        }
+        Ok(found)
+    }
+
+    /// Writes it into a run folder.
+    pub fn store(&self, folder: &RunFolder) -> Result<()> {
+        write_atomic(&folder.path().join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
+    }
+
+    /// Channels of a series.
+    pub fn channels(&self) -> usize {
+        self.means.len()
+    }
+
+    /// Numbers that the model gets at a point.
+    pub fn inputs(&self) -> usize {
+        self.channels() * if self.masked { 2 } else { 1 }
+    }
+
+    /// A series as the model gets it: the numbers of its points, and their times from the first one on.
+    pub fn apply(&self, one: &Series) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (width, names) = (self.channels(), self.names.join(", "));
+        if one.width != width {
+            bail!("{} channels, and this run was trained on {width}; give as many", one.width);
+        }
+        if !one.names.is_empty() && !self.names.is_empty() && *one.names != *self.names {
+            bail!(
+                "the channels are {}, and those of this run {names}; name the columns so, in this order",
+                one.names.join(", ")
+            );
+        }
+        let mut values = Vec::with_capacity(one.times.len() * self.inputs());
+        for point in one.values.chunks(width) {
+            let scaled = point.iter().zip(&self.means).zip(&self.deviations).map(|((value, mean), deviation)| {
+                // The mean stands for what is missing.
+                if value.is_nan() { 0.0 } else { ((value - mean) / deviation) as f32 }
+            });
+            values.extend(scaled);
+            if self.masked {
+                values.extend(point.iter().map(|value| f32::from(u8::from(value.is_nan()))));
+            }
+        }
+        let first = one.times.first().copied().unwrap_or(0.0);
+        let times: Vec<f32> = one.times.iter().map(|time| ((time - first) / self.step) as f32).collect();
+        if values.iter().chain(&times).any(|number| !number.is_finite()) {
+            bail!("a value or a time is too large beside those of training; take the series out");
+        }
+        Ok((values, times))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::series::file::{parse, series};
+
+    #[test]
+    fn values_and_times_are_measured_by_those_of_training() {
+        let text = "id,time,x,y\na,10,1,5\na,12,3,5\na,14,,5\nb,0,5,5\nb,50,3,5\n";
+        let all = parse(text.as_bytes(), "csv", "f").unwrap();
+        let scaling = Scaling::of(&all);
+        // x: 1, 3, 5, 3 with mean 3 and variance 2; y does not vary; gaps 2, 2, 50.
+        assert_eq!((scaling.step, scaling.masked, scaling.inputs()), (2.0, true, 4));
+        let (values, times) = scaling.apply(&all[0]).unwrap();
+        let low = -2.0f32.sqrt();
+        assert!((values[0] - low).abs() < 1e-6, "{values:?}");
+        assert_eq!(values[1..], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]);
+        assert_eq!(times, [0.0, 1.0, 2.0]);
+        // A point far from 0 in time keeps its digits.
+        let late = series(vec![(1.7e9, vec![3.0, 5.0]), (1.7e9 + 1.0, vec![3.0, 5.0])], None, 1).unwrap();
+        assert_eq!(scaling.apply(&late).unwrap().1, [0.0, 0.5]);
+
+        let refused = |one: &Series| scaling.apply(one).unwrap_err().to_string();
+        assert!(
+            refused(&series(vec![(0.0, vec![1.0])], None, 1).unwrap())
+                .contains("1 channels, and this run was trained on 2")
+        );
+        let other = parse(b"id,time,y,x\na,1,2,3\n", "csv", "f").unwrap();
+        assert!(refused(&other[0]).contains("the channels are y, x, and those of this run x, y"));
+        let huge = series(vec![(0.0, vec![1e300, 5.0])], None, 1).unwrap();
+        assert!(refused(&huge).contains("too large"));
+    }
+}

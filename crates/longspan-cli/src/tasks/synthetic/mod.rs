@@ -1,0 +1,284 @@
+//! Synthetic recall: sequences that are drawn from a seed, in which a language model is to find again what they hold.
+
+mod generate;
+
+use std::fmt::{self, Display};
+use std::path::Path;
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Device, Tensor};
+use longspan::layers::CrossEntropyLoss;
+use longspan::models::{LanguageModel, LanguageModelConfig};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use super::attention;
+use super::batches::{Random, padded, values};
+use super::feed::Feed;
+use super::lines::{self, utf8};
+use super::scores::{Interval, likeliest};
+use super::stack::{self, stack};
+use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::terminal::shell;
+use generate::{Recall, Sequence};
+
+/// Sequences of the development loss, and those held out.
+const DEVELOPMENT: u64 = 256;
+const HELD_OUT: u64 = 1000;
+
+/// Sequences answered together: few, since logits of all their tokens are held.
+const BATCH: usize = 8;
+
+/// What the random streams of a seed are for.
+const TRAINING: u64 = 0;
+const FOR_DEVELOPMENT: u64 = 1;
+const FOR_SCORES: u64 = 2;
+
+/// A run on drawn sequences.
+pub struct Synthetic {
+    recall: Recall,
+}
+
+/// Sequences drawn anew for every step, from the seed and the step alone.
+pub struct Drawn {
+    recall: Recall,
+    seed: u64,
+    batch: Vec<Sequence>,
+    batch_size: usize,
+}
+
+impl Feed for Drawn {
+    type Example = Sequence;
+
+    fn per_epoch(&self) -> usize {
+        1
+    }
+
+    fn batch(&mut self, step: usize) -> Result<Vec<&Sequence>> {
+        let first = step as u64 * self.batch_size as u64;
+        self.batch = (0..self.batch_size as u64).map(|n| draw(&self.recall, self.seed, TRAINING, first + n)).collect();
+        Ok(self.batch.iter().collect())
+    }
+
+    fn probe(&self) -> &[Sequence] {
+        &self.batch
+    }
+}
+
+/// Sequence `n` of a use.
+fn draw(recall: &Recall, seed: u64, what_for: u64, n: u64) -> Sequence {
+    recall.draw(&mut Random::new(seed, 3 * n + what_for))
+}
+
+/// How often what was asked was given.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Recalled {
+    pub sequences: usize,
+    pub questions: usize,
+    pub recalled: Interval,
+}
+
+impl Display for Recalled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent = |x: f64| 100.0 * x;
+        let Interval { rate, low, high } = self.recalled;
+        let recalled = Interval { rate: percent(rate), low: low.map(percent), high: high.map(percent) };
+        writeln!(f, "{} sequences, {} questions", self.sequences, self.questions)?;
+        writeln!(f, "recalled             {:.1} %{}", recalled.rate, recalled.confidence(1))
+    }
+}
+
+impl Task for Synthetic {
+    const EXAMPLES: &str = "sequences";
+
+    type Example = Sequence;
+    type Feed = Drawn;
+    type Carried = ();
+    type Text = Sequence;
+    type Model = LanguageModel;
+    type Scores = Recalled;
+
+    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+        let task = Self::of(config)?;
+        config.synthetic = Some(task.recall.to_string());
+        let data = task.data(config)?;
+        Ok((task, data))
+    }
+
+    fn load(folder: &RunFolder) -> Result<Self> {
+        Self::of(&folder.load_config()?)
+    }
+
+    fn store(&self, _: &RunFolder) -> Result<()> {
+        Ok(())
+    }
+
+    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+        let (recall, seed) = (self.recall, config.seed);
+        let some = |what_for, count| (0..count).map(|n| draw(&recall, seed, what_for, n)).collect();
+        let sha256 = Sha256::digest(format!("{recall} {seed}")).iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Data {
+            train: Drawn { recall, seed, batch: Vec::new(), batch_size: config.batch_size },
+            development: some(FOR_DEVELOPMENT, DEVELOPMENT),
+            held_out: some(FOR_SCORES, HELD_OUT),
+            too_long: 0,
+            longest: recall.length,
+            sha256,
+        })
+    }
+
+    /// Lines of tokens as numbers, then a tab and what is to be given after the last one.
+    fn read(path: &Path) -> Result<Vec<Sequence>> {
+        let (name, bytes) = (lines::name(path), lines::read(path)?);
+        let mut all = Vec::new();
+        for (line, n) in bytes.split(|&byte| byte == b'\n').zip(1..) {
+            let at = format!("{name}, line {n}");
+            let line = utf8(line, &at)?.trim_end_matches('\r');
+            if line.is_empty() {
+                continue;
+            }
+            let Some((tokens, right)) = line.split_once('\t') else {
+                bail!("{at}: no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
+            };
+            let tokens = numbers(tokens).map_err(|problem| anyhow!("{at}: {problem}"))?;
+            let right = numbers(right).map_err(|problem| anyhow!("{at}: {problem}"))?;
+            let [right] = right[..] else { bail!("{at}: {} tokens after the tab, expected one", right.len()) };
+            let mut asked = vec![None; tokens.len()];
+            asked[tokens.len() - 1] = Some(right);
+            all.push(Sequence { tokens, right: asked });
+        }
+        if all.is_empty() {
+            bail!("{name}: no sequences in it; give lines of tokens, a tab, and what is right after them");
+        }
+        Ok(all)
+    }
+
+    fn vocabularies(&self) -> Vec<Vocabulary> {
+        vec![Vocabulary { side: "sequence", kind: "numbers", size: self.recall.tokens() }]
+    }
+
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
+        const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
+        let attention = attention::of_layers(config, self.recall.length)?;
+        let sizes = stack!(LanguageModelConfig::new(self.recall.tokens()), config, attention);
+        let one = sizes.clone().with_layers(1).init(device)?;
+        stack::check(&one, &one.blocks, config, device, LOWER)?;
+        Ok(sizes.init(device)?)
+    }
+
+    fn size(sequence: &Sequence) -> (usize, usize) {
+        let asked = sequence.right.iter().flatten().count();
+        (asked, sequence.tokens.len() - asked)
+    }
+
+    fn loss(&self, model: &LanguageModel, batch: &[&Sequence], smoothing: f64, device: &Device) -> Result<Loss> {
+        let rows: Vec<&[u32]> = batch.iter().map(|sequence| sequence.tokens.as_slice()).collect();
+        let (tokens, _) = padded(&rows, device);
+        let right = batch.iter().flat_map(|sequence| sequence.right.iter().copied()).collect();
+        let CrossEntropyLoss { plain, smoothed } = model.loss(tokens, right, smoothing)?;
+        Ok(Loss { plain, smoothed })
+    }
+
+    fn usual_steps(_: usize) -> usize {
+        4000
+    }
+
+    fn answer(&self, model: &LanguageModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let mut all = Vec::with_capacity(texts.len());
+        for (place, text) in texts.iter().enumerate() {
+            let tokens = numbers(text).and_then(|tokens| self.known(tokens));
+            let tokens = tokens.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
+            let logits = rows(model, &[&tokens])?.narrow(1, tokens.len() - 1, 1).squeeze_dim::<2>(1);
+            let found = values(log_softmax(logits, 1))?;
+            let mut order: Vec<usize> = (0..found.len()).collect();
+            order.sort_by(|&a, &b| found[b].total_cmp(&found[a]).then(a.cmp(&b)));
+            let answer = |&token: &usize| {
+                let log_probability = f64::from(found[token]);
+                Answer { target: token.to_string(), log_probability, score: log_probability, finished: true }
+            };
+            all.push(order.iter().take(how.beam).map(answer).collect());
+        }
+        Ok(all)
+    }
+
+    fn score(&self, model: &LanguageModel, sequences: &[Sequence], how: &Answering<'_>) -> Result<Recalled> {
+        for (place, sequence) in sequences.iter().enumerate() {
+            let tokens = sequence.tokens.iter().chain(sequence.right.iter().flatten()).copied().collect();
+            self.known(tokens).map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
+        }
+        let vocabulary = self.recall.tokens();
+        let found = how.workers.run(sequences, |_, part| {
+            let mut found = Vec::new();
+            for batch in part.chunks(BATCH) {
+                let tokens: Vec<&[u32]> = batch.iter().map(|sequence| sequence.tokens.as_slice()).collect();
+                let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+                let logits = values(rows(model, &tokens)?)?;
+                for (sequence, logits) in batch.iter().zip(logits.chunks((longest * vocabulary).max(1))) {
+                    let asked = sequence.right.iter().zip(logits.chunks(vocabulary));
+                    let asked = asked.filter_map(|(right, row)| Some(likeliest(row) == (*right)? as usize));
+                    let asked: Vec<bool> = asked.collect();
+                    found.push((asked.iter().filter(|&&right| right).count() as f64, asked.len() as f64));
+                }
+            }
+            Ok(found)
+        })?;
+        let found = found.concat();
+        let mut recalled = Interval::ratio(&found);
+        recalled.low = recalled.low.map(|low| low.max(0.0));
+        recalled.high = recalled.high.map(|high| high.min(1.0));
+        let questions = found.iter().map(|(_, asked)| asked).sum::<f64>() as usize;
+        Ok(Recalled { sequences: sequences.len(), questions, recalled })
+    }
+
+    fn show(&self, _: &LanguageModel, _: &[Sequence], _: &Answering<'_>, folder: &str) -> Result<Shown> {
+        Ok(Shown { text: String::new(), next: format!("{} info {folder}", shell::program()) })
+    }
+
+    fn introduce(&self, config: &RunConfig, _: &Data<Self>) -> String {
+        let Recall { length, .. } = self.recall;
+        format!("{}: sequences of {length} tokens, drawn anew for every step; {HELD_OUT} held out", config.data_name())
+    }
+
+    fn blocks(config: &RunConfig) -> String {
+        format!("{} blocks", config.layers)
+    }
+
+    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
+        Vec::new()
+    }
+}
+
+impl Synthetic {
+    fn of(config: &RunConfig) -> Result<Self> {
+        let Some(spec) = &config.synthetic else { bail!("no synthetic task is given; name it with --synthetic") };
+        Ok(Self { recall: spec.parse()? })
+    }
+
+    /// Tokens of this task, and no others.
+    fn known(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
+        let limit = self.recall.tokens();
+        match tokens.iter().find(|&&token| token as usize >= limit) {
+            Some(token) => bail!("the token {token} is unknown; those of this run are 0 to {}", limit - 1),
+            None => Ok(tokens),
+        }
+    }
+}
+
+/// The logits of sequences, `[batch, longest, vocabulary]`.
+fn rows(model: &LanguageModel, sequences: &[&[u32]]) -> Result<Tensor<3>> {
+    Ok(model.forward(padded(sequences, &Device::flex()).0)?)
+}
+
+/// Tokens as numbers with space between them.
+fn numbers(text: &str) -> Result<Vec<u32>> {
+    let number =
+        |word: &str| word.parse().map_err(|_| anyhow!("{word:?} is no token; write whole numbers with space between"));
+    let found: Vec<u32> = text.split_whitespace().map(number).collect::<Result<_>>()?;
+    if found.is_empty() {
+        bail!("no token in it; write whole numbers with space between");
+    }
+    Ok(found)
+}

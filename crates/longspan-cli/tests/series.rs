@@ -1,0 +1,290 @@
+//! Series: training on them, telling labels and numbers, scores, and what is no such file.
+
+mod support;
+
+use std::fmt::Write as _;
+use std::process::Stdio;
+
+use serde_json::Value;
+use support::{Place, signal, text};
+
+/// Settings of a model that takes a step in a few milliseconds.
+const TINY: [&str; 8] =
+    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+
+/// Numbers from 0 to 1.
+fn random(seed: u64) -> impl FnMut() -> f64 {
+    let mut state = seed;
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f64 / (1u64 << 24) as f64
+    }
+}
+
+/// Waves of two frequencies seen at random times, as JSON lines; the label is the kind, or the frequency itself.
+fn waves(count: usize, seed: u64, number: bool) -> String {
+    let mut random = random(seed);
+    let mut all = String::new();
+    for n in 0..count {
+        let frequency = if number { 0.2 + 0.8 * random() } else { [0.4, 0.9][n % 2] };
+        let phase = std::f64::consts::TAU * random();
+        let mut times: Vec<f64> = (0..20 + n % 5).map(|_| 30.0 * random()).collect();
+        times.sort_by(f64::total_cmp);
+        let values: Vec<[f64; 2]> = times
+            .iter()
+            .map(|t| [3.0 + (frequency * t + phase).sin(), 100.0 * (frequency * t + phase).cos()])
+            .collect();
+        let label = if number { format!("{frequency}") } else { format!("\"{}\"", ["slow", "fast"][n % 2]) };
+        writeln!(all, "{{\"times\": {times:?}, \"values\": {values:?}, \"label\": {label}}}").unwrap();
+    }
+    all
+}
+
+fn place() -> Place {
+    let place = Place::new();
+    place.write("waves.jsonl", waves(600, 1, false).as_bytes());
+    place
+}
+
+/// Arguments of a tiny training run on a file, then `more`.
+fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--series", file, "--out", out, "--steps", steps];
+    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+    arguments.extend(more);
+    arguments
+}
+
+/// As a model that can learn: wider, in larger batches.
+const ABLE: [&str; 10] = [
+    "--set",
+    "d_model=32",
+    "--set",
+    "d_ff=64",
+    "--set",
+    "layers=2",
+    "--set",
+    "batch_size=24",
+    "--learning-rate",
+    "0.005",
+];
+
+#[test]
+fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
+    let place = place();
+    let output = place.run(&train("waves.jsonl", "run", "400", &ABLE));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    for part in ["2 channels", "the usual distance of times is", "2 labels: "] {
+        assert!(stderr.contains(part), "{part:?}: {stderr}");
+    }
+    for part in ["accuracy", "is \\ answered", "It says:", "predict run"] {
+        assert!(stdout.contains(part), "{part:?}: {stdout}");
+    }
+    for name in ["labels.json", "series.json", "confusion.svg", "confusion.png"] {
+        assert!(place.names("run").contains(&name.into()), "{name}");
+    }
+    let info = place.info("run");
+    assert_eq!((info["label_vocabulary"].as_u64(), info["series_vocabulary"].as_u64()), (Some(2), Some(2)));
+    assert!(info["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.9, "{info}");
+    assert!(place.ok(&["info", "run"]).contains("2 channels → 2 labels"));
+
+    place.write("new.jsonl", waves(60, 9, false).as_bytes());
+    let scores: Value =
+        serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json", "--picture", "c.png"])).unwrap();
+    assert!(scores["accuracy"]["rate"].as_f64().unwrap() > 0.85, "{scores}");
+    assert_eq!(scores["examples"].as_u64(), Some(60));
+    assert!(place.read("c.png").starts_with(b"\x89PNG"));
+    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.pdf"], &["c.pdf", ".svg or .png"]);
+
+    // The same series as CSV, in any order of lines, and from standard input.
+    let answers = place.ok(&["predict", "run", "new.jsonl"]);
+    assert_eq!(answers.lines().count(), 60);
+    let mut table = String::from("id,time,a,b\n");
+    let all: Vec<Value> = text(&place.read("new.jsonl")).lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    for (id, one) in all.iter().enumerate() {
+        let points = one["times"].as_array().unwrap().iter().zip(one["values"].as_array().unwrap());
+        for (time, values) in points.rev() {
+            writeln!(table, "{id},{time},{},{}", values[0], values[1]).unwrap();
+        }
+    }
+    place.write("new.csv", table.as_bytes());
+    let output = place.run(&["predict", "run", "new.csv"]);
+    assert_eq!(text(&output.stdout), answers);
+    assert!(text(&output.stderr).contains("the times of 60 series run backwards"), "{}", text(&output.stderr));
+
+    // Counted points do not tell them: the times do.
+    place.ok(&train("waves.jsonl", "counted", "400", &[&ABLE[..], &["--attention", "shaw"]].concat()));
+    let counted = place.info("counted")["held_out"]["accuracy"]["rate"].as_f64().unwrap();
+    assert!(counted < info["held_out"]["accuracy"]["rate"].as_f64().unwrap(), "{counted}");
+}
+
+#[test]
+fn numbers_are_foretold_with_their_errors() {
+    let place = place();
+    place.write("numbers.jsonl", waves(800, 2, true).as_bytes());
+    let output = place.run(&train("numbers.jsonl", "run", "500", &ABLE));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(stderr.contains("numbers of mean 0."), "{stderr}");
+    assert!(stdout.contains("R²  ") && stdout.contains("mean absolute error  0."), "{stdout}");
+    let info = place.info("run");
+    assert!(info["held_out"]["r_squared"]["rate"].as_f64().unwrap() > 0.5, "{info}");
+    assert!(place.ok(&["info", "run"]).contains("held out    R² 0."));
+    assert!(place.ok(&["info", "run"]).contains("mean squared error"));
+    place.write("new.jsonl", waves(20, 9, true).as_bytes());
+    for line in place.ok(&["predict", "run", "new.jsonl"]).lines() {
+        assert!((-0.5..1.7).contains(&line.parse::<f64>().unwrap()), "{line}");
+    }
+    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json"])).unwrap();
+    let error = &scores["mean_absolute_error"];
+    assert!(
+        error["low"].as_f64() < error["rate"].as_f64() && error["rate"].as_f64() < error["high"].as_f64(),
+        "{scores}"
+    );
+    place.fails(&["eval", "run", "waves.jsonl"], &["the label \"slow\" is no number"]);
+    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["this one has none"]);
+}
+
+#[test]
+fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
+    let place = place();
+    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    let holes: String = waves(120, 4, false)
+        .lines()
+        .map(|line| {
+            let mut one: Value = serde_json::from_str(line).unwrap();
+            for (n, point) in one["values"].as_array_mut().unwrap().iter_mut().enumerate() {
+                if n % 3 == 1 {
+                    *point = serde_json::json!([null, 1.5]);
+                }
+            }
+            format!("{one}\n")
+        })
+        .collect();
+    place.write("holes.jsonl", holes.as_bytes());
+    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
+        let name = facts["name"].as_str().unwrap();
+        let pooling = ["pooling=mean", "pooling=last", "pooling=attention"][n % 3];
+        let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
+        let mut more = vec!["--attention", name, "--set", pooling, "--set", causal, "--set", "max_tokens=64"];
+        more.extend([
+            "--set",
+            "gated=true",
+            "--set",
+            "activation=silu",
+            "--set",
+            "norm_kind=rms",
+            "--set",
+            "recompute=true",
+        ]);
+        let output = place.run(&train("holes.jsonl", name, "4", &more));
+        let stderr = text(&output.stderr);
+        assert!(output.status.success(), "{name}: {stderr}");
+        assert!(
+            stderr.contains("values are missing (") && stderr.contains("as many more say what is missing"),
+            "{stderr}"
+        );
+        place.ok(&["train", "--resume", name, "--steps", "6"]);
+        assert_eq!(place.losses(name).len(), 6, "{name}");
+        assert_eq!(place.ok(&["predict", name, "holes.jsonl"]).lines().count(), 120, "{name}");
+    }
+    place.fails(
+        &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
+        &["holes.jsonl, line 1: values are missing"],
+    );
+    place
+        .fails(&train("holes.jsonl", "refused", "4", &["--set", "missing=zero"]), &["unknown missing", "mask, refuse"]);
+    // A run that knows no holes takes them too.
+    place.ok(&train("waves.jsonl", "whole", "4", &[]));
+    assert_eq!(place.ok(&["predict", "whole", "holes.jsonl"]).lines().count(), 120);
+}
+
+#[test]
+fn a_killed_run_goes_on_to_the_same_bits() {
+    let place = place();
+    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+    place.ok(&train("waves.jsonl", "whole", "300", &more));
+    let mut child = place.command(&train("waves.jsonl", "parts", "300", &more)).stderr(Stdio::null()).spawn().unwrap();
+    let mut killed = 0;
+    for lines in [10, 50, 120, 200] {
+        place.wait_for_lines("parts/metrics.jsonl", lines);
+        signal("KILL", child.id());
+        child.wait().unwrap();
+        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
+        child = place.command(&["train", "--resume", "parts"]).stderr(Stdio::null()).spawn().unwrap();
+    }
+    child.wait().unwrap();
+    assert!(killed >= 2, "only {killed} kills came in time");
+    assert_eq!(place.losses("parts"), place.losses("whole"));
+    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
+}
+
+#[test]
+fn archives_with_a_file_of_their_own_to_be_scored_on() {
+    let place = place();
+    let mut random = random(3);
+    let mut archive = |count: usize| -> String {
+        (0..count)
+            .map(|n| {
+                let class = n % 3;
+                let phase = std::f64::consts::TAU * random();
+                let values: Vec<String> =
+                    (0..24).map(|t| format!("{:.4}", ((0.3 + 0.4 * class as f64) * t as f64 + phase).sin())).collect();
+                format!("{class}\t{}\n", values.join("\t"))
+            })
+            .collect()
+    };
+    place.write("Waves_TRAIN.tsv", archive(240).as_bytes());
+    place.write("Waves_TEST.tsv", archive(60).as_bytes());
+    let more = [&ABLE[..], &["--held-out", "Waves_TEST.tsv"]].concat();
+    let stdout = place.ok(&train("Waves_TRAIN.tsv", "run", "250", &more));
+    assert!(stdout.contains("60 series, 3 labels") && stdout.contains("Waves_TEST.tsv"), "{stdout}");
+    assert!(place.info("run")["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.8, "{stdout}");
+    assert_eq!(place.ok(&["predict", "run", "Waves_TEST.tsv"]).lines().count(), 60);
+}
+
+#[test]
+fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
+    let place = place();
+    let good = waves(60, 5, false);
+    for (name, contents, parts) in [
+        (
+            "label.jsonl",
+            format!("{good}{{\"values\": [[1, 2]]}}\n"),
+            ["label.jsonl, line 61: the series has no label", "give one"],
+        ),
+        ("one.jsonl", good.replace("slow", "fast"), ["all series to train on have the label \"fast\"", "two"]),
+        (
+            "width.jsonl",
+            format!("{good}{{\"values\": [1], \"label\": \"a\"}}\n"),
+            ["width.jsonl, line 61: 1 channels", "2"],
+        ),
+        ("text.tsv", "how nice\tgood\n".into(), ["text.tsv, line 1: \"good\" is no number", "--labelled"]),
+        ("empty.csv", String::new(), ["empty.csv: no series in it", "give"]),
+        ("few.jsonl", good.lines().take(1).collect(), ["few.jsonl", "series"]),
+    ] {
+        place.write(name, contents.as_bytes());
+        place.fails(&train(name, "run", "3", &[]), &parts);
+        assert!(!place.path("run").exists(), "{name}: a run folder was made");
+    }
+    place.fails(
+        &train("waves.jsonl", "run", "3", &["--set", "max_tokens=2"]),
+        &["all training series have more than 2 points"],
+    );
+    place
+        .fails(&train("waves.jsonl", "run", "3", &["--set", "pooling=max"]), &["unknown pooling \"max\"", "attention"]);
+    place.fails(&["train", "--labelled", "waves.jsonl", "--out", "run"], &["waves.jsonl, line 1", "--series"]);
+    place.ok(&train("waves.jsonl", "good", "3", &[]));
+    place.fails(&["generate", "good"], &["answers lines", "predict good"]);
+    place.write("bad.jsonl", b"{\"values\": [[1, 2]]}\n{\"values\": [1]}\n");
+    place.fails(&["predict", "good", "bad.jsonl"], &["bad.jsonl, line 2: 1 channels, and this run was trained on 2"]);
+    place.write("bad.csv", b"id,time,a\n1,2,3\n");
+    place.fails(&["predict", "good", "bad.csv"], &["bad.csv, line 2: 1 channels"]);
+
+    // Damage is found, and other data are not gone on with.
+    let whole = place.read("good/series.json");
+    place.write("good/series.json", &whole[..whole.len() - 5]);
+    place.fails(&["predict", "good", "bad.jsonl"], &["series.json: damaged"]);
+    place.write("good/series.json", &whole);
+    place.write("waves.jsonl", waves(599, 1, false).as_bytes());
+    place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--series"]);
+}

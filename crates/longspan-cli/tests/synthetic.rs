@@ -1,0 +1,102 @@
+//! Synthetic recall: training on drawn sequences, answering, scores, and what is no such task.
+
+mod support;
+
+use std::process::Stdio;
+
+use serde_json::Value;
+use support::{Place, signal, text};
+
+/// Settings of a model that takes a step in a few milliseconds.
+const TINY: [&str; 8] =
+    ["d_model=16", "heads=2", "layers=2", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+
+const SPEC: &str = "mqar:pairs=2,length=16,vocabulary=12";
+
+/// Arguments of a tiny training run, then `more`.
+fn train<'a>(spec: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--synthetic", spec, "--out", out, "--steps", steps];
+    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+    arguments.extend(more);
+    arguments
+}
+
+#[test]
+fn a_run_learns_to_copy_what_was_said_and_is_scored() {
+    let place = Place::new();
+    let mut more = vec!["--learning-rate", "0.005"];
+    more.extend(["d_model=32", "d_ff=64", "batch_size=32"].iter().flat_map(|setting| ["--set", setting]));
+    let output = place.run(&train("recall:pairs=2,length=12,vocabulary=4", "run", "600", &more));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("recall:pairs=2,length=12,vocabulary=4: sequences of 12 tokens"), "{stderr}");
+    assert!(stdout.contains("1000 sequences, ") && stdout.contains("recalled  "), "{stdout}");
+    let info = place.info("run");
+    assert!(info["held_out"]["recalled"]["rate"].as_f64().unwrap() > 0.9, "{info}");
+    assert!(place.ok(&["info", "run"]).contains("held out    recalled "));
+    place.write("questions", b"0 3 1 2 0\n1 3 0 2 1 3 0\n");
+    let answers = place.ok(&["predict", "run", "questions"]);
+    assert_eq!(answers, "3\n2\n");
+    let json = place.ok(&["predict", "run", "questions", "--json", "--beam", "4"]);
+    let first: Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    let total: f64 =
+        first["answers"].as_array().unwrap().iter().map(|one| one["log_probability"].as_f64().unwrap().exp()).sum();
+    assert!((total - 1.0).abs() < 1e-5, "{json}");
+    place.write("right.tsv", b"0 3 1 2 0\t3\n1 3 0 2 1 3 0\t2\n");
+    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "right.tsv", "--json"])).unwrap();
+    assert_eq!((scores["questions"].as_u64(), scores["recalled"]["rate"].as_f64()), (Some(2), Some(1.0)));
+    for (line, part) in
+        [("0 9\t1", "the token 9 is unknown; those of this run are 0 to 3"), ("0 x\t1", "\"x\" is no token")]
+    {
+        place.write("wrong.tsv", format!("0 3 0\t3\n{line}\n").as_bytes());
+        place.fails(&["eval", "run", "wrong.tsv"], &["wrong.tsv, line 2", part]);
+    }
+    place.write("wrong", b"0 3 0\n0 4\n");
+    place.fails(&["predict", "run", "wrong"], &["wrong, line 2: the token 4 is unknown"]);
+}
+
+#[test]
+fn every_mechanism_and_task_trains_and_goes_on() {
+    let place = Place::new();
+    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
+        let name = facts["name"].as_str().unwrap();
+        let spec = [SPEC, "recall:pairs=3,length=20,vocabulary=8", "copying:pairs=4,length=20"][n % 3];
+        place.ok(&train(spec, name, "4", &["--attention", name]));
+        place.ok(&["train", "--resume", name, "--steps", "6"]);
+        assert_eq!(place.losses(name).len(), 6, "{name}");
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_to_the_same_bits() {
+    let place = Place::new();
+    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+    place.ok(&train(SPEC, "whole", "300", &more));
+    let mut child = place.command(&train(SPEC, "parts", "300", &more)).stderr(Stdio::null()).spawn().unwrap();
+    let mut killed = 0;
+    for lines in [10, 50, 120, 200] {
+        place.wait_for_lines("parts/metrics.jsonl", lines);
+        signal("KILL", child.id());
+        child.wait().unwrap();
+        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
+        child = place.command(&["train", "--resume", "parts"]).stderr(Stdio::null()).spawn().unwrap();
+    }
+    child.wait().unwrap();
+    assert!(killed >= 2, "only {killed} kills came in time");
+    assert_eq!(place.losses("parts"), place.losses("whole"));
+    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
+}
+
+#[test]
+fn tasks_that_there_are_not_are_named_and_no_run_is_made() {
+    let place = Place::new();
+    place.fails(&train("mqr", "run", "3", &[]), &["unknown synthetic task \"mqr\"", "mqar, recall, copying"]);
+    place.fails(&train("mqar:pairs=9,length=16", "run", "3", &[]), &["9 pairs need length=36 or more"]);
+    place.fails(&train(SPEC, "run", "3", &["--held-out", "x"]), &["synthetic is given along with"]);
+    place.fails(&train(SPEC, "run", "3", &["--set", "series=x"]), &["series is given along with synthetic"]);
+    assert!(!place.path("run").exists());
+    place.ok(&train(SPEC, "run", "3", &[]));
+    place.fails(&["train", "--resume", "run", "--set", "synthetic=mqar"], &["`synthetic` is fixed by the run"]);
+    place.fails(&["generate", "run"], &["answers lines"]);
+}

@@ -1,0 +1,203 @@
+//! The model of numeric series: a stack of blocks over points at real-valued times, one row of it all, and scores or numbers.
+
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, Linear};
+use burn::tensor::{Device, Tensor};
+
+use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::pooling::{self, Pooling};
+use super::positions::Positions;
+use super::stack;
+use crate::attention::AttentionConfig;
+use crate::error::{Result, argument};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout, squared_error,
+};
+
+/// Makes a [`SeriesModel`].
+#[derive(Config, Debug, PartialEq)]
+pub struct SeriesModelConfig {
+    /// Numbers at each point.
+    pub channels: usize,
+    /// Number of classes, or of numbers to foretell.
+    pub outputs: usize,
+    /// Width of a point between layers.
+    #[config(default = 128)]
+    pub d_model: usize,
+    /// Attention heads; they divide `d_model`.
+    #[config(default = 4)]
+    pub heads: usize,
+    /// Key/value heads if fewer than `heads`.
+    pub kv_heads: Option<usize>,
+    /// Blocks.
+    #[config(default = 2)]
+    pub layers: usize,
+    /// Width inside the feed-forward layers.
+    #[config(default = 512)]
+    pub d_ff: usize,
+    /// Probability with which a number is dropped in training.
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// The mechanisms of the blocks, from the first block on; where there are more blocks the list begins anew. `fourier` sees the
+    /// times; any other mechanism counts points.
+    #[config(default = "vec![AttentionConfig::fourier()]")]
+    pub attention: Vec<AttentionConfig>,
+    /// Whether a point sees only those before it.
+    #[config(default = false)]
+    pub causal: bool,
+    /// How the rows of a series become one.
+    #[config(default = "Pooling::Mean")]
+    pub pooling: Pooling,
+    /// Where the norms stand.
+    #[config(default = "Norm::Pre")]
+    pub norm: Norm,
+    /// Which norm.
+    #[config(default = "NormKind::Layer")]
+    pub norm_kind: NormKind,
+    /// Between the two layers of the feed-forward parts.
+    #[config(default = "Activation::Relu")]
+    pub activation: Activation,
+    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
+    #[config(default = false)]
+    pub gated: bool,
+    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
+    /// step's memory less.
+    #[config(default = false)]
+    pub recompute: bool,
+    /// Absolute positions, which count points.
+    #[config(default = "Positions::None")]
+    pub positions: Positions,
+}
+
+/// A transformer that tells the class of a series of points, or numbers about it. The points come at any times:
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use longspan::models::SeriesModelConfig;
+///
+/// # fn main() -> longspan::Result<()> {
+/// let device = Device::flex();
+/// let model = SeriesModelConfig::new(2, 3).with_d_model(16).with_d_ff(32).init(&device)?;
+/// // Two series of 3 and 2 points with 2 channels, padded with 0.
+/// let values = Tensor::<3>::from_data([[[1.0, 0.5], [0.9, 0.4], [0.1, 0.0]], [[2.0, 1.0], [1.0, 1.0], [0.0, 0.0]]], &device);
+/// let times = Tensor::<2>::from_data([[0.0, 0.3, 4.1], [0.0, 7.5, 0.0]], &device);
+/// assert_eq!(model.forward(values, times, &[3, 2])?.dims(), [2, 3]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Frequencies of `fourier` begin at wavelengths from 2π to 2000π, so let a time of 1 be the usual distance of neighbours, and let
+/// series begin near 0, where `f32` keeps most digits. Only differences of times count.
+#[derive(Module, Debug)]
+pub struct SeriesModel {
+    /// `[channels, d_model]`.
+    pub input: Linear,
+    /// The blocks.
+    pub blocks: Vec<EncoderBlock>,
+    /// The norm after pre-norm blocks.
+    pub norm: Option<TokenNorm>,
+    /// `w` of [`Pooling::Attention`], `[d_model]`.
+    pub pooling_query: Option<Param<Tensor<1>>>,
+    /// `[d_model, outputs]`.
+    pub output: Linear,
+    dropout: Dropout,
+    #[module(skip)]
+    positions: Positions,
+    #[module(skip)]
+    pooling: Pooling,
+    #[module(skip)]
+    causal: bool,
+    channels: usize,
+}
+
+impl SeriesModelConfig {
+    /// Makes the model with fresh weights.
+    ///
+    /// # Errors
+    /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
+    pub fn init(&self, device: &Device) -> Result<SeriesModel> {
+        const NAME: &str = "SeriesModelConfig";
+        let block = stack::block_config!(self, EncoderBlockConfig);
+        stack::check(NAME, &[("channels", self.channels), ("outputs", self.outputs)], &block)?;
+        Ok(SeriesModel {
+            input: stack::linear(self.channels, self.d_model, device),
+            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
+            pooling_query: self.pooling.query(self.d_model, device),
+            output: stack::linear(self.d_model, self.outputs, device),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            positions: self.positions,
+            pooling: self.pooling,
+            causal: self.causal,
+            channels: self.channels,
+        })
+    }
+}
+
+impl SeriesModel {
+    /// Logits of the classes, or the numbers.
+    ///
+    /// # Shapes
+    /// - `values`: `[batch, points, channels]`; what stands beyond `lengths[b]` does not matter but must be finite
+    /// - `times`: `[batch, points]`, likewise
+    /// - `lengths`: one for each series, at least 1
+    /// - output: `[batch, outputs]`
+    ///
+    /// # Errors
+    /// Other shapes, a length of 0 or beyond `points`, not one length for each series, and what a mechanism refuses.
+    pub fn forward(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<2>> {
+        let row = self.pooled(values, times, lengths)?;
+        Ok(apply(&self.output, row, Activation::Identity, After::default()).squeeze_dim(1))
+    }
+
+    /// The loss of series whose classes are known: [`cross_entropy`] of what [`forward`](Self::forward) gives.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward) and [`cross_entropy`].
+    pub fn loss(
+        &self,
+        values: Tensor<3>,
+        times: Tensor<2>,
+        lengths: &[usize],
+        classes: &[u32],
+        smoothing: f64,
+    ) -> Result<CrossEntropyLoss> {
+        let row = self.pooled(values, times, lengths)?;
+        cross_entropy(row, &self.output, classes.iter().copied().map(Some).collect(), smoothing)
+    }
+
+    /// The loss of series about which numbers are known: [`squared_error`] of what [`forward`](Self::forward) gives.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward) and [`squared_error`].
+    pub fn squared_error(
+        &self,
+        values: Tensor<3>,
+        times: Tensor<2>,
+        lengths: &[usize],
+        targets: &[f32],
+    ) -> Result<Tensor<1>> {
+        squared_error(self.forward(values, times, lengths)?, targets)
+    }
+
+    /// One row for each series, `[batch, 1, d_model]`.
+    fn pooled(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
+        let [batch, points, channels] = values.dims();
+        for (name, got, expected) in [
+            ("values", vec![batch, points, channels], vec![batch, points, self.channels]),
+            ("times", times.dims().to_vec(), vec![batch, points]),
+        ] {
+            argument(got == expected, "series", name, || format!("{expected:?}"), || format!("{got:?}"))?;
+        }
+        let mask = pooling::mask(lengths, [batch, points], self.causal)?;
+        let times = times.unsqueeze_dim::<3>(2);
+        let x = apply(&self.input, values, Activation::Identity, After::default());
+        let mut x = dropout(self.positions.add(x, 0), self.dropout.prob);
+        for block in &self.blocks {
+            x = block.forward_at(x, times.clone(), &mask)?;
+        }
+        let x = stack::end(self.norm.as_ref(), x);
+        Ok(self.pooling.pool(x, lengths, self.pooling_query.as_ref()))
+    }
+}
