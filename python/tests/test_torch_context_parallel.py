@@ -196,3 +196,156 @@ def on(world, work, *arguments):
 @pytest.mark.parametrize("world", CUTS)
 def test_every_mechanism_has_the_outputs_and_gradients_of_one_process(world):
     on(world, every_mechanism, list(CASES))
+
+
+#: Numbers of a stretch of one head; see docs/distributed.md.
+def numbers(name, both_ways):
+    state = lambda sums: (sums + 4 + 15) // 16 * 16  # noqa: E731
+    d, r = WIDTH, RADIUS
+    if name == "kernelized":
+        return state(d * d + d)
+    if name == "shaw":
+        return 2 * state(d * (d + 1) + d + (r + 1) * (d + 2)) if both_ways else state(d * d + d + (r + 1) * (d + 1))
+    if name == "fourier":
+        return state(3 * d * d + 3 * d)
+    if name == "aft-simple":
+        return (2 if both_ways else 1) * (2 * d + 1)
+    if name == "aft-local":
+        return (2 if both_ways else 1) * (r + 1) * (2 * d + 1)
+    # Six taps: five keys before a query, or two before and three after it.
+    return (3 + 4 if both_ways else 6) * (d + 2)
+
+
+def bytes_are_those_of_the_page(rank, world):
+    sent, gather = [], dist.all_gather_into_tensor
+
+    def counted(out, tensor, **more):
+        assert out.nbytes == world * tensor.nbytes
+        sent.append(tensor.nbytes)
+        return gather(out, tensor, **more)
+
+    dist.all_gather_into_tensor = counted
+    for name in ("kernelized", "shaw", "fourier", "aft-simple", "aft-local", "aft-conv"):
+        for both_ways in (False, True):
+            for length in (20, LENGTH):
+                function, tensors, parameters = inputs(name)
+                here = distributed.stretch(length, dist.group.WORLD)
+                own = [t[:, :, here].clone().requires_grad_() for t in tensors]
+                sent.clear()
+                out = function(distributed, *own, *parameters, is_causal=not both_ways, group=dist.group.WORLD)
+                out.sum().backward()
+                exchanged = BATCH * HEADS * 4 * numbers(name, both_ways)
+                assert sent == [88, exchanged, exchanged], (name, both_ways, length, sent, exchanged)
+    dist.all_gather_into_tensor = gather
+
+
+def test_bytes_are_those_of_the_page():
+    on(2, bytes_are_those_of_the_page)
+
+
+def half_precision(rank, world):
+    function, tensors, (rel,) = inputs("shaw")
+    here = distributed.stretch(LENGTH, dist.group.WORLD)
+    own = [t[:, :, here] for t in tensors]
+    for options in ({"is_causal": True}, {}):
+        expected = ops.shaw_attention(*(t.bfloat16() for t in tensors), rel.bfloat16(), **options)[:, :, here]
+        got = distributed.shaw_attention(*(t.bfloat16() for t in own), rel.bfloat16(), group=dist.group.WORLD, **options)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = ops.shaw_attention(*(t.bfloat16() for t in tensors), rel, **options)[:, :, here]
+            got = distributed.shaw_attention(*(t.bfloat16() for t in own), rel, group=dist.group.WORLD, **options)
+        assert got.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_and_autocast():
+    on(2, half_precision)
+
+
+def tokens(count=5, batch=1, **options):
+    return [torch.ones(batch, HEADS, count, WIDTH, **options) for _ in range(3)]
+
+
+def raises(kind, message, call):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def faults(rank, world):
+    group = dist.group.WORLD
+    attend = lambda *t, **o: distributed.kernelized_attention(*t, group=group, **o)  # noqa: E731
+    q, k, v = tokens()
+
+    # One rank's mistake is its own error there, and ends the others, too.
+    if rank == 1:
+        raises(ValueError, "v: expected as many tokens as k", lambda: attend(q, k, v[:, :, 1:]))
+    else:
+        raises(RuntimeError, "kernelized_attention: expected a call on every rank, got an error on rank 1", lambda: attend(q, k, v))
+    for what, call in {
+        "mechanism": lambda: attend(q, k, v) if rank else distributed.aft_simple(q, k, v, group=group),
+        "options": lambda: attend(q, k, v, feature_map="elu+1" if rank else "relu"),
+        "is_causal": lambda: attend(q, k, v, is_causal=bool(rank)),
+        "dtype": lambda: attend(*tokens(dtype=torch.float64 if rank else torch.float32)),
+        "shapes of q, k and v": lambda: attend(*tokens(batch=1 + rank)),
+        "gradients": lambda: attend(q, k, v.requires_grad_(bool(rank))),
+        "cu_seqlens": lambda: attend(q, k, v.detach(), cu_seqlens=[0, 3 + rank, 10]),
+        "parameters": lambda: distributed.shaw_attention(q, k, v.detach(), torch.ones(HEADS, 3 + 2 * rank, WIDTH), group=group),
+    }.items():
+        raises(ValueError, f": {what}: expected the same on every rank, got another on rank 1 than on rank 0", call)
+
+    v = v.detach()
+    for message, call in {
+        "cu_seqlens: expected the last to be 10, the tokens of all ranks, got 9": lambda: attend(q, k, v, cu_seqlens=[0, 9]),
+        "cu_seqlens: expected ascending from 0": lambda: attend(q, k, v, cu_seqlens=[3, 1, 10]),
+        "cu_seqlens: expected one list": lambda: attend(q, k, v, cu_seqlens=([0, 10], [0, 3, 10])),
+        "cu_seqlens: expected batch 1": lambda: attend(*tokens(batch=2), cu_seqlens=[0, 10]),
+        "offset: expected 0": lambda: attend(q, k, v, is_causal=True, offset=1),
+        "decay: expected None without is_causal=True": lambda: attend(q, k, v, decay=0.5),
+        "output_final_state: expected False": lambda: attend(q, k, v, is_causal=True, output_final_state=True),
+        "key_padding_mask: expected shape (1, 5)": lambda: attend(q, k, v, key_padding_mask=torch.ones(1, 4).bool()),
+        "q: expected as many tokens as k": lambda: attend(q[:, :, 1:], k, v, is_causal=True),
+        "k: expected shape": lambda: attend(q[..., 1:], k, v),
+        "rel: expected": lambda: distributed.shaw_attention(q, k, v, torch.ones(HEADS, 4, WIDTH), group=group),
+        "length of the table of biases": lambda: distributed.aft_local(q, k, v, torch.ones(9, 3), group=group),
+        "image: expected None": lambda: distributed.aft_conv(q, k[..., 0], v, torch.ones(HEADS, 3, 3), image=(1, 5), group=group),
+        "got toeplitz: every distance has a weight": lambda: ops.toeplitz_attention(
+            q, k, v, torch.ones(HEADS, 3), kind="clipped", initial_state=distributed.Over(group)),
+    }.items():  # fmt: skip
+        raises(ValueError, message, call)
+    raises(TypeError, "q", lambda: attend(*tokens(dtype=torch.int64)))
+    raises(TypeError, "mesh: expected a DeviceMesh or a ProcessGroup, got int",
+           lambda: distributed.kernelized_attention(q, k, v, group=3))
+    state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)[1]
+    raises(ValueError, "initial_state: expected None", lambda: attend(q, k, v, is_causal=True, initial_state=state))
+
+    x = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(x, x, x, is_causal=True).square().sum(), x, create_graph=rank < 0)
+    assert gradient.abs().sum() > 0
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(attend(x, x, x, is_causal=True).square().sum(), x, create_graph=True)[0].sum().backward()
+
+    # Queries of another sequence, which is cut elsewhere.
+    memory = draw(1, HEADS, 7, WIDTH)
+    own = memory[:, :, distributed.stretch(7, group)]
+    queries = draw(1, HEADS, 2 + rank, WIDTH)
+    torch.testing.assert_close(attend(queries, own, own), ops.kernelized_attention(queries, memory, memory))
+
+
+def test_faults_are_errors_on_every_rank():
+    on(2, faults)
+
+
+def one_ends(rank, world):
+    if rank == 1:
+        os._exit(0)
+    try:
+        distributed.kernelized_attention(*tokens(), group=dist.group.WORLD)
+    except RuntimeError as error:
+        assert "kernelized_attention: rank 0: expected an answer from all 2 ranks, got none" in str(error), error
+        os._exit(0)
+    raise AssertionError("expected an error")
+
+
+def test_a_rank_that_ends_is_an_error_of_the_others():
+    on(2, one_ends)

@@ -191,22 +191,24 @@ class Sums:
     ) -> Tensor:
         """Outputs of a stretch between what is before it and, in both directions, what is after it."""
         call = self.attention.call
+        out: Tensor
         if self.is_causal:
-            out: Tensor = call(q, keys, True, q_positions=positions, initial=TensorState(*self.shape, before))
+            out = call(q, keys, True, q_positions=positions, initial=TensorState(*self.shape, before))
             return out
-        assert after is not None
         if not self.two_passes:
-            whole = self.join(self.join(before, self.form(keys)), after)
+            whole = before if after is None else self.join(self.join(before, self.form(keys)), after)
             out = call(q, keys.part(0, 0), True, q_positions=positions, initial=TensorState(*self.shape, whole))
             return out
+        assert after is not None
         weighed = self._weighed(keys)
-        sums = call(q, weighed, True, initial=TensorState(*self.shape, before))
+        sums: Tensor = call(q, weighed, True, initial=TensorState(*self.shape, before))
         sums = sums + self._later(q.flip(2), weighed.turned(), TensorState(*self.shape, after)).flip(2)
         if not self.normalize:
             return sums[..., :-1]
         below = sums[..., -1:]
         seen = below.abs() >= torch.finfo(below.dtype).tiny
-        return torch.where(seen, sums[..., :-1] / torch.where(seen, below, 1.0), 0.0)
+        out = torch.where(seen, sums[..., :-1] / torch.where(seen, below, 1.0), 0.0)
+        return out
 
     def _later(self, q: Tensor, keys: Tokens, after: TensorState) -> Tensor:
         """What each query sees of keys after its own; all from the last to the first, where they come before it."""
@@ -253,7 +255,7 @@ class Windows:
         return torch.cat([far, rows[:, :, 1 + new :], rows2[:, :, 1 + self.reach - new :]], 2).flatten(2)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return numbers.unflatten(2, (1 + self.reach, sum(self.widths)))
+        return numbers.reshape(*numbers.shape[:2], 1 + self.reach, sum(self.widths))
 
     def _one(self, rows: Tensor) -> Tensor:
         """The row that stands for all of these."""

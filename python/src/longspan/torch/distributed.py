@@ -7,6 +7,7 @@ exchanged, what it costs and what can fail: ``docs/distributed.md``.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import __version__, _calls
 from .. import ops as _ops
@@ -52,8 +54,6 @@ _HALF = (torch.float16, torch.bfloat16)
 #: What all ranks have to agree on, by its name in errors.
 _FACTS = ("version", "mechanism", "options", "is_causal", "cu_seqlens", "shapes of q, k and v", "dtype", "parameters", "gradients")
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 
 class Over:
     """The other ranks' stretches, in the place of an initial state: what `_dispatch.attend` hands a call on to."""
@@ -70,12 +70,13 @@ class Over:
             raise ValueError(f"{type(_module).__name__}: initial_state: expected None over several processes, got a state")
         return arguments, {**named, "initial_state": self}
 
-    @torch.compiler.disable
-    def attend(
+    def _attend(
         self, operation: str, mechanism: str, options: str, tensors: Sequence[Any], is_causal: bool, offset: int,
         key_padding_mask: Any, cu_seqlens: Any, output_final_state: bool,
     ) -> Any:  # fmt: skip
         device = getattr(tensors[0], "device", torch.device("cpu"))
+        # Half precision is computed in float32; only autocast hands that on.
+        half = None if torch.is_autocast_enabled(device.type) else getattr(tensors[0], "dtype", None)
         try:
             if output_final_state:
                 raise ValueError(f"{operation}: output_final_state: expected False over several processes, got True")
@@ -86,7 +87,11 @@ class Over:
             refuse(operation, len(_FACTS), error, device, self.group)
         stretches = agree(operation, call.keys.count, call.facts, call.q, self.group)
         with torch.autocast(device.type, enabled=False):
-            return call.over(self.group, stretches)
+            out = call.over(self.group, stretches)
+        return out.to(half) if half in _HALF else out
+
+    #: Outside of a compiled graph, which breaks here.
+    attend: Callable[..., Any] = torch.compiler.disable(_attend)
 
 
 class _Call:
@@ -103,7 +108,6 @@ class _Call:
         self.cuts = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
         q, k, v = tensors[:3]
         self._check(mechanism, options, q, k, v, offset, key_padding_mask)
-        self.dtype = None if torch.is_autocast_enabled(q.device.type) or q.dtype not in _HALF else q.dtype
         self.facts = dict(zip(_FACTS, (
             __version__, mechanism, options, is_causal, self.cuts, (q.shape[:2], q.shape[3], k.shape[1], k.shape[3], v.shape[3]),
             (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in tensors[3:]] if not _positioned(options) else None,
@@ -169,7 +173,8 @@ class _Call:
         start, end = starts[rank], ends[rank]
         cuts = [0, total] if self.cuts is None else self.cuts[0]
         if cuts[-1] != total:
-            raise ValueError(f"{self.operation}: cu_seqlens: expected the last to be {total}, the tokens of all ranks, got {cuts[-1]}")
+            raise ValueError(f"{self.operation}: cu_seqlens: expected the last to be {total}, the tokens of all ranks, "
+                             f"got {cuts[-1]}")  # fmt: skip
         self._check_table(max([b - a for a, b in zip(cuts, cuts[1:])], default=0))
         # Where a sequence begins after another.
         cuts = sorted({cut for cut in cuts if 0 < cut < total})
@@ -181,13 +186,17 @@ class _Call:
         # What a later rank goes on with begins at the last boundary, what an earlier one sees ends at the first.
         first = max([cut for cut in cuts if start < cut <= end], default=start) - start
         sent = [sides[0].form(keys.part(first, keys.count))]
-        if len(sides) == 2 and (between.two_passes or self.cuts is not None):
+        # Where order does not matter, all stretches together are what every rank reads.
+        together = len(sides) == 2 and not between.two_passes and self.cuts is None
+        if len(sides) == 2 and not together:
             last = min([cut for cut in cuts if start <= cut < end], default=end) - start
             ahead = keys.part(0, last)
             sent.append(sides[1].form(ahead.turned() if between.two_passes else ahead))
         sizes = [numbers.shape[2] for numbers in sent]
 
         def scan(everyone: Sequence[Tensor]) -> list[Tensor]:
+            if together:
+                return [functools.reduce(sides[0].join, everyone)] * len(everyone)
             split = [numbers.split(sizes, 2) for numbers in everyone]
             broken = [any(a < cut <= b for cut in cuts) for a, b in zip(starts, ends)]
             before = _running(sides[0], [each[0] for each in split], broken)
@@ -197,10 +206,8 @@ class _Call:
             after = _running(sides[1], [each[-1] for each in split[::-1]], broken[::-1])[::-1]
             return [torch.cat(pair, 2) for pair in zip(before, after)]
 
-        widths = [side.blank.shape[2] for side in sides]
-        before, *after = Exchange.apply(self.operation, group, scan, torch.cat(sent, 2)).split(widths, 2)
-        out = self._read(before, after[0] if after else None, [0, *within, keys.count])
-        return out if self.dtype is None else out.to(self.dtype)
+        before, *after = Exchange.apply(self.operation, group, scan, torch.cat(sent, 2)).split(sizes, 2)
+        return self._read(before, after[0] if after else None, [0, *within, keys.count])
 
     def _check_table(self, longest: int) -> None:
         if self.table is not None and longest > self.table.shape[0]:
@@ -254,15 +261,16 @@ def _running(side: Any, stretches: Sequence[Tensor], broken: Sequence[bool]) -> 
     return found
 
 
-def _over(function: _Function) -> _Function:
-    def call(*tensors: Any, group: Any, **options: Any) -> Any:
+def _over(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    def call(*tensors: Any, group: Any, **options: Any) -> Tensor:
         if options.get("initial_state") is not None:
             raise ValueError(f"{function.__name__}: initial_state: expected None over several processes, got a state")
-        return function(*tensors, initial_state=Over(_group(function.__name__, group)), **options)
+        out: Tensor = function(*tensors, initial_state=Over(_group(function.__name__, group)), **options)
+        return out
 
     call.__name__ = call.__qualname__ = function.__name__
     call.__doc__ = f"`longspan.ops.{function.__name__}` of this rank's stretch, over the ranks of ``group``."
-    return call  # type: ignore[return-value]
+    return call
 
 
 kernelized_attention = _over(_ops.kernelized_attention)
@@ -275,7 +283,7 @@ aft_conv = _over(_ops.aft_conv)
 
 def _group(operation: str, mesh: Any) -> Any:
     """The process group of one dimension of a mesh, or the group itself."""
-    if isinstance(mesh, dist.DeviceMesh):
+    if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(f"{operation}: mesh: expected one dimension, such as mesh[\"sequence\"], got {mesh.ndim}")
         return mesh.get_group()
@@ -345,7 +353,7 @@ def mean_loss(total: Tensor, count: int | float, mesh: Any) -> Tensor:
     Ranks are those of a group, or of all dimensions of a mesh. Its gradient on a rank is as many times its share as there are
     ranks, so that the *average* over ranks, which `DistributedDataParallel` and ``fully_shard`` form, is that of the mean.
     """
-    groups = mesh.get_all_groups() if isinstance(mesh, dist.DeviceMesh) else [_group("mean_loss", mesh)]
+    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [_group("mean_loss", mesh)]
     if total.dim():
         raise ValueError(f"mean_loss: total: expected one number, the sum of this rank's losses, got shape {tuple(total.shape)}")
     mean: Tensor = _Mean.apply(total, float(count), groups)
