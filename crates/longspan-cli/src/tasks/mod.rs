@@ -11,6 +11,7 @@ pub mod labelled;
 pub mod lines;
 pub mod memory;
 pub mod pairs;
+pub mod ranks;
 pub mod scores;
 pub mod split;
 pub mod task;
