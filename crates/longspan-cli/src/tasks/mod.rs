@@ -14,6 +14,7 @@ pub mod labels;
 pub mod lines;
 pub mod memory;
 pub mod pairs;
+pub mod ranks;
 pub mod scores;
 pub mod series;
 pub mod split;

@@ -45,6 +45,11 @@ def attend(
         is_causal = _calls.flag(operation, "is_causal", is_causal)
         output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     with_state = initial_state is not None or output_final_state
+    if with_state and hasattr(initial_state, "attend"):
+        # Of the stretches that other processes hold: see `longspan.torch.distributed`.
+        return initial_state.attend(
+            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, output_final_state
+        )  # fmt: skip
     if _transformed(tensors, initial_state):
         if with_state:
             raise _states_in_transform(operation)

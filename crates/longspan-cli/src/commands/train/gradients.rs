@@ -35,31 +35,52 @@ pub struct Found<C> {
     pub carried: Vec<C>,
 }
 
-/// The loss of a batch and the gradient of its smoothed form with respect to every parameter; `None` if a signal asks to stop.
+/// The examples of a batch that are this process's.
+pub struct Share<'a, E> {
+    examples: &'a [&'a E],
+    /// Tokens predicted in the whole batch.
+    tokens: usize,
+    rank: usize,
+    ranks: usize,
+}
+
+impl<'a, E> Share<'a, E> {
+    /// Of rank `rank` among `ranks`, which each take as many as the others, but for the last; `size` says how many tokens of an
+    /// example are predicted, and how many read.
+    pub fn of(batch: &'a [&'a E], size: impl Fn(&E) -> (usize, usize), rank: usize, ranks: usize) -> Self {
+        let each = batch.len().div_ceil(ranks).max(1);
+        let examples = batch.chunks(each).nth(rank).unwrap_or_default();
+        Self { examples, tokens: batch.iter().map(|example| size(example).0).sum(), rank, ranks }
+    }
+}
+
+/// The loss of a batch and the gradient of its smoothed form with respect to every parameter, or a process's part of both; `None`
+/// if a signal asks to stop.
 ///
 /// Each part draws its dropout from `seed` and its own number.
 pub fn gradients<T: Task>(
     task: &T,
     model: &T::Model,
-    batch: &[&T::Example],
+    share: &Share<'_, T::Example>,
     smoothing: f64,
     seed: u64,
     workers: &Workers,
     stop: &Stop,
 ) -> Result<Option<Found<T::Carried>>> {
-    let tokens: usize = batch.iter().map(|example| T::size(example).0).sum();
+    let tokens = share.tokens;
+    let (before, all) = (share.rank * workers.count(), share.ranks * workers.count());
     let device = Device::flex().autodiff();
-    let parts = workers.run(batch, |number, part| {
+    let parts = workers.run(share.examples, |number, part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
-        let (mut plain, mut sum, mut draws, mut carried) = (0.0, None, number as u64, Vec::new());
+        let (mut plain, mut sum, mut draws, mut carried) = (0.0, None, (before + number) as u64, Vec::new());
         for micro_batch in micro_batches(part, |example| T::size(example)) {
             if stop.asked() {
                 return Ok(None);
             }
             let seed = Random::new(seed, draws).next();
-            draws += workers.count() as u64;
+            draws += all as u64;
             let (loss, left) = with_dropout_seed(seed, || task.learn(&model, micro_batch, smoothing, &device))?;
             carried.extend(left);
             plain += f64::from(loss.plain.into_scalar::<f32>());
@@ -76,7 +97,8 @@ pub fn gradients<T: Task>(
         loss += plain;
         sum = Some(added(model, sum, gradients));
     }
-    Ok(sum.map(|gradients| Found { loss: loss / tokens as f64, gradients, carried }))
+    // A process may have no examples.
+    Ok(Some(Found { loss: loss / tokens as f64, gradients: sum.unwrap_or_default(), carried }))
 }
 
 /// The mean loss over `examples` in nats per token, batch by batch; no gradients.
@@ -136,9 +158,9 @@ mod tests {
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
         let found = |workers| {
-            let mut found = gradients(&task, &model, &batch, 0.1, 0, &Workers::new(workers).unwrap(), &Stop::never())
-                .unwrap()
-                .unwrap();
+            let share = Share::of(&batch, Pairs::size, 0, 1);
+            let workers = Workers::new(workers).unwrap();
+            let mut found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
             (found.loss, clip_gradients(&model, &mut found.gradients, f64::MAX))
         };
         let (loss, norm) = found(1);
@@ -146,6 +168,20 @@ mod tests {
             let parts = found(workers);
             assert!((parts.0 - loss).abs() < 1e-5 * loss, "{} {loss}", parts.0);
             assert!((parts.1 - norm).abs() < 1e-5 * norm, "{} {norm}", parts.1);
+        }
+        // Of more processes than there are examples, too.
+        for ranks in [2, 3, 9] {
+            let workers = Workers::new(1).unwrap();
+            let (mut sum, mut gradient) = (0.0, None);
+            for rank in 0..ranks {
+                let share = Share::of(&batch, Pairs::size, rank, ranks);
+                let found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
+                sum += found.loss;
+                gradient = Some(added(&model, gradient, found.gradients));
+            }
+            let found = clip_gradients(&model, &mut gradient.unwrap(), f64::MAX);
+            assert!((sum - loss).abs() < 1e-5 * loss, "{sum} {loss}");
+            assert!((found - norm).abs() < 1e-5 * norm, "{found} {norm}");
         }
         let mean = mean_loss(&task, &model, &pairs, 2, &Workers::new(2).unwrap()).unwrap();
         assert!((mean - loss).abs() < 1e-5 * loss, "{mean} {loss}");
@@ -161,8 +197,9 @@ mod tests {
         }
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
+        let share = Share::of(&batch, Pairs::size, 0, 1);
         let mut found =
-            gradients(&task, &model, &batch, 0.0, 0, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
+            gradients(&task, &model, &share, 0.0, 0, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
         let mut count = Count(0);
         model.visit(&mut count);
         assert_eq!(found.gradients.len(), count.0);

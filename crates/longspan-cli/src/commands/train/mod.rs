@@ -6,8 +6,11 @@
 mod gradients;
 mod schedule;
 mod session;
+#[cfg(feature = "mpi")]
+mod together;
 
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
@@ -20,6 +23,7 @@ use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::write::write_atomic;
 use crate::tasks::attention;
+use crate::tasks::ranks::Ranks;
 use crate::tasks::split::evenly;
 use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
@@ -119,15 +123,29 @@ const CHANGEABLE: [&str; 10] = [
 
 /// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let ranks = Ranks::join()?.map(Rc::new);
     let stop = Stop::listen()?;
+    #[cfg(feature = "mpi")]
+    if let Some(ranks) = &ranks {
+        if ranks.rank() > 0 {
+            return together::help(ranks, &stop);
+        }
+        let outcome = train(arguments, Some(Rc::clone(ranks)), &stop);
+        together::end(ranks)?;
+        return outcome;
+    }
+    train(arguments, ranks, &stop)
+}
+
+fn train(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     match &arguments.resume {
-        Some(path) => resume(arguments, path, &stop),
-        None => begin(arguments, &stop),
+        Some(path) => resume(arguments, path, ranks, stop),
+        None => begin(arguments, ranks, stop),
     }
 }
 
 /// A new run.
-fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
+fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     let mut settings = Settings::new()?;
     gather(&mut settings, arguments)?;
     if let Some(defaults) = settings.defaults_of_task() {
@@ -135,26 +153,28 @@ fn begin(arguments: &Arguments, stop: &Stop) -> Result<Outcome> {
         gather(&mut settings, arguments)?;
     }
     let config = settings.finish()?;
+    check_ranks(&config, ranks.as_deref())?;
     let draft = match &arguments.out {
         Some(path) => Draft::claim(path)?.ok_or_else(|| {
             anyhow!("another process is making {} at this moment; choose another folder with --out", path.display())
         })?,
         None => claim_default(&config)?,
     };
-    fn with<T: Task>(draft: Draft, config: RunConfig, stop: &Stop) -> Result<Outcome> {
-        finish(Session::<T>::begin(draft, config)?, stop)
+    fn with<T: Task>(draft: Draft, config: RunConfig, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
+        finish(Session::<T>::begin(draft, config)?, ranks, stop)
     }
-    for_task!(&config, with(draft, config, stop))
+    for_task!(&config, with(draft, config, ranks, stop))
 }
 
 /// A run that goes on from its last checkpoint.
-fn resume(arguments: &Arguments, path: &Path, stop: &Stop) -> Result<Outcome> {
+fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     let folder = RunFolder::open(path)?;
     let lock = folder.lock()?;
     let stored = folder.load_config()?;
     let mut settings = Settings::of(&stored)?;
     gather(&mut settings, arguments)?;
     let config = settings.finish()?;
+    check_ranks(&config, ranks.as_deref())?;
     if let Some(key) = settings.changed(&stored)?.into_iter().find(|key| !CHANGEABLE.contains(&key.as_str())) {
         bail!(
             "--resume {}: `{key}` is fixed by the run; only {} may change: train a new run with --out",
@@ -162,14 +182,40 @@ fn resume(arguments: &Arguments, path: &Path, stop: &Stop) -> Result<Outcome> {
             CHANGEABLE.join(", ")
         );
     }
-    fn with<T: Task>(folder: RunFolder, lock: Lock, config: RunConfig, stop: &Stop) -> Result<Outcome> {
-        finish(Session::<T>::resume(folder, lock, config)?, stop)
+    fn with<T: Task>(
+        folder: RunFolder,
+        lock: Lock,
+        config: RunConfig,
+        ranks: Option<Rc<Ranks>>,
+        stop: &Stop,
+    ) -> Result<Outcome> {
+        finish(Session::<T>::resume(folder, lock, config)?, ranks, stop)
     }
-    for_task!(&config, with(folder, lock, config, stop))
+    for_task!(&config, with(folder, lock, config, ranks, stop))
+}
+
+/// Refuses what several processes cannot share.
+fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<()> {
+    let standard_input = [config.data(), config.development.as_deref(), config.held_out.as_deref()];
+    if ranks.is_some() && !config.text.is_empty() {
+        bail!(
+            "--text: a text is learned by one process, since each batch goes on where the one before ended; start it without mpirun"
+        );
+    }
+    if ranks.is_some() && standard_input.into_iter().flatten().any(lines::is_standard_input) {
+        bail!("{}: every process reads the data, and standard input has one reader; give a file", config.data_flag());
+    }
+    Ok(())
 }
 
 /// Takes the steps that are left, and reports.
-fn finish<T: Task>(mut session: Session<T>, stop: &Stop) -> Result<Outcome> {
+fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
+    session.ranks = ranks;
+    #[cfg(feature = "mpi")]
+    if let Some(ranks) = &session.ranks {
+        together::invite(ranks, &session)?;
+        note(format_args!("{} processes take their share of every batch", ranks.count()));
+    }
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
         let (step, program, folder) = (session.step(), shell::program(), shell::path(session.folder.path()));

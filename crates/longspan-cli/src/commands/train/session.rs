@@ -1,5 +1,6 @@
 //! A run while it trains: steps, checkpoints, the log.
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, bail};
@@ -8,8 +9,10 @@ use burn::tensor::Device;
 use longspan::layers::clip_gradients;
 use serde_json::Value;
 
-use super::gradients::{draw, gradients, mean_loss};
+use super::gradients::{Share, draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
+#[cfg(feature = "mpi")]
+use super::together;
 use crate::commands::Outcome;
 use crate::run::checkpoint::{Best, Checkpoint, Place, Saved, optimizer};
 use crate::run::config::RunConfig;
@@ -20,6 +23,7 @@ use crate::run::write::write_atomic;
 use crate::tasks::Task;
 use crate::tasks::batches::{Random, micro_batches};
 use crate::tasks::feed::Feed;
+use crate::tasks::ranks::Ranks;
 use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
@@ -38,6 +42,8 @@ pub struct Session<T: Task> {
     optimizer: ModuleOptimizer,
     pub saved: Saved,
     pub log: MetricsLog,
+    /// The processes that share each batch, where there are others.
+    pub ranks: Option<Rc<Ranks>>,
 }
 
 /// Which development examples are tried before a checkpoint is written.
@@ -65,7 +71,7 @@ impl<T: Task> Session<T> {
             folder.save(&model, &optimizer, &saved, Vec::new())
         })?;
         let log = MetricsLog::open(&folder, 0)?;
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks: None })
     }
 
     /// A run that goes on from its last checkpoint, with settings that may have changed.
@@ -96,7 +102,7 @@ impl<T: Task> Session<T> {
         folder.save_config(&config)?;
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log })
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks: None })
     }
 
     /// Steps taken up to the last checkpoint.
@@ -165,7 +171,15 @@ impl<T: Task> Session<T> {
         let examples = batch.len();
         let seed = Random::new(self.config.seed, step as u64 + 1).next();
         let smoothing = self.config.label_smoothing;
-        let found = gradients(&self.task, &self.model, &batch, smoothing, seed, &self.workers, stop)?;
+        let share = Share::of(&batch, T::size, 0, self.ranks.as_ref().map_or(1, |ranks| ranks.count()));
+        let own = || gradients(&self.task, &self.model, &share, smoothing, seed, &self.workers, stop);
+        let found = match &self.ranks {
+            None => own()?,
+            #[cfg(feature = "mpi")]
+            Some(ranks) => together::of_all::<T>(ranks, &self.model, step, own)?,
+            #[cfg(not(feature = "mpi"))]
+            Some(ranks) => match **ranks {},
+        };
         let Some(mut found) = found else { return Ok(None) };
         let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm);
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {

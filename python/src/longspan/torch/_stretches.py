@@ -1,0 +1,321 @@
+"""Stretches of a sequence as numbers: formed apart, joined in order, and read by queries of another stretch.
+
+Of `Sums` a stretch is a `longspan.State`. Of `Windows` it is one key and value that stands for all that windows no longer
+reach, and the rows that they do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._native import State
+from . import _dispatch
+from ._states import TensorState
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys and values, ``[batch, kv_heads, tokens, width]``, which of them are ignored, and where they stand."""
+
+    k: Tensor
+    v: Tensor
+    #: ``[batch, tokens]``, or ``None``.
+    ignored: Tensor | None
+    #: ``[batch, tokens, axes]`` of Fourier positions, or ``None``.
+    positions: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.k.shape[2]
+
+    def part(self, start: int, end: int) -> Tokens:
+        ignored = None if self.ignored is None else self.ignored[:, start:end]
+        positions = None if self.positions is None else self.positions[:, start:end]
+        return Tokens(self.k[:, :, start:end], self.v[:, :, start:end], ignored, positions)
+
+    def turned(self) -> Tokens:
+        """From the last to the first."""
+        ignored = None if self.ignored is None else self.ignored.flip(1)
+        return Tokens(self.k.flip(2), self.v.flip(2), ignored)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A mechanism with its options and parameters, as a call has them."""
+
+    operation: str
+    name: str
+    options: str
+    parameters: tuple[Tensor, ...]
+
+    def option(self, name: str) -> Any:
+        return json.loads(self.options).get(name)
+
+    def with_options(self, **options: Any) -> Attention:
+        return replace(self, options=json.dumps({**json.loads(self.options), **options}))
+
+    def with_parameters(self, *parameters: Tensor) -> Attention:
+        return replace(self, parameters=parameters)
+
+    def without_positions(self) -> tuple[Attention, Tensor, Tensor]:
+        """With the positions that are given taken out, and these."""
+        before = len(self.parameters) - self._maps() - 2
+        q_positions, k_positions = self.parameters[before : before + 2]
+        return self.with_parameters(*self.parameters[:before], *self.parameters[before + 2 :]), q_positions, k_positions
+
+    def _maps(self) -> int:
+        return 2 if self.option("feature_map").startswith("hedgehog") else 0
+
+    def learned(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
+        """The parameters with the positions of a call in their place, before those of the feature map."""
+        if q_positions is None or k_positions is None:
+            return self.parameters
+        before = len(self.parameters) - self._maps()
+        return (*self.parameters[:before], q_positions, k_positions, *self.parameters[before:])
+
+    def call(
+        self, q: Tensor, keys: Tokens, is_causal: bool, *, q_positions: Tensor | None = None, offset: int = 0, packed: Any = None,
+        initial: TensorState | None = None, final: bool = False,
+    ) -> Any:  # fmt: skip
+        return _dispatch.attend(
+            self.operation, self.name, self.options, q, keys.k, keys.v, self.learned(q_positions, keys.positions), is_causal,
+            offset, keys.ignored, packed, initial, final,
+        )  # fmt: skip
+
+
+class Sums:
+    """Stretches of kernelized attention, with Shaw's positions, with Fourier's, or with neither.
+
+    A stretch's numbers are those of its state; places and counts as in ``crates/longspan-kernels/src/kernelized/state.rs``.
+    """
+
+    #: Places of a state's marks: the exponent of its sums, the ring's oldest row, and the count of tokens, in two numbers.
+    SHIFT, OLDEST, COUNT, CARRY = 0, 1, 2, 1 << 20
+
+    def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
+        self.attention = self.original = attention
+        self.is_causal = is_causal
+        self.normalize = True
+        self.decay = attention.option("decay")
+        # Both directions of Shaw's positions are two passes, whose numerators and denominators are added.
+        self.two_passes = attention.name == "shaw" and not is_causal
+        if self.two_passes:
+            self.normalize = attention.option("normalize")
+            self.attention = attention.with_options(normalize=False)
+            keys = self._weighed(keys)
+        self.no_queries = q[:, :, :0].detach()
+        self.sides = [self] if is_causal else [self, self]
+        state = self._state(keys.part(0, 0))
+        self.shape = (state.mechanism, state.options, state.parts)
+        self.width = keys.v.shape[3] + 1
+        self.radius = self.shape[2][4] // self.width
+        self.blank = state.numbers.detach()
+        if self.decay is not None:
+            self.gammas = torch.tensor(self.decay, dtype=torch.float64, device=q.device)
+
+    def _weighed(self, keys: Tokens) -> Tokens:
+        """With a value of 1 besides, whose weighted sum is the denominator."""
+        return Tokens(keys.k, torch.cat([keys.v, torch.ones_like(keys.v[..., :1])], 3), keys.ignored, keys.positions)
+
+    def _state(self, keys: Tokens) -> TensorState:
+        nowhere = None if keys.positions is None else keys.positions[:, :0]
+        _, state = self.attention.call(self.no_queries, keys, True, q_positions=nowhere, final=True)
+        return TensorState.of(state) if isinstance(state, State) else state
+
+    def form(self, keys: Tokens) -> Tensor:
+        """The numbers of a stretch of its own."""
+        if self.two_passes:
+            keys = self._weighed(keys)
+        numbers = self._state(keys).numbers
+        if self.radius:
+            content, marks, far, ring = self._parts(numbers)
+            places = marks[..., self.OLDEST, None].long() + torch.arange(self.radius, device=numbers.device)
+            ring = _rows_at(ring, places % self.radius)
+            marks = _replaced(marks, self.OLDEST, torch.zeros_like(marks[..., 0]))
+            numbers = self._whole(content, marks, far, ring)
+        if keys.ignored is not None:
+            # A state ends at the last key that is not ignored, a stretch at its last key.
+            missing = keys.count - self._count(self._parts(numbers)[1])
+            numbers = self.join(numbers, self.blank, missing)
+        return numbers
+
+    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sums, keys, marks, far, ring, _ = self.shape[2]
+        content, *rest = numbers.split([sums + keys, marks, far, ring], -1)
+        return content, rest[0], rest[1], rest[2].unflatten(-1, (self.radius, self.width))
+
+    def _whole(self, content: Tensor, marks: Tensor, far: Tensor, ring: Tensor) -> Tensor:
+        return torch.cat([content, marks, far, ring.flatten(-2)], -1)
+
+    def _count(self, marks: Tensor) -> Tensor:
+        return (marks[..., self.COUNT] + self.CARRY * marks[..., self.COUNT + 1].double()).long()
+
+    def join(self, first: Tensor, second: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The numbers of two stretches, one after the other, the second of ``tokens`` or as many as it counts."""
+        content, marks, far, ring = self._parts(first)
+        content2, marks2, far2, ring2 = self._parts(second)
+        tokens = self._count(marks2) if tokens is None else tokens
+        shift = torch.maximum(marks[..., self.SHIFT], marks2[..., self.SHIFT])
+        scales = [
+            torch.where(own.isfinite(), (own - shift).exp(), 0.0)[..., None]
+            for own in (marks[..., self.SHIFT], marks2[..., self.SHIFT])
+        ]
+        content = self._fallen(tokens)[..., None] * scales[0] * content + scales[1] * content2
+        if far.shape[-1]:
+            far = self._fallen(tokens)[..., None] * far + far2
+        if self.radius:
+            slot = torch.arange(self.radius, device=first.device)
+            new = tokens[..., None].clamp(max=self.radius)
+            weight = self._fallen(tokens[..., None] + self.radius - slot)[..., None]
+            far = far + torch.where((slot < new)[..., None], weight * ring, 0.0).sum(-2)
+            ring = torch.where((slot < self.radius - new)[..., None], _rows_at(ring, (slot + new) % self.radius), ring2)
+        count = self._count(marks) + tokens
+        for place, number in ((self.SHIFT, shift), (self.COUNT, count % self.CARRY), (self.COUNT + 1, count // self.CARRY)):
+            marks = _replaced(marks, place, number.to(marks.dtype))
+        return self._whole(content, marks, far, ring)
+
+    def _fallen(self, tokens: Tensor) -> Tensor:
+        """What is left of a weight after so many tokens, ``[batch, kv_heads, ...]``."""
+        if self.decay is None:
+            return torch.ones_like(tokens, dtype=self.blank.dtype)
+        gammas = self.gammas.reshape(-1, *[1] * (tokens.dim() - 2))
+        return (gammas ** tokens.double()).to(self.blank.dtype)
+
+    def read(
+        self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, _start: int
+    ) -> Tensor:
+        """Outputs of a stretch between what is before it and, in both directions, what is after it."""
+        call = self.attention.call
+        out: Tensor
+        if self.is_causal:
+            out = call(q, keys, True, q_positions=positions, initial=TensorState(*self.shape, before))
+            return out
+        if not self.two_passes:
+            whole = before if after is None else self.join(self.join(before, self.form(keys)), after)
+            out = call(q, keys.part(0, 0), True, q_positions=positions, initial=TensorState(*self.shape, whole))
+            return out
+        assert after is not None
+        weighed = self._weighed(keys)
+        sums: Tensor = call(q, weighed, True, initial=TensorState(*self.shape, before))
+        sums = sums + self._later(q.flip(2), weighed.turned(), TensorState(*self.shape, after)).flip(2)
+        if not self.normalize:
+            return sums[..., :-1]
+        below = sums[..., -1:]
+        seen = below.abs() >= torch.finfo(below.dtype).tiny
+        out = torch.where(seen, sums[..., :-1] / torch.where(seen, below, 1.0), 0.0)
+        return out
+
+    def _later(self, q: Tensor, keys: Tokens, after: TensorState) -> Tensor:
+        """What each query sees of keys after its own; all from the last to the first, where they come before it."""
+        rel, *maps = self.attention.parameters
+        radius = rel.shape[-2] // 2
+        last = rel[..., 2 * radius :, :]
+        # Every query but the first stands at the key before its own, so one step nearer than it is.
+        nearer = torch.cat([last, rel[..., radius + 1 :, :].flip(-2), rel[..., :radius, :]], -2)
+        one, rest = (self.attention.with_parameters(table, *maps) for table in (rel.flip(-2), nearer))
+        return torch.cat([
+            one.call(q[:, :, :1], keys.part(0, 0), True, initial=after),
+            rest.call(q[:, :, 1:], keys.part(0, max(keys.count - 1, 0)), True, initial=after),
+        ], 2)  # fmt: skip
+
+
+class Windows:
+    """Stretches of AFT, whose biases reach ``reach`` keys to one side of a query and are 0 farther away.
+
+    All keys that no window reaches weigh as much as one key ``log sum e^k`` with their mean as its value. A stretch's numbers
+    are this row and then the last ``reach`` rows, each a key, a value and a mark: 0 where no token is, 1 where one is, 2 where
+    it is ignored.
+    """
+
+    def __init__(self, reach: int, keys: Tokens) -> None:
+        self.reach = reach
+        self.widths = (keys.k.shape[3], keys.v.shape[3], 1)
+        self.blank = keys.k.new_zeros((*keys.k.shape[:2], (1 + reach) * sum(self.widths)))
+
+    def form(self, keys: Tokens) -> Tensor:
+        """The numbers of a stretch of its own."""
+        marks = torch.ones_like(keys.v[..., :1])
+        if keys.ignored is not None:
+            marks = marks + keys.ignored[:, None, :, None].to(marks.dtype)
+        rows = torch.cat([keys.k, keys.v, marks], 3)
+        cut = max(keys.count - self.reach, 0)
+        missing = rows.new_zeros((*rows.shape[:2], max(self.reach - keys.count, 0), rows.shape[3]))
+        return torch.cat([self._one(rows[:, :, :cut]), missing, rows[:, :, cut:]], 2).flatten(2)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """The numbers of two stretches, one after the other."""
+        rows, rows2 = self.rows(first), self.rows(second)
+        new = int((rows2[:1, :1, 1:, -1] > 0).sum())
+        far = self._one(torch.cat([rows[:, :, : 1 + new], rows2[:, :, :1]], 2))
+        return torch.cat([far, rows[:, :, 1 + new :], rows2[:, :, 1 + self.reach - new :]], 2).flatten(2)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return numbers.reshape(*numbers.shape[:2], 1 + self.reach, sum(self.widths))
+
+    def _one(self, rows: Tensor) -> Tensor:
+        """The row that stands for all of these."""
+        k, v, marks = rows.split(self.widths, 3)
+        absent = marks != 1
+        # Of ignored rows not even NaN counts.
+        k, v = k.masked_fill(absent, -torch.inf), v.masked_fill(absent, 0.0)
+        largest = k.detach().amax(2, keepdim=True) if k.shape[2] else k.new_full((*k.shape[:2], 1, k.shape[3]), -torch.inf)
+        largest = largest.masked_fill(largest == -torch.inf, 0.0)
+        weights = (k - largest).exp()
+        total = weights.sum(2, keepdim=True)
+        none = total == 0
+        total = total.masked_fill(none, 1.0)
+        mark = (marks == 1).any(2, keepdim=True).to(marks.dtype)
+        return torch.cat([largest + total.log(), (weights * v).sum(2, keepdim=True) / total, mark], 3)
+
+
+class WindowsBetween:
+    """A call of AFT between the stretches before and after: they are keys besides its own."""
+
+    two_passes = True
+
+    def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
+        self.original = attention
+        self.is_causal = is_causal
+        taps = attention.parameters[0].shape[-1] if attention.parameters else 1
+        if attention.name == "aft-local":
+            back, ahead = taps // 2, taps // 2
+        else:
+            back = taps - 1 if is_causal else (taps - 1) // 2
+            ahead = taps - 1 - back
+        self.sides = [Windows(back, keys)] + ([] if is_causal else [Windows(ahead, keys)])
+        # Whatever is wrong is wrong of no tokens, too, and found before others wait.
+        attention.call(q[:, :, :0], keys.part(0, 0), is_causal)
+
+    def read(
+        self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, start: int
+    ) -> Tensor:
+        """Outputs of queries from position ``start`` on."""
+        own = [keys.k, keys.v, torch.ones_like(keys.v[..., :1])]
+        if keys.ignored is not None:
+            own[2] = own[2] + keys.ignored[:, None, :, None].to(own[2].dtype)
+        rows = [self.sides[0].rows(before), torch.cat(own, 3)]
+        if after is not None:
+            rows.append(self.sides[1].rows(after).flip(2))
+        k, v, marks = torch.cat(rows, 2).split(self.sides[0].widths, 3)
+        every = Tokens(k, v, marks[:, 0, :, 0] != 1)
+        attention = self.original
+        if attention.name == "aft-local":
+            # The rows of these queries, whose places among the keys are others than their positions.
+            (table,) = attention.parameters
+            attention = attention.with_options(by_position=False).with_parameters(table[start : start + q.shape[2]])
+        out: Tensor = attention.call(q, every, self.is_causal, offset=1 + self.sides[0].reach)
+        return out
+
+
+def _rows_at(rows: Tensor, places: Tensor) -> Tensor:
+    """``rows[..., places[...], :]``."""
+    return rows.gather(-2, places[..., None].expand(*rows.shape[:-2], -1, rows.shape[-1]))
+
+
+def _replaced(marks: Tensor, place: int, number: Tensor) -> Tensor:
+    return torch.cat([marks[..., :place], number[..., None], marks[..., place + 1 :]], -1)
