@@ -67,7 +67,7 @@ fn only_differences_of_times_count_and_only_for_fourier() {
     for (name, sees) in [("fourier", true), ("shaw", false)] {
         let attention = vec![AttentionConfig::by_name(name).unwrap()];
         let model = config().with_attention(attention).init(&Device::flex()).unwrap();
-        let plain = logits(&model, &[row.clone()], 0.0);
+        let plain = logits(&model, std::slice::from_ref(&row), 0.0);
         near(name, &logits(&model, &[moved(8.0, 1.0)], 0.0), &plain, 1e-4);
         let stretched = logits(&model, &[moved(0.0, 3.0)], 0.0);
         let largest = plain.iter().zip(&stretched).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

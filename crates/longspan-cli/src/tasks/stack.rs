@@ -3,7 +3,8 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::Device;
-use longspan::models::EncoderBlock;
+use longspan::attention::AttentionConfig;
+use longspan::models::{EncoderBlock, Positions};
 
 use super::memory;
 use crate::run::config::RunConfig;
@@ -31,9 +32,7 @@ pub(crate) use stack;
 macro_rules! pooled {
     ($model:expr, $config:expr) => {{
         let attention = $crate::tasks::attention::of_layers($config, $config.max_tokens)?;
-        let sees_order = attention.iter().any(|one| one.sees_order());
-        let positions =
-            if sees_order { ::longspan::models::Positions::None } else { ::longspan::models::Positions::Sinusoidal };
+        let positions = $crate::tasks::stack::positions(&attention);
         $crate::tasks::stack::stack!($model, $config, attention)
             .with_causal($config.causal)
             .with_pooling($config.pooling()?)
@@ -41,6 +40,11 @@ macro_rules! pooled {
     }};
 }
 pub(crate) use pooled;
+
+/// Absolute positions where no mechanism sees the order of tokens.
+pub fn positions(attention: &[AttentionConfig]) -> Positions {
+    if attention.iter().any(AttentionConfig::sees_order) { Positions::None } else { Positions::Sinusoidal }
+}
 
 /// Refuses sizes that the memory has no room for before it is asked for. `one` is the model with one block, `blocks` its blocks; blocks
 /// are alike, so one tells the size of all, and a billion of them could not even be listed. `lower` says what to lower.

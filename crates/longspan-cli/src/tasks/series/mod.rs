@@ -169,7 +169,7 @@ impl Task for SeriesTask {
         };
         let samples: Vec<Sample> = some.iter().zip(&rows).map(sample).collect();
         let file = how.config.held_out.as_deref().or(how.config.series.as_deref());
-        let file = file.map_or_else(|| "FILE".into(), shell::path);
+        let file = file.filter(|path| !lines::is_standard_input(path)).map_or_else(|| "FILE".into(), shell::path);
         Ok(Shown { text: samples::table(&samples), next: format!("{} predict {folder} {file}", shell::program()) })
     }
 

@@ -163,7 +163,8 @@ impl Task for Synthetic {
     fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
         const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
         let attention = attention::of_layers(config, self.recall.length)?;
-        let sizes = stack!(LanguageModelConfig::new(self.recall.tokens()), config, attention);
+        let positions = stack::positions(&attention);
+        let sizes = stack!(LanguageModelConfig::new(self.recall.tokens()), config, attention).with_positions(positions);
         let one = sizes.clone().with_layers(1).init(device)?;
         stack::check(&one, &one.blocks, config, device, LOWER)?;
         Ok(sizes.init(device)?)
