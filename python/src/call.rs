@@ -19,6 +19,7 @@ use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
 use crate::buffer_pool;
 use crate::error;
 use crate::mechanisms;
+use crate::signals;
 use crate::state::{Numbers, State};
 use crate::threads;
 
@@ -101,15 +102,15 @@ struct Inputs<'py> {
 
 impl Inputs<'_> {
     /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps, and on as
-    /// many threads as `seconds` of one thread are worth.
+    /// many threads as `seconds` of one thread are worth. Ctrl-C ends it.
     fn run<T: Precise, R: Send>(
         &self,
         py: Python<'_>,
         mechanism: &Mechanism,
         initial_state: Option<&kernels::State<T>>,
         seconds: impl FnOnce(&Plan) -> Option<f64> + Send,
-        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
-    ) -> R {
+        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> Result<R, kernels::Error> + Send,
+    ) -> PyResult<R> {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
         let call = Call::new(self.dims, self.q.view(), self.k.view(), self.v.view())
             .with_parameters(&parameters)
@@ -120,9 +121,9 @@ impl Inputs<'_> {
             let kernel = T::kernel(kernel);
             let seconds = seconds(&kernel.plan(&call.dims, &call.mask)).unwrap_or(f64::INFINITY);
             let mut scratch = T::scratch().take().unwrap_or_default();
-            let result = threads::run(seconds, || work(kernel, &call, &mut scratch));
+            let result = signals::run(seconds, || work(kernel, &call, &mut scratch));
             T::scratch().set(Some(scratch));
-            result
+            result?.map_err(|e| mechanism.failed(e))
         })
     }
 }
@@ -331,9 +332,7 @@ impl Mechanism {
         let output = output.with_final_state(final_state.as_mut());
         let purpose = if want.denominators { Purpose::Training } else { Purpose::Inference };
         let seconds = |plan: &Plan| forward_seconds(plan, purpose);
-        inputs
-            .run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))
-            .map_err(|e| self.failed(e))?;
+        inputs.run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))?;
         Ok((out.finish()?, denominators.map(|d| d.finish().into_any()), final_state.map(T::wrap)))
     }
 
@@ -384,11 +383,9 @@ impl Mechanism {
             parameters: &mut slices,
             initial_state: d_initial.as_mut(),
         };
-        inputs
-            .run(py, self, initial_state, backward_seconds, |kernel, call, scratch| {
-                kernel.backward(call, &cotangent, gradients, scratch)
-            })
-            .map_err(|e| self.failed(e))?;
+        inputs.run(py, self, initial_state, backward_seconds, |kernel, call, scratch| {
+            kernel.backward(call, &cotangent, gradients, scratch)
+        })?;
         let parameters = PyList::new(py, d_parameters.into_iter().map(Fresh::finish))?;
         (dq.finish()?, dk.finish()?, dv.finish()?, parameters, d_initial.map(T::wrap)).into_pyobject(py)
     }
@@ -410,11 +407,10 @@ impl Mechanism {
         for _ in 0..repeats {
             let output = Output::new(out.view_mut::<T>());
             let predicted = |plan: &Plan| forward_seconds(plan, Purpose::Inference);
-            let timed = inputs.run(py, self, None, predicted, |kernel, call, scratch| {
+            seconds.push(inputs.run(py, self, None, predicted, |kernel, call, scratch| {
                 let start = Instant::now();
                 kernel.forward(call, output, scratch).map(|()| start.elapsed().as_secs_f64())
-            });
-            seconds.push(timed.map_err(|e| self.failed(e))?);
+            })?);
         }
         Ok(seconds)
     }
@@ -440,7 +436,8 @@ impl Mechanism {
         if let Some(state) = T::unwrap_mut(state) {
             // A step reads and writes its state once, at some numbers a nanosecond.
             let seconds = state.numbers().len() as f64 * 0.5e-9;
-            py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers))).map_err(|e| self.failed(e))?;
+            py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers), None))
+                .map_err(|e| self.failed(e))?;
         }
         Ok(out.finish().into_any())
     }

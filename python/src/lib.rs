@@ -2,8 +2,8 @@
 //!
 //! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which
 //! arrays are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`] is what streaming
-//! carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork. Names, defaults and
-//! PyTorch are in the Python package, `longspan/` beside this file.
+//! carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork; [`signals`] ends it at
+//! Ctrl-C. Names, defaults and PyTorch are in the Python package, `longspan/` beside this file.
 
 mod arrays;
 mod buffer_pool;
@@ -11,6 +11,7 @@ mod call;
 mod error;
 mod mechanisms;
 mod openmp;
+mod signals;
 mod state;
 mod threads;
 
