@@ -427,6 +427,10 @@ impl Mechanism {
             return Err(self.other_precision::<T>("state", state));
         }
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
+        // No sequence says how wide its heads are.
+        if shape[0] == 0 {
+            return Ok(out.finish().into_any());
+        }
         let numbers = out.numbers_mut::<T>();
         let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
         let token =
@@ -599,6 +603,20 @@ impl Mechanism {
             }
         };
         Ok((out, state))
+    }
+
+    /// The state before the first token of calls of these sizes.
+    #[pyo3(signature = (batch, heads, kv_heads, head_dim, value_dim))]
+    fn empty_state(
+        &self,
+        batch: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        value_dim: usize,
+    ) -> PyResult<State> {
+        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+        f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap).map_err(|e| self.failed(e))
     }
 
     /// The state after two segments of tokens from the state of each, ``later`` computed from no tokens on.
