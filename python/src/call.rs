@@ -32,7 +32,7 @@ pub struct Mechanism {
 }
 
 /// A number type with its states and its scratch memory.
-trait Precise: Number {
+pub trait Precise: Number {
     fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self>;
     fn wrap(state: kernels::State<Self>) -> State;
     fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
@@ -151,20 +151,20 @@ fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<
 }
 
 /// A new array for a result. In half precision a single-precision copy comes with it, which is rounded into it at the end.
-struct Fresh<'py> {
+pub struct Fresh<'py> {
     array: Bound<'py, PyUntypedArray>,
     wide: Option<Wide>,
 }
 
 impl<'py> Fresh<'py> {
-    fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
+    pub fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
         let array = empty(py, shape, dtype)?;
         let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len())).transpose()?;
         Ok(Self { array, wide })
     }
 
     /// What the kernels write.
-    fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
+    pub fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
         if let Some(wide) = &mut self.wide {
             return T::from_singles_mut(wide.numbers_mut())
                 .expect("half-precision numbers are computed in single precision");
@@ -179,7 +179,7 @@ impl<'py> Fresh<'py> {
         }
     }
 
-    fn finish(mut self) -> Bound<'py, PyUntypedArray> {
+    pub fn finish(mut self) -> Bound<'py, PyUntypedArray> {
         if let Some(wide) = &self.wide {
             wide.round_into(&mut self.array);
         }
@@ -223,11 +223,19 @@ impl<'py> FreshTensor<'py> {
 }
 
 impl Mechanism {
+    pub fn kernel(&self) -> &dyn AnyKernel {
+        &*self.kernel
+    }
+
+    pub fn operation(&self) -> &str {
+        &self.operation
+    }
+
     fn wrong(&self, argument: &str, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> PyErr {
         error::value(&self.operation, argument, expected, got)
     }
 
-    fn failed(&self, error: kernels::Error) -> PyErr {
+    pub fn failed(&self, error: kernels::Error) -> PyErr {
         error::kernel(&self.operation, error)
     }
 
@@ -284,7 +292,12 @@ impl Mechanism {
         }
     }
 
-    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
+    pub fn parameters<'py>(
+        &self,
+        dims: &Dims,
+        dtype: Dtype,
+        given: &Bound<'py, PyTuple>,
+    ) -> PyResult<Vec<Tensor<'py>>> {
         let expected = match dtype.precision() {
             Precision::F32 => f32::kernel(&*self.kernel).parameters(dims),
             Precision::F64 => f64::kernel(&*self.kernel).parameters(dims),
@@ -303,7 +316,7 @@ impl Mechanism {
         expected.iter().zip(given.iter()).map(check).collect()
     }
 
-    fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
+    pub fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
         if tensor.shape() == expected {
             return Ok(());
         }
@@ -415,6 +428,54 @@ impl Mechanism {
         Ok(seconds)
     }
 
+    /// The state that a step begins with.
+    pub fn state_of_step<'py>(
+        &self,
+        py: Python<'py>,
+        dims: &Dims,
+        state: Option<Bound<'py, State>>,
+        precision: Precision,
+    ) -> PyResult<Bound<'py, State>> {
+        let Some(state) = state else {
+            let empty = match precision {
+                Precision::F32 => f32::kernel(&*self.kernel).empty_state(dims).map(f32::wrap),
+                Precision::F64 => f64::kernel(&*self.kernel).empty_state(dims).map(f64::wrap),
+            };
+            return Bound::new(py, empty.map_err(|e| self.failed(e))?);
+        };
+        Ok(state)
+    }
+
+    /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
+    pub fn held<'py>(
+        &self,
+        state: &Bound<'py, State>,
+        batch: usize,
+        kv_heads: usize,
+    ) -> PyResult<PyRefMut<'py, State>> {
+        let held = state.try_borrow_mut().map_err(|_| {
+            PyRuntimeError::new_err(format!(
+                "{}: state: expected one that no other thread is using, got one in use",
+                self.operation
+            ))
+        })?;
+        let shape = held.shape();
+        if (shape.batch, shape.kv_heads) != (batch, kv_heads) {
+            let expected = format!("batch {batch} and {kv_heads} key/value heads");
+            let got = format!("batch {} and {} key/value heads", shape.batch, shape.kv_heads);
+            return Err(self.wrong("state", expected, got));
+        }
+        Ok(held)
+    }
+
+    /// Its numbers, if they are of this type.
+    pub fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
+        if T::unwrap(state).is_none() {
+            return Err(self.other_precision::<T>("state", state));
+        }
+        Ok(T::unwrap_mut(state).expect("what `unwrap` found"))
+    }
+
     fn step_as<'py, T: Precise>(
         &self,
         py: Python<'py>,
@@ -423,9 +484,7 @@ impl Mechanism {
         shape: &[usize],
         state: &mut State,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if T::unwrap(state).is_none() {
-            return Err(self.other_precision::<T>("state", state));
-        }
+        let state = self.state_mut::<T>(state)?;
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
         // No sequence says how wide its heads are.
         if shape[0] == 0 {
@@ -436,13 +495,10 @@ impl Mechanism {
         let token =
             Token { q: token[0].numbers(), k: token[1].numbers(), v: token[2].numbers(), parameters: &parameters };
         let kernel = T::kernel(&*self.kernel);
-        // `unwrap_mut` is `Some` where `unwrap` was.
-        if let Some(state) = T::unwrap_mut(state) {
-            // A step reads and writes its state once, at some numbers a nanosecond.
-            let seconds = state.numbers().len() as f64 * 0.5e-9;
-            py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers), None))
-                .map_err(|e| self.failed(e))?;
-        }
+        // A step reads and writes its state once, at some numbers a nanosecond.
+        let seconds = state.numbers().len() as f64 * 0.5e-9;
+        py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers), None))
+            .map_err(|e| self.failed(e))?;
         Ok(out.finish().into_any())
     }
 }
@@ -572,29 +628,9 @@ impl Mechanism {
             return Err(self.wrong("q", expected, format_args!("{heads} heads")));
         }
         let parameters = self.parameters(&dims, dtype, parameters)?;
-        let state = match state {
-            Some(state) => state,
-            None => Bound::new(
-                py,
-                match precision {
-                    Precision::F32 => f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap),
-                    Precision::F64 => f64::kernel(&*self.kernel).empty_state(&dims).map(f64::wrap),
-                }
-                .map_err(|e| self.failed(e))?,
-            )?,
-        };
+        let state = self.state_of_step(py, &dims, state, precision)?;
         let out = {
-            let mut held = state.try_borrow_mut().map_err(|_| {
-                PyRuntimeError::new_err(format!(
-                    "{operation}: state: expected one that no other thread is using, got one in use"
-                ))
-            })?;
-            let shape = held.shape();
-            if (shape.batch, shape.kv_heads) != (batch, kv_heads) {
-                let expected = format!("batch {batch} and {kv_heads} key/value heads");
-                let got = format!("batch {} and {} key/value heads", shape.batch, shape.kv_heads);
-                return Err(self.wrong("state", expected, got));
-            }
+            let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
             let shape = [batch, heads, value_dim];
             match precision {

@@ -117,6 +117,17 @@ class Mechanism:
         with_backward: bool,
     ) -> tuple[str, str, list[Estimate]]: ...
 
+def encoder_layer_step(
+    mechanism: Mechanism,
+    x: NDArray[Any],
+    weights: tuple[NDArray[Any] | None, ...],
+    parameters: tuple[NDArray[Any], ...],
+    heads: tuple[int, int],
+    epsilons: tuple[float, float],
+    activation: str,
+    norm_first: bool,
+    state: State | None = None,
+) -> tuple[NDArray[Any], State]: ...
 def mechanisms() -> list[tuple[str, str, list[str]]]: ...
 def random_rows(feature_map: str, head_dim: int) -> NDArray[np.float64] | None: ...
 def set_num_threads(threads: int) -> None: ...

@@ -133,6 +133,16 @@ class Attention(nn.Module):
         name = type(self).__name__
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
+    def encoder_layer_step(
+        self, token: Tensor, weights: Sequence[Tensor | None], layer: tuple[Any, ...], state: Any
+    ) -> tuple[Tensor, State] | None:
+        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
+        if type(self).step is not Attention.step or "step" in self.__dict__:
+            return None
+        learned = self._parameters_at(None, None)
+        name = type(self).__name__
+        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
+
     def combine(self, earlier: State, later: State) -> State:
         """The state after two segments of tokens from the state of each; see `longspan.combine`."""
         _calls.expect_plain(f"{type(self).__name__}.combine", earlier, later)
