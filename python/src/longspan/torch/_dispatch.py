@@ -141,7 +141,7 @@ def encoder_layer_step(
     token: Tensor,
     weights: Sequence[Tensor | None],
     parameters: tuple[Tensor, ...],
-    layer: tuple[Any, ...],
+    layer: tuple[tuple[int, int], tuple[float, float], str, bool],
     state: Any,
 ) -> tuple[Tensor, State] | None:
     """One token through a whole encoder layer in one call. ``None`` where it has to be one of tensors: other types than float32,
@@ -154,8 +154,10 @@ def encoder_layer_step(
         return None
     arrays = tuple([as_array(parameter) for parameter in parameters])
     native = _calls.mechanism(mechanism, options, operation, arrays)
+    heads, epsilons, activation, norm_first = layer
+    learned = tuple([None if weight is None else as_array(weight) for weight in weights])
     out, state = _native.encoder_layer_step(
-        native, as_array(token), tuple([None if weight is None else as_array(weight) for weight in weights]), arrays, *layer, state
+        native, as_array(token), learned, arrays, heads, epsilons, activation, norm_first, state
     )  # fmt: skip
     return _operators.as_tensor(out), state
 

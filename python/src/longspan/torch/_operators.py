@@ -473,7 +473,8 @@ def attention_with_state_backward(
     offset: int,
 ) -> list[Tensor]:
     """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
-    first, last = (None if x is None else TensorState(state_of, state_options, tuple(parts), x).detach() for x in (initial, d_final))
+    held = (state_of, state_options, tuple(parts))
+    first, last = (None if numbers is None else TensorState(*held, numbers).detach() for numbers in (initial, d_final))
     gradients, d_initial = _backward(
         d_out, q, k, v, parameters, key_padding_mask, None, out, denominators,
         mechanism, options, operation, is_causal, offset, first, last, as_the_tensors=False,

@@ -134,7 +134,11 @@ class Attention(nn.Module):
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
     def encoder_layer_step(
-        self, token: Tensor, weights: Sequence[Tensor | None], layer: tuple[Any, ...], state: Any
+        self,
+        token: Tensor,
+        weights: Sequence[Tensor | None],
+        layer: tuple[tuple[int, int], tuple[float, float], str, bool],
+        state: Any,
     ) -> tuple[Tensor, State] | None:
         """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
         if type(self).step is not Attention.step or "step" in self.__dict__:
