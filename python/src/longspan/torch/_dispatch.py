@@ -15,6 +15,7 @@ from .._native import State
 from . import _operators
 from ._chunked import chunked_attention
 from ._operators import as_array
+from ._profile import named
 from ._states import TensorState
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -76,7 +77,8 @@ def attend(
         arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    array, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    array, _, state = named(mechanism, "forward", native.forward)(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
@@ -104,7 +106,8 @@ def step(
     names = _calls.names(mechanism, parameters)
     q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
     parameters = tuple(rest)
-    out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
+    native = _calls.mechanism(mechanism, options, operation, parameters)
+    out, state = named(mechanism, "step", native.step)(q, k, v, parameters, state)
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
 
@@ -130,7 +133,7 @@ def step_together(
         start += width
     arrays = tuple([as_array(parameter) for parameter in parameters])
     native = _calls.mechanism(mechanism, options, operation, arrays)
-    out, state = native.step(token[0], token[1], token[2], arrays, state)
+    out, state = named(mechanism, "step", native.step)(token[0], token[1], token[2], arrays, state)
     return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
 
 
@@ -156,7 +159,7 @@ def encoder_layer_step(
     native = _calls.mechanism(mechanism, options, operation, arrays)
     heads, epsilons, activation, norm_first = layer
     learned = tuple([None if weight is None else as_array(weight) for weight in weights])
-    out, state = _native.encoder_layer_step(
+    out, state = named(mechanism, "encoder layer step", _native.encoder_layer_step)(
         native, as_array(token), learned, arrays, heads, epsilons, activation, norm_first, state
     )  # fmt: skip
     return _operators.as_tensor(out), state
@@ -237,7 +240,6 @@ def _attend_compiled(
     return (out, TensorState(held, state, parts, numbers)) if output_final_state else out
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _state_shape(
     mechanism: str,
     options: str,
@@ -253,6 +255,10 @@ def _state_shape(
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
     state = native.empty_state(1, *sizes)
     return state.mechanism, state.options, tuple(state.parts)
+
+
+# What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
+_state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attend_watched(

@@ -16,6 +16,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from .. import _calls
 from .._native import State
 from ._chunked import chunked_attention
+from ._profile import named
 from ._states import TensorState
 
 #: Boundaries of packed sequences on the query and the key axis.
@@ -90,7 +91,8 @@ def _forward(
     initial_state: State | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor, State | None]:
-    out, denominators, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    out, denominators, state = named(mechanism, "forward", native.forward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
         True, True,
@@ -126,9 +128,8 @@ def _backward(
     """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
     before the call, all with tokens before heads."""
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
-    dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
-        mechanism, options, operation, parameters, q, offset
-    ).backward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    dq, dk, dv, d_parameters, d_initial = named(mechanism, "backward", native.backward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
         as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
