@@ -1,13 +1,14 @@
 """Encoder and decoder layers with the arguments of torch's own, for `torch.nn.TransformerEncoder` and
 `torch.nn.TransformerDecoder`.
 
-They are not subclasses of torch's layers: those switch to a fused softmax attention when they can.
+They are not subclasses of torch's layers, which switch to a fused softmax attention when they can; to a type checker they are, because
+torch's stacks ask for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,13 @@ from .mechanisms import Attention
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+if TYPE_CHECKING:
+    from torch.nn import TransformerDecoderLayer as _Decoder
+    from torch.nn import TransformerEncoderLayer as _Encoder
+else:
+    _Encoder = _Decoder = object
 
 
 class _Layer(nn.Module):
@@ -61,9 +69,11 @@ class _Layer(nn.Module):
         return call(modules["linear2"], self.dropout(y) if self.training else y)
 
 
-class TransformerEncoderLayer(_Layer):
+class TransformerEncoderLayer(_Layer, _Encoder):
     """`torch.nn.TransformerEncoderLayer` with linear attention; ``attention`` and further arguments as in
     `longspan.torch.MultiheadAttention`. Parameter names are torch's."""
+
+    self_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -167,9 +177,12 @@ def _is_plain(attention: Any) -> bool:
     return type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
 
 
-class TransformerDecoderLayer(_Layer):
+class TransformerDecoderLayer(_Layer, _Decoder):
     """`torch.nn.TransformerDecoderLayer` with linear attention to itself and to the memory. ``attention`` and further
     arguments are those of the self-attention; ``cross_attention`` names that of the memory."""
+
+    self_attn: MultiheadAttention  # type: ignore[assignment]
+    multihead_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
         self,
