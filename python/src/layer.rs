@@ -123,8 +123,8 @@ impl<'py> Learned<'py> {
     }
 }
 
-/// One token of each sequence, ``[batch, width]``, through an encoder layer in single precision: its rows, and the state, changed in
-/// place. ``weights`` are weight and bias, or ``None``, of the input and output projections, the first norm, both linear layers and
+/// One token of each sequence, ``[batch, width]``, through an encoder layer in single precision: its rows, and the state, changed
+/// in place. ``weights`` are weight and bias, or ``None``, of the input and output projections, the first norm, both linear layers and
 /// the second norm, as `torch.nn` lays them out; ``heads`` those of queries and of keys.
 #[pyfunction]
 #[pyo3(signature = (mechanism, x, weights, parameters, heads, epsilons, activation, norm_first, state=None))]

@@ -161,7 +161,8 @@ def combine(
     `explain`: ``longspan.combine("shaw", first, second, radius=16)``. Fourier positions that are counted also want their
     ``a``: ``longspan.combine("fourier", first, second, parameters=[a])``.
 
-    Where one of them is a `longspan.torch.TensorState` so is the sum, with gradients, for kernelized attention and Shaw's positions.
+    Where one of them is a `longspan.torch.TensorState` so is the sum, with gradients: for kernelized attention and Shaw's
+    positions.
 
     Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
     """

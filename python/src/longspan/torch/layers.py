@@ -1,8 +1,8 @@
 """Encoder and decoder layers with the arguments of torch's own, for `torch.nn.TransformerEncoder` and
 `torch.nn.TransformerDecoder`.
 
-They are not subclasses of torch's layers, which switch to a fused softmax attention when they can; to a type checker they are, because
-torch's stacks ask for them.
+They are not subclasses of torch's layers, which switch to a fused softmax attention when they can; to a type checker they are,
+because torch's stacks ask for them.
 """
 
 from __future__ import annotations
