@@ -109,7 +109,7 @@ impl Wide {
         let (shape, strides) = tensor.four_axes(size_of::<H>());
         let from = View::strided(tensor.elements::<H>(), strides);
         let py = tensor.array.py();
-        py.detach(|| threads::run(self.seconds(), || half::widen(&from, shape, self.numbers_mut())))
+        py.detach(|| threads::run(self.seconds(), || half::widen(&from, shape, self.numbers_mut()), None))
             .expect("a view of all that the array holds");
     }
 
@@ -132,7 +132,7 @@ impl Wide {
         // Where rows begin does not matter here.
         let shape = [1, 1, 1, to.len()];
         let mut to = ViewMut::contiguous(to, shape);
-        py.detach(|| threads::run(self.seconds(), || half::narrow(self.numbers(), shape, &mut to)))
+        py.detach(|| threads::run(self.seconds(), || half::narrow(self.numbers(), shape, &mut to), None))
             .expect("as many numbers as the array has");
     }
 

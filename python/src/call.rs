@@ -19,6 +19,7 @@ use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
 use crate::buffer_pool;
 use crate::error;
 use crate::mechanisms;
+use crate::signals;
 use crate::state::{Numbers, State};
 use crate::threads;
 
@@ -31,7 +32,7 @@ pub struct Mechanism {
 }
 
 /// A number type with its states and its scratch memory.
-trait Precise: Number {
+pub trait Precise: Number {
     fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self>;
     fn wrap(state: kernels::State<Self>) -> State;
     fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
@@ -101,15 +102,15 @@ struct Inputs<'py> {
 
 impl Inputs<'_> {
     /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps, and on as
-    /// many threads as `seconds` of one thread are worth.
+    /// many threads as `seconds` of one thread are worth. Ctrl-C ends it.
     fn run<T: Precise, R: Send>(
         &self,
         py: Python<'_>,
         mechanism: &Mechanism,
         initial_state: Option<&kernels::State<T>>,
         seconds: impl FnOnce(&Plan) -> Option<f64> + Send,
-        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> R + Send,
-    ) -> R {
+        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> Result<R, kernels::Error> + Send,
+    ) -> PyResult<R> {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
         let call = Call::new(self.dims, self.q.view(), self.k.view(), self.v.view())
             .with_parameters(&parameters)
@@ -120,9 +121,9 @@ impl Inputs<'_> {
             let kernel = T::kernel(kernel);
             let seconds = seconds(&kernel.plan(&call.dims, &call.mask)).unwrap_or(f64::INFINITY);
             let mut scratch = T::scratch().take().unwrap_or_default();
-            let result = threads::run(seconds, || work(kernel, &call, &mut scratch));
+            let result = signals::run(seconds, || work(kernel, &call, &mut scratch));
             T::scratch().set(Some(scratch));
-            result
+            result?.map_err(|e| mechanism.failed(e))
         })
     }
 }
@@ -150,20 +151,20 @@ fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<
 }
 
 /// A new array for a result. In half precision a single-precision copy comes with it, which is rounded into it at the end.
-struct Fresh<'py> {
+pub struct Fresh<'py> {
     array: Bound<'py, PyUntypedArray>,
     wide: Option<Wide>,
 }
 
 impl<'py> Fresh<'py> {
-    fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
+    pub fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
         let array = empty(py, shape, dtype)?;
         let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len())).transpose()?;
         Ok(Self { array, wide })
     }
 
     /// What the kernels write.
-    fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
+    pub fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
         if let Some(wide) = &mut self.wide {
             return T::from_singles_mut(wide.numbers_mut())
                 .expect("half-precision numbers are computed in single precision");
@@ -178,7 +179,7 @@ impl<'py> Fresh<'py> {
         }
     }
 
-    fn finish(mut self) -> Bound<'py, PyUntypedArray> {
+    pub fn finish(mut self) -> Bound<'py, PyUntypedArray> {
         if let Some(wide) = &self.wide {
             wide.round_into(&mut self.array);
         }
@@ -222,11 +223,19 @@ impl<'py> FreshTensor<'py> {
 }
 
 impl Mechanism {
+    pub fn kernel(&self) -> &dyn AnyKernel {
+        &*self.kernel
+    }
+
+    pub fn operation(&self) -> &str {
+        &self.operation
+    }
+
     fn wrong(&self, argument: &str, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> PyErr {
         error::value(&self.operation, argument, expected, got)
     }
 
-    fn failed(&self, error: kernels::Error) -> PyErr {
+    pub fn failed(&self, error: kernels::Error) -> PyErr {
         error::kernel(&self.operation, error)
     }
 
@@ -283,7 +292,12 @@ impl Mechanism {
         }
     }
 
-    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
+    pub fn parameters<'py>(
+        &self,
+        dims: &Dims,
+        dtype: Dtype,
+        given: &Bound<'py, PyTuple>,
+    ) -> PyResult<Vec<Tensor<'py>>> {
         let expected = match dtype.precision() {
             Precision::F32 => f32::kernel(&*self.kernel).parameters(dims),
             Precision::F64 => f64::kernel(&*self.kernel).parameters(dims),
@@ -302,7 +316,7 @@ impl Mechanism {
         expected.iter().zip(given.iter()).map(check).collect()
     }
 
-    fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
+    pub fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
         if tensor.shape() == expected {
             return Ok(());
         }
@@ -331,9 +345,7 @@ impl Mechanism {
         let output = output.with_final_state(final_state.as_mut());
         let purpose = if want.denominators { Purpose::Training } else { Purpose::Inference };
         let seconds = |plan: &Plan| forward_seconds(plan, purpose);
-        inputs
-            .run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))
-            .map_err(|e| self.failed(e))?;
+        inputs.run(py, self, initial_state, seconds, |kernel, call, scratch| kernel.forward(call, output, scratch))?;
         Ok((out.finish()?, denominators.map(|d| d.finish().into_any()), final_state.map(T::wrap)))
     }
 
@@ -384,11 +396,9 @@ impl Mechanism {
             parameters: &mut slices,
             initial_state: d_initial.as_mut(),
         };
-        inputs
-            .run(py, self, initial_state, backward_seconds, |kernel, call, scratch| {
-                kernel.backward(call, &cotangent, gradients, scratch)
-            })
-            .map_err(|e| self.failed(e))?;
+        inputs.run(py, self, initial_state, backward_seconds, |kernel, call, scratch| {
+            kernel.backward(call, &cotangent, gradients, scratch)
+        })?;
         let parameters = PyList::new(py, d_parameters.into_iter().map(Fresh::finish))?;
         (dq.finish()?, dk.finish()?, dv.finish()?, parameters, d_initial.map(T::wrap)).into_pyobject(py)
     }
@@ -410,13 +420,60 @@ impl Mechanism {
         for _ in 0..repeats {
             let output = Output::new(out.view_mut::<T>());
             let predicted = |plan: &Plan| forward_seconds(plan, Purpose::Inference);
-            let timed = inputs.run(py, self, None, predicted, |kernel, call, scratch| {
+            seconds.push(inputs.run(py, self, None, predicted, |kernel, call, scratch| {
                 let start = Instant::now();
                 kernel.forward(call, output, scratch).map(|()| start.elapsed().as_secs_f64())
-            });
-            seconds.push(timed.map_err(|e| self.failed(e))?);
+            })?);
         }
         Ok(seconds)
+    }
+
+    /// The state that a step begins with.
+    pub fn state_of_step<'py>(
+        &self,
+        py: Python<'py>,
+        dims: &Dims,
+        state: Option<Bound<'py, State>>,
+        precision: Precision,
+    ) -> PyResult<Bound<'py, State>> {
+        let Some(state) = state else {
+            let empty = match precision {
+                Precision::F32 => f32::kernel(&*self.kernel).empty_state(dims).map(f32::wrap),
+                Precision::F64 => f64::kernel(&*self.kernel).empty_state(dims).map(f64::wrap),
+            };
+            return Bound::new(py, empty.map_err(|e| self.failed(e))?);
+        };
+        Ok(state)
+    }
+
+    /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
+    pub fn held<'py>(
+        &self,
+        state: &Bound<'py, State>,
+        batch: usize,
+        kv_heads: usize,
+    ) -> PyResult<PyRefMut<'py, State>> {
+        let held = state.try_borrow_mut().map_err(|_| {
+            PyRuntimeError::new_err(format!(
+                "{}: state: expected one that no other thread is using, got one in use",
+                self.operation
+            ))
+        })?;
+        let shape = held.shape();
+        if (shape.batch, shape.kv_heads) != (batch, kv_heads) {
+            let expected = format!("batch {batch} and {kv_heads} key/value heads");
+            let got = format!("batch {} and {} key/value heads", shape.batch, shape.kv_heads);
+            return Err(self.wrong("state", expected, got));
+        }
+        Ok(held)
+    }
+
+    /// Its numbers, if they are of this type.
+    pub fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
+        if T::unwrap(state).is_none() {
+            return Err(self.other_precision::<T>("state", state));
+        }
+        Ok(T::unwrap_mut(state).expect("what `unwrap` found"))
     }
 
     fn step_as<'py, T: Precise>(
@@ -427,21 +484,21 @@ impl Mechanism {
         shape: &[usize],
         state: &mut State,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if T::unwrap(state).is_none() {
-            return Err(self.other_precision::<T>("state", state));
-        }
+        let state = self.state_mut::<T>(state)?;
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
+        // No sequence says how wide its heads are.
+        if shape[0] == 0 {
+            return Ok(out.finish().into_any());
+        }
         let numbers = out.numbers_mut::<T>();
         let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
         let token =
             Token { q: token[0].numbers(), k: token[1].numbers(), v: token[2].numbers(), parameters: &parameters };
         let kernel = T::kernel(&*self.kernel);
-        // `unwrap_mut` is `Some` where `unwrap` was.
-        if let Some(state) = T::unwrap_mut(state) {
-            // A step reads and writes its state once, at some numbers a nanosecond.
-            let seconds = state.numbers().len() as f64 * 0.5e-9;
-            py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers))).map_err(|e| self.failed(e))?;
-        }
+        // A step reads and writes its state once, at some numbers a nanosecond.
+        let seconds = state.numbers().len() as f64 * 0.5e-9;
+        py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers), None))
+            .map_err(|e| self.failed(e))?;
         Ok(out.finish().into_any())
     }
 }
@@ -571,29 +628,9 @@ impl Mechanism {
             return Err(self.wrong("q", expected, format_args!("{heads} heads")));
         }
         let parameters = self.parameters(&dims, dtype, parameters)?;
-        let state = match state {
-            Some(state) => state,
-            None => Bound::new(
-                py,
-                match precision {
-                    Precision::F32 => f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap),
-                    Precision::F64 => f64::kernel(&*self.kernel).empty_state(&dims).map(f64::wrap),
-                }
-                .map_err(|e| self.failed(e))?,
-            )?,
-        };
+        let state = self.state_of_step(py, &dims, state, precision)?;
         let out = {
-            let mut held = state.try_borrow_mut().map_err(|_| {
-                PyRuntimeError::new_err(format!(
-                    "{operation}: state: expected one that no other thread is using, got one in use"
-                ))
-            })?;
-            let shape = held.shape();
-            if (shape.batch, shape.kv_heads) != (batch, kv_heads) {
-                let expected = format!("batch {batch} and {kv_heads} key/value heads");
-                let got = format!("batch {} and {} key/value heads", shape.batch, shape.kv_heads);
-                return Err(self.wrong("state", expected, got));
-            }
+            let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
             let shape = [batch, heads, value_dim];
             match precision {
@@ -602,6 +639,20 @@ impl Mechanism {
             }
         };
         Ok((out, state))
+    }
+
+    /// The state before the first token of calls of these sizes.
+    #[pyo3(signature = (batch, heads, kv_heads, head_dim, value_dim))]
+    fn empty_state(
+        &self,
+        batch: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        value_dim: usize,
+    ) -> PyResult<State> {
+        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+        f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap).map_err(|e| self.failed(e))
     }
 
     /// The state after two segments of tokens from the state of each, ``later`` computed from no tokens on.

@@ -1,16 +1,18 @@
 //! The native half of the Python package `longspan`: the kernels of `longspan-kernels` on the memory of NumPy arrays.
 //!
-//! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which
-//! arrays are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`] is what streaming
-//! carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork. Names, defaults and
-//! PyTorch are in the Python package, `longspan/` beside this file.
+//! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays, [`layer`] one token through a
+//! layer; [`arrays`] says which arrays are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`]
+//! is what streaming carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork;
+//! [`signals`] ends it at Ctrl-C. Names, defaults and PyTorch are in the Python package, `longspan/` beside this file.
 
 mod arrays;
 mod buffer_pool;
 mod call;
 mod error;
+mod layer;
 mod mechanisms;
 mod openmp;
+mod signals;
 mod state;
 mod threads;
 
@@ -23,6 +25,8 @@ mod _native {
 
     #[pymodule_export]
     use crate::call::Mechanism;
+    #[pymodule_export]
+    use crate::layer::encoder_layer_step;
     #[pymodule_export]
     use crate::state::State;
 

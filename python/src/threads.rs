@@ -4,10 +4,13 @@
 //! that PyTorch has, or on a pool. Results do not depend on it. Threads do not survive a fork: a child process finds out by
 //! its process id and starts pools of its own; it takes no lock that a thread of its parent may have held.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process;
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use longspan_kernels::threads::{alone, on_team};
 use pyo3::PyResult;
@@ -17,6 +20,9 @@ use crate::{error, openmp};
 
 /// Seconds to wake a sleeping pool for a call and to wait for its answer; measured on two cores.
 const HANDING_OVER: f64 = 13e-6;
+
+/// How often a thread looks for signals: often enough for a person, seldom enough to wait for Python's lock each time.
+pub const LOOKING: Duration = Duration::from_millis(100);
 
 /// Largest number of threads that [`set`] accepts.
 const MOST: usize = 4096;
@@ -64,8 +70,9 @@ pub fn set(threads: usize) -> PyResult<()> {
     Ok(())
 }
 
-/// Runs `work`, which takes about `seconds` on one thread.
-pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
+/// Runs `work`, which takes about `seconds` on one thread. Where other threads do all of it the caller's calls `meanwhile`, again
+/// and again, if it is given.
+pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send, meanwhile: Option<&dyn Fn()>) -> R {
     let threads = count();
     // A pool wins where `seconds · (1 − 1/threads)` is more than handing over takes; twice that, because on a machine with
     // other work the others wake late.
@@ -77,10 +84,31 @@ pub fn run<R: Send>(seconds: f64, work: impl FnOnce() -> R + Send) -> R {
     if let Some(team) = openmp::team().filter(|team| team.size() == threads) {
         return on_team(team, work);
     }
-    match pool(threads) {
-        Some(pool) => pool.install(work),
+    match (pool(threads), meanwhile) {
+        (Some(pool), None) => pool.install(work),
+        (Some(pool), Some(meanwhile)) => install(pool, work, meanwhile),
         // The system has no thread to give.
-        None => work(),
+        (None, _) => alone(work),
+    }
+}
+
+/// `pool.install(work)` with something to do for the thread that waits.
+fn install<R: Send>(pool: &ThreadPool, work: impl FnOnce() -> R + Send, meanwhile: &dyn Fn()) -> R {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let result = pool.in_place_scope(|scope| {
+        scope.spawn(move |_| sender.send(catch_unwind(AssertUnwindSafe(work))).unwrap_or_default());
+        loop {
+            match receiver.recv_timeout(LOOKING) {
+                Err(RecvTimeoutError::Timeout) => meanwhile(),
+                done => break done,
+            }
+        }
+    });
+    match result {
+        Ok(Ok(result)) => result,
+        Ok(Err(panic)) => resume_unwind(panic),
+        // The sender sends whatever happens.
+        Err(_) => unreachable!("a task that never ran"),
     }
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -22,6 +22,22 @@ def maps(name, heads=4, kv_heads=2, d=5):
     return draw(heads, width, d), draw(kv_heads, width, d)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_where_single_precision_ends(is_causal):
+    v = np.arange(12, dtype=np.float32).reshape(1, 1, 3, 4)
+    whole = np.cumsum(v, 2) / np.arange(1, 4)[:, None] if is_causal else np.broadcast_to(v.mean(2, keepdims=True), v.shape)
+
+    def out(x, feature_map, dtype=np.float32):
+        q = np.full((1, 1, 3, 4), x, dtype)
+        return ops.kernelized_attention(q, q, v.astype(dtype), feature_map=feature_map, is_causal=is_causal)
+
+    for feature_map in ("elu+1", "softplus"):
+        np.testing.assert_allclose(out(-43, feature_map), whole, rtol=1e-5)
+        np.testing.assert_array_equal(out(-45, feature_map), 0)
+        np.testing.assert_allclose(out(-300, feature_map, np.float64), whole, rtol=1e-5)
+    np.testing.assert_allclose(out(-1000, "exp"), whole, rtol=1e-5)
+
+
 @EVERY
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernelized_is_the_definition(name, is_causal):

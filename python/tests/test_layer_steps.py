@@ -32,7 +32,7 @@ def calls_of(function):
     return count
 
 
-@pytest.mark.parametrize("make, most", [(MultiheadAttention, 28), (TransformerEncoderLayer, 56)])
+@pytest.mark.parametrize("make, most", [(MultiheadAttention, 28), (TransformerEncoderLayer, 90)])
 def test_a_step_is_few_calls(make, most):
     layer = make(12, 3, batch_first=True).eval()
     x = torch.randn(1, 12)
@@ -154,3 +154,106 @@ def test_autocast_and_positions():
     module = MultiheadAttention(12, 3, attention="fourier", axes=2).eval()
     with torch.no_grad(), pytest.raises(ValueError, match="q_positions: expected positions of 2 axes with axes=2, got None"):
         module.step(x)
+
+
+def steps_apart(layer, tokens):
+    """The layer's outputs for tokens one after the other, by its modules one after the other."""
+    state, outputs = None, []
+    for x in tokens.unbind(1):
+        y, state = layer.self_attn.step(layer.norm1(x) if layer.norm_first else x, state)
+        x = x + y if layer.norm_first else layer.norm1(x + y)
+        y = layer.linear2(layer.activation(layer.linear1(layer.norm2(x) if layer.norm_first else x)))
+        outputs.append(x + y if layer.norm_first else layer.norm2(x + y))
+    return torch.stack(outputs, 1)
+
+
+def steps(layer, tokens):
+    state, outputs = None, []
+    for x in tokens.unbind(1):
+        out, state = layer.step(x, state)
+        outputs.append(out)
+    return torch.stack(outputs, 1)
+
+
+MECHANISMS = [
+    {"attention": "kernelized", "num_kv_heads": 2, "decay": 0.9}, {"attention": "kernelized", "feature_map": "hedgehog"},
+    {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz", "radius": 2},
+    {"attention": "aft-conv"}, {"attention": "aft-simple"}, {"attention": "softmax"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Whether each step so far was one call of native code."""
+    taken = []
+    original = TransformerEncoderLayer._step_at_once
+
+    def watched(self, token, state):
+        done = original(self, token, state)
+        taken.append(done is not None)
+        return done
+
+    monkeypatch.setattr(TransformerEncoderLayer, "_step_at_once", watched)
+    return taken
+
+
+@pytest.mark.parametrize("options", MECHANISMS, ids=lambda options: options["attention"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("norm_first, activation, bias", [(False, "relu", True), (True, "gelu", False), (True, "relu", True)])
+def test_a_layer_at_once(options, batch, norm_first, activation, bias, at_once):
+    layer = TransformerEncoderLayer(
+        24, 4, 37, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, **options
+    ).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randn(batch, 7, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens), rtol=1e-4, atol=1e-5)
+    assert all(at_once)
+
+
+CHANGES_OF_A_LAYER = {
+    "a hook after the norm": lambda m: m.norm2.register_forward_hook(lambda module, inputs, out: 3 * out),
+    "a parametrized layer": lambda m: nn.utils.parametrize.register_parametrization(m.linear1, "weight", Doubled()),
+    "a layer of a subclass": lambda m: setattr(m, "linear2", Halved(16, 12)),
+    "another norm": lambda m: setattr(m, "norm1", nn.RMSNorm(12)),
+    "another activation": lambda m: setattr(m, "activation", torch.tanh),
+    "other numbers": lambda m: m.double(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_LAYER)
+def test_what_is_put_into_a_layer_counts(change, at_once):
+    layer = TransformerEncoderLayer(12, 3, 16).eval()
+    CHANGES_OF_A_LAYER[change](layer)
+    tokens = torch.randn(2, 3, 12, dtype=next(layer.parameters()).dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens))
+    assert not any(at_once)
+
+
+def test_what_a_layer_cannot_take_at_once(at_once):
+    layer = TransformerEncoderLayer(12, 3, 16).eval()
+    tokens = torch.randn(2, 3, 12)
+    torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens))  # records gradients
+    with torch.no_grad():
+        many = torch.randn(5, 3, 12)
+        torch.testing.assert_close(steps(layer, many), steps_apart(layer, many))
+        assert not any(at_once)
+        layer.train()
+        layer.step(tokens[:, 0])
+    assert not any(at_once)
+
+
+def test_errors_of_a_layer_at_once():
+    layer = TransformerEncoderLayer(12, 3, 16).eval()
+    other = TransformerEncoderLayer(12, 3, 16, attention="shaw").eval()
+    with torch.no_grad():
+        _, state = layer.step(torch.randn(2, 12))
+        before = state.clone()
+        for token, error in ((torch.randn(3, 12), "state: expected batch 3"), (torch.randn(2, 13), "in_proj: expected shape")):
+            with pytest.raises(ValueError, match=f"KernelizedAttention: {error}"):
+                layer.step(token, state)
+        with pytest.raises(ValueError, match="ShawAttention: state: expected a state of shaw"):
+            other.step(torch.randn(2, 12), state)
+    assert state == before

@@ -141,7 +141,7 @@ def test_opcheck(dtype, requires_grad):
     for arguments in (
         (q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
         (q, k, v, [table(dtype=dtype, requires_grad=requires_grad)], padding(), None, None, "shaw", shaw, "test", False, 1),
-        (q.detach()[:1], k[:1], v[:1], [], None, [0, 4, 9], [0, 3, 9], "kernelized", "{}", "test", True, 0),
+        (q.detach()[:1], k[:1], v[:1], [], None, torch.tensor([0, 4, 9]), torch.tensor([0, 3, 9]), "kernelized", "{}", "test", True, 0),
         (q[:, :, :0], k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
     ):
         torch.library.opcheck(torch.ops.longspan.attention.default, arguments)

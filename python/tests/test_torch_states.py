@@ -164,8 +164,6 @@ def test_states_are_selected_by_tensors_and_loaded_as_weights(tmp_path):
     torch.save({"plain": state, "learned": learned}, path)
     loaded = torch.load(path, weights_only=True)
     assert loaded["plain"] == state == loaded["learned"].detach()
-    with pytest.raises(TypeError, match="combine: earlier: expected a longspan.State, got TensorState; give state.detach"):
-        longspan.combine("kernelized", learned, state)
     with pytest.raises(TypeError, match="KernelizedAttention.combine: later: expected a longspan.State, got int"):
         KernelizedAttention(2, 4).combine(state, 1)
 
@@ -320,3 +318,51 @@ def test_a_decay_that_would_learn_is_refused():
     for differentiate in (torch.func.grad(attend), lambda d: torch.func.jvp(attend, (d,), (d,))):
         with pytest.raises(ValueError, match="decay: expected constants"):
             differentiate(torch.tensor([0.5, 0.9], dtype=torch.float64))
+
+
+COMBINED = {
+    "kernelized": ("kernelized", {}), "kernelized, decay": ("kernelized", {"decay": [0.5, 0.9]}),
+    "kernelized, exp": ("kernelized", {"feature_map": "exp"}), "shaw": ("shaw", {"radius": 3}),
+    "shaw, positions alone": ("shaw", {"radius": 3, "kernelized": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts", [(5, 9), (1, 2), (4, 6), (0, 6)])
+@pytest.mark.parametrize("name", COMBINED)
+def test_gradients_through_combine(name, cuts):
+    """Two stretches taken in apart, added up, and then a third: outputs and gradients of the whole."""
+    function, parameters = CASES[name]
+    mechanism, options = COMBINED[name]
+    first, second = cuts
+
+    def tensors():
+        return [tensor.clone().requires_grad_() for tensor in (*inputs(), *parameters)]
+
+    def state(q, k, v, *parameters, a, b):
+        part = [t[:, :, a:b] for t in (q, k, v)]
+        return function(*part, *parameters, is_causal=True, output_final_state=True)[1]
+
+    apart = tensors()
+    together = longspan.combine(mechanism, state(*apart, a=0, b=first), state(*apart, a=first, b=second), **options)
+    assert isinstance(together, TensorState)
+    last = [t[:, :, second:] for t in apart[:3]]
+    out = function(*last, *apart[3:], is_causal=True, initial_state=together)
+    whole = tensors()
+    expected = function(*whole, is_causal=True)[:, :, second:]
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weights).sum(), apart)
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), whole))
+
+
+def test_what_combine_refuses_of_tensors():
+    q, k, v = (draw(1, 2, 5, 4).requires_grad_() for _ in range(3))
+    _, learned = ops.aft_simple(q, k, v, is_causal=True, output_final_state=True)
+    with pytest.raises(TypeError, match="earlier: expected a longspan.State of aft-simple, got a TensorState; give state.detach"):
+        longspan.combine("aft-simple", learned, learned)
+    _, learned = ops.kernelized_attention(q, k, v, decay=0.5, is_causal=True, output_final_state=True)
+    with pytest.raises(ValueError, match="combine: earlier"):
+        longspan.combine("kernelized", learned, learned)
+    plain = learned.detach()
+    module = KernelizedAttention(2, 4, decay=0.5)
+    assert module.combine(learned, plain).detach() == module.combine(learned.detach(), plain)

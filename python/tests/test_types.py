@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from typing import Any
 from typing_extensions import assert_type
-import longspan
+from torch import nn
+import longspan.torch
 from longspan import ops
 
 x: NDArray[np.float32] = np.zeros((1, 1, 3, 2), np.float32)
@@ -27,6 +28,10 @@ assert_type(ops.aft_simple(t, t, t, is_causal=True, output_final_state=True), tu
 out, state = ops.shaw_attention(x, x, x, x[0], is_causal=True, output_final_state=True)
 ops.shaw_attention_step(x[:, :, 0], x[:, :, 0], x[:, :, 0], x[0], state)
 assert_type(longspan.explain("shaw", radius=3).algorithm, str)
+encoder = longspan.torch.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+nn.TransformerDecoder(longspan.torch.TransformerDecoderLayer(12, 3, 16), 2)
+assert_type(encoder.self_attn, longspan.torch.MultiheadAttention)
 """
 WRONG = """
 import torch

@@ -3,11 +3,15 @@
 //! A program that brings threads of its own (an OpenMP runtime whose threads wait for work by spinning, say) has twice as
 //! many threads as cores if kernels start theirs beside them. [`on_team`] runs calls on the threads that are there,
 //! [`alone`] on the caller's. The bits do not depend on it.
+//!
+//! A call ends before its time where [`until`] is told so.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -34,8 +38,57 @@ enum Threads {
     Alone,
 }
 
+/// Whether calls are to end. Every thread of a call asks after each chunk of rows, so the answer should take nanoseconds.
+pub type Stop = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// What unwinds the threads of a call that is to end.
+struct Stopped;
+
 thread_local! {
     static THREADS: Cell<Threads> = const { Cell::new(Threads::Pool) };
+    static STOP: Cell<Option<Stop>> = const { Cell::new(None) };
+}
+
+/// Runs `work`, whose kernels end soon after `stop` said so: then `None`, and outputs and states hold any numbers.
+///
+/// The thread that calls this one asks to the end, also while it waits for others of a [`Team`]. A step of one token never ends
+/// early.
+pub fn until<R>(stop: Stop, work: impl FnOnce() -> R) -> Option<R> {
+    match catch_unwind(AssertUnwindSafe(|| with_stop(Some(stop), work))) {
+        Ok(result) => Some(result),
+        Err(payload) if payload.is::<Stopped>() => None,
+        Err(payload) => resume_unwind(payload),
+    }
+}
+
+fn with_stop<R>(stop: Option<Stop>, work: impl FnOnce() -> R) -> R {
+    struct Before(Option<Stop>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            STOP.set(self.0.take());
+        }
+    }
+    let _before = Before(STOP.replace(stop));
+    work()
+}
+
+fn current_stop() -> Option<Stop> {
+    let stop = STOP.take();
+    STOP.set(stop.clone());
+    stop
+}
+
+/// Ends the call that this thread works for, by unwinding, if it is to end. What takes long asks between any two chunks.
+#[inline]
+pub(crate) fn check() {
+    // While the caller's code answers there is nothing to ask: it may call kernels itself.
+    if let Some(stop) = STOP.take() {
+        let ends = stop();
+        STOP.set(Some(stop));
+        if ends {
+            resume_unwind(Box::new(Stopped));
+        }
+    }
 }
 
 /// Runs `work`, whose kernels run on a team.
@@ -71,21 +124,47 @@ pub(crate) fn count() -> usize {
 /// Calls `work` once on each of up to `members` threads at once, at least on one.
 fn on_members(members: usize, work: impl Fn() + Sync) {
     let threads = THREADS.get();
+    if members <= 1 || matches!(threads, Threads::Alone) {
+        return work();
+    }
+    let stop = current_stop();
+    let work = || with_stop(stop.clone(), &work);
     match threads {
-        _ if members <= 1 => work(),
         Threads::Alone => work(),
         Threads::Pool => (0..members).into_par_iter().with_max_len(1).for_each(|_| work()),
         Threads::Team(team) => {
             let panic = Mutex::new(None);
+            let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let caller = thread::current().id();
             // A member has no team of its own.
             team.run(members, &|| {
-                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| alone(&work))) {
+                begun.fetch_add(1, Ordering::Relaxed);
+                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| alone(work))) {
                     *panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+                }
+                ended.fetch_add(1, Ordering::Relaxed);
+                if let Some(stop) = stop.as_ref().filter(|_| thread::current().id() == caller) {
+                    // Nothing is left for one that begins later.
+                    ask_until(stop, || ended.load(Ordering::Relaxed) == begun.load(Ordering::Relaxed));
                 }
             });
             if let Some(payload) = panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 resume_unwind(payload);
             }
+        }
+    }
+}
+
+/// Asks whether to end until `done`, as members do that have work.
+fn ask_until(stop: &Stop, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        stop();
+        // As long as threads spin that wait for each other.
+        if start.elapsed() < Duration::from_millis(1) {
+            std::hint::spin_loop();
+        } else {
+            thread::sleep(Duration::from_micros(100));
         }
     }
 }
@@ -108,6 +187,7 @@ pub(crate) fn share_with<I: Send, M>(
     on_members(members, || {
         let mut memory = memory();
         while let Some(item) = next() {
+            check();
             body(item, &mut memory);
         }
     });
@@ -132,6 +212,7 @@ pub(crate) fn share_memory<I: Send, T: Send>(
         let own = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
         let Some(own) = own else { return };
         while let Some(item) = next() {
+            check();
             body(item, own);
         }
     });
@@ -174,6 +255,7 @@ pub(crate) fn parallel<T: Real>(
             if task >= tasks {
                 break;
             }
+            check();
             body(task, scratch);
         }
     };
@@ -276,6 +358,63 @@ mod tests {
             assert_eq!(count(), 3);
         });
         assert_eq!(count(), rayon::current_num_threads());
+    }
+
+    #[test]
+    fn every_thread_ends_when_it_is_told_to_and_the_next_call_does_not() {
+        static TEAM: Started = Started(3);
+        let endless = || {
+            share(0..usize::MAX, |_| {
+                thread::sleep(Duration::from_micros(10));
+            });
+        };
+        let run = |on: &dyn Fn()| {
+            let asked = Arc::new(AtomicUsize::new(0));
+            let count = Arc::clone(&asked);
+            let stop: Stop = Arc::new(move || count.fetch_add(1, Ordering::Relaxed) >= 100);
+            assert!(until(stop, on).is_none());
+            assert!(asked.load(Ordering::Relaxed) > 100);
+        };
+        run(&endless);
+        run(&|| alone(endless));
+        run(&|| on_team(&TEAM, endless));
+        everything_runs_once();
+        assert_eq!(until(Arc::new(|| false), || 7), Some(7));
+    }
+
+    #[test]
+    fn the_caller_asks_while_another_has_the_last_item() {
+        static TEAM: Started = Started(2);
+        let caller = thread::current().id();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&asked);
+        let stop: Stop = Arc::new(move || {
+            if thread::current().id() == caller {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+            count.load(Ordering::Relaxed) >= 100
+        });
+        let both = std::sync::Barrier::new(2);
+        let ended = until(stop, || {
+            on_team(&TEAM, || {
+                on_members(2, || {
+                    both.wait();
+                    while thread::current().id() != caller {
+                        check();
+                    }
+                });
+            });
+        });
+        assert!(ended.is_none());
+    }
+
+    #[test]
+    fn what_answers_may_call_kernels() {
+        let stop: Stop = Arc::new(|| {
+            everything_runs_once();
+            true
+        });
+        assert!(until(stop, || share(0..10, |_| ())).is_none());
     }
 
     #[test]

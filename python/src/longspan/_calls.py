@@ -97,13 +97,17 @@ def plain_state(operation: str, name: str, state: Any) -> State | None:
     return plain
 
 
+def learns(earlier: Any, later: Any) -> bool:
+    """Whether one of two states carries a gradient, and both are states."""
+    states = (earlier, later)
+    return any(hasattr(state, "requires_gradient") for state in states) and all(hasattr(state, "kv_heads") for state in states)
+
+
 def expect_plain(operation: str, earlier: Any, later: Any) -> None:
     """Refuses what `combine` does not take."""
     for name, state in (("earlier", earlier), ("later", later)):
         if not isinstance(state, State):
-            learns = hasattr(state, "numbers")
-            help = "; give state.detach(), or for gradients the earlier state as initial_state" if learns else ""
-            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}{help}")
+            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
 
 
 def flag(operation: str, name: str, value: Any) -> bool:

@@ -91,6 +91,8 @@ def kernelized_attention(
     ``feature_map`` is ``phi``. It takes each number by itself: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``,
     ``"identity"``; or a row of ``d`` numbers to ``m`` features:
 
+    - ``"elu+1"`` and ``"softplus"`` are ``exp(x)`` far below 0. In float32 a row whose largest weight falls below about
+      ``exp(-87)`` gives 0, as with ``q`` and ``k`` at -44 and less; ``"exp"``, which keeps a common exponent, and float64 do not.
     - ``"prf"``: positive random features (Performer), ``"prf:128:seed=7"`` for 128 of them drawn from the seed 7;
       ``"nprf"`` the same of rows of length 1.
     - ``"dpfp:2"``: products of neighbours among ``[relu(x), relu(-x)]``, 2 d of them for each of 2 neighbours.

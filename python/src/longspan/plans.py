@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 
 from . import _calls, _native, _options, _route, ops
 from ._native import State
+
+if TYPE_CHECKING:
+    from .torch import TensorState
 
 __all__ = ["Estimate", "MechanismInfo", "Plan", "combine", "explain", "mechanisms"]
 
@@ -136,9 +139,21 @@ def explain(
     return Plan(algorithm, reason, tuple(estimates))
 
 
+@overload
 def combine(
     mechanism: str, earlier: State, later: State, *, parameters: Sequence[Any] = (), **options: Any
-) -> State:
+) -> State: ...
+@overload
+def combine(
+    mechanism: str, earlier: TensorState, later: State | TensorState, *, parameters: Sequence[Any] = (), **options: Any
+) -> TensorState: ...
+@overload
+def combine(
+    mechanism: str, earlier: State, later: TensorState, *, parameters: Sequence[Any] = (), **options: Any
+) -> TensorState: ...
+def combine(
+    mechanism: str, earlier: Any, later: Any, *, parameters: Sequence[Any] = (), **options: Any
+) -> Any:
     """The state after two segments of tokens, ``earlier`` before ``later``, from the state of each.
 
     ``later`` was computed on its own, from no state. So a long document can be taken in by several machines at once; the
@@ -146,10 +161,19 @@ def combine(
     `explain`: ``longspan.combine("shaw", first, second, radius=16)``. Fourier positions that are counted also want their
     ``a``: ``longspan.combine("fourier", first, second, parameters=[a])``.
 
+    Where one of them is a `longspan.torch.TensorState` so is the sum, with gradients: for kernelized attention and Shaw's
+    positions.
+
     Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
     """
-    _calls.expect_plain("combine", earlier, later)
     _options.expect_type("combine", "mechanism", mechanism, str)
+    if _calls.learns(earlier, later):
+        from .torch._combine import combine as combine_tensors
+
+        native = _named("combine", mechanism, earlier.kv_heads, options)
+        decay = _options.decays("combine", np.empty((1, earlier.kv_heads)), options.get("decay"))
+        return combine_tensors("combine", native, earlier, later, decay)
+    _calls.expect_plain("combine", earlier, later)
     native = _named("combine", mechanism, earlier.kv_heads, options)
     return native.combine(earlier, later, _route.plain_arrays(parameters))
 

@@ -5,6 +5,7 @@ use super::log_sum::{FactorMeans, Factored, Factors, join, join_items};
 use crate::call::ViewMut;
 use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};
+use crate::threads;
 
 /// Items that are brought to one exponent at a time: the columns of the largest tile. References are changed, and rows joined, once
 /// a tile, which 64 columns show (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a
@@ -41,6 +42,7 @@ pub(super) trait Items<T: Real> {
 pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, sum: &mut [T], block: &mut [T]) {
     let (part, block) = block.split_at_mut(sum.len());
     for at in (from..to).step_by(CHUNK) {
+        threads::check();
         items.sum(at, (to - at).min(CHUNK as isize) as usize, part, block);
         join(sum, part, T::ZERO);
     }

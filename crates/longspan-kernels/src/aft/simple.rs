@@ -162,6 +162,7 @@ fn means<'w, T: Real>(
     constant(0..sight.row, sum);
     join_all(&items, 0, sight.key as isize, sum, block);
     for at in sight.blocks() {
+        threads::check();
         let (row, key, count) = (sight.row + at.start, (sight.key + at.start) as isize, at.len());
         let running = items.tokens(key, count).filter(|&tokens| {
             let running_max = &mut *running_max;
@@ -238,6 +239,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
         add(key..(key + CHUNK).min(sight.key), end, block);
     }
     for (at, edge) in sight.blocks().zip(edges.chunks_exact_mut(2 * width)) {
+        threads::check();
         edge[..width].copy_from_slice(&end[..width]);
         edge[width..].copy_from_slice(&end[3 * width..]);
         add(sight.key + at.start..sight.key + at.end, end, block);
@@ -295,6 +297,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
         constant_keys(sight.key + sight.count..sequence.keys, after);
         constant_rows(sight.row + sight.count..sequence.queries, end, after, item);
         for (at, edge) in sight.blocks().zip(edges.chunks_exact(2 * width)).rev() {
+            threads::check();
             let (rows, keys) = (sight.row + at.start..sight.row + at.end, sight.key + at.start..sight.key + at.end);
             clear(own);
             own[..width].copy_from_slice(&edge[..width]);

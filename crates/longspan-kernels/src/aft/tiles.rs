@@ -21,6 +21,7 @@ use crate::simd::block::{Transpose, exponentials};
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
+use crate::threads;
 
 /// Rows of the largest tile.
 pub(super) const SIDE: usize = CHUNK;
@@ -254,6 +255,7 @@ pub(super) fn means<T: Real>(
         true
     };
     for from in (start..end).step_by(REACH) {
+        threads::check();
         cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
     }
     for (n, row) in (own..to).zip(rows.chunks_exact_mut(mean)) {
@@ -320,6 +322,7 @@ pub(super) fn bias_gradients<T: Real>(
         true
     };
     for from in (start..end).step_by(REACH) {
+        threads::check();
         cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::activation::{Activate, Gate};
+use super::activation::{Activate, Activation, Gate};
 use super::feed_forward::{FeedForward, Weights, add_bias};
 use super::multi_head::MultiHead;
 use super::norm::NormWeights;
@@ -92,6 +92,48 @@ impl Operation for RowProduct<'_> {
         for &x in rows.remainder() {
             add_scaled(out, x, &weight[first * stride..][..width]);
             first += 1;
+        }
+    }
+}
+
+/// `out = x·Wᵀ + b` of one row.
+struct RowDots<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    bias: Option<&'a [f32]>,
+    out: &'a mut [f32],
+}
+
+/// Rows of the weight that a register of `x` meets.
+const DOTS: usize = 4;
+
+impl Operation for RowDots<'_> {
+    type Element = f32;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = f32>>(self) {
+        let Self { x, weight, bias, out } = self;
+        let width = x.len();
+        for (part, out) in out.chunks_mut(DOTS).enumerate() {
+            let first = part * DOTS;
+            // Of the last few rows one stands in for those that are not there.
+            let weight: [&[f32]; DOTS] =
+                std::array::from_fn(|n| &weight[(first + n.min(out.len() - 1)) * width..][..width]);
+            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+            let sums = unsafe {
+                let mut sums = [V::splat(0.0); DOTS];
+                for column in (0..width).step_by(V::LANES) {
+                    let x = load_part::<V>(x, column);
+                    for (sum, weight) in sums.iter_mut().zip(weight) {
+                        *sum = load_part::<V>(weight, column).mul_add(x, *sum);
+                    }
+                }
+                sums.map(|sum| sum.sum())
+            };
+            for (n, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+                *out = sum + bias.map_or(0.0, |bias| bias[first + n]);
+            }
         }
     }
 }
@@ -290,6 +332,44 @@ impl Weights<'_> {
         }
         Ok(())
     }
+
+    /// The same with the weight transposed, `[outputs, inputs]`, as PyTorch stores it.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn step_transposed(&self, x: &[f32], inputs: usize, out: &mut [f32]) -> Result<(), Error> {
+        const OPERATION: &str = "linear";
+        let rows = inputs > 0 && x.len().is_multiple_of(inputs);
+        expect(rows, OPERATION, "x", || format!("rows of {inputs} numbers"), || format!("{} numbers", x.len()))?;
+        let outputs = self.weight.len() / inputs;
+        self.check(OPERATION, "weight", [inputs, outputs])?;
+        let len = x.len() / inputs * outputs;
+        expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
+        for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
+            let parts = out.chunks_mut(COLUMNS).enumerate();
+            share_step(
+                inputs * outputs,
+                parts,
+                || (),
+                |(part, out), ()| {
+                    let first = part * COLUMNS;
+                    let bias = self.bias.map(|bias| &bias[first..][..out.len()]);
+                    dispatch(RowDots { x, weight: &self.weight[first * inputs..], bias, out });
+                },
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Activation {
+    /// Replaces each number by its activation.
+    pub fn step(self, x: &mut [f32]) {
+        let width = x.len();
+        if width > 0 {
+            dispatch(Activate { activation: self, sums: x, bias: None, width, to: None });
+        }
+    }
 }
 
 #[cfg(test)]
@@ -306,12 +386,17 @@ mod tests {
             for bias in [None, Some(bias.as_slice())] {
                 let mut out = vec![f32::NAN; rows * outputs];
                 Weights { weight: &weight, bias }.step(&x, inputs, &mut out).unwrap();
+                let mut out_transposed = vec![f32::NAN; rows * outputs];
+                let transposed: Vec<f32> =
+                    (0..inputs * outputs).map(|n| weight[n % inputs * outputs + n / inputs]).collect();
+                Weights { weight: &transposed, bias }.step_transposed(&x, inputs, &mut out_transposed).unwrap();
                 for (at, &got) in out.iter().enumerate() {
                     let (row, column) = (at / outputs, at % outputs);
                     let sum: f32 = (0..inputs).map(|k| x[row * inputs + k] * weight[k * outputs + column]).sum();
                     // Exact: all products are multiples of 1/64, and small.
                     assert_eq!(got, sum + bias.map_or(0.0, |bias| bias[column]), "{rows} × {inputs} × {outputs}");
                 }
+                assert_eq!(out_transposed, out, "{rows} × {inputs} × {outputs}");
             }
         }
     }

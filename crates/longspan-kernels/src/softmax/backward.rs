@@ -90,6 +90,7 @@ pub(super) fn backward<T: Real>(
                     let end = problem.end(segment, row + rows - 1);
                     let first = if segment.past { 0 } else { past };
                     for key in (0..end).step_by(KEYS) {
+                        threads::check();
                         let keys = (end - key).min(KEYS);
                         let ahead = ahead(problem, segment, row, key);
                         let band = Band::starting_at(-ahead);

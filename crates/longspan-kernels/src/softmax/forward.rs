@@ -60,6 +60,7 @@ fn attend<T: Real>(
     for segment in segments {
         let end = problem.end(segment, row + rows - 1);
         for key in (0..end).step_by(KEYS) {
+            threads::check();
             let keys = (end - key).min(KEYS);
             let ahead = ahead(problem, segment, row, key);
             let k = (segment.k.skip(key), dims.head_dim);

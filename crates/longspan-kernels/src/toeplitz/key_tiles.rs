@@ -16,6 +16,7 @@ use crate::simd::Real;
 use crate::simd::block::{add_scaled, all_finite, multiply};
 use crate::simd::product::zero_outside;
 use crate::simd::rows::Rows;
+use crate::threads;
 
 /// Key blocks that are kept while rows pass by.
 pub(super) const KEPT: usize = CHUNK / TILE;
@@ -93,6 +94,7 @@ impl<T: Real> Pass<'_, '_, T> {
             left.is_none_or(|left| left.distances_of(problem, n, keys, (problem.stands(row), rows)))
         };
         for row in (near.start / TILE * TILE..near.end).step_by(TILE) {
+            threads::check();
             let range = row.max(near.start)..(row + TILE).min(near.end);
             let (row, count) = (range.start, range.len());
             if !blocks.iter().any(|of| wants_keys(&of.keys) || wants_biases(&of.keys, row, count)) {

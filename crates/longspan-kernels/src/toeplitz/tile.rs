@@ -15,6 +15,7 @@ use crate::simd::Real;
 use crate::simd::block::{scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
+use crate::threads;
 
 /// A block of keys and values.
 pub(super) struct KeyBlock<'s, T> {
@@ -156,6 +157,7 @@ pub(super) fn each_tile<T: Real>(
     mut visit: impl FnMut(usize, &Piece<T>, &KeyBlock<'_, T>, Seen),
 ) {
     while from < end {
+        threads::check();
         keys.load(problem, unit, (from, end), map);
         shared.pieces(problem, unit, head, rows.clone(), |piece| {
             if let Some(seen) = keys.seen(problem, &piece) {

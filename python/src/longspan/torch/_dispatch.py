@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _calls
+from .. import _calls, _native
 from .._native import State
 from . import _operators
 from ._chunked import chunked_attention
 from ._operators import as_array
+from ._profile import named
 from ._states import TensorState
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -67,7 +68,7 @@ def attend(
             )  # fmt: skip
     elif key_padding_mask is not None:
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
-    if with_state and _learning(tensors, initial_state):
+    if with_state and (torch.compiler.is_compiling() or _learning(tensors, initial_state)):
         return _attend_with_states(
             operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
             output_final_state,
@@ -81,7 +82,8 @@ def attend(
         arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
-    array, _, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    array, _, state = named(mechanism, "forward", native.forward)(
         arrays[0], arrays[1], arrays[2], parameters, is_causal, offset, ignored, packed,
         initial_state, output_final_state, False, token_major,
     )  # fmt: skip
@@ -98,7 +100,8 @@ def step(
     with_token = q.ndim == 4
     if with_token:
         q, k, v = _calls.without_token_axis(operation, q, k, v)
-    if _learning((q, k, v, *parameters), state) and all(getattr(x, "ndim", 0) == 3 for x in (q, k, v)):
+    watched = torch.compiler.is_compiling() or _learning((q, k, v, *parameters), state)
+    if watched and all(getattr(x, "ndim", 0) == 3 for x in (q, k, v)):
         out, state = attend(
             operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
             initial_state=state, output_final_state=True,
@@ -108,7 +111,8 @@ def step(
     names = _calls.names(mechanism, parameters)
     q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
     parameters = tuple(rest)
-    out, state = _calls.mechanism(mechanism, options, operation, parameters).step(q, k, v, parameters, state)
+    native = _calls.mechanism(mechanism, options, operation, parameters)
+    out, state = named(mechanism, "step", native.step)(q, k, v, parameters, state)
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
 
@@ -134,8 +138,40 @@ def step_together(
         start += width
     arrays = tuple([as_array(parameter) for parameter in parameters])
     native = _calls.mechanism(mechanism, options, operation, arrays)
-    out, state = native.step(token[0], token[1], token[2], arrays, state)
+    out, state = named(mechanism, "step", native.step)(token[0], token[1], token[2], arrays, state)
     return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
+
+
+def encoder_layer_step(
+    operation: str,
+    mechanism: str,
+    options: str,
+    token: Tensor,
+    weights: Sequence[Tensor | None],
+    parameters: tuple[Tensor, ...],
+    layer: tuple[tuple[int, int], tuple[float, float], str, bool],
+    state: Any,
+) -> tuple[Tensor, State] | None:
+    """One token through a whole encoder layer in one call. ``None`` where it has to be one of tensors: other types than float32,
+    gradients, a compiler, more rows than a few, of which torch's products are faster."""
+    if token.dtype is not torch.float32 or token.dim() != 2 or len(token) > _FEW_ROWS:
+        return None
+    if not (state is None or type(state) is State) or forward_ad._current_level >= 0:
+        return None
+    if not _simple([token, *parameters, *[weight for weight in weights if weight is not None]]):
+        return None
+    arrays = tuple([as_array(parameter) for parameter in parameters])
+    native = _calls.mechanism(mechanism, options, operation, arrays)
+    heads, epsilons, activation, norm_first = layer
+    learned = tuple([None if weight is None else as_array(weight) for weight in weights])
+    out, state = named(mechanism, "encoder layer step", _native.encoder_layer_step)(
+        native, as_array(token), learned, arrays, heads, epsilons, activation, norm_first, state
+    )  # fmt: skip
+    return _operators.as_tensor(out), state
+
+
+#: Rows that read a weight one after the other.
+_FEW_ROWS = 4
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
@@ -161,6 +197,10 @@ def _attend_with_states(
     if cu_seqlens is not None:
         raise ValueError(f"{operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _attend_compiled(
+            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, initial_state, output_final_state
+        )  # fmt: skip
     if initial_state is not None and not isinstance(initial_state, TensorState):
         plain = _calls.plain_state(operation, "initial_state", initial_state)
         initial_state = None if plain is None else TensorState.of(plain)
@@ -173,6 +213,57 @@ def _attend_with_states(
         tensors = [tensor.float() for tensor in tensors]
     out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
     return (out, TensorState(found[0], found[1], found[2], numbers)) if output_final_state else out
+
+
+def _attend_compiled(
+    operation: str,
+    mechanism: str,
+    options: str,
+    tensors: Sequence[Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Any,
+    initial_state: Any,
+    output_final_state: bool,
+) -> Any:
+    if initial_state is not None and not isinstance(initial_state, TensorState):
+        raise TypeError(f"{operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
+                        "TensorState.of(state)")  # fmt: skip
+    q, k, v, *parameters = tensors
+    # States have fixed sizes: a compiled function is one of these heads and widths.
+    sizes = (int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]))
+    shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
+    held, state, parts = _state_shape(mechanism, options, operation, offset, int(q.shape[2]), shapes, sizes)
+    if initial_state is not None:
+        # What does not fit is refused by the kernel, as everywhere.
+        held, state, parts = initial_state.mechanism, initial_state.options, initial_state.parts
+    out, _, numbers = _operators.attention_with_state(
+        q, k, v, parameters, key_padding_mask, None if initial_state is None else initial_state.numbers,
+        held, state, list(parts),
+        mechanism, options, operation, is_causal, offset,
+    )  # fmt: skip
+    return (out, TensorState(held, state, parts, numbers)) if output_final_state else out
+
+
+def _state_shape(
+    mechanism: str,
+    options: str,
+    operation: str,
+    offset: int,
+    queries: int,
+    shapes: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, int, int, int],
+) -> tuple[str, str, tuple[int, ...]]:
+    """Mechanism, options and parts of a call's states: what a compiler takes for a constant."""
+    parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    state = native.empty_state(1, *sizes)
+    return state.mechanism, state.options, tuple(state.parts)
+
+
+# What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
+_state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attend_watched(
@@ -188,18 +279,18 @@ def _attend_watched(
 ) -> Any:
     """A call that is to be differentiated, compiled, or computed on another device."""
     q, k, v, *parameters = tensors
-    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if q.device.type == "cpu":
-        queries, keys = (None, None) if packed is None else packed
-        call = _operators.attention if _traced(tensors) else _operators.Eager.apply
-        if call is _operators.attention:
-            return call(
+        if _traced(tensors):
+            queries, keys = _operators.as_boundaries(operation, cu_seqlens)
+            return _operators.attention(
                 q, k, v, parameters, key_padding_mask, queries, keys, mechanism, options, operation, is_causal, offset
             )[0]  # fmt: skip
-        return call(key_padding_mask, packed, mechanism, options, operation, is_causal, offset, *tensors)
+        packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
+        return _operators.Eager.apply(key_padding_mask, packed, mechanism, options, operation, is_causal, offset, *tensors)
     if with_state:
         raise ValueError(f"{operation}: states: expected tensors on the cpu, got {q.device}; "
                          "move them there, or run the whole sequence at once")  # fmt: skip
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     return chunked_attention(
         q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
         key_padding_mask=key_padding_mask, cu_seqlens=packed,

@@ -16,6 +16,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from .. import _calls
 from .._native import State
 from ._chunked import chunked_attention
+from ._profile import named
 from ._states import TensorState
 
 #: Boundaries of packed sequences on the query and the key axis.
@@ -90,7 +91,8 @@ def _forward(
     initial_state: State | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor, State | None]:
-    out, denominators, state = _calls.mechanism(mechanism, options, operation, parameters, q, offset).forward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    out, denominators, state = named(mechanism, "forward", native.forward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
         True, True,
@@ -126,9 +128,8 @@ def _backward(
     """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
     before the call, all with tokens before heads."""
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
-    dq, dk, dv, d_parameters, d_initial = _calls.mechanism(
-        mechanism, options, operation, parameters, q, offset
-    ).backward(
+    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
+    dq, dk, dv, d_parameters, d_initial = named(mechanism, "backward", native.backward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
         as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
@@ -194,6 +195,26 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise RuntimeError(ctx.message)
 
 
+def _packed(operation: str, cu_queries: Tensor | None, cu_keys: Tensor | None) -> Packed:
+    return None if cu_queries is None or cu_keys is None else _calls.boundaries(operation, (cu_queries, cu_keys))
+
+
+def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Boundaries for the operator: tensors, whose numbers a compiler need not know."""
+    if cu_seqlens is None:
+        return None, None
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 else (cu_seqlens, cu_seqlens)
+    if all(isinstance(bounds, Tensor) for bounds in pair):
+        for bounds in pair:
+            if bounds.dim() != 1 or bounds.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got a tensor of "
+                                f"{bounds.dtype} and {bounds.dim()} axes")  # fmt: skip
+        return pair
+    packed = _calls.boundaries(operation, cu_seqlens)
+    assert packed is not None
+    return torch.tensor(packed[0], dtype=torch.int64), torch.tensor(packed[1], dtype=torch.int64)
+
+
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
 def attention(
     q: Tensor,
@@ -201,8 +222,8 @@ def attention(
     v: Tensor,
     parameters: list[Tensor],
     key_padding_mask: Optional[Tensor],
-    cu_queries: Optional[list[int]],
-    cu_keys: Optional[list[int]],
+    cu_queries: Optional[Tensor],
+    cu_keys: Optional[Tensor],
     mechanism: str,
     options: str,
     operation: str,
@@ -211,7 +232,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
     projection after it reads without a copy."""
-    packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+    packed = _packed(operation, cu_queries, cu_keys)
     rest = (mechanism, options, operation, is_causal, offset)
     return _forward(q, k, v, parameters, key_padding_mask, packed, *rest)[:2]
 
@@ -223,8 +244,8 @@ def _attention_shapes(
     v: Tensor,
     parameters: list[Tensor],
     key_padding_mask: Optional[Tensor],
-    cu_queries: Optional[list[int]],
-    cu_keys: Optional[list[int]],
+    cu_queries: Optional[Tensor],
+    cu_keys: Optional[Tensor],
     mechanism: str,
     options: str,
     operation: str,
@@ -246,8 +267,8 @@ def attention_backward(
     key_padding_mask: Optional[Tensor],
     out: Tensor,
     denominators: Tensor,
-    cu_queries: Optional[list[int]],
-    cu_keys: Optional[list[int]],
+    cu_queries: Optional[Tensor],
+    cu_keys: Optional[Tensor],
     mechanism: str,
     options: str,
     operation: str,
@@ -255,7 +276,7 @@ def attention_backward(
     offset: int,
 ) -> list[Tensor]:
     """Gradients of q, k, v and the parameters."""
-    packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+    packed = _packed(operation, cu_queries, cu_keys)
     return _backward(
         d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
         mechanism, options, operation, is_causal, offset, as_the_tensors=False,
@@ -271,18 +292,18 @@ def _gradient_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, parameters, key_padding_mask, *rest = inputs
+    q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, *rest = inputs
     out, denominators = output
     ctx.mark_non_differentiable(denominators)
-    ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
+    ctx.save_for_backward(q, k, v, key_padding_mask, cu_queries, cu_keys, out, denominators, *parameters)
     ctx.rest = rest
 
 
 def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
-    q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
-    cu_queries, cu_keys, mechanism, options, operation, is_causal, offset = ctx.rest
+    q, k, v, key_padding_mask, cu_queries, cu_keys, out, denominators, *parameters = ctx.saved_tensors
+    mechanism, options, operation, is_causal, offset = ctx.rest
     if _differentiated_again(d_out):
-        packed = None if cu_queries is None or cu_keys is None else (cu_queries, cu_keys)
+        packed = _packed(operation, cu_queries, cu_keys)
         dq, dk, dv, *d_learned = _differentiable_gradients(
             d_out, (q, k, v, *parameters), key_padding_mask, packed, mechanism, options, operation, is_causal, offset
         )
@@ -385,3 +406,116 @@ class EagerWithStates(torch.autograd.Function):
             gradients = list(_OnceDifferentiable.apply(message, len(gradients), *gradients, *depends))
         d_state = None if d_initial is None else gradients.pop()
         return None, None, None, None, d_state, *gradients
+
+
+@torch.library.custom_op("longspan::attention_with_state", mutates_args=(), device_types="cpu")
+def attention_with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    initial: Optional[Tensor],
+    state_of: str,
+    state_options: str,
+    parts: list[int],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, denominators and the numbers of the final state, from those of an ``initial`` one of the same kind."""
+    before = None if initial is None else TensorState(state_of, state_options, tuple(parts), initial).detach()
+    rest = (mechanism, options, operation, is_causal, offset)
+    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
+    assert after is not None
+    return out, denominators, TensorState.of(after).numbers
+
+
+@attention_with_state.register_fake
+def _with_state_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    initial: Optional[Tensor],
+    state_of: str,
+    state_options: str,
+    parts: list[int],
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    dtype = _dtype_of_denominators(q)
+    out = _token_major(q, batch, heads, queries, v.shape[3])
+    return out, q.new_empty((batch, heads, queries), dtype=dtype), q.new_empty((batch, k.shape[1], sum(parts)), dtype=dtype)
+
+
+@torch.library.custom_op("longspan::attention_with_state_backward", mutates_args=(), device_types="cpu")
+def attention_with_state_backward(
+    d_out: Tensor,
+    d_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    initial: Optional[Tensor],
+    out: Tensor,
+    denominators: Tensor,
+    state_of: str,
+    state_options: str,
+    parts: list[int],
+    mechanism: str,
+    options: str,
+    operation: str,
+    is_causal: bool,
+    offset: int,
+) -> list[Tensor]:
+    """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
+    held = (state_of, state_options, tuple(parts))
+    first, last = (None if numbers is None else TensorState(*held, numbers).detach() for numbers in (initial, d_final))
+    gradients, d_initial = _backward(
+        d_out, q, k, v, parameters, key_padding_mask, None, out, denominators,
+        mechanism, options, operation, is_causal, offset, first, last, as_the_tensors=False,
+    )  # fmt: skip
+    return gradients if d_initial is None else [*gradients, TensorState.of(d_initial).numbers]
+
+
+@attention_with_state_backward.register_fake
+def _gradient_with_state_shapes(
+    d_out: Tensor,
+    d_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: list[Tensor],
+    key_padding_mask: Optional[Tensor],
+    initial: Optional[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    gradients = _gradient_shapes(d_out, q, k, v, parameters)
+    return gradients if initial is None else [*gradients, initial.new_empty(initial.shape)]
+
+
+def _save_with_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, parameters, key_padding_mask, initial, *rest = inputs
+    out, denominators, _ = output
+    ctx.mark_non_differentiable(denominators)
+    ctx.save_for_backward(q, k, v, key_padding_mask, initial, out, denominators, *parameters)
+    ctx.rest = rest
+
+
+def _gradient_with_state(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_final: Tensor) -> tuple[Any, ...]:
+    q, k, v, key_padding_mask, initial, out, denominators, *parameters = ctx.saved_tensors
+    gradients = attention_with_state_backward(
+        d_out, d_final, q, k, v, parameters, key_padding_mask, initial, out, denominators, *ctx.rest
+    )  # fmt: skip
+    d_initial = None if initial is None else gradients.pop()
+    dq, dk, dv, *d_parameters = gradients
+    return dq, dk, dv, d_parameters, None, d_initial, *(None,) * 8
+
+
+attention_with_state.register_autograd(_gradient_with_state, setup_context=_save_with_state)
+attention_with_state.register_autocast("cpu", torch.float32)

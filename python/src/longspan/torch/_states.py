@@ -38,6 +38,11 @@ class TensorState:
         return cls(state.mechanism, state.options, tuple(state.parts), torch.from_numpy(state.numbers))
 
     @property
+    def requires_gradient(self) -> bool:
+        """Whether gradients flow through it."""
+        return self.numbers.requires_grad
+
+    @property
     def batch(self) -> int:
         """Independent sequences."""
         return self.numbers.shape[0]

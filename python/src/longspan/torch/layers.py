@@ -1,24 +1,33 @@
 """Encoder and decoder layers with the arguments of torch's own, for `torch.nn.TransformerEncoder` and
 `torch.nn.TransformerDecoder`.
 
-They are not subclasses of torch's layers: those switch to a fused softmax attention when they can.
+They are not subclasses of torch's layers, which switch to a fused softmax attention when they can; to a type checker they are,
+because torch's stacks ask for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call
+from ._modules import call, learned
 from ._states import TensorState
+from .mechanisms import Attention
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+if TYPE_CHECKING:
+    from torch.nn import TransformerDecoderLayer as _Decoder
+    from torch.nn import TransformerEncoderLayer as _Encoder
+else:
+    _Encoder = _Decoder = object
 
 
 class _Layer(nn.Module):
@@ -60,9 +69,11 @@ class _Layer(nn.Module):
         return call(modules["linear2"], self.dropout(y) if self.training else y)
 
 
-class TransformerEncoderLayer(_Layer):
+class TransformerEncoderLayer(_Layer, _Encoder):
     """`torch.nn.TransformerEncoderLayer` with linear attention; ``attention`` and further arguments as in
     `longspan.torch.MultiheadAttention`. Parameter names are torch's."""
+
+    self_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -120,6 +131,10 @@ class TransformerEncoderLayer(_Layer):
         self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, State | TensorState]:
         """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; see `MultiheadAttention.step`."""
+        if positions is None and type(self) is TransformerEncoderLayer:
+            done = self._step_at_once(token, state)
+            if done is not None:
+                return done
         kept: list[State | TensorState] = []
         attention: Any = self._modules["self_attn"]
 
@@ -133,9 +148,41 @@ class TransformerEncoderLayer(_Layer):
         return out, kept[0]
 
 
-class TransformerDecoderLayer(_Layer):
+    def _step_at_once(self, token: Tensor, state: State | TensorState | None) -> tuple[Tensor, State] | None:
+        """A step as one call of native code, where the layer is as it was made and nobody has to see a part of it."""
+        modules = self._modules
+        activation = next((name for name, known in _ACTIVATIONS.items() if known is self.activation), None)
+        attention: Any = modules["self_attn"]
+        if self.training or activation is None or torch.compiler.is_compiling() or not _is_plain(attention):
+            return None
+        parameters, mechanism = attention._parameters, attention._modules["attention"]
+        weights = [parameters.get("in_proj_weight"), parameters.get("in_proj_bias")]
+        for module, kind in (
+            (attention._modules["out_proj"], nn.Linear), (modules["norm1"], nn.LayerNorm), (modules["linear1"], nn.Linear),
+            (modules["linear2"], nn.Linear), (modules["norm2"], nn.LayerNorm),
+        ):  # fmt: skip
+            own = learned(module, kind)
+            if own is None:
+                return None
+            weights.extend(own)
+        if weights[0] is None or not isinstance(mechanism, Attention):
+            return None
+        norms: Any = modules["norm1"], modules["norm2"]
+        layer = (attention._head_counts[:2], (norms[0].eps, norms[1].eps), activation, self.norm_first)
+        return mechanism.encoder_layer_step(token, weights, layer, state)
+
+
+def _is_plain(attention: Any) -> bool:
+    """Whether it steps as it was made to."""
+    return type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
+
+
+class TransformerDecoderLayer(_Layer, _Decoder):
     """`torch.nn.TransformerDecoderLayer` with linear attention to itself and to the memory. ``attention`` and further
     arguments are those of the self-attention; ``cross_attention`` names that of the memory."""
+
+    self_attn: MultiheadAttention  # type: ignore[assignment]
+    multihead_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ All are made from ``(num_heads, head_dim)`` and options by name, and called with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import _calls, _options
 from .._native import State
-from . import _dispatch, _operators
+from . import _combine, _dispatch, _operators
 from ._states import TensorState
 
 
@@ -133,11 +134,28 @@ class Attention(nn.Module):
         name = type(self).__name__
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
-    def combine(self, earlier: State, later: State) -> State:
+    def encoder_layer_step(
+        self,
+        token: Tensor,
+        weights: Sequence[Tensor | None],
+        layer: tuple[tuple[int, int], tuple[float, float], str, bool],
+        state: Any,
+    ) -> tuple[Tensor, State] | None:
+        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
+        if type(self).step is not Attention.step or "step" in self.__dict__:
+            return None
+        learned = self._parameters_at(None, None)
+        name = type(self).__name__
+        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
+
+    def combine(self, earlier: Any, later: Any) -> Any:
         """The state after two segments of tokens from the state of each; see `longspan.combine`."""
-        _calls.expect_plain(f"{type(self).__name__}.combine", earlier, later)
+        operation = f"{type(self).__name__}.combine"
         learned = self._learned()
         native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
+        if _calls.learns(earlier, later):
+            return _combine.combine(operation, native, earlier, later, json.loads(self._options).get("decay"))
+        _calls.expect_plain(operation, earlier, later)
         return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
 
     def extra_repr(self) -> str:

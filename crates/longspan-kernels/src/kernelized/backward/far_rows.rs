@@ -6,6 +6,7 @@ use super::key_walk::KeyWalk;
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_scaled, dot, scale_by};
 use crate::simd::{Real, dispatch};
+use crate::threads;
 
 impl<T: Real> KeyWalk<'_, '_, T> {
     /// Empties the far rows for the positions `first..first + count`.
@@ -129,6 +130,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         writes: bool,
         buffers: &mut KeyBuffers<'_, T>,
     ) {
+        threads::check();
         let width = self.problem.value_width;
         buffers.far_rows[..count * width].fill(T::ZERO);
         buffers.far_counts[..count].fill(T::ZERO);

@@ -6,6 +6,7 @@ use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::simd::Real;
 use crate::simd::block::all_finite;
+use crate::threads;
 
 /// Part of a walk over the keys.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +60,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         local.clear();
         let mut end = to;
         while end > from {
+            threads::check();
             let start = (end - buffers.chunk as isize).max(from);
             self.pass(start, (end - start) as usize, content, far, local, buffers);
             end = start;
@@ -113,6 +115,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         let mut end = to;
         while end > from {
+            threads::check();
             let begin = (end - buffers.chunk as isize).max(from);
             // Pieces from the chunk's first key on, the last one first.
             let mut cuts = vec![begin];

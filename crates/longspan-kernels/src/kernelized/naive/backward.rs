@@ -114,6 +114,7 @@ pub(in super::super) fn backward<T: Real>(
                     }
                     dw[..range.rows * table_width].fill(T::ZERO);
                     dq[..range.rows * head_width].fill(T::ZERO);
+                    threads::check();
                     for key in (0..range.end).step_by(tile_width.max(1)) {
                         let count = (range.end - key).min(tile_width);
                         let band = keys.band(range, key);

@@ -58,6 +58,7 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
                 keys.load_rows(range, &mut block, &mut lift);
                 block.sums[..range.rows].fill(T::ZERO);
                 block.o[..range.rows * value_width].fill(T::ZERO);
+                threads::check();
                 for key in (0..range.end).step_by(keys.tile_width.max(1)) {
                     let count = (range.end - key).min(keys.tile_width);
                     let band = keys.band(range, key);

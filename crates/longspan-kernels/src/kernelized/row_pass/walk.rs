@@ -11,6 +11,7 @@ use crate::simd::block::{add_column_sums, add_scaled, scale_by};
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
+use crate::threads;
 
 /// What the rows of a piece see beside its tile.
 pub(in crate::kernelized) struct Scene<'x, T> {
@@ -110,6 +111,7 @@ impl<T: Real> Walk<'_, '_, T> {
         far_count[0] = start.count();
         let mut row = segment.from;
         while row < segment.to {
+            threads::check();
             let (piece, shift) =
                 buffers.piece(problem, &self.unit, segment.offset, row, segment.to, local.view().shift(), self.ring);
             if problem.content && problem.exponential {
@@ -198,6 +200,7 @@ impl<T: Real> Walk<'_, '_, T> {
         local.clear();
         let mut key = from;
         while key < to {
+            threads::check();
             let keys = (to - key).min(buffers.sizes.chunk);
             let piece =
                 Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
@@ -223,6 +226,7 @@ impl<T: Real> Walk<'_, '_, T> {
     fn sum_values(&self, from: isize, to: isize, far: &mut [T], count: &mut T, buffers: &mut Buffers<'_, T>) {
         let (mut key, to) = (self.unit.clamp(from), self.unit.clamp(to));
         while key < to {
+            threads::check();
             let keys = (to - key).min(buffers.sizes.chunk);
             let piece =
                 Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
@@ -251,6 +255,7 @@ impl<T: Real> Walk<'_, '_, T> {
         let Some(radius) = problem.radius else {
             let mut row = from;
             while row < to {
+                threads::check();
                 let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
                 let scene = Scene { start: total, start_decay: T::ONE, local: None, far: (&[], T::ZERO), after: None };
                 visitor.attend(self, &piece, &scene, buffers);
@@ -290,6 +295,7 @@ impl<T: Real> Walk<'_, '_, T> {
         }
         let mut row = from;
         for index in 0..chunks {
+            threads::check();
             let (piece, _) = buffers.piece(problem, &self.unit, problem.offset, row, to, total.shift(), None);
             let (sums, count) = before.split_at_mut(width);
             let later = &after[index * entry..][..entry];

@@ -1,0 +1,187 @@
+"""Longspan's attention inside models of Hugging Face's `transformers`, which is an optional dependency.
+
+`register` makes an attention known by name; `StateCache` lets ``generate`` keep states, of a size that does not grow, in the
+place of keys and values::
+
+    longspan.transformers.register("longspan")
+    model.set_attn_implementation("longspan")
+    model.generate(**prompt, past_key_values=longspan.transformers.StateCache())
+
+A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from . import ops
+from ._native import State
+
+__all__ = ["StateCache", "register"]
+
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step),
+    "softmax": (ops.softmax_attention, ops.softmax_attention_step),
+}
+
+#: What some models ask of an attention beside a mask, and linear attention has no meaning for.
+_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+
+
+def register(name: str = "longspan", mechanism: str = "kernelized", **options: Any) -> None:
+    """Makes an attention known to `transformers` as ``name``.
+
+    Parameters
+    ----------
+    name
+        What ``attn_implementation`` and ``set_attn_implementation`` call it from now on.
+    mechanism
+        ``"kernelized"``, linear attention, or ``"softmax"``, the exact one with the model's scale.
+    options
+        Those of `longspan.ops.kernelized_attention` (``feature_map``, ``decay`` ...) or `longspan.ops.softmax_attention`.
+
+    Raises
+    ------
+    ValueError
+        For another mechanism. When the model runs: for masks that are neither causal nor bidirectional with ignored keys, such as
+        sliding windows and packed sequences.
+    """
+    if mechanism not in _FUNCTIONS:
+        raise ValueError(f"register: mechanism: expected one of {', '.join(_FUNCTIONS)}, got {mechanism!r}")
+    whole, step = _FUNCTIONS[mechanism]
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        for asked in _REFUSED:
+            if others.get(asked) is not None:
+                raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed, "
+                                 f"got {others[asked]!r}")  # fmt: skip
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"{name}: attention_mask: expected shape (batch, tokens), 1 or True where a token counts, "
+                             f"got shape {tuple(attention_mask.shape)}")  # fmt: skip
+        # A mask has the tokens before, which a state remembers.
+        ignored = None if attention_mask is None else ~attention_mask[:, attention_mask.shape[1] - key.shape[2] :].bool()
+        chosen = {**options, "scale": scaling} if mechanism == "softmax" else options
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        layer: _StateLayer | None = getattr(key, "_longspan_layer", None)
+        if layer is None:
+            offset = key.shape[2] - query.shape[2] if causal else 0
+            out = whole(query, key, value, is_causal=causal, offset=offset, key_padding_mask=ignored, **chosen)
+        elif not causal:
+            raise ValueError(f"{name}: past_key_values: expected None or another cache for attention that is not causal, "
+                             "got a StateCache")  # fmt: skip
+        elif query.shape[2] == 1 and (ignored is None or not bool(ignored.any())):
+            out, layer.state = step(query, key, value, state=layer.state, **chosen)
+        else:
+            out, layer.state = whole(
+                query, key, value, is_causal=True, key_padding_mask=ignored, initial_state=layer.state,
+                output_final_state=True, **chosen,
+            )  # fmt: skip
+        out = torch.nn.functional.dropout(out, dropout, dropout > 0)
+        return out.transpose(1, 2), None
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *args: Any,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor | None:
+        if mask_function not in (causal_mask_function, bidirectional_mask_function):
+            raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
+                             "(sliding windows and packed sequences need attention over pairs)")  # fmt: skip
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        return attention_mask[:, -kv_length:]
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's state, and how many tokens it has taken in."""
+
+    supports_early_init = False
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__()
+        self.state: State | Any | None = None
+        self.tokens = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor]:
+        """The new tokens' own keys and values; the attention finds the state by the former."""
+        self.lazy_initialization(key_states, value_states)
+        self.tokens += key_states.shape[2]
+        keys: Any = key_states.view_as(key_states)
+        keys._longspan_layer = self
+        return keys, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.state, self.tokens = None, 0
+
+    def offload(self) -> None:
+        """A state is on the CPU."""
+
+    def prefetch(self) -> None:
+        """A state stays there."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError("StateCache.crop: tokens_to_remove: expected 0, because a state forgets no token, "
+                             f"got {tokens_to_remove}")  # fmt: skip
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+
+class StateCache(Cache):  # type: ignore[misc]
+    """A cache of states for an attention that `register` made known: what ``generate`` keeps of a text does not grow with it.
+
+    Give it as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_StateLayer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all states take."""
+        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)

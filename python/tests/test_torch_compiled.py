@@ -1,0 +1,110 @@
+"""States, steps and packed sequences in a compiled function without a graph break, and in an exported one."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_torch_states import CASES, inputs  # noqa: E402
+
+from longspan import ops  # noqa: E402
+from longspan.torch import MultiheadAttention, TensorState, TransformerEncoderLayer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stretch_after_a_state(name):
+    function, parameters = CASES[name]
+    tensors = [tensor.clone().requires_grad_() for tensor in (*inputs(), *parameters)]
+
+    def two(q, k, v, *parameters):
+        first, rest = [x[:, :, :5] for x in (q, k, v)], [x[:, :, 5:] for x in (q, k, v)]
+        a, state = function(*first, *parameters, is_causal=True, output_final_state=True)
+        b, state = function(*rest, *parameters, is_causal=True, initial_state=state, output_final_state=True)
+        return torch.cat([a, b], 2), state.numbers
+
+    out, numbers = torch.compile(two, fullgraph=True, backend="aot_eager")(*tensors)
+    expected, expected_numbers = two(*tensors)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(numbers, expected_numbers)
+    weights = torch.randn_like(out)
+    gradients, wanted = (torch.autograd.grad((x * weights).sum(), tensors) for x in (out, expected))
+    torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("make", [
+    lambda: MultiheadAttention(12, 3, attention="fourier"),
+    lambda: TransformerEncoderLayer(12, 3, 24, attention="shaw", radius=2, num_kv_heads=1),
+])  # fmt: skip
+def test_steps(make, dynamic):
+    layer = make().eval()
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with torch.no_grad():
+        state = wanted_state = None
+        for token in torch.randn(4, 2, 12):
+            out, state = step(token, state)
+            wanted, wanted_state = layer.step(token, wanted_state)
+            torch.testing.assert_close(out, wanted)
+        # From one to the other.
+        token = torch.randn(2, 12)
+        torch.testing.assert_close(step(token, TensorState.of(wanted_state))[0], layer.step(token, state)[0])
+
+
+def test_a_plain_state_is_refused_by_name():
+    layer = MultiheadAttention(12, 3).eval()
+    token = torch.randn(2, 12)
+    with torch.no_grad():
+        _, state = layer.step(token)
+        with pytest.raises(Exception, match="expected a longspan.torch.TensorState in a compiled function"):
+            torch.compile(layer.step, fullgraph=True, backend="aot_eager")(token, state)
+
+
+def packed(q, k, v, cu_seqlens):
+    return ops.kernelized_attention(q, k, v, is_causal=True, cu_seqlens=cu_seqlens)
+
+
+def test_packed_sequences_by_a_tensor():
+    q, k, v = (torch.randn(1, 2, 12, 4, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    for bounds in ([0, 5, 12], [0, 1, 12], [0, 3, 7, 12]):
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        got, wanted = compiled(q, k, v, cu_seqlens), packed(q, k, v, bounds)
+        torch.testing.assert_close(got, wanted)
+        gradients = [torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (got, wanted)]
+        torch.testing.assert_close(*gradients)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        compiled(q, k, v, torch.tensor([0, 3, 7, 13], dtype=torch.int32))
+
+
+def test_an_exported_program_takes_any_boundaries():
+    class Packed(torch.nn.Module):
+        def forward(self, q, k, v, cu_seqlens):
+            return packed(q, k, v, cu_seqlens)
+
+    q, k, v = (torch.randn(1, 2, 12, 4) for _ in range(3))
+    program = torch.export.export(Packed(), (q, k, v, torch.tensor([0, 5, 12])))
+    for bounds in ([0, 5, 12], [0, 9, 12]):
+        torch.testing.assert_close(program.module()(q, k, v, torch.tensor(bounds)), packed(q, k, v, bounds))
+
+
+def test_the_operator_with_states_is_one():
+    q, k, v = (torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3))
+    _, state = ops.kernelized_attention(*(x.detach() for x in (q, k, v)), is_causal=True, output_final_state=True)
+    numbers = TensorState.of(state).numbers.requires_grad_()
+    options = '{"feature_map": "elu+1", "normalize": true, "algorithm": "auto"}'
+    rest = (state.mechanism, state.options, list(state.parts), "kernelized", options, "test", True, 0)
+    checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    torch.library.opcheck(torch.ops.longspan.attention_with_state.default, (q, k, v, [], None, numbers, *rest), test_utils=checks)
+
+
+def test_a_first_step_of_no_sequences():
+    layer = TransformerEncoderLayer(12, 3, 24, attention="shaw", radius=2).eval()
+    with torch.no_grad():
+        out, state = layer.step(torch.empty(0, 12))
+        out, state = layer.step(torch.empty(0, 12), state)
+    assert out.shape == (0, 12) and state.batch == 0

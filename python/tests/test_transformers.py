@@ -1,0 +1,150 @@
+"""Longspan's attention in models of Hugging Face's transformers, with weights drawn at random."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from longspan.transformers import StateCache, register  # noqa: E402
+
+register("longspan")
+register("longspan-decay", decay=0.9, feature_map="softplus")
+register("longspan-softmax", "softmax")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def model(name="longspan", **options):
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None, attn_implementation=name, initializer_range=0.3, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def greedy(llama, ids, count, attention_mask=None):
+    """By whole forward passes."""
+    for _ in range(count):
+        more = {} if attention_mask is None else {"attention_mask": attention_mask}
+        if attention_mask is not None:
+            more["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(ids), 1)], 1)
+        logits = llama(ids, use_cache=False, **more).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("cache", [StateCache, transformers.DynamicCache])
+@pytest.mark.parametrize("name", ["longspan", "longspan-decay"])
+@torch.no_grad()
+def test_generate_is_the_full_forward(name, cache):
+    llama = model(name)
+    ids = torch.randint(2, 50, (2, 9))
+    got = llama.generate(ids, max_new_tokens=12, do_sample=False, past_key_values=cache())
+    assert torch.equal(got, greedy(llama, ids, 12))
+
+
+@torch.no_grad()
+def test_memory_is_constant():
+    llama = model()
+    sizes = []
+    for count in (3, 60):
+        cache = StateCache()
+        llama.generate(torch.randint(2, 50, (1, 5)), max_new_tokens=count, do_sample=False, past_key_values=cache)
+        assert cache.get_seq_length() == 5 + count - 1
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+@torch.no_grad()
+def test_padding_on_the_left():
+    llama = model()
+    ids = torch.randint(2, 50, (2, 9))
+    ids[0, :4] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    got = llama.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, past_key_values=StateCache())
+    assert torch.equal(got, greedy(llama, ids, 8, mask))
+    alone = llama.generate(ids[:1, 4:], max_new_tokens=8, do_sample=False, past_key_values=StateCache())
+    assert torch.equal(got[:1, 4:], alone)
+
+
+@torch.no_grad()
+def test_softmax_is_that_of_transformers():
+    llama = model("longspan-softmax")
+    ids, mask = torch.randint(2, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    got = llama(ids, attention_mask=mask).logits
+    llama.set_attn_implementation("sdpa")
+    wanted = llama(ids, attention_mask=mask).logits
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[1, :6], wanted[1, :6], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_beams():
+    llama = model()
+    ids = torch.randint(2, 50, (2, 7))
+    options = {"num_beams": 3, "max_new_tokens": 10, "do_sample": False}
+    got = llama.generate(ids, past_key_values=StateCache(), **options)
+    assert torch.equal(got, llama.generate(ids, past_key_values=transformers.DynamicCache(), **options))
+
+
+def test_it_learns():
+    llama = model().train()
+    ids = torch.randint(2, 50, (4, 16))
+    optimizer = torch.optim.Adam(llama.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = llama(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+
+
+@torch.no_grad()
+def test_an_encoder_sees_both_ways():
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        attn_implementation="longspan-softmax",
+    )  # fmt: skip
+    bert = transformers.BertModel(config).eval()
+    ids, mask = torch.randint(2, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    got = bert(ids, attention_mask=mask).last_hidden_state
+    bert.set_attn_implementation("sdpa")
+    wanted = bert(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_folder_keeps_the_attention(tmp_path):
+    llama = model()
+    ids = torch.randint(2, 50, (1, 9))
+    llama.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longspan").eval()
+    torch.testing.assert_close(again(ids).logits, llama(ids).logits)
+
+
+@torch.no_grad()
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="register: mechanism: expected one of kernelized, softmax, got 'shaw'"):
+        register("other", "shaw")
+    ids = torch.randint(2, 50, (1, 9))
+    with pytest.raises(ValueError, match=r"longspan: attention_mask: expected shape \(batch, tokens\)"):
+        model()(ids, attention_mask=torch.ones(1, 1, 9, 9))
+    mistral = transformers.MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=4, attn_implementation="longspan",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="longspan: attention_mask: expected a causal mask"):
+        transformers.MistralForCausalLM(mistral)(ids)
+    cache = StateCache()
+    model()(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="StateCache.crop: tokens_to_remove: expected 0"):
+        cache.crop(1)
