@@ -121,7 +121,15 @@ def test_runs_of_other_tasks_are_named(task, tmp_path):
     assert str(error.value) == f"load_run: {folder}: expected a run of pairs, {message}'{folder}'`"
 
 
-@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv")])
+@pytest.mark.parametrize("setting", [{"norm_kind": "rms"}, {"activation": "silu"}, {"gated": True}])
+def test_blocks_of_other_forms_are_named(setting, tmp_path):
+    (name,) = setting
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "pairs": None, "text": [], **setting}))
+    with pytest.raises(ValueError, match=f"expected {name} = .*; answer with `longspan predict {tmp_path}`$"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("series", "a.csv"), ("synthetic", "mqar")])
 def test_settings_alone_name_the_task(task, value, tmp_path):
     """Without the command: what its settings say, and what they do not."""
     others = {"pairs": None, "text": [], "labelled": None}

@@ -221,7 +221,7 @@ fn texts_that_the_memory_has_no_room_for_are_refused() {
     if gigabytes("MemAvailable") {
         place.fails(
             &["predict", "run", "long"],
-            &["long, line 2: a text of 20000001 tokens would take about 983 GB", "shorten it"],
+            &["long, line 2: a text of 20000001 tokens would take about 197 GB", "shorten it"],
         );
     }
     let line = "a".repeat(20_000_000);

@@ -138,7 +138,6 @@ fn csv_and_forms_of_blocks_and_numbers() {
     ] {
         place.fails(&train("reports.tsv", "run", "3", &["--set", setting]), &parts);
     }
-    place.fails(&place.train("run", "3", &["--set", "gated=true"]), &["gated is for runs on --text"]);
     place.write("head.csv", b"text,class\na,b\n");
     place.fails(&train("head.csv", "run", "3", &[]), &["head.csv, line 1", "no column `label`"]);
 

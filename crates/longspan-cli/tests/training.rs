@@ -79,6 +79,19 @@ fn every_attention_trains() {
 }
 
 #[test]
+fn blocks_of_other_forms_train_go_on_and_answer() {
+    let place = Place::new();
+    let forms =
+        ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--set", "recompute=true"];
+    place.ok(&place.train("run", "6", &forms));
+    place.ok(&["train", "--resume", "run", "--steps", "9"]);
+    assert_eq!(place.losses("run").len(), 9);
+    place.write("lines", b"abc\nba\n");
+    assert_eq!(place.ok(&["predict", "run", "lines"]).lines().count(), 2);
+    assert_eq!(place.info("run")["config"]["gated"], true);
+}
+
+#[test]
 fn flags_win_over_set_and_set_over_the_file() {
     let place = Place::new();
     place.write("run.toml", b"steps = 9\nseed = 7\nlearning_rate = 0.001\nbatch_size = 4\n");

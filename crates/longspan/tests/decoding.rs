@@ -273,3 +273,18 @@ fn long_sources_are_read_in_segments() {
         }
     }
 }
+
+#[test]
+fn a_text_is_decoded_to_the_same_bits_whatever_is_beside_it() {
+    let model = model(AttentionConfig::shaw(), AttentionConfig::shaw(), Norm::Pre, None);
+    let decode = |rows: usize| {
+        let source = ids(&SOURCE[..5].repeat(rows), [rows, 5]);
+        let mut state = model.start(model.encode(source, &vec![5; rows]).unwrap());
+        let logits = TARGET[..6].iter().map(|&token| numbers(model.step(&vec![token; rows], &mut state).unwrap()));
+        logits.flat_map(|logits| logits[..7].to_vec()).map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let alone = decode(1);
+    for rows in [2, 4, 5, 40] {
+        assert_eq!(decode(rows), alone, "{rows} rows");
+    }
+}

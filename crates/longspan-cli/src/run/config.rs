@@ -253,7 +253,7 @@ pub const KEYS: [(&str, &str); 48] = [
     ("d_ff", "width inside the feed-forward layers"),
     ("dropout", "share of activations dropped in training"),
     ("norm", "pre or post: where norms stand"),
-    ("norm_kind", "layer or rms; this and the next three not for pairs"),
+    ("norm_kind", "layer or rms"),
     ("activation", "relu, gelu, gelu-tanh or silu, in feed-forward parts"),
     ("gated", "whether a second product multiplies the activations; with silu this is SwiGLU"),
     ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
@@ -431,18 +431,6 @@ impl RunConfig {
         }
         if self.synthetic.is_some() && files {
             bail!("synthetic is given along with development or held_out; sequences for both are drawn");
-        }
-        let plain = Self::default();
-        let blocks = [
-            ("norm_kind", self.norm_kind != plain.norm_kind),
-            ("activation", self.activation != plain.activation),
-            ("gated", self.gated),
-            ("recompute", self.recompute),
-        ];
-        if let (true, Some((key, _))) = (self.data_flag() == "--pairs", blocks.iter().find(|(_, changed)| *changed)) {
-            bail!(
-                "{key} is for runs on --text, --labelled, --series or --synthetic, and this one is on pairs; leave it out"
-            );
         }
         if self.backpropagate > self.carry {
             bail!(

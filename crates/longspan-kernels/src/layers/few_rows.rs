@@ -20,11 +20,12 @@ const FEW: usize = 4;
 /// Columns of a task.
 const COLUMNS: usize = 256;
 
-/// `out = x·W + b` for `x` `[rows, inputs]`, with weights in rows of `stride` numbers that begin at the first column.
-fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, out: &mut [f32]) {
+/// `out = x·W + b` for `x` `[rows, inputs]`, with weights in rows of `stride` numbers that begin at the first column. Of up to `few` rows
+/// each is multiplied alone, which rounds otherwise than a block.
+fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, few: usize, out: &mut [f32]) {
     let rows = x.len() / inputs;
     let outputs = out.len() / rows.max(1);
-    if rows <= FEW {
+    if rows <= few {
         for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
             let parts = out.chunks_mut(COLUMNS).enumerate();
             share_step(
@@ -150,17 +151,32 @@ fn normed<'m>(norm: Option<NormWeights<'_>>, x: &'m [f32], memory: &'m mut [f32]
 }
 
 /// Working memory of steps, which grows to what the largest so far needed: tokens after the first allocate nothing.
-#[derive(Debug, Default)]
-pub struct StepBuffers(Vec<f32>);
+#[derive(Debug)]
+pub struct StepBuffers {
+    numbers: Vec<f32>,
+    few: usize,
+}
+
+impl Default for StepBuffers {
+    /// For the fastest steps, whose last bits depend on how many rows there are.
+    fn default() -> Self {
+        Self { numbers: Vec::new(), few: FEW }
+    }
+}
 
 impl StepBuffers {
+    /// For steps that give each row the same bits, whatever rows are beside it.
+    pub fn independent() -> Self {
+        Self { few: 0, ..Self::default() }
+    }
+
     /// Pieces of these lengths.
     fn take<const N: usize>(&mut self, pieces: [usize; N]) -> [&mut [f32]; N] {
         let all = pieces.iter().sum();
-        if self.0.len() < all {
-            self.0.resize(all, 0.0);
+        if self.numbers.len() < all {
+            self.numbers.resize(all, 0.0);
         }
-        let mut rest = self.0.as_mut_slice();
+        let mut rest = self.numbers.as_mut_slice();
         pieces.map(|len| {
             let (piece, others) = std::mem::take(&mut rest).split_at_mut(len);
             rest = others;
@@ -195,6 +211,7 @@ impl MultiHead<'_> {
         let columns = self.columns();
         let [q, k, v] = self.parts().map(|[heads, width]| heads * width);
         let batch = self.batch;
+        let few = buffers.few;
         let [norms, own_q, own_k, own_v, heads] =
             buffers.take([batch * width, batch * q, batch * k, batch * v, batch * width]);
         let n = normed(self.norm, self.x, norms);
@@ -203,12 +220,12 @@ impl MultiHead<'_> {
         for (to, len) in [(&mut *own_q, q), (&mut *own_k, k), (&mut *own_v, v)] {
             let part =
                 Weights { weight: &weight[first.min(weight.len())..], bias: bias.map(|bias| &bias[first..][..len]) };
-            multiply(n, width, part, columns, to);
+            multiply(n, width, part, columns, few, to);
             first += len;
         }
         let token = Token { q: own_q, k: own_k, v: own_v, parameters: self.parameters };
         self.kernel.step(&token, state, heads)?;
-        multiply(heads, width, self.output, width, out);
+        multiply(heads, width, self.output, width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);
         }
@@ -247,17 +264,18 @@ impl MultiHead<'_> {
         check_out(OPERATION, self.x, out)?;
         expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
         let width = self.width();
+        let few = buffers.few;
         let [norms, q, heads] = buffers.take([self.x.len(); 3]);
         let n = normed(self.norm, self.x, norms);
         let Weights { weight, bias } = self.projection;
-        multiply(n, width, Weights { weight, bias: bias.map(|bias| &bias[..width]) }, self.columns(), q);
+        multiply(n, width, Weights { weight, bias: bias.map(|bias| &bias[..width]) }, self.columns(), few, q);
         let dims = Dims { keys: memory.keys, ..self.dims() };
         let call = Call::new(dims, View::strided(q, self.strides()), memory.k, memory.v)
             .with_mask(self.mask)
             .with_parameters(self.parameters);
         let call = memory.outside.map_or(call, |outside| call.with_outside(outside));
         self.kernel.forward(&call, Output::new(self.token_major(heads)), scratch)?;
-        multiply(heads, width, self.output, width, out);
+        multiply(heads, width, self.output, width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);
         }
@@ -276,10 +294,11 @@ impl FeedForward<'_> {
         check_out(OPERATION, self.x, out)?;
         expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
         let (rows, columns) = (self.x.len() / self.width, self.columns());
+        let few = buffers.few;
         let [norms, sums, gated] =
             buffers.take([self.x.len(), rows * columns, if self.gated { rows * self.hidden } else { 0 }]);
         let n = normed(self.norm, self.x, norms);
-        multiply(n, self.width, self.inner, columns, sums);
+        multiply(n, self.width, self.inner, columns, few, sums);
         let (activation, width) = (self.activation, self.hidden);
         let activations: &[f32] = if self.gated {
             // SAFETY: numbers are as good as numbers that are not there yet, and the operation writes no others.
@@ -290,7 +309,7 @@ impl FeedForward<'_> {
             dispatch(Activate { activation, sums, bias: None, width, to: None });
             sums
         };
-        multiply(activations, self.hidden, self.outer, self.width, out);
+        multiply(activations, self.hidden, self.outer, self.width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);
         }
@@ -328,7 +347,7 @@ impl Weights<'_> {
         let len = x.len() / inputs * outputs;
         expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
         if outputs > 0 {
-            multiply(x, inputs, *self, outputs, out);
+            multiply(x, inputs, *self, outputs, FEW, out);
         }
         Ok(())
     }

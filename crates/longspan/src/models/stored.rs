@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 use burn_flex::Flex;
-use longspan_kernels::layers::{Norm as NormCall, NormWeights, StepBuffers};
+use longspan_kernels::layers::{Linear, Norm as NormCall, NormWeights, StepBuffers};
 use longspan_kernels::{Error as KernelError, Mask, Scratch, State};
 
 use super::block::{DecoderBlock, EncoderBlock, Norm};
@@ -169,7 +169,8 @@ impl StoredDecoder {
     ) -> Result<Tensor<2>> {
         let [batch, _, width] = embedded.dims();
         let mut x = numbers(&taken(embedded)).to_vec();
-        let (mut y, mut buffers) = (vec![0.0; x.len()], StepBuffers::default());
+        // What a text is answered does not depend on those beside it.
+        let (mut y, mut buffers) = (vec![0.0; x.len()], StepBuffers::independent());
         for ((StoredDecoderBlock { block, cross_attention, cross_attention_norm }, state), memory) in
             self.blocks.iter().zip(states).zip(memories)
         {
@@ -187,8 +188,7 @@ impl StoredDecoder {
         }
         let output = self.output.weights();
         let outputs = output.weight.len() / width;
-        let mut logits = vec![0.0; batch * outputs];
-        output.step(&x, width, &mut logits)?;
+        let logits = Linear::new(&x, output.weight, [batch, width, outputs]).with_bias(output.bias).forward()?;
         Ok(Tensor::from_primitive::<Flex>(tensor(logits, [batch, outputs])))
     }
 }

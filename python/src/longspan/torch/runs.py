@@ -316,7 +316,14 @@ class Run:
 
 
 #: Settings that say that a run is not of pairs: what they name, and the command that reads the run.
-_NOT_OF_PAIRS = {"text": ("texts, a language model", "generate"), "labelled": ("labelled texts, a classifier", "predict")}
+_NOT_OF_PAIRS = {
+    "text": ("texts, a language model", "generate"),
+    "labelled": ("labelled texts, a classifier", "predict"),
+    "series": ("series, a model of points", "predict"),
+    "synthetic": ("synthetic sequences, a language model", "eval"),
+}
+#: Settings of blocks that `Seq2Seq` has one form of.
+_FORM = {"norm_kind": "layer", "activation": "relu", "gated": False}
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -333,6 +340,10 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         if config.get(setting):
             raise ValueError(f"load_run: {folder}: expected a run of pairs, got one of {kind}; read it with "
                              f"`longspan {command} {shlex.quote(str(folder))}`")  # fmt: skip
+    for setting, known in _FORM.items():
+        if config.get(setting, known) != known:
+            raise ValueError(f"load_run: {folder}: expected {setting} = {known!r}, got {config[setting]!r}; answer with "
+                             f"`longspan predict {shlex.quote(str(folder))}`")  # fmt: skip
     source = Tokenizer.load(folder / "source_tokenizer.json")
     target = Tokenizer.load(folder / "target_tokenizer.json")
     model = Seq2Seq(config, len(source), len(target))

@@ -23,6 +23,10 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         .with_cross_attention(attention.cross_attention())
         .with_attention(attention)
         .with_norm(config.norm()?)
+        .with_norm_kind(config.norm_kind()?)
+        .with_activation(config.activation()?)
+        .with_gated(config.gated)
+        .with_recompute(config.recompute)
         .with_positions(positions))
 }
 
