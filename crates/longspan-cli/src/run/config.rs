@@ -213,64 +213,6 @@ impl Default for RunConfig {
     }
 }
 
-/// What each key means, in the order of [`RunConfig`]; for `longspan train --help`.
-pub const KEYS: [(&str, &str); 48] = [
-    ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
-    ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
-    ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
-    ("series", "a .jsonl, .csv, .ts or .tsv of numeric series and labels, instead of pairs"),
-    ("synthetic", "mqar, recall or copying, with sizes: mqar:pairs=16,length=256,vocabulary=8192"),
-    ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
-    ("missing", "mask or refuse: what becomes of missing values of a series"),
-    (
-        "tokens",
-        "of a text: characters, bytes, bpe (learned from it), or a tokenizer.json; of labelled texts also words",
-    ),
-    ("vocabulary", "entries of a byte-pair encoding that is learned from the text"),
-    ("segment", "tokens of a text computed at a time"),
-    ("carry", "segments after which states begin anew in training"),
-    ("backpropagate", "segments of a text that a step learns from; gradients reach back so far"),
-    ("layers", "blocks of a model of texts, labelled texts or series"),
-    ("pooling", "mean, last or attention: how the rows of a labelled text or a series become one"),
-    ("causal", "whether a token of a labelled text, or a point of a series, sees only those before it"),
-    ("development", "pairs for the development loss; a twentieth without it"),
-    ("held_out", "pairs for the scores at the end; a twentieth without it"),
-    ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
-    ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
-    ("max_tokens", "longer training pairs are left out"),
-    ("answer_tokens", "longest answer; a quarter more than the longest training target"),
-    ("attention", "the mechanism; `longspan info --mechanisms` lists them"),
-    ("attention_options", "its options, such as {relative = {shared = true}}"),
-    (
-        "feature_map",
-        "elu+1, relu, softplus, exp, prf, nprf, dpfp, taylor2 or hedgehog, where the mechanism has one; some with options, such as prf:128:seed=7",
-    ),
-    ("radius", "how far Shaw's relative positions reach"),
-    ("d_model", "width of the model"),
-    ("heads", "attention heads; they divide d_model"),
-    ("encoder_layers", "blocks of the encoder"),
-    ("decoder_layers", "blocks of the decoder"),
-    ("d_ff", "width inside the feed-forward layers"),
-    ("dropout", "share of activations dropped in training"),
-    ("norm", "pre or post: where norms stand"),
-    ("norm_kind", "layer or rms"),
-    ("activation", "relu, gelu, gelu-tanh or silu, in feed-forward parts"),
-    ("gated", "whether a second product multiplies the activations; with silu this is SwiGLU"),
-    ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
-    ("seed", "of initial weights, the order of pairs, and dropout"),
-    ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less"),
-    ("minutes", "train about this long instead"),
-    ("batch_size", "pairs in a batch"),
-    ("learning_rate", "the largest rate of the schedule"),
-    ("warmup_steps", "steps in which the rate rises"),
-    ("weight_decay", "AdamW's decay of weights"),
-    ("label_smoothing", "probability mass spread over all tokens"),
-    ("clip_norm", "gradients with a larger norm are scaled down"),
-    ("workers", "threads that share each batch; one a core, at most 8"),
-    ("checkpoint_steps", "steps between checkpoints"),
-    ("evaluate", "held-out sources scored at the end; 0 for all"),
-];
-
 /// Settings as they are gathered, one source over the other.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -610,7 +552,7 @@ mod tests {
     fn every_key_is_explained() {
         let settings = Settings::new().unwrap();
         let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
-        let mut explained: Vec<&str> = KEYS.iter().map(|(key, _)| *key).collect();
+        let mut explained: Vec<&str> = crate::run::keys::KEYS.iter().map(|(key, _)| *key).collect();
         known.sort_unstable();
         explained.sort_unstable();
         assert_eq!(explained, known);

@@ -15,12 +15,13 @@
 //! `checkpoint.safetensors`; `model.safetensors` holds the best weights so far. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
-//! Reading order: [`config`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
+//! Reading order: [`config`], [`keys`], [`words`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
 
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
 pub mod folder;
+pub mod keys;
 pub mod log;
 pub mod seal;
 pub mod words;

@@ -18,9 +18,10 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::run::config::{self, RunConfig, Settings};
+use crate::run::config::{RunConfig, Settings};
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
+use crate::run::keys::KEYS;
 use crate::run::write::write_atomic;
 use crate::tasks::attention;
 use crate::tasks::ranks::Ranks;
@@ -396,7 +397,7 @@ fn claim_default(config: &RunConfig) -> Result<Draft> {
 fn keys_help() -> String {
     let mut text = String::from("Keys of --config and --set, with their defaults:\n");
     let defaults = serde_json::to_value(RunConfig::default()).unwrap_or_default();
-    for (key, meaning) in config::KEYS {
+    for (key, meaning) in KEYS {
         let default = match &defaults[key] {
             Value::Null => "-".into(),
             Value::String(name) => name.clone(),

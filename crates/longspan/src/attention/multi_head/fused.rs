@@ -1,0 +1,164 @@
+//! Multi-head attention as one operation of the CPU backend.
+
+use std::sync::Arc;
+
+use burn::tensor::{DType, Tensor};
+use burn_flex::FlexTensor;
+use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
+use longspan_kernels::{Dims, Error, Kernel, Scratch, State};
+
+use super::MultiHeadAttention;
+use crate::attention::{AttentionMask, Heads};
+use crate::backend::operation::{Operation, run};
+use crate::backend::{self, AnyKernel, Layer, States, with_scratch};
+use crate::error::Result;
+use crate::layers::Around;
+use crate::layers::dropout::fused::drawn;
+use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
+use crate::layers::norm::fused::NormSettings;
+
+/// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, and
+/// what the mechanism has learned as one.
+#[derive(Debug, Clone)]
+struct MultiHeadOperation {
+    kernel: Arc<dyn AnyKernel>,
+    mask: AttentionMask,
+    heads: Heads,
+    crossed: bool,
+    norm: Option<NormSettings>,
+    biases: [bool; 2],
+    dropout: Option<Dropout>,
+    residual: bool,
+    recompute: bool,
+    states: Option<States>,
+}
+
+pub fn multi_head(
+    module: &MultiHeadAttention,
+    layer: &dyn Layer,
+    x: Tensor<3>,
+    memory: Option<Tensor<3>>,
+    mask: &AttentionMask,
+    around: Around<'_>,
+    states: Option<&States>,
+) -> Result<Tensor<3>> {
+    layer.ready()?;
+    let parameters = backend::flat(layer, DType::F32)?;
+    let crossed = memory.is_some();
+    let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
+    let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
+    let biases = [&module.query_key_value, &module.output].map(|layer| flex::push_layer(layer, &mut others));
+    others.extend(parameters.map(Tensor::into_dispatch));
+    let operation = MultiHeadOperation {
+        kernel: layer.kernel(),
+        mask: mask.clone(),
+        heads: module.heads,
+        crossed,
+        norm,
+        biases,
+        dropout: drawn(around.dropout, &x),
+        residual: around.residual,
+        recompute: around.recompute,
+        states: states.cloned(),
+    };
+    Ok(run(operation, x.into_dispatch(), others)?)
+}
+
+impl MultiHeadOperation {
+    /// Runs `work` on the kernels' form of this call.
+    fn with_call<R>(
+        &self,
+        tensors: &[FlexTensor],
+        work: impl FnOnce(&MultiHead<'_>, &mut Scratch<f32>) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        let [x, others @ ..] = tensors else { unreachable!("x") };
+        let mut others = others.iter();
+        let [batch, queries, _] = shape(x).dims();
+        let memory = self.crossed.then(|| others.next()).flatten();
+        let memory = memory.map(|memory| Memory { numbers: numbers(memory), keys: shape(memory)[1] });
+        let norm = self.norm.map(|norm| norm.weights(&mut others));
+        let [projection, output] = self.biases.map(|bias| weights(&mut others, bias));
+        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let kernel: &dyn Kernel<f32> = &*self.kernel;
+        let keys = memory.map_or(queries, |memory| memory.keys);
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim };
+        let parameters = backend::split_parameters(kernel, &dims, others.next().map(numbers));
+        let call = MultiHead {
+            x: numbers(x),
+            batch,
+            queries,
+            memory,
+            heads,
+            kv_heads,
+            head_dim,
+            norm,
+            projection,
+            kernel,
+            parameters: &parameters,
+            mask: self.mask.as_kernel(),
+            initial_state: self.states.as_ref().and_then(States::before),
+            output,
+            dropout: self.dropout,
+            residual: self.residual,
+        };
+        with_scratch(|scratch| work(&call, scratch))
+    }
+
+    /// Runs `work` with a place for the state after the last token if it is wanted.
+    fn with_last<R>(
+        &self,
+        call: &MultiHead<'_>,
+        work: impl FnOnce(Option<&mut State<f32>>) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        let Some(states) = &self.states else { return work(None) };
+        let mut last = call.empty_state()?;
+        let result = work(Some(&mut last))?;
+        states.leave(last);
+        Ok(result)
+    }
+}
+
+impl Operation for MultiHeadOperation {
+    const NAME: &'static str = "attention parts";
+
+    /// The tensors, contiguous, and what the kernel keeps.
+    type Kept = (Vec<FlexTensor>, Option<KeptAttention>);
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        let tensors = contiguous(tensors);
+        let out = self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
+        Ok(tensor(out, shape(&tensors[0])))
+    }
+
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+        let tensors = contiguous(tensors);
+        let (out, kept) =
+            self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
+        let kept = (!self.recompute).then_some(kept);
+        Ok((tensor(out, shape(&tensors[0])), (tensors, kept)))
+    }
+
+    fn backward(
+        &self,
+        _: &[FlexTensor],
+        (tensors, kept): &Self::Kept,
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let d_out = d_out.to_contiguous();
+        let found = self.with_call(tensors, |call, scratch| call.backward(kept.as_ref(), numbers(&d_out), scratch))?;
+        let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_output } = found;
+        let mut shapes = tensors.iter().map(shape);
+        let mut next = |numbers: Vec<f32>| shapes.next().map(|shape| tensor(numbers, shape));
+        let mut gradients = vec![next(dx)];
+        if self.crossed {
+            gradients.push(next(d_memory));
+        }
+        gradients.extend(self.norm.map(|norm| norm.gradients(d_norm)).into_iter().flatten());
+        let mut shapes = tensors[gradients.len()..].iter().map(shape);
+        for (found, biased) in [d_projection, d_output].into_iter().zip(self.biases) {
+            gradients.extend(flex::gradients(found, biased, &mut shapes));
+        }
+        gradients.extend(shapes.next().map(|shape| Some(tensor(d_parameters, shape))));
+        Ok(gradients)
+    }
+}
