@@ -1,6 +1,9 @@
 //! The conformance suite over kernelized attention, with and without relative positions.
 
-use longspan_kernels::{Algorithm, Dims, FeatureMap, KernelizedAttention, RelativeMap, Score, Shaw};
+use longspan_kernels::aft::Variant;
+use longspan_kernels::{
+    Aft, Algorithm, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, RelativeMap, Score, Shaw, Token, View,
+};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
     Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, published, rejection,
@@ -365,5 +368,44 @@ fn a_radius_beyond_all_bounds_is_refused() {
             let error = attention.check(&call).expect_err("a table of one row was taken");
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
         }
+    }
+}
+
+#[test]
+fn keys_given_as_states_are_refused_where_they_have_no_place() {
+    let shaw = KernelizedAttention { score: Score::Combined(Shaw::new(3)), ..Default::default() };
+    let dims = Dims { batch: 1, heads: 1, kv_heads: 1, queries: 6, keys: 12, head_dim: 4, value_dim: 4 };
+    let numbers = vec![0.5f32; 64];
+    let table = vec![0.25f32; 7 * 4];
+    let parameters = [table.as_slice()];
+    let kernel: &dyn Kernel<f32> = &shaw;
+    let empty = kernel.empty_state(&dims).unwrap();
+    let mut full = empty.clone();
+    kernel
+        .step(
+            &Token { q: &numbers[..4], k: &numbers[..4], v: &numbers[..4], parameters: &parameters },
+            &mut full,
+            &mut [0.0; 4],
+        )
+        .unwrap();
+    let call = |mechanism: &dyn Kernel<f32>, mask: Mask<'_>, outside| {
+        let rows = |shape: [usize; 4]| View::contiguous(&numbers, shape);
+        let parameters = if mechanism.name() == "shaw" { parameters.as_slice() } else { &[] };
+        let call = Call::new(dims, rows(dims.q()), rows(dims.k()), rows(dims.v()));
+        mechanism.check(&call.with_parameters(parameters).with_mask(mask).with_outside(outside))
+    };
+    let between = |offset| Mask::bidirectional().with_offset(offset);
+    call(kernel, between(3), [&full, &full]).unwrap();
+    call(kernel, between(0), [&empty, &full]).unwrap();
+    call(kernel, between(6), [&full, &empty]).unwrap();
+    let aft = Aft::new(Variant::Simple);
+    for (mechanism, mask, outside, part) in [
+        (kernel, between(2), [&full, &full], "at least 3 keys away"),
+        (kernel, between(4), [&full, &full], "at least 3 keys away"),
+        (kernel, Mask::causal().with_offset(3), [&full, &full], "outside the call"),
+        (&aft, between(3), [&full, &full], "outside the call"),
+    ] {
+        let error = call(mechanism, mask, outside).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
     }
 }
