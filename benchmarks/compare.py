@@ -78,6 +78,12 @@ ROWS: dict[str, Row] = {
         "kernelized", True, (), (256, 1024, 4096, 16384), softmax=("sdpa_causal",),
         forward_only=(16384,),
     ),
+    "softmax in a window of 512, masked": Row(
+        "window", True, ("sdpa_window512", "blocks_window512", "flex_window512"), (4096, 16384), backward=False,
+    ),
+    "softmax in a window of 512, masked, with gradients": Row(
+        "window", True, ("sdpa_window512", "blocks_window512"), (4096, 16384), forward_only=(16384,),
+    ),
     "Shaw, radius 16, masked": Row("shaw", True, ("shaw16_causal",)),
     "Shaw, radius 64, masked": Row("shaw", True, ("shaw64_causal",)),
     "Fourier, masked": Row("fourier", True, ("fourier_causal",)),
@@ -122,6 +128,8 @@ def ours(
         options = {"feature_map": "identity", "normalize": False, "is_causal": is_causal}
         decay = DECAY if kind == "decay" else None
         return lambda q, k, v: ops.kernelized_attention(q, k, v, decay=decay, **options), []
+    if kind == "window":
+        return lambda q, k, v: ops.softmax_attention(q, k, v, window=512, is_causal=is_causal), []
     if kind == "shaw":
         (rel,) = own
         return lambda q, k, v: ops.shaw_attention(q, k, v, rel, is_causal=is_causal), own

@@ -6,6 +6,7 @@ the normaliser are inside them. What they learn they close over, as tensors that
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def phi(x):
@@ -139,6 +140,38 @@ def sdpa_causal(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def sdpa_window(window):
+    """All pairs with a mask that hides what is not in the window."""
+
+    def attend(q, k, v):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.triu(1 - window))
+
+    return attend
+
+
+def blocks_window(window):
+    """Blocks of as many queries as the window, each with its own keys and those of the block before."""
+
+    def attend(q, k, v):
+        size = min(window, q.shape[2])
+        q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))
+        k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x], 3) for x in (k, v))
+        row, column = torch.arange(size)[:, None], torch.arange(2 * size) - size
+        seen = (column <= row) & (row - column < window)
+        first = seen & (column >= 0)
+        seen = torch.cat([first[None], seen.expand(q.shape[2] - 1, -1, -1)])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).flatten(2, 3)
+
+    return attend
+
+
+def flex_window(window, length):
+    """PyTorch's flexible attention, which leaves out blocks that the window hides; it has no backward on the CPU."""
+    seen = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j < window), None, None, length, length, device="cpu")
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=seen)
+
+
 def make(name, heads, length, head_dim):
     """The function of this name; ``compiled:`` in front of it puts torch.compile there."""
     generator = torch.Generator().manual_seed(1)
@@ -164,6 +197,9 @@ def make(name, heads, length, head_dim):
         "aft_local64_causal": lambda: aft_full((0.1 * learned(length, length)).requires_grad_(), True, 64),
         "aft_conv_causal": lambda: aft_conv_causal((0.1 * learned(heads, 33)).requires_grad_()),
         "sdpa_causal": lambda: sdpa_causal,
+        "sdpa_window512": lambda: sdpa_window(512),
+        "blocks_window512": lambda: blocks_window(512),
+        "flex_window512": lambda: flex_window(512, length),
     }
     function = known[name.removeprefix("compiled:")]()
     return torch.compile(function, dynamic=False) if compiled else function

@@ -91,8 +91,8 @@ pub const TABLE: &[Entry] = &[
     },
     Entry {
         name: "softmax",
-        summary: "softmax attention, the baseline: quadratic in the number of tokens",
-        states: &["softmax"],
+        summary: "softmax attention, the baseline: quadratic in the number of tokens; with a window, linear",
+        states: &["softmax", "softmax-window"],
         example: "{}",
         build: softmax,
     },
@@ -418,10 +418,12 @@ struct SoftmaxOptions {
     scale: Option<f64>,
     #[serde(default)]
     capacity: Option<usize>,
+    #[serde(default)]
+    window: Option<usize>,
 }
 
 fn softmax(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let SoftmaxOptions { scale, capacity } = read(options)?;
+    let SoftmaxOptions { scale, capacity, window } = read(options)?;
     let default = SoftmaxAttention::default();
-    Ok(Arc::new(SoftmaxAttention { scale, capacity: capacity.unwrap_or(default.capacity) }))
+    Ok(Arc::new(SoftmaxAttention { scale, capacity: capacity.unwrap_or(default.capacity), window }))
 }

@@ -107,6 +107,9 @@ def test_full_biases_and_softmax(lengths, options):
         seen = definition.visible(*lengths, options["is_causal"], options.get("offset", 0), None, 2)
         expected = definition.weighted(np.where(seen, scores, 0), v)
         close(ops.softmax_attention(q, k, v, scale=scale, **options), expected)
+        near = np.abs(np.arange(lengths[1]) - np.arange(lengths[0])[:, None] - options.get("offset", 0)) < 4
+        expected = definition.weighted(np.where(seen & near, scores, 0), v)
+        close(ops.softmax_attention(q, k, v, scale=scale, window=4, **options), expected)
 
 
 def test_aft_conv_as_published():
@@ -180,6 +183,10 @@ STREAMS = {
         lambda q, k, v, **o: ops.softmax_attention(q, k, v, is_causal=True, capacity=64, **o),
         lambda q, k, v, s: ops.softmax_attention_step(q, k, v, s, capacity=64),
     ),
+    "softmax in a window": (
+        lambda q, k, v, **o: ops.softmax_attention(q, k, v, is_causal=True, window=5, **o),
+        lambda q, k, v, s: ops.softmax_attention_step(q, k, v, s, window=5),
+    ),
     "aft_conv": (
         lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), is_causal=True, **o),
         lambda q, k, v, s: ops.aft_conv_step(q, k[..., 0], v, draw(4, 5), s),
@@ -227,6 +234,7 @@ WRONG = [
     ("max_distance: expected", lambda: ops.toeplitz_attention(Q, K, V, draw(4, 4), kind="buckets", max_distance=0)),
     (r"w: expected shape \(13, 13\)", lambda: ops.aft_full(Q, K, V, draw(13, 12))),
     ("scale: expected a finite", lambda: ops.softmax_attention(Q, K, V, scale=float("nan"))),
+    ("window: expected between 1 and", lambda: ops.softmax_attention(Q, K, V, window=0)),
     ("image|places", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3, 3), image=(3, 4))),
     ("image: expected a height", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3, 3), image=(13, 0))),
     ("w: expected shape", lambda: ops.aft_conv(Q, K[..., 0], V, draw(4, 3), image=(13, 1))),

@@ -53,6 +53,7 @@ CASES = {
         lambda q, k, v, u, z, **o: ops.aft_full(q, k, v, u=u, z=z, **o), [draw(LENGTH, 2), draw(LENGTH, 2, seed=1)],
     ),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, **o), []),
+    "softmax in a window": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, window=4, **o), []),
     "aft conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(4, 5)]),
     "aft conv as published": (
         lambda q, k, v, w, g, b, **o: ops.aft_conv(q, k[..., 0], v, w, gamma=g, beta=b, **o),

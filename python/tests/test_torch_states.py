@@ -37,6 +37,7 @@ CASES = {
         [draw(2, 2, 1)],
     ),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=64, **o), []),
+    "softmax, window": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, window=8, **o), []),
     "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 7)]),
     "toeplitz, table": (
         lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(2, 2 * LENGTH - 1)],
@@ -230,6 +231,7 @@ STEPS = {
     "aft-simple": (lambda *t, **o: ops.aft_simple_step(*t, **o), "aft-simple"),
     "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv_step(q, k[..., 0], v, w, **o), "aft-conv"),
     "softmax": (lambda *t, **o: ops.softmax_attention_step(*t, capacity=64, **o), "softmax"),
+    "softmax, window": (lambda *t, **o: ops.softmax_attention_step(*t, window=8, **o), "softmax, window"),
 }  # fmt: skip
 
 

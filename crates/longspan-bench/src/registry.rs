@@ -34,6 +34,11 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("aft-conv-33", "AFT-conv, 33 taps", conv),
         Entry::new("aft-full", "AFT-full, rank 64", full),
         Entry::new(BASELINE, "Softmax", |_, reach| SoftmaxAttention { capacity: reach, ..SoftmaxAttention::default() }),
+        Entry::new("softmax-512", "Softmax, window 512", |_, _| SoftmaxAttention {
+            window: Some(512),
+            ..SoftmaxAttention::default()
+        })
+        .on_request(),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),

@@ -155,4 +155,5 @@ fn steps_of_attention_free_transformers() {
 #[test]
 fn steps_of_softmax_attention() {
     check("softmax", SoftmaxAttention { capacity: 500, ..SoftmaxAttention::default() });
+    check("window", SoftmaxAttention { window: Some(20), ..SoftmaxAttention::default() });
 }

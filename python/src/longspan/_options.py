@@ -104,7 +104,7 @@ def shaw(
     )  # fmt: skip
 
 
-def softmax(operation: str, scale: float | None, capacity: int) -> str:
+def softmax(operation: str, scale: float | None, capacity: int, window: int | None) -> str:
     if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"{operation}: scale: expected a number or None, got {type(scale).__name__}")
     if scale is not None and not abs(scale) < float("inf"):
@@ -113,7 +113,11 @@ def softmax(operation: str, scale: float | None, capacity: int) -> str:
         raise TypeError(f"{operation}: capacity: expected an integer, got {type(capacity).__name__}")
     if not 0 <= capacity <= 1 << 32:
         raise ValueError(f"{operation}: capacity: expected between 0 and 2**32 tokens, got {capacity}")
-    return as_object(scale=None if scale is None else float(scale), capacity=capacity)
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise TypeError(f"{operation}: window: expected an integer or None, got {type(window).__name__}")
+    if window is not None and not 1 <= window <= 1 << 22:
+        raise ValueError(f"{operation}: window: expected between 1 and {1 << 22} keys, got {window}")
+    return as_object(scale=None if scale is None else float(scale), capacity=capacity, window=window)
 
 
 #: Which parameters a normaliser of Fourier positions leaves free, besides ``b``.

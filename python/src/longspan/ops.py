@@ -474,21 +474,23 @@ def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
 
 
 def softmax_attention(
-    q, k, v, *, scale=None, capacity=4096, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
+    q, k, v, *, scale=None, capacity=4096, window=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
     initial_state=None, output_final_state=False,
 ):  # fmt: skip
     """Softmax attention, the baseline: ``softmax(scale q k^T) v``, with ``scale = 1 / sqrt(d)`` by default.
 
-    A state is a cache of ``capacity`` keys and values. The other arguments are described at the top of this module.
+    With a ``window`` a query sees the keys at distances below it alone (``window`` of them under a causal mask, its own place among
+    them): sliding-window attention, O(L window). A state is a cache of ``capacity`` keys and values, or with a window a ring of as many,
+    whatever the capacity. The other arguments are described at the top of this module.
     """
     operation = "softmax_attention"
     return _attend(
-        operation, "softmax", _options.softmax(operation, scale, capacity), q, k, v, (),
+        operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
-def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096):
+def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096, window=None):
     """One token of `softmax_attention` with ``is_causal=True``."""
     operation = "softmax_attention_step"
-    return _step(operation, "softmax", _options.softmax(operation, scale, capacity), q, k, v, (), state)
+    return _step(operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (), state)

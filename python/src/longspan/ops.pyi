@@ -423,6 +423,7 @@ def softmax_attention(
     *,
     scale: float | None = None,
     capacity: int = 4096,
+    window: int | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -438,6 +439,7 @@ def softmax_attention(
     *,
     scale: float | None = None,
     capacity: int = 4096,
+    window: int | None = None,
     is_causal: bool = False,
     offset: int = 0,
     key_padding_mask: _Array | None = None,
@@ -453,4 +455,5 @@ def softmax_attention_step(
     *,
     scale: float | None = None,
     capacity: int = 4096,
+    window: int | None = None,
 ) -> tuple[_Array, State]: ...

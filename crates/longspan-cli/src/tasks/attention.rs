@@ -37,10 +37,27 @@ pub fn of_run(config: &RunConfig, positions: usize) -> Result<AttentionConfig> {
     Ok(attention)
 }
 
-/// The mechanisms of the layers of a run that may have several, `shaw,shaw,softmax`, each as [`of_run`] has it.
+/// The mechanisms of the layers of a run that may have several, `shaw,shaw,softmax`, each as [`of_run`] has it. Where they differ,
+/// the options of each stand under its name.
 pub fn of_layers(config: &RunConfig, positions: usize) -> Result<Vec<AttentionConfig>> {
-    let one = |name: &str| of_run(&RunConfig { attention: name.trim().into(), ..config.clone() }, positions);
-    config.attention.split(',').map(one).collect()
+    let names: Vec<&str> = config.attention.split(',').map(str::trim).collect();
+    let alike = names.iter().all(|name| *name == names[0]);
+    if let Some(other) = config.attention_options.keys().find(|key| !alike && !names.contains(&key.as_str())) {
+        bail!(
+            "attention_options: {other}: expected the options of each mechanism under its name, such as {{{} = {{…}}}}",
+            names[0]
+        );
+    }
+    let one = |name: &str| {
+        let attention_options = match config.attention_options.get(name) {
+            _ if alike => config.attention_options.clone(),
+            None => Map::new(),
+            Some(Value::Object(own)) => own.clone(),
+            Some(other) => bail!("attention_options: {name}: expected a table of options, got {other}"),
+        };
+        of_run(&RunConfig { attention: name.into(), attention_options, ..config.clone() }, positions)
+    };
+    names.iter().map(|name| one(name)).collect()
 }
 
 /// The mechanism `name`. Its options are, from weakest to strongest: its defaults; those of `everywhere` (a path in the
@@ -129,6 +146,18 @@ mod tests {
         assert_eq!(names("shaw").unwrap(), ["shaw"]);
         assert_eq!(names("shaw, shaw,softmax").unwrap(), ["shaw", "shaw", "softmax"]);
         assert!(names("shaw,").unwrap_err().to_string().contains("unknown attention \"\""));
+
+        let with = |attention: &str, text: &str| {
+            let attention_options = options(text).unwrap();
+            of_layers(&RunConfig { attention: attention.into(), attention_options, ..RunConfig::default() }, 9)
+        };
+        let window = AttentionConfig::SoftmaxWindow(longspan::attention::SoftmaxWindowOptions { window: 4 });
+        assert_eq!(with("softmax-window", "window = 4").unwrap(), [window.clone()]);
+        assert_eq!(with("shaw,softmax-window", "softmax-window = {window = 4}").unwrap()[1], window);
+        for wrong in ["window = 4", "softmax-window = 4", "softmax-window = {width = 4}", "softmax = {}"] {
+            let error = with("shaw,softmax-window", wrong).unwrap_err().to_string();
+            assert!(error.contains("attention_options") && !error.contains('\n'), "{error}");
+        }
     }
 
     #[test]

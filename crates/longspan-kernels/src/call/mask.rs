@@ -74,19 +74,29 @@ impl<'a> Mask<'a> {
 
     /// Pairs of query and key that see each other, one head, if no key is ignored.
     pub(crate) fn visible_pairs(&self, dims: &Dims) -> f64 {
-        let (queries, keys) = (dims.queries as f64, dims.keys as f64);
         match self.order {
-            Order::Bidirectional => queries * keys,
-            Order::Causal => {
-                // Row i sees clamp(i + offset + 1, 0, keys): a ramp between two flat parts.
-                let first = self.offset as f64 + 1.0;
-                let top = (first + queries - 1.0).min(keys);
-                let begin = first.max(1.0);
-                let ramp = (top - begin + 1.0).max(0.0);
-                let flat = (queries - (keys - first + 1.0).max(0.0)).clamp(0.0, queries);
-                ramp * (begin + top) / 2.0 + flat * keys
-            }
+            Order::Bidirectional => dims.queries as f64 * dims.keys as f64,
+            Order::Causal => self.pairs_up_to(dims, 0.0),
         }
+    }
+
+    /// The same of the pairs at distances below a window.
+    pub(crate) fn visible_pairs_within(&self, dims: &Dims, window: Option<usize>) -> f64 {
+        let Some(window) = window else { return self.visible_pairs(dims) };
+        let ahead = if self.order == Order::Causal { 0.0 } else { window as f64 - 1.0 };
+        self.pairs_up_to(dims, ahead) - self.pairs_up_to(dims, -(window as f64))
+    }
+
+    /// Pairs whose key is at most `ahead` after the query's own place.
+    fn pairs_up_to(&self, dims: &Dims, ahead: f64) -> f64 {
+        let (queries, keys) = (dims.queries as f64, dims.keys as f64);
+        // Row i has clamp(i + offset + ahead + 1, 0, keys): a ramp between two flat parts.
+        let first = self.offset as f64 + ahead + 1.0;
+        let top = (first + queries - 1.0).min(keys);
+        let begin = first.max(1.0);
+        let ramp = (top - begin + 1.0).max(0.0);
+        let flat = (queries - (keys - first + 1.0).max(0.0)).clamp(0.0, queries);
+        ramp * (begin + top) / 2.0 + flat * keys
     }
 
     pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
@@ -223,6 +233,14 @@ mod tests {
                 let mask = Mask::causal().with_offset(offset);
                 let counted: isize = (0..queries as isize).map(|i| (i + offset + 1).clamp(0, keys as isize)).sum();
                 assert_eq!(mask.visible_pairs(&dims), counted as f64, "{queries} {keys} {offset}");
+                for (window, order) in (1..7).flat_map(|w| [(w, Order::Causal), (w, Order::Bidirectional)]) {
+                    let ahead = if order == Order::Causal { 0 } else { window - 1 };
+                    let seen = |(i, j): (isize, isize)| (1 - window..=ahead).contains(&(j - i - offset));
+                    let pairs = (0..queries as isize).flat_map(|i| (0..keys as isize).map(move |j| (i, j)));
+                    let counted = pairs.filter(|&pair| seen(pair)).count() as f64;
+                    let got = Mask { order, ..mask }.visible_pairs_within(&dims, Some(window as usize));
+                    assert_eq!(got, counted, "{queries} {keys} {offset} {window} {order:?}");
+                }
             }
         }
     }

@@ -3,12 +3,12 @@
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
 //! have one writer and sums run in one order, whatever the number of threads.
 
-use super::problem::{Block, KEYS, Problem, ROWS, against, ahead, clear_unseen, right_side};
+use super::problem::{Block, KEYS, Problem, ROWS, against, clear_unseen, right_side};
 use super::state;
 use super::tile::{ExpColumns, SoftmaxPullBack};
-use crate::call::{Arena, Cotangent, GradientSink, Scratch, SharedRows, State};
+use crate::call::{Arena, Cotangent, Dims, GradientSink, Scratch, SharedRows, State};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
-use crate::simd::product::{Band, Product};
+use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -25,7 +25,7 @@ pub(super) fn backward<T: Real>(
     let dims = &problem.dims;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let most_keys = problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0);
-    let past = problem.call.initial_state.map_or(0, |_| problem.attention.capacity);
+    let past = problem.call.initial_state.map_or(0, |_| problem.attention.rows());
     let per_worker = Arena::measure(|arena| Block::new(problem, arena))
         + (past + most_keys) * (head_width + value_width)
         + ROWS * (KEYS + value_width + head_width)
@@ -44,14 +44,14 @@ pub(super) fn backward<T: Real>(
         let block = Block::new(problem, &mut arena);
         let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
         let segments = problem.segments(sequence, kv_head);
-        let (past, own) = (segments[0].keys, segments[1].keys);
-        let (dk, dv) = (arena.take((past + own) * head_width), arena.take((past + own) * value_width));
+        let past = segments[0].keys + segments[1].keys;
+        let firsts = [0, segments[0].keys, past];
+        let all = past + sequence.keys;
+        let (dk, dv) = (arena.take(all * head_width), arena.take(all * value_width));
         let (d_tile, o_columns) = (arena.take(ROWS * KEYS), arena.take(ROWS * value_width));
         let (dq, k_block, dots) = (arena.take(ROWS * head_width), arena.take(KEYS * head_width), arena.take(ROWS));
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
-        // Own keys from here on are seen by no row.
-        let mut seen = 0;
         for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
             let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
             let [out, d_out] =
@@ -63,8 +63,10 @@ pub(super) fn backward<T: Real>(
                     all_finite(queries.skip(row), rows, dims.head_dim)
                         && all_finite(d_out.skip(row), rows, dims.value_dim)
                 };
-                let parted = problem.end(&segments[1], row) < problem.end(&segments[1], row + rows - 1);
-                let whole = !parted || (!problem.carries(&segments[1], row, rows) && finite(row, rows));
+                let whole = segments.iter().all(|segment| {
+                    let alike = problem.seen(segment, row) == problem.seen(segment, row + rows - 1);
+                    alike || (!problem.carries(segment, row, rows) && finite(row, rows))
+                });
                 let rows = if whole { rows } else { 1 };
                 let columns = padded::<T>(rows);
 
@@ -80,20 +82,17 @@ pub(super) fn backward<T: Real>(
                     let logarithm = cotangent.denominators[place];
                     if logarithm != T::NEG_INFINITY {
                         block.sums[at] = logarithm;
-                        seen = seen.max(problem.end(&segments[1], row + at));
                         *to = dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
                     }
                 }
                 dq[..rows * head_width].fill(T::ZERO);
 
-                for segment in &segments {
-                    let end = problem.end(segment, row + rows - 1);
-                    let first = if segment.past { 0 } else { past };
-                    for key in (0..end).step_by(KEYS) {
+                for (segment, first) in segments.iter().zip(firsts) {
+                    let seen = problem.seen_by_any(segment, row, rows);
+                    for key in seen.clone().step_by(KEYS) {
                         threads::check();
-                        let keys = (end - key).min(KEYS);
-                        let ahead = ahead(problem, segment, row, key);
-                        let band = Band::starting_at(-ahead);
+                        let keys = (seen.end - key).min(KEYS);
+                        let band = problem.band(segment, row, key);
                         let k = (segment.k.skip(key), dims.head_dim);
                         let v = (segment.v.skip(key), dims.value_dim);
                         let ignored = segment.padding.map(|padding| &padding[key..key + keys]);
@@ -113,7 +112,7 @@ pub(super) fn backward<T: Real>(
                             dots: &dots[..columns],
                         });
                         for tile in [&mut *block.tile, &mut *d_tile] {
-                            clear_unseen((tile, columns), keys, (ahead, ignored), T::ZERO);
+                            clear_unseen((tile, columns), keys, (band, ignored), T::ZERO);
                         }
                         let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
                             let sizes = [keys, width, rows];
@@ -128,7 +127,7 @@ pub(super) fn backward<T: Real>(
                         let sizes = [rows, dims.head_dim, keys];
                         Product::of_transposed((d_tile, columns), (k, k_row), (dq, head_width), sizes)
                             .accumulate(true)
-                            .a_band(Band::up_to(ahead))
+                            .a_band(band.transposed())
                             .compute();
                     }
                 }
@@ -146,42 +145,51 @@ pub(super) fn backward<T: Real>(
             }
         }
 
-        // What later calls want of the cache: its keys stand in the order of this call, without the ignored ones.
         let d_final = cotangent.final_state.map(|state| state.head(sequence.batch, kv_head));
-        let mut place = past;
-        for key in 0..own + sequence.absent {
-            let token = sequence.key_start + key;
-            // SAFETY: all of a unit's keys belong to its task.
-            let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, token], dims) };
-            to_k.fill(T::ZERO);
-            to_v.fill(T::ZERO);
-            if key >= own || sequence.padding.is_some_and(|ignored| ignored[key]) {
-                continue;
+        // What later calls want of the cache's rows is added to the gradients of the keys that stand there.
+        let add_final = |[to_k, to_v]: [&mut [T]; 2], row: usize| {
+            if let Some([d_keys, d_values, ..]) = d_final {
+                add_scaled(to_k, T::ONE, &d_keys[row * dims.head_dim..]);
+                add_scaled(to_v, T::ONE, &d_values[row * dims.value_dim..]);
             }
-            if key < seen {
+        };
+        let [older, newer, own] = &segments;
+        for key in 0..own.keys + sequence.absent {
+            // SAFETY: all of a unit's keys belong to its task.
+            let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
+            if key < own.keys && !own.ignores(key) {
                 store(&dk[(past + key) * head_width..], T::ONE, to_k);
                 store(&dv[(past + key) * value_width..], T::ONE, to_v);
+            } else {
+                to_k.fill(T::ZERO);
+                to_v.fill(T::ZERO);
             }
-            if let Some([d_keys, d_values, ..]) = d_final {
-                add_scaled(to_k, T::ONE, &d_keys[place * dims.head_dim..]);
-                add_scaled(to_v, T::ONE, &d_values[place * dims.value_dim..]);
-            }
-            place += 1;
         }
-        if let Some(d_initial) = &d_initial {
-            // SAFETY: each unit's part of the state is one task's own.
-            let to = unsafe { d_initial.row(unit, 0, 0, entry) };
-            let (to_k, to_v) = to.split_at_mut(problem.attention.capacity * dims.head_dim);
-            for key in 0..past {
-                let to_k = &mut to_k[key * dims.head_dim..][..dims.head_dim];
-                let to_v = &mut to_v[key * dims.value_dim..][..dims.value_dim];
-                store(&dk[key * head_width..], T::ONE, to_k);
-                store(&dv[key * value_width..], T::ONE, to_v);
-                if let Some([d_keys, d_values, ..]) = d_final {
-                    add_scaled(to_k, T::ONE, &d_keys[key * dims.head_dim..]);
-                    add_scaled(to_v, T::ONE, &d_values[key * dims.value_dim..]);
-                }
+        for (key, row) in problem.kept(own, sequence, kv_head) {
+            // SAFETY: as above.
+            let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
+            add_final([to_k, to_v], row);
+        }
+        let Some(d_initial) = &d_initial else { return };
+        // SAFETY: each unit's part of the state is one task's own.
+        let to = unsafe { d_initial.row(unit, 0, 0, entry) };
+        let (to_k, to_v) = to.split_at_mut(problem.attention.rows() * dims.head_dim);
+        for (segment, first) in [older, newer].into_iter().zip(firsts) {
+            let rows = (0..segment.keys).filter(|&key| !segment.ignores(key));
+            for key in rows {
+                let row = segment.row.unwrap_or(0) + key;
+                let [to_k, to_v] = rows_at([to_k, to_v], row, dims);
+                store(&dk[(first + key) * head_width..], T::ONE, to_k);
+                store(&dv[(first + key) * value_width..], T::ONE, to_v);
+            }
+            for (_, row) in problem.kept(segment, sequence, kv_head) {
+                add_final(rows_at([to_k, to_v], row, dims), row);
             }
         }
     });
+}
+
+/// One row of a cache's keys and one of its values.
+fn rows_at<'t, T>([keys, values]: [&'t mut [T]; 2], row: usize, dims: &Dims) -> [&'t mut [T]; 2] {
+    [&mut keys[row * dims.head_dim..][..dims.head_dim], &mut values[row * dims.value_dim..][..dims.value_dim]]
 }

@@ -1,11 +1,11 @@
 //! The forward pass: chunks of queries against tiles of keys, with running maxima, so that no score is kept.
 
-use super::problem::{Block, Chunks, KEYS, Problem, ROWS, Segment, against, ahead, clear_unseen, right_side};
+use super::problem::{Block, Chunks, KEYS, Problem, ROWS, Segment, against, clear_unseen, right_side};
 use super::state;
 use super::tile::SoftmaxTile;
 use crate::call::{Arena, Scratch, Sequence, Sink, State};
 use crate::simd::block::{scale_by, store};
-use crate::simd::product::{Band, Product};
+use crate::simd::product::Product;
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -58,15 +58,15 @@ fn attend<T: Real>(
     // The lowest finite number would do: what is subtracted from it stays a number.
     memory.highest.fill(-(T::ONE / T::MIN_POSITIVE));
     for segment in segments {
-        let end = problem.end(segment, row + rows - 1);
-        for key in (0..end).step_by(KEYS) {
+        let seen = problem.seen_by_any(segment, row, rows);
+        for key in seen.clone().step_by(KEYS) {
             threads::check();
-            let keys = (end - key).min(KEYS);
-            let ahead = ahead(problem, segment, row, key);
+            let keys = (seen.end - key).min(KEYS);
+            let band = problem.band(segment, row, key);
             let k = (segment.k.skip(key), dims.head_dim);
-            against(k, keys, (memory.q_columns, columns), memory.tile, Band::starting_at(-ahead));
+            against(k, keys, (memory.q_columns, columns), memory.tile, band);
             let ignored = segment.padding.map(|padding| &padding[key..key + keys]);
-            clear_unseen((memory.tile, columns), keys, (ahead, ignored), T::NEG_INFINITY);
+            clear_unseen((memory.tile, columns), keys, (band, ignored), T::NEG_INFINITY);
             let (highest, factors) = (&mut memory.highest[..columns], &mut memory.factors[..columns]);
             dispatch(SoftmaxTile {
                 scores: memory.tile,
@@ -85,7 +85,7 @@ fn attend<T: Real>(
             let sizes = [rows, dims.value_dim, keys];
             Product::of_transposed((memory.tile, columns), (v, v_row), (memory.o, value_width), sizes)
                 .accumulate(true)
-                .a_band(Band::up_to(ahead))
+                .a_band(band.transposed())
                 .compute();
         }
     }
@@ -119,16 +119,17 @@ fn write<T: Real>(
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) {
     state::clear(to);
     let (head_dim, value_dim, kv_heads) = (problem.dims.head_dim, problem.dims.value_dim, problem.dims.kv_heads);
-    for (unit, [keys, values, held, ..]) in to.heads_mut().enumerate() {
-        let segments = problem.segments(&problem.sequences[unit / kv_heads], unit % kv_heads);
-        let mut place = 0;
-        for segment in segments {
-            for key in (0..segment.keys).filter(|&key| !segment.padding.is_some_and(|ignored| ignored[key])) {
-                keys[place * head_dim..][..head_dim].copy_from_slice(segment.k.row(key, head_dim));
-                values[place * value_dim..][..value_dim].copy_from_slice(segment.v.row(key, value_dim));
-                place += 1;
+    for (unit, [keys, values, held, present, ..]) in to.heads_mut().enumerate() {
+        let (sequence, kv_head) = (&problem.sequences[unit / kv_heads], unit % kv_heads);
+        for segment in problem.segments(sequence, kv_head) {
+            for (key, row) in problem.kept(&segment, sequence, kv_head) {
+                keys[row * head_dim..][..head_dim].copy_from_slice(segment.k.row(key, head_dim));
+                values[row * value_dim..][..value_dim].copy_from_slice(segment.v.row(key, value_dim));
+                if let Some(present) = present.get_mut(row) {
+                    *present = T::ONE;
+                }
             }
         }
-        held[0] = T::from_f64(place as f64);
+        held[0] = problem.cache(sequence, kv_head).after(sequence).mark();
     }
 }

@@ -1,14 +1,17 @@
 //! Softmax attention: the baseline that the linear mechanisms are measured against.
 //!
 //! `out_i = Σ_j p_ij v_j`, `p_ij = e^{s·q_i·k_j} / Σ_l e^{s·q_i·k_l}` over the keys that row `i` sees, `s = 1/√d` unless a
-//! [`scale`](SoftmaxAttention::scale) is given.
+//! [`scale`](SoftmaxAttention::scale) is given. With a [`window`](SoftmaxAttention::window) of `w`, rows see the keys at distances
+//! below `w` alone: sliding-window attention.
 //!
 //! One head's [`State`] is a cache of all keys so far, with a fixed capacity. It has three parts: keys (`capacity ×
 //! head_dim`), values (`capacity × value_dim`) and their number (1). Ignored keys are left out: without positions nothing
-//! tells where they stood.
+//! tells where they stood. With a window it is a ring of `w` rows for keys and values, which never is too full; the third part is
+//! the number of tokens `n` up to `w`, then `w + n mod w`; a fourth (`w`) says of each row whether its token is there (1) or
+//! ignored (0). The token at position `p` stands in row `p mod w`.
 //!
-//! Time is O(Lq·Lk·(d + dv)), memory beside inputs and outputs O(d + dv) for each thread; a gradient takes
-//! O(Lk·(d + dv)) for each thread. The derivation stands in this folder's `README.md`.
+//! Time is O(Lq·Lk·(d + dv)), with a window O(Lq·w·(d + dv)), memory beside inputs and outputs O(d + dv) for each thread; a
+//! gradient takes O(Lk·(d + dv)) for each thread. The derivation stands in this folder's `README.md`.
 
 mod backward;
 mod forward;
@@ -25,7 +28,7 @@ use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
     Sink, State, Token, check_gradients, check_output, kernels,
 };
-use crate::error::Error;
+use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 use crate::simd::Real;
 
@@ -40,17 +43,40 @@ pub struct SoftmaxAttention {
     /// Tokens that a [`State`] has room for; a call or step that needs more is refused. A state takes `capacity · (head_dim +
     /// value_dim) + 1` numbers for each batch entry and key/value head, from the first token on.
     pub capacity: usize,
+    /// `w`: a query sees the keys at distances below it, its own place among them: `w` of them under a causal mask, `2w − 1` in
+    /// both directions. Without one it sees keys at any distance. A state then is a ring of `w` rows, whatever the capacity.
+    pub window: Option<usize>,
 }
 
 impl Default for SoftmaxAttention {
     fn default() -> Self {
-        Self { scale: None, capacity: 4096 }
+        Self { scale: None, capacity: 4096, window: None }
     }
+}
+
+impl SoftmaxAttention {
+    /// The largest window: what a state counts up to, twice that, is exact in `f32`.
+    pub const LARGEST_WINDOW: usize = 1 << 22;
+
+    /// Rows of a state.
+    fn rows(&self) -> usize {
+        self.window.unwrap_or(self.capacity)
+    }
+}
+
+fn check_options(attention: &SoftmaxAttention) -> Result<(), Error> {
+    if let Some(scale) = attention.scale {
+        expect(scale.is_finite(), attention.name(), "scale", || "a finite number".into(), || scale.to_string())?;
+    }
+    let window = attention.window.unwrap_or(1);
+    let range = 1..=SoftmaxAttention::LARGEST_WINDOW;
+    let expected = || format!("between 1 and {}", range.end());
+    expect(range.contains(&window), attention.name(), "window", expected, || window.to_string())
 }
 
 impl Mechanism for SoftmaxAttention {
     fn name(&self) -> &'static str {
-        "softmax"
+        if self.window.is_some() { "softmax-window" } else { "softmax" }
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
@@ -64,7 +90,7 @@ impl Mechanism for SoftmaxAttention {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         let widths = (dims.head_dim + dims.value_dim) as f64;
         let heads = (dims.batch * dims.heads) as f64;
-        let pairs = mask.visible_pairs(dims);
+        let pairs = mask.visible_pairs_within(dims, self.window);
         let flops = heads * pairs * 2.0 * widths;
         let counts = [
             (Rate::SoftmaxNumber, (dims.queries + dims.keys) as f64 * widths),

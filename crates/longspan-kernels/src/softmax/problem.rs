@@ -1,10 +1,14 @@
 //! A checked call, with everything that its tasks share.
 
-use super::{SoftmaxAttention, state};
+use std::ops::Range;
+
+use super::state::{self, Cache};
+use super::{SoftmaxAttention, check_options};
 use crate::call::{
-    Arena, Call, Dims, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
+    Arena, Call, Dims, Mechanism, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient,
+    check_initial_mask,
 };
-use crate::error::{Error, expect};
+use crate::error::Error;
 use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
 use crate::simd::block::{all_finite, scale_by, transpose};
@@ -25,9 +29,12 @@ pub(super) struct Problem<'a, T: 'static> {
     pub dims: Dims,
     /// What scores are multiplied by.
     pub scale: T,
-    pub causal: bool,
-    pub offset: isize,
+    /// The query at position `p` sees the keys from `p − behind` to `p + ahead`.
+    behind: isize,
+    ahead: isize,
     pub sequences: Vec<Sequence<'a>>,
+    /// Which rows of the initial state's rings hold an ignored key; empty where none does.
+    past_padding: Vec<bool>,
     /// Widths of k and v in blocks: whole cache lines.
     pub head_width: usize,
     pub value_width: usize,
@@ -41,23 +48,39 @@ pub(super) struct Segment<'a, T> {
     pub keys: usize,
     /// `true` means ignored; `None` where no key is.
     pub padding: Option<&'a [bool]>,
-    /// From an initial state: every row sees all of them.
-    pub past: bool,
+    /// The position of the first, where a call's own first key is at 0.
+    at: isize,
+    /// The row of the initial state's cache that holds the first; `None` for a call's own keys.
+    pub row: Option<usize>,
 }
+
+impl<T> Segment<'_, T> {
+    /// Whether a key is ignored.
+    pub fn ignores(&self, key: usize) -> bool {
+        self.padding.is_some_and(|ignored| ignored[key])
+    }
+}
+
+/// Beyond every distance, offsets of at most a quarter of the numbers included, and far from overflow.
+const EVERYTHING: isize = isize::MAX / 2;
 
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a SoftmaxAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
-        let operation = "softmax";
+        let operation = attention.name();
         let dims = call.dims;
         check_call(attention, call)?;
-        if let Some(scale) = attention.scale {
-            expect(scale.is_finite(), operation, "scale", || "a finite number".into(), || scale.to_string())?;
-        }
-        let causal = call.mask.order == Order::Causal;
+        check_options(attention)?;
+        let behind = attention.window.map_or(EVERYTHING, |window| window as isize - 1);
+        let ahead = if call.mask.order == Order::Causal { 0 } else { behind };
+        let mut past_padding = Vec::new();
         if let Some(initial) = call.initial_state {
             state::check(attention, &dims, initial, "initial_state")?;
             check_initial_mask(operation, &call.mask)?;
+            let ignored = || initial.each(state::PRESENT).flatten().map(|&present| present == T::ZERO);
+            if ignored().any(|ignored| ignored) {
+                past_padding.extend(ignored());
+            }
         }
         let scale = attention.scale.unwrap_or(1.0 / (dims.head_dim.max(1) as f64).sqrt());
         Ok(Self {
@@ -65,8 +88,9 @@ impl<'a, T: Real> Problem<'a, T> {
             call,
             dims,
             scale: T::from_f64(scale),
-            causal,
-            offset: call.mask.offset,
+            behind,
+            ahead,
+            past_padding,
             sequences: call.mask.sequences(&dims),
             head_width: padded::<T>(dims.head_dim),
             value_width: padded::<T>(dims.value_dim),
@@ -75,14 +99,15 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Whether the call may have a final state, or the gradient of one, of this shape, and whether it fits.
     pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        let operation = "softmax";
+        let operation = self.attention.name();
         state.check(operation, argument, state::shape(self.attention, &self.dims)?)?;
         check_final_mask(operation, &self.call.mask)?;
-        for (batch, sequence) in self.sequences.iter().enumerate() {
-            let own = (0..sequence.keys).filter(|&key| !sequence.padding.is_some_and(|ignored| ignored[key])).count();
+        if self.attention.window.is_some() {
+            return Ok(());
+        }
+        for sequence in &self.sequences {
             for kv_head in 0..self.dims.kv_heads {
-                let past = self.call.initial_state.map_or(0, |state| state::count(state, batch, kv_head));
-                state::check_room(self.attention, argument, past + own)?;
+                state::check_room(self.attention, argument, self.cache(sequence, kv_head).after(sequence).rows())?;
             }
         }
         Ok(())
@@ -90,54 +115,94 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Whether the gradient of the initial state can be had, and fits its place.
     pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
-        let operation = "softmax";
+        let operation = self.attention.name();
         to.check(operation, "gradient of the initial state", state::shape(self.attention, &self.dims)?)?;
         check_initial_gradient(operation, self.call)
     }
 
-    /// The keys that rows of a head see: those of an initial state, then the call's own.
-    pub fn segments(&self, sequence: &Sequence<'a>, kv_head: usize) -> [Segment<'a, T>; 2] {
+    /// What the cache holds before a call's own keys.
+    pub fn cache(&self, sequence: &Sequence<'_>, kv_head: usize) -> Cache {
+        let state = self.call.initial_state;
+        state.map_or(Cache::empty(self.attention), |state| Cache::of(self.attention, state, sequence.batch, kv_head))
+    }
+
+    /// The keys of a head in the order of their positions: those of an initial state, whose ring may begin anywhere, then the
+    /// call's own.
+    pub fn segments<'s>(&'s self, sequence: &Sequence<'s>, kv_head: usize) -> [Segment<'s, T>; 3] {
         let own = Segment {
             k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
             v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
             keys: sequence.keys,
             padding: sequence.padding,
-            past: false,
+            at: 0,
+            row: None,
         };
-        let past = match self.call.initial_state {
-            None => Segment { keys: 0, padding: None, past: true, ..own },
-            Some(state) => {
-                let [keys, values, ..] = state.head(sequence.batch, kv_head);
-                Segment {
-                    k: Rows { data: keys, stride: self.dims.head_dim },
-                    v: Rows { data: values, stride: self.dims.value_dim },
-                    keys: state::count(state, sequence.batch, kv_head),
-                    padding: None,
-                    past: true,
-                }
-            }
+        let Some(state) = self.call.initial_state else {
+            let none = Segment { keys: 0, padding: None, ..own };
+            return [none, none, own];
         };
-        [past, own]
+        let cache = self.cache(sequence, kv_head);
+        let unit = sequence.batch * self.dims.kv_heads + kv_head;
+        let [keys, values, ..] = state.head(sequence.batch, kv_head);
+        let padding = self.past_padding.chunks(self.attention.rows().max(1)).nth(unit);
+        let mut at = -(cache.rows() as isize);
+        let [older, newer] = cache.in_order().map(|rows| {
+            let segment = Segment {
+                k: Rows { data: keys, stride: self.dims.head_dim }.skip(rows.start),
+                v: Rows { data: values, stride: self.dims.value_dim }.skip(rows.start),
+                keys: rows.len(),
+                padding: padding.map(|padding| &padding[rows.clone()]),
+                at,
+                row: Some(rows.start),
+            };
+            at += rows.len() as isize;
+            segment
+        });
+        [older, newer, own]
     }
 
-    /// Keys of a segment before this one may be seen by row `row`.
-    pub fn end(&self, segment: &Segment<'_, T>, row: usize) -> usize {
-        if segment.past || !self.causal {
-            return segment.keys;
-        }
-        (row as isize + self.offset + 1).clamp(0, segment.keys as isize) as usize
+    /// The keys of a segment that a row sees, if they are not ignored.
+    pub fn seen(&self, segment: &Segment<'_, T>, row: usize) -> Range<usize> {
+        let position = row as isize + self.call.mask.offset - segment.at;
+        let within = |key: isize| key.clamp(0, segment.keys as isize) as usize;
+        let from = within(position - self.behind);
+        from..within(position + self.ahead + 1).max(from)
+    }
+
+    /// The keys of a segment that any of the rows sees.
+    pub fn seen_by_any(&self, segment: &Segment<'_, T>, row: usize, rows: usize) -> Range<usize> {
+        self.seen(segment, row).start..self.seen(segment, row + rows - 1).end
     }
 
     /// Whether keys that some of the rows see and others do not hold a number that is not finite, which a weight of 0
     /// would carry to all of them.
     pub fn carries(&self, segment: &Segment<'_, T>, row: usize, rows: usize) -> bool {
-        let (from, to) = (self.end(segment, row), self.end(segment, row + rows - 1));
+        let by_all = self.seen(segment, row + rows - 1).start..self.seen(segment, row).end;
         let finite = |key| {
             all_finite(segment.v.skip(key), 1, self.dims.value_dim)
                 && all_finite(segment.k.skip(key), 1, self.dims.head_dim)
         };
-        let ignored = |key: usize| segment.padding.is_some_and(|ignored| ignored[key]);
-        !(from..to).all(|key| ignored(key) || finite(key))
+        !self.seen_by_any(segment, row, rows).all(|key| by_all.contains(&key) || segment.ignores(key) || finite(key))
+    }
+
+    /// What is seen of a tile: a line for each key of a segment from `key` on, a column for each row from `row` on.
+    pub fn band(&self, segment: &Segment<'_, T>, row: usize, key: usize) -> Band {
+        let apart = segment.at + key as isize - row as isize - self.call.mask.offset;
+        Band { from: apart - self.ahead, to: apart + self.behind + 1 }
+    }
+
+    /// The keys of a segment that the cache after the call holds, and the row of each there.
+    pub fn kept(
+        &self,
+        segment: &Segment<'_, T>,
+        sequence: &Sequence<'_>,
+        kv_head: usize,
+    ) -> impl Iterator<Item = (usize, usize)> {
+        let (cache, window) = (self.cache(sequence, kv_head), self.attention.window);
+        let beyond = window.map_or(0, |window| sequence.keys as isize - segment.at - window as isize);
+        let first = beyond.clamp(0, segment.keys as isize) as usize;
+        let kept = (first..segment.keys).filter(|&key| !segment.ignores(key)).enumerate();
+        kept.map(move |(n, key)| (key, segment.row.map_or_else(|| cache.row(key, n), |first| first + key)))
     }
 
     /// Loads rows of a caller's tensor, times `factor`, and their transpose with lines of `columns`.
@@ -170,25 +235,18 @@ pub(super) fn against<T: Real>(
         .compute();
 }
 
-/// Column `i` of a tile, row `row + i`, sees its lines, the keys from `key` on, up to `i` plus this.
-pub(super) fn ahead<T: Real>(problem: &Problem<'_, T>, segment: &Segment<'_, T>, row: usize, key: usize) -> isize {
-    match segment.past || !problem.causal {
-        true => isize::MAX / 2,
-        false => row as isize + problem.offset - key as isize,
-    }
-}
-
 /// Fills what is not seen of a tile of `keys` lines, by mask or because the key is ignored.
 pub(super) fn clear_unseen<T: Real>(
     (tile, columns): (&mut [T], usize),
     keys: usize,
-    (ahead, ignored): (isize, Option<&[bool]>),
+    (band, ignored): (Band, Option<&[bool]>),
     fill: T,
 ) {
     for (line, numbers) in tile.chunks_exact_mut(columns).take(keys).enumerate() {
-        let unseen = (line as isize - ahead).clamp(0, columns as isize) as usize;
-        let unseen = if ignored.is_some_and(|ignored| ignored[line]) { columns } else { unseen };
-        numbers[..unseen].fill(fill);
+        let (from, to) = band.columns(line, line, columns);
+        let (from, to) = if ignored.is_some_and(|ignored| ignored[line]) { (columns, columns) } else { (from, to) };
+        numbers[..from].fill(fill);
+        numbers[to..].fill(fill);
     }
 }
 

@@ -4,7 +4,7 @@ use super::SoftmaxAttention;
 use crate::call::{Call, Compute, Dims, Keys, Mask, Order, Reference};
 use crate::error::{Error, expect};
 
-/// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees.
+/// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees, by mask and window.
 pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
     Compute::check(attention, call)?;
     expect(
@@ -25,8 +25,10 @@ pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> R
                 let k = |j| call.k.rows(batch, kv_head).row(j, dims.head_dim);
                 let v = |j| call.v.rows(batch, kv_head).row(j, dims.value_dim);
                 let score = |j| scale * q.iter().zip(k(j)).map(|(q, k)| q * k).sum::<f64>();
-                let scores: Vec<(usize, f64)> =
-                    (0..dims.keys).filter(|&j| sees(&call.mask, dims, batch, i, j)).map(|j| (j, score(j))).collect();
+                let scores: Vec<(usize, f64)> = (0..dims.keys)
+                    .filter(|&j| sees(&call.mask, dims, attention.window, [batch, i, j]))
+                    .map(|j| (j, score(j)))
+                    .collect();
 
                 // e^s overflows where the quotient does not.
                 let highest = scores.iter().map(|&(_, s)| s).fold(f64::NEG_INFINITY, f64::max);
@@ -46,7 +48,7 @@ pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> R
 }
 
 /// Whether row `i` sees key `j`; within its own sequence if several are packed.
-fn sees(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> bool {
+fn sees(mask: &Mask<'_>, dims: &Dims, window: Option<usize>, [batch, i, j]: [usize; 3]) -> bool {
     let (i, j, present) = match mask.keys {
         Keys::All => (i, j, true),
         Keys::Lengths(lengths) => (i, j, j < lengths[batch]),
@@ -57,7 +59,9 @@ fn sees(mask: &Mask<'_>, dims: &Dims, batch: usize, i: usize, j: usize) -> bool 
             (i - queries[next - 1], j.saturating_sub(own.start), own.contains(&j))
         }
     };
-    present && (mask.order == Order::Bidirectional || j as isize <= i as isize + mask.offset)
+    let distance = j as isize - (i as isize + mask.offset);
+    let near = window.is_none_or(|window| distance.unsigned_abs() < window);
+    present && near && (mask.order == Order::Bidirectional || distance <= 0)
 }
 
 #[cfg(test)]

@@ -1,42 +1,107 @@
-//! The state of softmax attention: a cache of keys and values.
+//! The state of softmax attention: a cache of keys and values, filled from the front, or with a window a ring in which the token
+//! at position `p` stands in row `p mod window`.
 
-use super::SoftmaxAttention;
-use crate::call::{Dims, State, StateShape, VERSION};
+use std::ops::Range;
+
+use super::{SoftmaxAttention, check_options};
+use crate::call::{Dims, Mechanism, Sequence, State, StateShape, VERSION, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
 /// The sizes of the state of `attention` for calls of these sizes.
 pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateShape, Error> {
-    let numbers = |width: usize| attention.capacity.checked_mul(width);
+    check_options(attention)?;
+    let rows = attention.rows();
+    let present = attention.window.unwrap_or(0);
+    let numbers = |width: usize| rows.checked_mul(width);
     let heads = dims.batch.checked_mul(dims.kv_heads);
-    let head = numbers(dims.head_dim).zip(numbers(dims.value_dim)).and_then(|(k, v)| k.checked_add(v)?.checked_add(1));
+    let head = numbers(dims.head_dim)
+        .zip(numbers(dims.value_dim))
+        .and_then(|(k, v)| k.checked_add(v)?.checked_add(1 + present));
     let bytes = head.zip(heads).and_then(|(head, heads)| head.checked_mul(heads)?.checked_mul(8));
     expect(
         bytes.is_some_and(|bytes| bytes < isize::MAX as usize),
-        "softmax",
-        "capacity",
+        attention.name(),
+        if attention.window.is_some() { "window" } else { "capacity" },
         || "a state that fits the address space".into(),
-        || attention.capacity.to_string(),
+        || rows.to_string(),
     )?;
     Ok(StateShape {
-        mechanism: "softmax",
+        mechanism: attention.name(),
         version: VERSION,
-        options: 0,
+        options: attention.window.map_or(0, |window| fingerprint(&window)),
         batch: dims.batch,
         kv_heads: dims.kv_heads,
-        parts: [attention.capacity * dims.head_dim, attention.capacity * dims.value_dim, 1, 0, 0, 0],
+        parts: [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0],
     })
 }
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Result<State<T>, Error> {
-    dims.check("softmax")?;
+    dims.check(attention.name())?;
     State::zeros(shape(attention, dims)?)
 }
 
-/// Tokens that one head's cache holds.
-pub(super) fn count<T: Real>(state: &State<T>, batch: usize, kv_head: usize) -> usize {
-    state.head(batch, kv_head)[2][0].to_f64() as usize
+/// The part of a head's state that says of each row of a ring whether its token is there (1) or ignored (0).
+pub(super) const PRESENT: usize = 3;
+
+/// How full one head's cache is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cache {
+    window: Option<usize>,
+    /// Tokens so far; of a ring that is full, a number from `window` on that is the same modulo `window`, below `2·window`.
+    count: usize,
+}
+
+impl Cache {
+    /// Before the first token.
+    pub fn empty(attention: &SoftmaxAttention) -> Self {
+        Self { window: attention.window, count: 0 }
+    }
+
+    /// That of a state that was checked.
+    pub fn of<T: Real>(attention: &SoftmaxAttention, state: &State<T>, batch: usize, kv_head: usize) -> Self {
+        Self::marked(attention, state.head(batch, kv_head)[2][0])
+    }
+
+    /// That of a state's mark.
+    pub fn marked<T: Real>(attention: &SoftmaxAttention, mark: T) -> Self {
+        Self { count: mark.to_f64() as usize, ..Self::empty(attention) }
+    }
+
+    /// What a state stores.
+    pub fn mark<T: Real>(self) -> T {
+        T::from_f64(self.count as f64)
+    }
+
+    /// Rows that hold a token.
+    pub fn rows(self) -> usize {
+        self.window.map_or(self.count, |window| self.count.min(window))
+    }
+
+    /// Those rows from the oldest token to the newest.
+    pub fn in_order(self) -> [Range<usize>; 2] {
+        let newer = self.window.filter(|&window| self.count > window).map_or(0, |window| self.count - window);
+        [newer..self.rows(), 0..newer]
+    }
+
+    /// The row of a later token, `key` tokens on and `n` if ignored ones don't count.
+    pub fn row(self, key: usize, n: usize) -> usize {
+        self.window.map_or(self.count + n, |window| (self.count + key) % window)
+    }
+
+    /// After so many tokens.
+    pub fn plus(self, tokens: usize) -> Self {
+        let count = self.count + tokens;
+        let within = |window: usize| if count < window { count } else { window + count % window };
+        Self { count: self.window.map_or(count, within), ..self }
+    }
+
+    /// After the keys of a call. A ring counts ignored ones, whose places move windows on.
+    pub fn after(self, sequence: &Sequence<'_>) -> Self {
+        let ignored = sequence.padding.map_or(0, |padding| padding.iter().filter(|&&ignored| ignored).count());
+        self.plus(sequence.keys - self.window.map_or(ignored, |_| 0))
+    }
 }
 
 /// Checks sizes and counts of a state that a caller gives.
@@ -46,27 +111,34 @@ pub(super) fn check<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    state.check("softmax", argument, shape(attention, dims)?)?;
-    for batch in 0..dims.batch {
-        for kv_head in 0..dims.kv_heads {
-            let held = state.head(batch, kv_head)[2][0].to_f64();
-            expect(
-                held >= 0.0 && held <= attention.capacity as f64 && held.fract() == 0.0,
-                "softmax",
-                argument,
-                || format!("a whole number up to the capacity of {} as the number of tokens", attention.capacity),
-                || held.to_string(),
-            )?;
-        }
+    state.check(attention.name(), argument, shape(attention, dims)?)?;
+    let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1) as f64;
+    for head in state.each(2) {
+        let held = head[0].to_f64();
+        expect(
+            held >= 0.0 && held <= limit && held.fract() == 0.0,
+            attention.name(),
+            argument,
+            || format!("a whole number up to {limit} as the number of tokens"),
+            || held.to_string(),
+        )?;
     }
-    Ok(())
+    let marks = state.each(PRESENT).flatten();
+    let other = marks.copied().find(|&mark| mark != T::ZERO && mark != T::ONE);
+    expect(
+        other.is_none(),
+        attention.name(),
+        argument,
+        || "0 or 1 for each token of a window".into(),
+        || other.unwrap_or(T::ZERO).to_string(),
+    )
 }
 
 /// Checks that a cache has room for so many tokens.
 pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, tokens: usize) -> Result<(), Error> {
     expect(
         tokens <= attention.capacity,
-        "softmax",
+        attention.name(),
         argument,
         || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity),
         || tokens.to_string(),
@@ -85,8 +157,8 @@ pub(super) fn combine<T: Real>(
     later: &State<T>,
 ) -> Result<State<T>, Error> {
     let shape = earlier.shape();
-    later.check("softmax", "later state", shape)?;
-    let capacity = attention.capacity.max(1);
+    later.check(attention.name(), "later state", shape)?;
+    let rows = attention.rows().max(1);
     let [keys, values, ..] = shape.parts;
     let dims = Dims {
         batch: shape.batch,
@@ -94,21 +166,31 @@ pub(super) fn combine<T: Real>(
         kv_heads: shape.kv_heads,
         queries: 0,
         keys: 0,
-        head_dim: keys / capacity,
-        value_dim: values / capacity,
+        head_dim: keys / rows,
+        value_dim: values / rows,
     };
     check(attention, &dims, earlier, "earlier state")?;
     check(attention, &dims, later, "later state")?;
     let mut sum = earlier.try_clone()?;
-    for (unit, [keys, values, held, ..]) in sum.heads_mut().enumerate() {
+    for (unit, [keys, values, held, present, ..]) in sum.heads_mut().enumerate() {
         let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
-        let (first, second) = (count(earlier, batch, kv_head), count(later, batch, kv_head));
-        check_room(attention, "sum of two states", first + second)?;
-        let [later_keys, later_values, ..] = later.head(batch, kv_head);
-        for (to, from, width) in [(keys, later_keys, dims.head_dim), (values, later_values, dims.value_dim)] {
-            to[first * width..][..second * width].copy_from_slice(&from[..second * width]);
+        let first = Cache::marked(attention, held[0]);
+        let second = Cache::of(attention, later, batch, kv_head);
+        let both = first.plus(second.count);
+        if attention.window.is_none() {
+            check_room(attention, "sum of two states", both.rows())?;
         }
-        held[0] = T::from_f64((first + second) as f64);
+        let [later_keys, later_values, _, later_present, ..] = later.head(batch, kv_head);
+        for row in 0..second.rows() {
+            // A later token's row is its position modulo the window, counted from the later state's first token.
+            let to = first.row(row, row);
+            let widths = [dims.head_dim, dims.value_dim, attention.window.map_or(0, |_| 1)];
+            let parts = [(&mut *keys, later_keys), (&mut *values, later_values), (&mut *present, later_present)];
+            for ((to_part, from), width) in parts.into_iter().zip(widths) {
+                to_part[to * width..][..width].copy_from_slice(&from[row * width..][..width]);
+            }
+        }
+        held[0] = both.mark();
     }
     Ok(sum)
 }

@@ -1,7 +1,8 @@
 //! One token at a time: the cache takes in its key and value, its queries read the cache.
 
+use super::SoftmaxAttention;
 use super::problem::KEYS;
-use super::{SoftmaxAttention, state};
+use super::state::{self, Cache};
 use crate::call::{Dims, PARTS, State, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::feature_map::elementwise::load_exponentials;
@@ -20,22 +21,27 @@ pub(super) fn step<T: Real>(
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
     state::check(attention, &dims, state, "state")?;
     check_token(attention, &dims, token, out)?;
-    let mut longest = 0;
-    for unit in 0..batch * kv_heads {
-        longest = longest.max(state::count(state, unit / kv_heads, unit % kv_heads) + 1);
+    let rows = state.each(2).map(|held| Cache::marked(attention, held[0]).plus(1).rows());
+    let longest = rows.max().unwrap_or(0);
+    if attention.window.is_none() {
+        state::check_room(attention, "state", longest)?;
     }
-    state::check_room(attention, "state", longest)?;
     let group = dims.group();
     let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
-    let run = |(unit, ([keys, values, held, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])), (): &mut ()| {
-        let place = held[0].to_f64() as usize;
+    let run = |(unit, ([keys, values, held, present, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])),
+               (): &mut ()| {
+        let before = Cache::marked(attention, held[0]);
+        let (place, after) = (before.row(0, 0), before.plus(1));
         keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
         values[place * value_dim..][..value_dim].copy_from_slice(&token.v[unit * value_dim..][..value_dim]);
-        held[0] = T::from_f64((place + 1) as f64);
+        if let Some(present) = present.get_mut(place) {
+            *present = T::ONE;
+        }
+        held[0] = after.mark();
         for n in 0..group {
             let q = &token.q[(unit * group + n) * head_dim..][..head_dim];
             let out = &mut out[n * value_dim..][..value_dim];
-            attend(q, scale, (keys, values, place + 1), out);
+            attend(q, scale, (keys, values, present), after.rows(), out);
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
@@ -43,8 +49,8 @@ pub(super) fn step<T: Real>(
     Ok(())
 }
 
-/// One row of queries against a cache.
-fn attend<T: Real>(q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize), out: &mut [T]) {
+/// One row of queries against the first rows of a cache; `present` is empty where no key is ignored.
+fn attend<T: Real>(q: &[T], scale: T, (keys, values, present): (&[T], &[T], &[T]), held: usize, out: &mut [T]) {
     let (head_dim, value_dim) = (q.len(), out.len());
     let mut scores = [T::ZERO; KEYS];
     let mut weights = [T::ZERO; KEYS];
@@ -57,6 +63,9 @@ fn attend<T: Real>(q: &[T], scale: T, (keys, values, held): (&[T], &[T], usize),
         scores.fill(T::ZERO);
         add_row_dots(&keys[key * head_dim..], head_dim, q, scores);
         scale_by(scores, scale);
+        for (score, _) in scores.iter_mut().zip(present.iter().skip(key)).filter(|(_, present)| **present == T::ZERO) {
+            *score = T::NEG_INFINITY;
+        }
         let top = scores.iter().copied().fold(highest, T::max);
         if top > highest {
             let factor = (highest - top).exp();

@@ -11,3 +11,4 @@ mod layers;
 mod properties;
 mod softmax;
 mod toeplitz;
+mod window;

@@ -87,7 +87,7 @@ fn case() -> impl Strategy<Value = Case> {
 
 fn softmax() -> Subject {
     let assumptions = Assumptions { content: true, positive_weights: true, ..Default::default() };
-    Subject::new(SoftmaxAttention { scale: None, capacity: 10 }, assumptions)
+    Subject::new(SoftmaxAttention { capacity: 10, ..Default::default() }, assumptions)
 }
 
 proptest! {
@@ -141,7 +141,7 @@ proptest! {
 }
 
 /// Mechanisms for calls that need not make sense.
-const WRONG: usize = 8;
+const WRONG: usize = 9;
 
 fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
     let shaw = Score::Combined(Shaw::new(2));
@@ -153,8 +153,9 @@ fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
             Box::new(KernelizedAttention { decay: Some(vec![0.9]), algorithm: Algorithm::Tiled, ..Default::default() })
         }
         4 => Box::new(KernelizedAttention { score: shaw, decay: Some(vec![0.9, 0.8]), ..Default::default() }),
-        5 => Box::new(SoftmaxAttention { scale: None, capacity: 5 }),
+        5 => Box::new(SoftmaxAttention { capacity: 5, ..Default::default() }),
         6 => Box::new(Toeplitz::new(Bias::clipped(3))),
+        7 => Box::new(SoftmaxAttention { window: Some(3), ..Default::default() }),
         _ => Box::new(Aft::new(Variant::Local { window: 2, length: None })),
     }
 }

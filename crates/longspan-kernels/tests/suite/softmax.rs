@@ -13,7 +13,7 @@ const CAPACITY: usize = 210;
 
 fn subject(scale: Option<f64>) -> Subject {
     let assumptions = Assumptions { content: true, positive_weights: true, ..Default::default() };
-    Subject::new(SoftmaxAttention { scale, capacity: CAPACITY }, assumptions)
+    Subject::new(SoftmaxAttention { scale, capacity: CAPACITY, ..Default::default() }, assumptions)
 }
 
 /// Runs a check over cases, with the usual scale and with others by turns: not larger ones, since `e^s` turns the rounding of a score
@@ -150,7 +150,7 @@ fn large_scores_do_not_overflow() {
 /// A full cache is an error that says what helps, and nothing is written.
 #[test]
 fn a_full_cache_is_refused() {
-    let attention = SoftmaxAttention { scale: None, capacity: 3 };
+    let attention = SoftmaxAttention { capacity: 3, ..Default::default() };
     let dims = longspan_kernels::Dims::square(1, 1, 1, 2);
     let mut state = attention.empty_state(&dims).expect("a small state");
     let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &[] };

@@ -35,7 +35,7 @@ pub use kernelized::{
 pub use mask::{AttentionMask, KeyMask};
 pub use multi_head::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use registry::{Attention, AttentionConfig, MemoryState};
-pub use softmax::{SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxOptions};
+pub use softmax::{SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxOptions, SoftmaxWindowOptions};
 pub use toeplitz::{BiasConfig, ToeplitzAttention, ToeplitzOptions};
 
 pub use crate::backend::{AttentionState, StateForm, StoredState};

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::{
     AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState,
     FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
-    SoftmaxAttention, SoftmaxOptions, StoredState, ToeplitzAttention, ToeplitzOptions, index_tensor,
+    SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions, StoredState, ToeplitzAttention, ToeplitzOptions,
+    index_tensor,
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Error, Result, argument};
@@ -185,6 +186,8 @@ mechanisms! {
     AftConv = aft_conv "aft-conv" (AftConvOptions) -> AftAttention;
     /// Scaled dot-product attention without positions: the baseline, of quadratic cost.
     Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
+    /// The same over the keys within a window: sliding-window attention, of linear cost.
+    SoftmaxWindow = softmax_window "softmax-window" (SoftmaxWindowOptions) -> SoftmaxAttention;
 }
 
 impl Config for AttentionConfig {}

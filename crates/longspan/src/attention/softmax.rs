@@ -1,4 +1,4 @@
-//! Scaled dot-product attention, `softmax(q·kᵀ/√d)·v`: the baseline. Quadratic in the number of tokens.
+//! Scaled dot-product attention, `softmax(q·kᵀ/√d)·v`: the baseline, quadratic in the number of tokens; with a window, linear.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use longspan_kernels as kernels;
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads};
+use super::{AttentionConfig, AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
-use crate::error::Result;
+use crate::error::{Result, argument};
 
 /// Softmax attention has no options.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -25,8 +25,43 @@ impl Options for SoftmaxOptions {
     type Module = SoftmaxAttention;
 
     fn init(&self, heads: Heads, _: &Device) -> Result<SoftmaxAttention> {
-        Ok(SoftmaxAttention { heads })
+        Ok(SoftmaxAttention { heads, window: None })
     }
+}
+
+/// The options of sliding-window attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SoftmaxWindowOptions {
+    /// A query sees the keys at distances below this: so many of them under a causal mask, its own place among them. 256 by default.
+    pub window: usize,
+}
+
+impl Default for SoftmaxWindowOptions {
+    fn default() -> Self {
+        Self { window: 256 }
+    }
+}
+
+impl Options for SoftmaxWindowOptions {
+    type Module = SoftmaxAttention;
+
+    fn init(&self, heads: Heads, _: &Device) -> Result<SoftmaxAttention> {
+        let window = Some(check_window("SoftmaxWindowOptions", self.window)?);
+        Ok(SoftmaxAttention { heads, window })
+    }
+
+    // Its places mean nothing in another sequence.
+    fn cross_attention(&self) -> Option<AttentionConfig> {
+        Some(AttentionConfig::softmax())
+    }
+}
+
+fn check_window(operation: &'static str, window: usize) -> Result<usize> {
+    let range = 1..=kernels::SoftmaxAttention::LARGEST_WINDOW;
+    let expected = || format!("between 1 and {}", range.end());
+    argument(range.contains(&window), operation, "window", expected, || window.to_string())?;
+    Ok(window)
 }
 
 /// Makes a [`SoftmaxAttention`].
@@ -38,6 +73,8 @@ pub struct SoftmaxAttentionConfig {
     pub head_dim: usize,
     /// Key/value heads if fewer than query heads; `heads` is a multiple of them.
     pub kv_heads: Option<usize>,
+    /// A query sees the keys at distances below this; all if not given.
+    pub window: Option<usize>,
 }
 
 /// Scaled dot-product attention over heads: `softmax(q·kᵀ/√head_dim)·v`. It learns nothing itself.
@@ -45,16 +82,19 @@ pub struct SoftmaxAttentionConfig {
 pub struct SoftmaxAttention {
     #[module(skip)]
     heads: Heads,
+    #[module(skip)]
+    window: Option<usize>,
 }
 
 impl SoftmaxAttentionConfig {
     /// Makes the module.
     ///
     /// # Errors
-    /// Heads that do not divide.
+    /// Heads that do not divide, or a window of nothing.
     pub fn init(&self) -> Result<SoftmaxAttention> {
         let heads = Heads::new("SoftmaxAttentionConfig", self.heads, self.kv_heads, self.head_dim)?;
-        Ok(SoftmaxAttention { heads })
+        let window = self.window.map(|window| check_window("SoftmaxAttentionConfig", window)).transpose()?;
+        Ok(SoftmaxAttention { heads, window })
     }
 }
 
@@ -62,15 +102,15 @@ attention_module!(SoftmaxAttention);
 
 impl Layer for SoftmaxAttention {
     fn name(&self) -> &'static str {
-        "softmax"
+        if self.window.is_some() { "softmax-window" } else { "softmax" }
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        Arc::new(kernels::SoftmaxAttention::default())
+        Arc::new(kernels::SoftmaxAttention { window: self.window, ..Default::default() })
     }
 
     fn keeps_past(&self) -> bool {
-        true
+        self.window.is_none()
     }
 
     fn heads(&self) -> Heads {
@@ -84,7 +124,7 @@ impl Layer for SoftmaxAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let ([_, heads, _, dim], keys) = (q.dims(), k.dims()[2]);
         let (dtype, q, k, v) = (q.dtype(), widen(q), widen(k), widen(v));
-        let pairs = Pairs::new(&q, keys, mask);
+        let pairs = Pairs::new(&q, keys, mask).within(self.window);
         let k = pairs.without_ignored(repeat_heads(k, heads));
         let v = pairs.without_ignored(repeat_heads(v, heads));
         let scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());

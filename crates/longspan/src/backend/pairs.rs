@@ -11,6 +11,8 @@ pub(crate) struct Pairs {
     keys: usize,
     causal: bool,
     offset: isize,
+    /// Keys at this distance or beyond are not seen.
+    window: Option<usize>,
     /// Whether each key is ignored, `batch × keys`; `None` where none is.
     ignored: Option<Vec<bool>>,
     device: Device,
@@ -28,9 +30,15 @@ impl Pairs {
             keys,
             causal: mask.order == Order::Causal,
             offset: mask.offset,
+            window: None,
             ignored: mask.ignored(batch, keys),
             device: q.device(),
         }
+    }
+
+    /// Those at distances below a window alone.
+    pub(crate) fn within(self, window: Option<usize>) -> Self {
+        Self { window, ..self }
     }
 
     /// Number of keys.
@@ -54,7 +62,7 @@ impl Pairs {
     /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see
     /// the key.
     pub(crate) fn hidden_as(&self, scores: Tensor<4>, first: usize, value: f32) -> Tensor<4> {
-        if !self.causal && self.ignored.is_none() {
+        if !self.causal && self.ignored.is_none() && self.window.is_none() {
             return scores;
         }
         let [_, heads, rows, keys] = scores.dims();
@@ -65,6 +73,7 @@ impl Pairs {
                 let position = row as isize + self.offset;
                 hidden.extend((0..keys).map(|key| {
                     (self.causal && key as isize > position)
+                        || self.window.is_some_and(|window| position.abs_diff(key as isize) >= window)
                         || self.ignored.as_ref().is_some_and(|ignored| ignored[b * keys + key])
                 }));
             }

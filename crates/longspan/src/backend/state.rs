@@ -15,7 +15,7 @@ use crate::error::{Error, Result, argument};
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
-/// On the CPU without autodiff its size does not grow, except under softmax attention. Elsewhere only kernelized
+/// On the CPU without autodiff its size does not grow, except under softmax attention without a window. Elsewhere only kernelized
 /// attention, with and without Shaw's positions, has a state of constant size; every other mechanism keeps all keys and
 /// values.
 #[derive(Debug, Clone, Default)]

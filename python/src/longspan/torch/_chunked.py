@@ -733,8 +733,11 @@ def _softmax(
     for start in range(0, max(q.shape[2], 1), step):
         stop = min(start + step, q.shape[2])
         seen = there.transpose(-1, -2) > 0
+        distances = _distances(start, stop, k.shape[2], offset, q.device)
         if is_causal:
-            seen = seen & (_distances(start, stop, k.shape[2], offset, q.device) <= 0)
+            seen = seen & (distances <= 0)
+        if settings.get("window") is not None:
+            seen = seen & (distances.abs() < settings["window"])
         scores = (scale * q[:, :, start:stop] @ k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
         highest = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(())
         weights = (scores - highest.nan_to_num(neginf=0.0)).exp()

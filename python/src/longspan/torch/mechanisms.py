@@ -538,11 +538,13 @@ class SoftmaxAttention(Attention):
         *,
         scale: float | None = None,
         capacity: int = 4096,
+        window: int | None = None,
         num_kv_heads: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_heads, head_dim, _options.softmax("SoftmaxAttention", scale, capacity), num_kv_heads)
+        options = _options.softmax("SoftmaxAttention", scale, capacity, window)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._check()
 
 

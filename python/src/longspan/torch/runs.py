@@ -31,7 +31,7 @@ others          nothing; hedgehog feature maps ``map.queries`` and ``map.keys`` 
 ==============  =======================================================================================================
 
 A decoder with AFT attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
-itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax) get sines and cosines.
+itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window) get sines and cosines.
 """
 
 from __future__ import annotations
@@ -144,8 +144,10 @@ class _Block(nn.Module):
         self.attention = _MultiHead(width, heads, _attention(config))
         self.attention_norm = nn.LayerNorm(width)
         if decoder:
-            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory.
+            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory. A window is a place
+            # in the own sequence.
             other = {"attention": "shaw"} if config["attention"].startswith("aft-") else {}
+            other = {"attention": "softmax"} if config["attention"] == "softmax-window" else other
             sizes = {"heads": heads, "d_model": width}
             self.cross_attention = _MultiHead(width, heads, _attention({**sizes, **other} if other else config))
             self.cross_attention_norm = nn.LayerNorm(width)
@@ -225,6 +227,7 @@ _MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[dict[str, Any]]
     "aft-simple": (AftSimple, _as_they_are),
     "aft-conv": (AftConv, _as_they_are),
     "softmax": (SoftmaxAttention, _as_they_are),
+    "softmax-window": (SoftmaxAttention, lambda config: {"window": 256, **_as_they_are(config)}),
 }
 
 
@@ -258,7 +261,7 @@ class Seq2Seq(nn.Module):
         self.output = nn.Linear(width, target_vocab)
         self.dropout = nn.Dropout(config.get("dropout", 0.0))
         # Where the mechanism does not see the order of tokens the command adds sines and cosines.
-        self.sinusoidal = config["attention"] in ("kernelized", "aft-simple", "softmax")
+        self.sinusoidal = config["attention"] in ("kernelized", "aft-simple", "softmax", "softmax-window")
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         x: Tensor = embedding(tokens)
