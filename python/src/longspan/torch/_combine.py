@@ -40,20 +40,20 @@ def combine(
     first, second = (TensorState.of(state) if isinstance(state, State) else state for state in (earlier, later))
     plain = tuple(_operators.as_array(part.detach()) if isinstance(part, Tensor) else part for part in parameters)
     summed = TensorState.of(native.combine(first.detach(), second.detach(), plain))
-    parts = [list(state.numbers.split(first.parts, dim=-1)) for state in (first, second, summed)]
+    a, b, sum_of_both = (list(state.numbers.split(first.parts, dim=-1)) for state in (first, second, summed))
     kind = summed.mechanism
     if kind == "softmax":
-        formula = _softmax(*parts, chosen.get("capacity", 4096))
+        formula = _softmax(a, b, chosen.get("capacity", 4096))
     elif kind == "toeplitz":
         shape = chosen.get("shape") or parameters[0].shape[1:]
-        formula = _toeplitz(*parts, _near(parts[0], shape, None if chosen.get("centred") else chosen.get("first")))
+        formula = _toeplitz(a, b, sum_of_both, _near(a, shape, None if chosen.get("centred") else chosen.get("first")))
     elif kind.startswith("aft-"):
-        formula = _aft(*parts)
+        formula = _aft(a, b, sum_of_both)
     else:
         if kind == "fourier" and chosen.get("axes") is None:
-            parts[1] = _turned(parts[1], parts[0][2], torch.as_tensor(parameters[0]), chosen)
+            b = _turned(b, a[2], torch.as_tensor(parameters[0]), chosen)
         decay = _options.decays(operation, np.empty((1, first.kv_heads)), chosen.get("decay"))
-        formula = _kernelized(*parts, decay)
+        formula = _kernelized(a, b, sum_of_both, decay)
     gradients = torch.cat([part if part.dim() == 3 else part.flatten(2) for part in formula], -1)
     # Of what is infinite, the key of an ignored token, there is no gradient.
     gradients = torch.where(gradients.isfinite(), gradients, 0)
@@ -63,7 +63,8 @@ def combine(
 def _rows(part: Tensor, places: Tensor, count: int) -> Tensor:
     """Of a part that holds ``count`` rows, those at ``places``, ``[batch, kv_heads, rows]``."""
     rows = part.unflatten(-1, (count, part.shape[-1] // max(count, 1)))
-    return rows.gather(2, places.long()[..., None].expand(*places.shape, rows.shape[-1]))
+    found: Tensor = rows.gather(2, places.long()[..., None].expand(*places.shape, rows.shape[-1]))
+    return found
 
 
 def _scaled(own: Tensor, to: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -185,7 +186,7 @@ def _aft(first: Parts, second: Parts, summed: Parts) -> Parts:
     return numerator, denominator, torch.zeros_like(exponents[0]), *ring, torch.zeros_like(marks)
 
 
-def _softmax(first: Parts, second: Parts, summed: Parts, capacity: int) -> Parts:
+def _softmax(first: Parts, second: Parts, capacity: int) -> Parts:
     """The later keys and values after the earlier ones."""
     place = torch.arange(capacity)
     counts, later = (part[2].detach().long() for part in (first, second))
