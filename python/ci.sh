@@ -10,12 +10,12 @@ trap 'rm -rf "$work"' EXIT
 python="$work/environment/bin/python"
 "$python" -m pip install --quiet --upgrade pip
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
-"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest mypy
+"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest mypy basedpyright
 
 # NumPy alone is enough.
 "$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
-    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]"
+    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]" onnxscript onnxruntime
 fi
 "$python" -m pytest -q --durations=5 tests
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then

@@ -1,6 +1,8 @@
 """Every Python example of the documentation runs as written."""
 
 import re
+import subprocess
+import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -25,9 +27,24 @@ def examples():
 
 
 @pytest.mark.parametrize("code", examples())
-def test_example(code):
+def test_example(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "<example>", "exec"), {"__name__": "__main__"})
 
 
 def test_there_are_examples():
     assert len(examples()) >= 2
+
+
+@pytest.mark.parametrize("script, said", [
+    ("hessian.py", "equal, for queries, keys, values and positions"), ("constant_memory.py", "the full forward's logits"),
+    ("fsdp.py", "process 1 of 2: the same parameters"),
+])  # fmt: skip
+def test_script(script, said):
+    path = Path(__file__).parents[1] / "examples" / script
+    if not path.exists():
+        pytest.skip(f"the examples are not here: no {path}")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if script == "fsdp.py" else []
+    done = subprocess.run([sys.executable, *start, path], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr

@@ -7,7 +7,13 @@ torch = pytest.importorskip("torch")
 from test_torch_states import CASES, inputs  # noqa: E402
 
 from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, TensorState, TransformerEncoderLayer  # noqa: E402
+from longspan.torch import (  # noqa: E402
+    MultiheadAttention,
+    TensorState,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+)
+from longspan.torch.mechanisms import MODULES, WITHOUT_ORDER  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,29 @@ def test_steps(make, dynamic):
         # From one to the other.
         token = torch.randn(2, 12)
         torch.testing.assert_close(step(token, TensorState.of(wanted_state))[0], layer.step(token, state)[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cross", MODULES)
+@torch.no_grad()
+def test_a_decoder_steps_through_its_memory(cross, compiled):
+    layer = TransformerDecoderLayer(12, 3, 24, batch_first=True, attention="shaw", radius=2, cross_attention=cross).eval()
+    for parameter in layer.multihead_attn.attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    tokens, memory, ignored = torch.randn(2, 6, 12), torch.randn(2, 5, 12), torch.zeros(2, 5, dtype=torch.bool)
+    ignored[1, 3:] = True
+    whole = layer(tokens, memory, tgt_is_causal=True, memory_key_padding_mask=ignored)
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager", dynamic=True) if compiled else layer.step
+    state, outs = None, []
+    for position in range(6):
+        out, state = step(tokens[:, position], memory, state, ignored, position=position)
+        outs.append(out)
+    torch.testing.assert_close(torch.stack(outs, 1), whole, rtol=1e-4, atol=1e-5)
+    if cross in WITHOUT_ORDER:
+        torch.testing.assert_close(layer.step(tokens[:, 0], memory, None, ignored)[0], whole[:, 0], rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match="TransformerDecoderLayer.step: position: expected how many tokens were before"):
+            layer.step(tokens[:, 0], memory)
 
 
 def test_a_plain_state_is_refused_by_name():

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
-from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
+from longspan.torch import KernelizedAttention, TensorState, _combine  # noqa: E402
 
 LENGTH = 12
 
@@ -32,6 +32,10 @@ CASES = {
         lambda q, k, v, rel, **o: ops.shaw_attention(q, k, v, rel, kernelized=False, **o), [draw(2, 7, 4)],
     ),
     "fourier": (lambda q, k, v, a, b, **o: ops.fourier_attention(q, k, v, a, b, **o), [draw(2, 4, 1), draw(2, 4)]),
+    "fourier, dominant": (
+        lambda q, k, v, a, b, c, beta, **o: ops.fourier_attention(q, k, v, a, b, c, beta, normalizer="dominant", **o),
+        [draw(2, 4, 1), draw(2, 4), draw(2, 4, seed=7), draw(2, 4, seed=8)],
+    ),
     "rotary": (
         lambda q, k, v, a, **o: ops.fourier_attention(q, k, v, a, wave="pairs", normalizer="unrotated", **o),
         [draw(2, 2, 1)],
@@ -39,6 +43,12 @@ CASES = {
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=64, **o), []),
     "softmax, window": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, window=8, **o), []),
     "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 7)]),
+    "toeplitz, exp": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", feature_map="exp", **o), [draw(2, 7)],
+    ),
+    "toeplitz, radius 0": (
+        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 1)],
+    ),
     "toeplitz, table": (
         lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(2, 2 * LENGTH - 1)],
     ),
@@ -325,15 +335,29 @@ def test_a_decay_that_would_learn_is_refused():
 COMBINED = {
     "kernelized": ("kernelized", {}), "kernelized, decay": ("kernelized", {"decay": [0.5, 0.9]}),
     "kernelized, exp": ("kernelized", {"feature_map": "exp"}), "shaw": ("shaw", {"radius": 3}),
-    "shaw, positions alone": ("shaw", {"radius": 3, "kernelized": False}),
+    "shaw, positions alone": ("shaw", {"radius": 3, "kernelized": False}), "fourier": ("fourier", {}),
+    "fourier, dominant": ("fourier", {"normalizer": "dominant"}),
+    "rotary": ("fourier", {"wave": "pairs", "normalizer": "unrotated"}), "softmax": ("softmax", {"capacity": 64}),
+    "toeplitz": ("toeplitz", {"kind": "clipped", "shape": [7]}),
+    "toeplitz, exp": ("toeplitz", {"kind": "clipped", "shape": [7], "feature_map": "exp"}),
+    "toeplitz, table": ("toeplitz", {"shape": [2 * LENGTH - 1]}),
+    "toeplitz, buckets": ("toeplitz", {"kind": "buckets", "shape": [6], "max_distance": 7}),
+    "toeplitz, radius 0": ("toeplitz", {"kind": "clipped", "shape": [1]}), "aft-simple": ("aft-simple", {}),
+    "aft-conv": ("aft-conv", {"taps": 4}),
+    "aft-local": ("aft-local", {"window": 3, "length": LENGTH, "by_position": True}),
+    "aft-full": ("aft-full", {"length": LENGTH}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("cuts", [(5, 9), (1, 2), (4, 6), (0, 6)])
 @pytest.mark.parametrize("name", COMBINED)
-def test_gradients_through_combine(name, cuts):
+@pytest.mark.parametrize("padded", [False, True], ids=["", "with ignored keys"])
+def test_gradients_through_combine(name, cuts, padded):
     """Two stretches taken in apart, added up, and then a third: outputs and gradients of the whole."""
     function, parameters = CASES[name]
+    ignored = torch.zeros(2, LENGTH, dtype=torch.bool)
+    # Not the last of a stretch: a state ends at the last key that counts.
+    ignored[0, 2] = ignored[1, 7] = padded
     mechanism, options = COMBINED[name]
     first, second = cuts
 
@@ -342,15 +366,17 @@ def test_gradients_through_combine(name, cuts):
 
     def state(q, k, v, *parameters, a, b):
         part = [t[:, :, a:b] for t in (q, k, v)]
-        return function(*part, *parameters, is_causal=True, output_final_state=True)[1]
+        return function(*part, *parameters, is_causal=True, output_final_state=True, key_padding_mask=ignored[:, a:b])[1]
 
     apart = tensors()
+    if mechanism == "fourier":
+        options = {**options, "parameters": apart[3:4]}
     together = longspan.combine(mechanism, state(*apart, a=0, b=first), state(*apart, a=first, b=second), **options)
     assert isinstance(together, TensorState)
     last = [t[:, :, second:] for t in apart[:3]]
-    out = function(*last, *apart[3:], is_causal=True, initial_state=together)
+    out = function(*last, *apart[3:], is_causal=True, initial_state=together, key_padding_mask=ignored[:, second:])
     whole = tensors()
-    expected = function(*whole, is_causal=True)[:, :, second:]
+    expected = function(*whole, is_causal=True, key_padding_mask=ignored)[:, :, second:]
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
     gradients = torch.autograd.grad((out * weights).sum(), apart)
@@ -359,12 +385,12 @@ def test_gradients_through_combine(name, cuts):
 
 def test_what_combine_refuses_of_tensors():
     q, k, v = (draw(1, 2, 5, 4).requires_grad_() for _ in range(3))
-    _, learned = ops.aft_simple(q, k, v, is_causal=True, output_final_state=True)
-    with pytest.raises(TypeError, match="earlier: expected a longspan.State of aft-simple, got a TensorState; give state.detach"):
-        longspan.combine("aft-simple", learned, learned)
     _, learned = ops.kernelized_attention(q, k, v, decay=0.5, is_causal=True, output_final_state=True)
     with pytest.raises(ValueError, match="combine: earlier"):
         longspan.combine("kernelized", learned, learned)
     plain = learned.detach()
+    _, cache = ops.softmax_attention(q, k, v, capacity=8, is_causal=True, output_final_state=True)
+    with pytest.raises(ValueError, match="combine: earlier: expected a longspan.State, because states of a window have no sum"):
+        _combine.combine("combine", None, '{"window": 4}', cache, cache, ())
     module = KernelizedAttention(2, 4, decay=0.5)
     assert module.combine(learned, plain).detach() == module.combine(learned.detach(), plain)

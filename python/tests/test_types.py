@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("mypy")
+pytest.importorskip("basedpyright")
 
 SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -32,6 +33,12 @@ encoder = longspan.torch.TransformerEncoderLayer(12, 3, 16, batch_first=True)
 nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
 nn.TransformerDecoder(longspan.torch.TransformerDecoderLayer(12, 3, 16), 2)
 assert_type(encoder.self_attn, longspan.torch.MultiheadAttention)
+assert_type(encoder.step(torch.zeros(2, 12))[0], torch.Tensor)
+assert_type(longspan.torch.TransformerDecoderLayer(12, 3).step(t[0, :, 0], t[0], position=3)[0], torch.Tensor)
+tensors = longspan.torch.TensorState.of(state)
+assert_type(tensors.numbers, torch.Tensor)
+assert_type(tensors.detach(), longspan.State)
+assert_type(longspan.combine("shaw", tensors, state, radius=16), longspan.torch.TensorState)
 """
 WRONG = """
 import torch
@@ -60,9 +67,13 @@ def test_stubs_say_what_there_is(tmp_path):
     assert "checked 2 modules" in done.stdout or done.returncode == 0, done.stdout + done.stderr
 
 
-def test_calls(tmp_path):
+# basedpyright is pyright with the node that it runs on: pyright itself fetches one from elsewhere.
+@pytest.mark.parametrize("checker", [["mypy", "--strict"], ["basedpyright", "--pythonpath", sys.executable]], ids=lambda c: c[0])
+def test_calls(checker, tmp_path):
+    # Pyright's own rules, not those that basedpyright adds.
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     for text, good in ((CALLS, True), (WRONG, False)):
         (tmp_path / "calls.py").write_text(text)
-        done = check("mypy", "--strict", "calls.py", cwd=tmp_path)
+        done = check(*checker, "calls.py", cwd=tmp_path)
         assert (done.returncode == 0) == good, done.stdout
-    assert "is_causl" in done.stdout and "no_such_method" in done.stdout
+    assert "calls.py:5:" in done.stdout and "no_such_method" in done.stdout

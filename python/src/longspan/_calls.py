@@ -97,10 +97,17 @@ def plain_state(operation: str, name: str, state: Any) -> State | None:
     return plain
 
 
-def learns(earlier: Any, later: Any) -> bool:
-    """Whether one of two states carries a gradient, and both are states."""
+def learns(earlier: Any, later: Any, parameters: Sequence[Any] = ()) -> bool:
+    """Whether one of two states, or the parameters that add them up, carry a gradient, and both are states."""
     states = (earlier, later)
-    return any(hasattr(state, "requires_gradient") for state in states) and all(hasattr(state, "kv_heads") for state in states)
+    carried = any(hasattr(state, "requires_gradient") for state in states)
+    # Fourier's are the only ones that have a part in a sum.
+    turned = getattr(earlier, "mechanism", None) == "fourier" and any(getattr(one, "requires_grad", False) for one in parameters)
+    if turned and not carried:
+        import torch
+
+        carried = torch.is_grad_enabled()
+    return carried and all(hasattr(state, "kv_heads") for state in states)
 
 
 def expect_plain(operation: str, earlier: Any, later: Any) -> None:

@@ -161,18 +161,16 @@ def combine(
     `explain`: ``longspan.combine("shaw", first, second, radius=16)``. Fourier positions that are counted also want their
     ``a``: ``longspan.combine("fourier", first, second, parameters=[a])``.
 
-    Where one of them is a `longspan.torch.TensorState` so is the sum, with gradients: for kernelized attention and Shaw's
-    positions.
+    Where one of them is a `longspan.torch.TensorState`, or ``a`` requires a gradient, so is the sum, with gradients.
 
     Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
     """
     _options.expect_type("combine", "mechanism", mechanism, str)
-    if _calls.learns(earlier, later):
+    if _calls.learns(earlier, later, parameters):
         from .torch._combine import combine as combine_tensors
 
         native = _named("combine", mechanism, earlier.kv_heads, options)
-        decay = _options.decays("combine", np.empty((1, earlier.kv_heads)), options.get("decay"))
-        return combine_tensors("combine", native, earlier, later, decay)
+        return combine_tensors("combine", native, _options.as_object(**options), earlier, later, parameters)
     _calls.expect_plain("combine", earlier, later)
     native = _named("combine", mechanism, earlier.kv_heads, options)
     return native.combine(earlier, later, _route.plain_arrays(parameters))

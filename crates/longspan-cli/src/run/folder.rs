@@ -79,7 +79,7 @@ impl RunFolder {
 
     /// Writes all settings.
     pub fn save_config(&self, config: &RunConfig) -> Result<()> {
-        let text = format!("{}\n", serde_json::to_string_pretty(config)?);
+        let text = config.to_json()?;
         self.replace(&[(CONFIG, &|path| write_atomic(path, text.as_bytes()))])
     }
 

@@ -6,7 +6,7 @@ use burn::tensor::Device;
 use super::task::Task;
 use crate::run::checkpoint::{Saved, optimizer};
 use crate::run::config::RunConfig;
-use crate::run::folder::RunFolder;
+use crate::run::folder::{CHECKPOINT, RunFolder};
 
 /// A trained run.
 pub struct Trained<T: Task> {
@@ -24,9 +24,14 @@ impl<T: Task> Trained<T> {
         Ok(Self { config, task, model, folder })
     }
 
-    /// How far the training has come; reads and verifies the checkpoint.
-    pub fn load_saved(&self) -> Result<Saved> {
+    /// How far the training has come; reads and verifies the checkpoint. `None` if the run was written without one, which the
+    /// Python package does.
+    pub fn load_saved(&self) -> Result<Option<Saved>> {
+        self.folder.verify(|name| name == CHECKPOINT)?;
+        if !self.folder.checkpoint().exists() {
+            return Ok(None);
+        }
         let model = self.task.model(&self.config, &Device::flex())?;
-        Ok(self.folder.load_checkpoint(model, optimizer(&self.config))?.saved)
+        Ok(Some(self.folder.load_checkpoint(model, optimizer(&self.config))?.saved))
     }
 }

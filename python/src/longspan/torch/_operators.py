@@ -215,6 +215,17 @@ def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tenso
     return torch.tensor(packed[0], dtype=torch.int64), torch.tensor(packed[1], dtype=torch.int64)
 
 
+def _refuse_onnx(operation: str, mechanism: str) -> None:
+    """Says why a call is not exported to ONNX, and what is. Asked here, because nothing else runs both ways that torch traces."""
+    if torch.onnx.is_in_onnx_export():
+        why = f"ONNX has no operator for {mechanism}"
+        if mechanism == "kernelized":
+            # torch writes opset 18, from which no release of onnx or onnxscript converts to 27.
+            why = "ONNX's operator for it, LinearAttention, is of opset 27, which torch.onnx.export cannot write"
+        raise RuntimeError(f"{operation}: torch.onnx.export: expected torch.export.export, because {why}, got an export to ONNX; for ONNX "
+                           "call longspan.torch.chunked_attention, which computes the same in operators that ONNX has")  # fmt: skip
+
+
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
 def attention(
     q: Tensor,
@@ -252,6 +263,7 @@ def _attention_shapes(
     is_causal: bool,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
+    _refuse_onnx(operation, mechanism)
     batch, heads, queries, _ = q.shape
     out = _token_major(q, batch, heads, queries, v.shape[3])
     return out, q.new_empty((batch, heads, queries), dtype=_dtype_of_denominators(q))
@@ -444,8 +456,12 @@ def _with_state_shapes(
     state_of: str,
     state_options: str,
     parts: list[int],
+    mechanism: str,
+    options: str,
+    operation: str,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse_onnx(operation, mechanism)
     batch, heads, queries, _ = q.shape
     dtype = _dtype_of_denominators(q)
     out = _token_major(q, batch, heads, queries, v.shape[3])

@@ -254,10 +254,16 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         memory: Tensor,
         state: State | TensorState | None = None,
         memory_key_padding_mask: Tensor | None = None,
+        *,
+        position: int | None = None,
     ) -> tuple[Tensor, State | TensorState]:
         """One token, ``[batch, d_model]``, of the layer under ``tgt_is_causal=True``, with all of ``memory`` as in
-        `forward`; see `MultiheadAttention.step`. Every token reads the whole memory."""
+        `forward`; see `MultiheadAttention.step`. Every token reads the whole memory. A ``cross_attention`` that sees the order of
+        tokens needs the token's ``position``: how many were before it."""
         kept: list[State | TensorState] = []
+        if position is None and getattr(self.multihead_attn.attention, "sees_order", False):
+            raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention to the "
+                             "memory sees their order, got None")  # fmt: skip
 
         def attend(x: Tensor) -> Tensor:
             out, new = self.self_attn.step(x, state)
@@ -267,7 +273,7 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         def attend_to_memory(x: Tensor) -> Tensor:
             axis = 1 if self.multihead_attn.batch_first else 0
             out: Tensor = self.multihead_attn(
-                x.unsqueeze(axis), memory, memory, key_padding_mask=memory_key_padding_mask
+                x.unsqueeze(axis), memory, memory, key_padding_mask=memory_key_padding_mask, offset=position or 0
             )[0]  # fmt: skip
             return out.squeeze(axis)
 

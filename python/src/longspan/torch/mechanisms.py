@@ -19,6 +19,10 @@ from . import _combine, _dispatch, _operators
 from ._states import TensorState
 
 
+#: Mechanisms that do not see the order of tokens by themselves.
+WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window")
+
+
 class Attention(nn.Module):
     """A mechanism with its options and parameters."""
 
@@ -39,6 +43,8 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self._options = options
         self._maps: tuple[str, ...] = ()
+        #: Whether an output depends on where its query stands.
+        self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
 
     @property
     def key_dim(self) -> int:
@@ -153,8 +159,8 @@ class Attention(nn.Module):
         operation = f"{type(self).__name__}.combine"
         learned = self._learned()
         native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
-        if _calls.learns(earlier, later):
-            return _combine.combine(operation, native, earlier, later, json.loads(self._options).get("decay"))
+        if _calls.learns(earlier, later, learned):
+            return _combine.combine(operation, native, self._options, earlier, later, learned)
         _calls.expect_plain(operation, earlier, later)
         return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
 

@@ -1,5 +1,5 @@
 """Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made of pairs, or write weights that
-it reads. Runs of texts and of labelled texts are read by the command alone (``longspan generate``, ``longspan predict``).
+it reads. Runs of texts and of labelled texts are read by `longspan.transformers`.
 
 A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``. Names in
 the weights' file, with ``i`` counting blocks from 0:
@@ -12,11 +12,15 @@ file                                                          shape             
 ``encoder.i.attention.output.{weight,bias}``                  ``[d_model, d_model]``   the same, weight transposed
 ``encoder.i.attention.attention....``                         see below                see below
 ``encoder.i.feed_forward.{inner,outer}.{weight,bias}``        ``[in, out]``            the same, weight transposed
-``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``            ``...{weight,bias}``
+``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``            ``...{weight,bias}``; RMS: no ``beta``
 ``decoder.i....``, and ``decoder.i.cross_attention...``       as the encoder's
 ``encoder_norm``, ``decoder_norm`` ``.{gamma,beta}``          ``[d_model]``            ``...{weight,bias}``; pre-norm only
 ``output.{weight,bias}``                                      ``[d_model, vocab]``     the same, weight transposed
 ============================================================  =======================  =====================================
+
+A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output`` besides,
+``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts have
+``inner.weight`` ``[d_model, 2 d_ff]``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 
@@ -41,28 +45,17 @@ import json
 import os
 import shlex
 import struct
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .mechanisms import (
-    AftConv,
-    AftFull,
-    AftLocal,
-    AftSimple,
-    Attention,
-    FourierAttention,
-    KernelizedAttention,
-    ShawAttention,
-    SoftmaxAttention,
-    ToeplitzAttention,
-)
+from .mechanisms import AftConv, AftFull, ShawAttention, ToeplitzAttention
+from .models import Seq2Seq
 
 #: Ids that every tokenizer of the command shares; what it knows itself comes after.
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
@@ -105,193 +98,6 @@ class Tokenizer:
         return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own)
 
 
-class _MultiHead(nn.Module):
-    def __init__(self, d_model: int, heads: int, attention: Attention) -> None:
-        super().__init__()
-        self.widths = (d_model, heads * attention.key_dim, d_model)
-        self.query_key_value = nn.Linear(d_model, sum(self.widths))
-        self.output = nn.Linear(d_model, d_model)
-        self.attention = attention
-        self.heads = heads
-
-    def forward(self, x: Tensor, memory: Tensor | None = None, **mask: Any) -> Tensor:
-        if memory is None:
-            q, k, v = self.query_key_value(x).split(self.widths, -1)
-        else:
-            weight, bias = self.query_key_value.weight, self.query_key_value.bias
-            of = zip((x, memory, memory), weight.split(self.widths), bias.split(self.widths))
-            q, k, v = (F.linear(x, w, b) for x, w, b in of)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        out: Tensor = self.output(self.attention(q, k, v, **mask).transpose(1, 2).flatten(2))
-        return out
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(d_model, d_ff)
-        self.outer = nn.Linear(d_ff, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.outer(F.relu(self.inner(x)))
-        return out
-
-
-class _Block(nn.Module):
-    def __init__(self, config: dict[str, Any], decoder: bool) -> None:
-        super().__init__()
-        width, heads = config["d_model"], config["heads"]
-        self.attention = _MultiHead(width, heads, _attention(config))
-        self.attention_norm = nn.LayerNorm(width)
-        if decoder:
-            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory. A window is a place
-            # in the own sequence.
-            other = {"attention": "shaw"} if config["attention"].startswith("aft-") else {}
-            other = {"attention": "softmax"} if config["attention"] == "softmax-window" else other
-            sizes = {"heads": heads, "d_model": width}
-            self.cross_attention = _MultiHead(width, heads, _attention({**sizes, **other} if other else config))
-            self.cross_attention_norm = nn.LayerNorm(width)
-        self.feed_forward = _FeedForward(width, config["d_ff"])
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(config.get("dropout", 0.0))
-        self.norm_first = config.get("norm", "pre") == "pre"
-
-    def _residual(self, x: Tensor, norm: nn.Module, branch: Any) -> Tensor:
-        if self.norm_first:
-            out: Tensor = x + self.dropout(branch(norm(x)))
-        else:
-            out = norm(x + self.dropout(branch(x)))
-        return out
-
-    def forward(self, x: Tensor, ignored: Tensor | None, memory: Tensor | None = None) -> Tensor:
-        if memory is None:
-            x = self._residual(x, self.attention_norm, lambda x: self.attention(x, key_padding_mask=ignored))
-        else:
-            x = self._residual(x, self.attention_norm, lambda x: self.attention(x, is_causal=True))
-            x = self._residual(
-                x, self.cross_attention_norm, lambda x: self.cross_attention(x, memory, key_padding_mask=ignored)
-            )
-        return self._residual(x, self.feed_forward_norm, self.feed_forward)
-
-
-def _kernel(config: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = config.get("attention_options", {}).get("kernel", {})
-    return {"feature_map": config.get("feature_map", "elu+1"), **own}
-
-
-def _kernelized(config: dict[str, Any]) -> dict[str, Any]:
-    return _kernel(config)
-
-
-def _shaw(config: dict[str, Any]) -> dict[str, Any]:
-    options = {"radius": config.get("radius", 16), **config.get("attention_options", {}).get("relative", {})}
-    return {
-        "radius": options["radius"], "shared": options.get("shared", False), "kernelized": options.get("content", True),
-        "rel_feature_map": "identity" if options.get("raw", False) else "same", **_kernel(config),
-    }  # fmt: skip
-
-
-def _fourier(config: dict[str, Any]) -> dict[str, Any]:
-    options = config.get("attention_options", {})
-    kernel = _kernel(config)
-    # Fourier's normaliser says whether and by what a row is divided.
-    if not kernel.pop("normalize", True):
-        raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
-    normalizer = options.get("normalizer", "one-plus").replace("-", "_")
-    return {"normalizer": normalizer, "wave": "pairs" if options.get("rotary", False) else "each", **kernel}
-
-
-def _toeplitz(config: dict[str, Any]) -> dict[str, Any]:
-    options = dict(config.get("attention_options", {}))
-    return {**options.pop("bias", {}), **options}
-
-
-def _as_they_are(config: dict[str, Any]) -> dict[str, Any]:
-    return dict(config.get("attention_options", {}))
-
-
-def _by_position(config: dict[str, Any]) -> dict[str, Any]:
-    # A row for the longest sequence, with the token that it starts with, as the command makes the table.
-    positions = max(config.get("max_tokens") or 0, config.get("answer_tokens") or 0) + 1
-    return {"length": max(1024, positions), **config.get("attention_options", {})}
-
-
-#: For each mechanism its module and how the module's options follow from a run's settings.
-_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "kernelized": (KernelizedAttention, _kernelized),
-    "shaw": (ShawAttention, _shaw),
-    "fourier": (FourierAttention, _fourier),
-    "toeplitz": (ToeplitzAttention, _toeplitz),
-    "aft-full": (AftFull, _by_position),
-    "aft-local": (AftLocal, _by_position),
-    "aft-simple": (AftSimple, _as_they_are),
-    "aft-conv": (AftConv, _as_they_are),
-    "softmax": (SoftmaxAttention, _as_they_are),
-    "softmax-window": (SoftmaxAttention, lambda config: {"window": 256, **_as_they_are(config)}),
-}
-
-
-def _attention(config: dict[str, Any]) -> Attention:
-    """The mechanism that a run's settings name."""
-    name = config["attention"]
-    if name not in _MECHANISMS:
-        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
-    module, options = _MECHANISMS[name]
-    try:
-        return module(config["heads"], config["d_model"] // config["heads"], **options(config))
-    except TypeError as error:
-        raise ValueError(f"config.json: attention_options: {error}") from error
-
-
-class Seq2Seq(nn.Module):
-    """The command's model: a bidirectional encoder, a causal decoder, attention of the decoder to the encoder.
-
-    ``config`` is a run's ``config.json``.
-    """
-
-    def __init__(self, config: dict[str, Any], source_vocab: int, target_vocab: int) -> None:
-        super().__init__()
-        width = config["d_model"]
-        self.source_embedding = nn.Embedding(source_vocab, width)
-        self.target_embedding = nn.Embedding(target_vocab, width)
-        self.encoder = nn.ModuleList(_Block(config, False) for _ in range(config["encoder_layers"]))
-        self.decoder = nn.ModuleList(_Block(config, True) for _ in range(config["decoder_layers"]))
-        if config.get("norm", "pre") == "pre":
-            self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.output = nn.Linear(width, target_vocab)
-        self.dropout = nn.Dropout(config.get("dropout", 0.0))
-        # Where the mechanism does not see the order of tokens the command adds sines and cosines.
-        self.sinusoidal = config["attention"] in ("kernelized", "aft-simple", "softmax", "softmax-window")
-
-    def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-        x: Tensor = embedding(tokens)
-        if self.sinusoidal:
-            column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
-            position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-            angle = position[:, None] / 1e4 ** (column // 2 * 2 / x.shape[2])
-            x = x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
-        dropped: Tensor = self.dropout(x)
-        return dropped
-
-    def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
-        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
-
-        ``source`` is ``[batch, source_tokens]``, of which ``source_lengths`` ``[batch]`` count; ``target`` begins with
-        `START`.
-        """
-        ignored = torch.arange(source.shape[1], device=source.device) >= source_lengths[:, None]
-        memory = self._embed(self.source_embedding, source)
-        for block in self.encoder:
-            memory = block(memory, ignored)
-        memory = self.encoder_norm(memory) if hasattr(self, "encoder_norm") else memory
-        x = self._embed(self.target_embedding, target)
-        for block in self.decoder:
-            x = block(x, ignored, memory)
-        x = self.decoder_norm(x) if hasattr(self, "decoder_norm") else x
-        logits: Tensor = self.output(x)
-        return logits
-
-
 @dataclass
 class Run:
     """A run of the command."""
@@ -325,8 +131,6 @@ _NOT_OF_PAIRS = {
     "series": ("series, a model of points", "predict"),
     "synthetic": ("synthetic sequences, a language model", "eval"),
 }
-#: Settings of blocks that `Seq2Seq` has one form of.
-_FORM = {"norm_kind": "layer", "activation": "relu", "gated": False}
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -343,10 +147,6 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         if config.get(setting):
             raise ValueError(f"load_run: {folder}: expected a run of pairs, got one of {kind}; read it with "
                              f"`longspan {command} {shlex.quote(str(folder))}`")  # fmt: skip
-    for setting, known in _FORM.items():
-        if config.get(setting, known) != known:
-            raise ValueError(f"load_run: {folder}: expected {setting} = {known!r}, got {config[setting]!r}; answer with "
-                             f"`longspan predict {shlex.quote(str(folder))}`")  # fmt: skip
     source = Tokenizer.load(folder / "source_tokenizer.json")
     target = Tokenizer.load(folder / "target_tokenizer.json")
     model = Seq2Seq(config, len(source), len(target))
@@ -362,7 +162,7 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
     prefix, _, last = name.rpartition(".")
     if isinstance(module, nn.Linear) and last == "weight":
         return name, tensor.T
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
     if last in ("map_queries", "map_keys"):
         return f"{prefix}.map.{last[4:]}", tensor
@@ -375,12 +175,13 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
     return name, tensor
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Views of a model's parameters as they stand in a file."""
+def _parameters(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Views of a model's parameters, or of others in their place by name, as they stand in a file."""
     entries = {}
     for prefix, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
-            name, view = _file_entry(f"{prefix}.{last}" if prefix else last, parameter.detach(), module)
+            own = f"{prefix}.{last}" if prefix else last
+            name, view = _file_entry(own, (parameter if values is None else values[own]).detach(), module)
             entries[name] = view
     return entries
 
@@ -422,10 +223,20 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes ``model`` so that the command reads it in the place of a run's ``model.safetensors``, and seals it with the other
     files of the run, if ``path`` is in the folder of one.
     """
+    path = Path(path)
+    files = {path.name: weights_file(model)}
+    if path.with_name("seal.json").exists():
+        store(path.parent, files)
+    else:
+        _replace(path, files[path.name])
+
+
+def weights_file(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> bytes:
+    """The contents of a ``model.safetensors``: of the model's parameters, or of ``values`` with their names."""
     header: dict[str, Any] = {}
     pieces = []
     offset = 0
-    for name, view in sorted(_parameters(model).items()):
+    for name, view in sorted(_parameters(model, values).items()):
         numbers = view.cpu().to(torch.float32).contiguous().numpy().astype("<f4")
         header[name] = {"dtype": "F32", "shape": list(numbers.shape), "data_offsets": [offset, offset + numbers.nbytes]}
         offset += numbers.nbytes
@@ -433,17 +244,20 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     text = json.dumps(header).encode()
     # The format wants numbers to begin at whole multiples of 8 bytes.
     text += b" " * (-len(text) % 8)
-    path = Path(path)
-    whole = b"".join([struct.pack("<Q", len(text)), text, *pieces])
-    seal = path.with_name("seal.json")
-    if not seal.exists():
-        return _replace(path, whole)
+    return b"".join([struct.pack("<Q", len(text)), text, *pieces])
+
+
+def store(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files into a run folder, or one that is to be a run's, and seals them with those that are sealed there."""
+    seal = folder / "seal.json"
+    sealed = json.loads(seal.read_bytes())["files"] if seal.exists() else {}
     # As the command does: the seal allows the old contents and the new, then the new alone.
-    files = json.loads(seal.read_bytes())["files"]
-    allowed = [*files.get(path.name, []), hashlib.sha256(whole).hexdigest()]
-    _seal(seal, {**files, path.name: allowed})
-    _replace(path, whole)
-    _seal(seal, {**files, path.name: allowed[-1:]})
+    now = {name: [hashlib.sha256(contents).hexdigest()] for name, contents in files.items()}
+    if sealed:
+        _seal(seal, {**sealed, **{name: [*sealed.get(name, []), *one] for name, one in now.items()}})
+    for name, contents in files.items():
+        _replace(folder / name, contents)
+    _seal(seal, {**sealed, **now})
 
 
 def _seal(path: Path, files: dict[str, list[str]]) -> None:

@@ -59,10 +59,10 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     if arguments.json {
         let mut value = json!({
             "run": run.display().to_string(),
-            "step": saved.step,
-            "finished": config.known_steps().is_some_and(|steps| saved.step >= steps),
-            "best_step": saved.best.map_or(saved.step, |best| best.step),
-            "seconds": saved.seconds,
+            "step": saved.as_ref().map(|saved| saved.step),
+            "finished": saved.as_ref().map(|saved| config.known_steps().is_some_and(|steps| saved.step >= steps)),
+            "best_step": saved.as_ref().map(|saved| saved.best.map_or(saved.step, |best| best.step)),
+            "seconds": saved.as_ref().map(|saved| saved.seconds),
             "parameters": trained.model.num_params(),
             "loss": last("loss"),
             "development_loss": last("development_loss"),
@@ -89,14 +89,17 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         config.heads,
         trained.model.num_params()
     )?;
-    writeln!(
-        out,
-        "training    step {} of {}, {}",
-        saved.step,
-        steps.map_or("?".into(), |steps| steps.to_string()),
-        duration(saved.seconds)
-    )?;
-    if let Some(best) = saved.best.filter(|best| best.step < saved.step) {
+    match &saved {
+        Some(saved) => writeln!(
+            out,
+            "training    step {} of {}, {}",
+            saved.step,
+            steps.map_or("?".into(), |steps| steps.to_string()),
+            duration(saved.seconds)
+        )?,
+        None => writeln!(out, "training    none to go on with: the folder has weights and no checkpoint")?,
+    }
+    if let Some(best) = saved.as_ref().and_then(|saved| saved.best.filter(|best| best.step < saved.step)) {
         writeln!(
             out,
             "weights     of step {}, the best on development examples ({:.3} {})",
@@ -136,7 +139,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             }
         }
     }
-    if steps.is_none_or(|steps| saved.step < steps) {
+    if saved.is_some_and(|saved| steps.is_none_or(|steps| saved.step < steps)) {
         writeln!(out, "unfinished  go on with: {} train --resume {}", shell::program(), shell::path(run))?;
     }
     Ok(Outcome::Done)

@@ -154,10 +154,10 @@ impl Target {
     /// What the model is to give for a label; `None` for one that did not occur in training.
     pub fn goal(&self, label: &str) -> Result<Option<Goal>> {
         match self {
-            Self::Labels(labels) => Ok(labels
-                .binary_search_by(|known| known.as_str().cmp(label))
-                .ok()
-                .map(|place| Goal::Label(place as u32))),
+            // In any order: another program may have written the list.
+            Self::Labels(labels) => {
+                Ok(labels.iter().position(|known| known == label).map(|place| Goal::Label(place as u32)))
+            }
             Self::Number { mean, deviation } => match number(label) {
                 Some(number) => Ok(Some(Goal::Number(((number - mean) / deviation) as f32))),
                 None => bail!("the label {label:?} is no number, and this run foretells numbers; give numbers"),

@@ -1,14 +1,4 @@
-"""Longspan's attention inside models of Hugging Face's `transformers`, which is an optional dependency.
-
-`register` makes an attention known by name; `StateCache` lets ``generate`` keep states, of a size that does not grow, in the
-place of keys and values::
-
-    longspan.transformers.register("longspan")
-    model.set_attn_implementation("longspan")
-    model.generate(**prompt, past_key_values=longspan.transformers.StateCache())
-
-A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
-"""
+"""Longspan's attention inside models of Hugging Face's `transformers`, and the cache that holds its states."""
 
 from __future__ import annotations
 
@@ -21,10 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from . import ops
-from ._native import State
-
-__all__ = ["StateCache", "register"]
+from .. import ops
+from .._native import State
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step),
@@ -117,7 +105,7 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
 
 
 class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's state, and how many tokens it has taken in."""
+    """One layer's state, and how many tokens it has taken in; in a decoder, keys and values of what the encoder gave."""
 
     supports_early_init = False
 
@@ -125,6 +113,7 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.state: State | Any | None = None
         self.tokens = 0
+        self.memory: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -147,7 +136,7 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        self.state, self.tokens = None, 0
+        self.state, self.tokens, self.memory = None, 0, None
 
     def offload(self) -> None:
         """A state is on the CPU."""
@@ -166,10 +155,13 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.select(indices)
+        if self.memory is not None:
+            keys, values = self.memory
+            self.memory = keys.index_select(0, indices), values.index_select(0, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.state = self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
 
 
 class StateCache(Cache):  # type: ignore[misc]
@@ -180,6 +172,12 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_StateLayer)
+
+    def first(self, count: int) -> list[_StateLayer]:
+        """Of so many layers what they remember."""
+        self.layers.extend(_StateLayer() for _ in range(len(self.layers), count))
+        layers: list[_StateLayer] = self.layers[:count]
+        return layers
 
     @property
     def nbytes(self) -> int:

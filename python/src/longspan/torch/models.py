@@ -1,0 +1,423 @@
+"""The models of the `longspan` command in PyTorch: a language model, a classifier, and a sequence-to-sequence transformer.
+
+Each is made from the settings of a run (its ``config.json``, as a dictionary) and the sizes of its vocabularies.
+`longspan.torch.runs` reads and writes their weights, and lists the names of these; `longspan.transformers` puts them into models
+of Hugging Face's `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .mechanisms import (
+    WITHOUT_ORDER,
+    AftConv,
+    AftFull,
+    AftLocal,
+    AftSimple,
+    Attention,
+    FourierAttention,
+    KernelizedAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    ToeplitzAttention,
+)
+
+Settings = dict[str, Any]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu-tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+}  # fmt: skip
+_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": partial(nn.RMSNorm, eps=1e-5)}
+#: Mechanisms whose tables have a row for each position.
+BY_POSITION = ("aft-full", "aft-local")
+
+
+def _chosen(settings: Settings, key: str, usual: str, known: dict[str, Any]) -> Any:
+    name = settings.get(key, usual)
+    if name not in known:
+        raise ValueError(f"config.json: {key}: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def _norm(settings: Settings) -> nn.Module:
+    norm: nn.Module = _chosen(settings, "norm_kind", "layer", _NORMS)(settings["d_model"])
+    return norm
+
+
+def _last_norm(settings: Settings) -> nn.Module | None:
+    """The norm after the last block, which pre-norm blocks need."""
+    return _norm(settings) if settings.get("norm", "pre") == "pre" else None
+
+
+class Past:
+    """What one layer remembers of the tokens before: a state, and how many they were; in a decoder, keys and values of the memory."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.tokens = 0
+        self.memory: tuple[Tensor, Tensor] | None = None
+
+
+class _MultiHead(nn.Module):
+    def __init__(self, d_model: int, heads: int, attention: Attention) -> None:
+        super().__init__()
+        self.widths = (d_model, heads * attention.key_dim, d_model)
+        self.query_key_value = nn.Linear(d_model, sum(self.widths))
+        self.output = nn.Linear(d_model, d_model)
+        self.attention = attention
+        self.heads = heads
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
+
+    def forward(self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None) -> Tensor:
+        """Self-attention, after the tokens that ``past`` remembers."""
+        q, k, v = (self._split(part) for part in self.query_key_value(x).split(self.widths, -1))
+        if past is None:
+            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=ignored)
+        elif q.shape[2] == 1 and (ignored is None or not bool(ignored.any())):
+            out, past.state = self.attention.step(q[:, :, 0], k[:, :, 0], v[:, :, 0], past.state)
+            out = out[:, :, None]
+        else:
+            out, past.state = self.attention(
+                q, k, v, is_causal=True, key_padding_mask=ignored, initial_state=past.state, output_final_state=True
+            )
+        return self._joined(out)
+
+    def attend_to(self, memory: Tensor | None, x: Tensor, ignored: Tensor | None = None, past: Any = None) -> Tensor:
+        """Attention to a memory, whose keys and values ``past`` keeps from the first call on."""
+        parts = list(zip(self.query_key_value.weight.split(self.widths), self.query_key_value.bias.split(self.widths)))
+        known = None if past is None else past.memory
+        if known is None:
+            assert memory is not None
+            k, v = (self._split(F.linear(memory, *part)) for part in parts[1:])
+            if past is not None:
+                past.memory = k, v
+        else:
+            k, v = known
+        first = 0 if past is None else past.tokens
+        return self._joined(self.attention(self._split(F.linear(x, *parts[0])), k, v, offset=first, key_padding_mask=ignored))
+
+    def _joined(self, out: Tensor) -> Tensor:
+        joined: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        return joined
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.gated = settings.get("gated", False)
+        self.inner = nn.Linear(settings["d_model"], settings["d_ff"] * (1 + self.gated))
+        self.outer = nn.Linear(settings["d_ff"], settings["d_model"])
+        self.activation = _chosen(settings, "activation", "relu", _ACTIVATIONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.gated:
+            y, gate = y.chunk(2, -1)
+            y = self.activation(y) * gate
+        else:
+            y = self.activation(y)
+        out: Tensor = self.outer(y)
+        return out
+
+
+class _Block(nn.Module):
+    def __init__(self, settings: Settings, attention: Attention, cross: Attention | None = None) -> None:
+        super().__init__()
+        width, heads = settings["d_model"], settings["heads"]
+        self.attention = _MultiHead(width, heads, attention)
+        self.attention_norm = _norm(settings)
+        if cross is not None:
+            self.cross_attention = _MultiHead(width, heads, cross)
+            self.cross_attention_norm = _norm(settings)
+        self.feed_forward = _FeedForward(settings)
+        self.feed_forward_norm = _norm(settings)
+        self.dropout = nn.Dropout(settings.get("dropout", 0.0))
+        self.norm_first = settings.get("norm", "pre") == "pre"
+
+    def _residual(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm_first:
+            out: Tensor = x + self.dropout(branch(norm(x)))
+        else:
+            out = norm(x + self.dropout(branch(x)))
+        return out
+
+    def forward(
+        self,
+        x: Tensor,
+        ignored: Tensor | None = None,
+        is_causal: bool = False,
+        past: Any = None,
+        memory: Tensor | None = None,
+        memory_ignored: Tensor | None = None,
+    ) -> Tensor:
+        x = self._residual(x, self.attention_norm, lambda x: self.attention(x, ignored, is_causal, past))
+        if hasattr(self, "cross_attention"):
+            attend = self.cross_attention.attend_to
+            x = self._residual(x, self.cross_attention_norm, lambda x: attend(memory, x, memory_ignored, past))
+        if past is not None:
+            past.tokens += x.shape[1]
+        return self._residual(x, self.feed_forward_norm, self.feed_forward)
+
+
+def _kernel(settings: Settings) -> dict[str, Any]:
+    own: dict[str, Any] = settings.get("attention_options", {}).get("kernel", {})
+    options = {"feature_map": settings.get("feature_map", "elu+1"), **own}
+    if options.get("decay") is None and "usual_decay" in settings:
+        options["decay"] = settings["usual_decay"]
+    return options
+
+
+def _shaw(settings: Settings) -> dict[str, Any]:
+    options = {"radius": settings.get("radius", 16), **settings.get("attention_options", {}).get("relative", {})}
+    return {
+        "radius": options["radius"], "shared": options.get("shared", False), "kernelized": options.get("content", True),
+        "rel_feature_map": "identity" if options.get("raw", False) else "same", **_kernel(settings),
+    }  # fmt: skip
+
+
+def _fourier(settings: Settings) -> dict[str, Any]:
+    options = settings.get("attention_options", {})
+    kernel = _kernel(settings)
+    # Fourier's normaliser says whether and by what a row is divided.
+    if not kernel.pop("normalize", True):
+        raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
+    normalizer = options.get("normalizer", "one-plus").replace("-", "_")
+    return {"normalizer": normalizer, "wave": "pairs" if options.get("rotary", False) else "each", **kernel}
+
+
+def _toeplitz(settings: Settings) -> dict[str, Any]:
+    options = dict(settings.get("attention_options", {}))
+    return {**options.pop("bias", {}), **options}
+
+
+def _as_they_are(settings: Settings) -> dict[str, Any]:
+    return dict(settings.get("attention_options", {}))
+
+
+def _by_position(settings: Settings) -> dict[str, Any]:
+    return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
+
+
+#: For each mechanism its module and how the module's options follow from a run's settings.
+_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict[str, Any]]]] = {
+    "kernelized": (KernelizedAttention, _kernel),
+    "shaw": (ShawAttention, _shaw),
+    "fourier": (FourierAttention, _fourier),
+    "toeplitz": (ToeplitzAttention, _toeplitz),
+    "aft-full": (AftFull, _by_position),
+    "aft-local": (AftLocal, _by_position),
+    "aft-simple": (AftSimple, _as_they_are),
+    "aft-conv": (AftConv, _as_they_are),
+    "softmax": (SoftmaxAttention, _as_they_are),
+    "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
+}
+
+
+def names(settings: Settings) -> list[str]:
+    """The mechanisms that settings name, of one layer after the other."""
+    return [name.strip() for name in settings["attention"].split(",")]
+
+
+def _attention(settings: Settings, name: str) -> Attention:
+    if name not in _MECHANISMS:
+        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
+    module, options = _MECHANISMS[name]
+    if len(set(names(settings))) > 1:
+        # Where layers differ the options of each stand under its name.
+        settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
+    try:
+        return module(settings["heads"], settings["d_model"] // settings["heads"], **options(settings))
+    except TypeError as error:
+        raise ValueError(f"config.json: attention_options: {error}") from error
+
+
+def _blocks(settings: Settings) -> nn.ModuleList:
+    """A model's only stack; where there are more blocks than names the list begins anew."""
+    listed = names(settings)
+    return nn.ModuleList(
+        _Block(settings, _attention(settings, listed[layer % len(listed)])) for layer in range(settings.get("layers", 4))
+    )
+
+
+def _sees_order(settings: Settings) -> bool:
+    return any(name not in WITHOUT_ORDER for name in names(settings))
+
+
+def _sinusoidal(x: Tensor, position: Tensor) -> Tensor:
+    """``x`` with sines and cosines of geometric wavelengths added, for rows at ``position``, ``[batch or 1, tokens]``."""
+    column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
+    angle = position[..., None].double() / 1e4 ** (column // 2 * 2 / x.shape[2])
+    return x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
+
+
+def counted(x: Tensor, ignored: Tensor | None, first: int = 0) -> Tensor:
+    """Positions of the rows of ``x``, of which ignored ones do not count, ``[batch or 1, tokens]``."""
+    if ignored is None:
+        return torch.arange(first, first + x.shape[1], device=x.device)[None]
+    return ((~ignored).cumsum(1) - 1).clamp(min=0)
+
+
+def _forgets(settings: Settings) -> Settings:
+    """With the decay that the command gives a model of texts where settings give none: heads look back over 8 to 1,024 tokens."""
+    heads = settings["heads"]
+    step = 7.0 / (max(heads, 2) - 1)
+    return {**settings, "usual_decay": [1.0 - 2.0 ** -(3.0 + step * head) for head in range(heads)]}
+
+
+class LanguageModel(nn.Module):
+    """The model of ``longspan train --text`` and ``--synthetic``: causal blocks; the embedding is the output layer as well."""
+
+    def __init__(self, settings: Settings, vocab: int) -> None:
+        super().__init__()
+        drawn = bool(settings.get("synthetic"))
+        if not drawn:
+            together = settings.get("backpropagate", 1)
+            carried = -(-settings.get("carry", 16) // together) * together
+            settings = {**_forgets(settings), "positions": settings.get("segment", 256) * carried}
+        else:
+            settings = {**settings, "positions": 0}
+        width = settings["d_model"]
+        self.embedding = nn.Embedding(vocab, width)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.blocks = _blocks(settings)
+        self.norm = _last_norm(settings)
+        self.dropout = nn.Dropout(settings.get("dropout", 0.0))
+        self.sinusoidal = drawn and not _sees_order(settings)
+
+    def forward(self, tokens: Tensor, ignored: Tensor | None = None, past: Sequence[Any] | None = None) -> Tensor:
+        """Rows ``[batch, tokens, d_model]``, of which `logits` makes logits. ``past`` has a `Past` for each block."""
+        x = self.embedding(tokens) * self.embedding.weight.shape[1] ** 0.5
+        if self.sinusoidal:
+            x = _sinusoidal(x, counted(x, ignored, past[0].tokens if past else 0))
+        x = self.dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, ignored, True, past[layer] if past else None)
+        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the token after each row, ``[..., vocab]``."""
+        return F.linear(x, self.embedding.weight)
+
+
+class Classifier(nn.Module):
+    """The model of ``longspan train --labelled``: blocks over a whole text, and one row of all of it."""
+
+    def __init__(self, settings: Settings, vocab: int, outputs: int) -> None:
+        super().__init__()
+        settings = {**settings, "positions": settings.get("max_tokens") or 0}
+        width = settings["d_model"]
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = _blocks(settings)
+        self.norm = _last_norm(settings)
+        self.pooling = settings.get("pooling", "mean")
+        if self.pooling not in ("mean", "last", "attention"):
+            raise ValueError(f"config.json: pooling: expected one of mean, last, attention, got {self.pooling!r}")
+        self.pooling_query = nn.Parameter(torch.zeros(width)) if self.pooling == "attention" else None
+        self.output = nn.Linear(width, outputs)
+        self.dropout = nn.Dropout(settings.get("dropout", 0.0))
+        self.causal = settings.get("causal", False)
+        self.sinusoidal = not _sees_order(settings)
+
+    def forward(self, tokens: Tensor, ignored: Tensor | None = None) -> Tensor:
+        """Logits of the classes, or the numbers, ``[batch, outputs]``."""
+        x = self.embedding(tokens)
+        if self.sinusoidal:
+            x = _sinusoidal(x, counted(x, ignored))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, ignored, self.causal)
+        x = x if self.norm is None else self.norm(x)
+        counts = torch.ones_like(tokens, dtype=torch.bool) if ignored is None else ~ignored
+        if self.pooling_query is not None:
+            scores = (x * (self.pooling_query * x.shape[2] ** -0.5)).sum(-1)
+            weights = scores.masked_fill(~counts, -1e30).softmax(-1)
+        elif self.pooling == "last":
+            weights = (counts & (counts.flip(1).cumsum(1).flip(1) == 1)).to(x.dtype)
+        else:
+            weights = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        out: Tensor = self.output((x * weights[..., None].to(x.dtype)).sum(1))
+        return out
+
+
+class Seq2Seq(nn.Module):
+    """The model of ``longspan train --pairs``: a bidirectional encoder, a causal decoder, attention of the decoder to the
+    encoder. ``config`` is a run's ``config.json``.
+    """
+
+    def __init__(self, config: Settings, source_vocab: int, target_vocab: int) -> None:
+        super().__init__()
+        # A row for the longest sequence, with the token that it starts with, as the command makes the table.
+        settings = {**config, "positions": max(config.get("max_tokens") or 0, config.get("answer_tokens") or 0) + 1}
+        width, name = settings["d_model"], settings["attention"]
+        self.source_embedding = nn.Embedding(source_vocab, width)
+        self.target_embedding = nn.Embedding(target_vocab, width)
+
+        def cross() -> Attention:
+            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory. A window is a place
+            # in the own sequence.
+            other = "shaw" if name.startswith("aft-") else "softmax" if name == "softmax-window" else None
+            if other is None:
+                return _attention(settings, name)
+            return _attention({"heads": settings["heads"], "d_model": width, "attention": other}, other)
+
+        def blocks(count: int, decoder: bool) -> nn.ModuleList:
+            made = (_Block(settings, _attention(settings, name), cross() if decoder else None) for _ in range(count))
+            return nn.ModuleList(made)
+
+        self.encoder = blocks(config["encoder_layers"], False)
+        self.decoder = blocks(config["decoder_layers"], True)
+        self.encoder_norm, self.decoder_norm = _last_norm(settings), _last_norm(settings)
+        self.output = nn.Linear(width, target_vocab)
+        self.dropout = nn.Dropout(settings.get("dropout", 0.0))
+        # Where the mechanism does not see the order of tokens the command adds sines and cosines.
+        self.sinusoidal = not _sees_order(settings)
+
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor, ignored: Tensor | None, first: int = 0) -> Tensor:
+        x: Tensor = embedding(tokens)
+        if self.sinusoidal:
+            x = _sinusoidal(x, counted(x, ignored, first))
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+    def encode(self, source: Tensor, ignored: Tensor | None = None) -> Tensor:
+        """What the decoder attends to, ``[batch, source_tokens, d_model]``."""
+        memory = self._embed(self.source_embedding, source, ignored)
+        for block in self.encoder:
+            memory = block(memory, ignored)
+        return memory if self.encoder_norm is None else self.encoder_norm(memory)
+
+    def decode(
+        self,
+        memory: Tensor | None,
+        ignored: Tensor | None,
+        target: Tensor,
+        past: Sequence[Any] | None = None,
+        target_ignored: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token. ``past`` has a `Past` for each block of
+        the decoder; after the first call they know ``memory``."""
+        x = self._embed(self.target_embedding, target, target_ignored, past[0].tokens if past else 0)
+        for layer, block in enumerate(self.decoder):
+            x = block(x, target_ignored, True, past[layer] if past else None, memory, ignored)
+        x = x if self.decoder_norm is None else self.decoder_norm(x)
+        logits: Tensor = self.output(x)
+        return logits
+
+    def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
+        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
+
+        ``source`` is ``[batch, source_tokens]``, of which ``source_lengths`` ``[batch]`` count; ``target`` begins with the start
+        token.
+        """
+        ignored = torch.arange(source.shape[1], device=source.device) >= source_lengths[:, None]
+        return self.decode(self.encode(source, ignored), ignored, target)

@@ -1,0 +1,32 @@
+"""Longspan in Hugging Face's `transformers`, which is an optional dependency.
+
+Its attention inside other models: `register` makes it known by name, and `StateCache` lets ``generate`` keep states, of a size that
+does not grow, in the place of keys and values::
+
+    longspan.transformers.register("longspan")
+    model.set_attn_implementation("longspan")
+    model.generate(**prompt, past_key_values=longspan.transformers.StateCache())
+
+A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
+
+Models of its own, which are those of the command: `LongspanForCausalLM`, `LongspanForSequenceClassification` and
+`LongspanForSeq2SeqLM` read the folder that ``longspan train`` wrote and write one that ``longspan predict``, ``generate`` and ``info``
+read::
+
+    model = longspan.transformers.LongspanForCausalLM.from_pretrained("runs/novel")
+    model.generate(tokens, max_new_tokens=100)
+    model.save_pretrained("runs/mine")
+"""
+
+from ._attention import StateCache, register
+from ._config import LongspanConfig
+from ._models import LongspanForCausalLM, LongspanForSeq2SeqLM, LongspanForSequenceClassification
+
+__all__ = [
+    "LongspanConfig",
+    "LongspanForCausalLM",
+    "LongspanForSeq2SeqLM",
+    "LongspanForSequenceClassification",
+    "StateCache",
+    "register",
+]

@@ -1,0 +1,306 @@
+"""Models of the command in transformers: the same answers, folders that both read, and what generate and training do with them."""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
+from longspan.transformers import (  # noqa: E402
+    LongspanConfig,
+    LongspanForCausalLM,
+    LongspanForSeq2SeqLM,
+    LongspanForSequenceClassification,
+    StateCache,
+)
+
+COMMAND = os.environ.get("LONGSPAN_COMMAND", str(Path(__file__).parents[2] / "target/release/longspan"))
+SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
+MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
+STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax"]
+TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "worst", "age") for thing in ("sea", "sun", "hill"))
+WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def run(*arguments, text=None):
+    if not Path(COMMAND).exists():
+        pytest.skip(f"the command is not built: no {COMMAND}")
+    done = subprocess.run([COMMAND, *map(str, arguments)], input=text, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(place, flag, contents, *settings):
+    data, folder = place / "data.tsv", place / "run"
+    data.write_text(contents)
+    settings = [*(f"{name}={size}" for name, size in SIZES.items()), "max_tokens=40", *settings]
+    run("train", flag, data, "--steps", "20", "--out", folder, *(part for one in settings for part in ("--set", one)))
+    return folder
+
+
+def tokens(folder, side, text):
+    return Tokenizer.load(folder / f"{side}_tokenizer.json").encode(text)
+
+
+def copy(model, folder):
+    """What the model becomes when it is written and read again."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+FORMS = ["norm_kind=rms", "activation=silu", "gated=true"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["attention=shaw"], ["attention=shaw,softmax", *FORMS], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
+     ["attention=kernelized", "norm=post", "activation=gelu"]],
+    ids=lambda settings: settings[0],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_run_of_texts(settings, tmp_path):
+    folder = train(tmp_path, "--text", TEXT * 3, *settings)
+    model = LongspanForCausalLM.from_pretrained(folder)
+    auto = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = "It was the "
+    ids = torch.tensor([[START, *tokens(folder, "text", prompt)]])
+    torch.testing.assert_close(auto(ids).logits, model(ids).logits)
+    again = copy(model, tmp_path / "copy")
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    got = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
+    written = Tokenizer.load(folder / "text_tokenizer.json").decode(got)
+    passage = tmp_path / "passage.txt"
+    passage.write_text(TEXT[:150])
+    whole = torch.tensor([[START, *tokens(folder, "text", TEXT[:150])]])
+    bits = model(whole, labels=whole).loss.item() / math.log(2)
+    for place in (folder, tmp_path / "copy"):
+        options = ("--prompt", prompt, "--temperature", "0", "--tokens", "40", "--json")
+        assert json.loads(run("generate", place, *options))["text"] == written
+        scores = json.loads(run("eval", place, passage, "--json"))
+        assert scores["bits_per_byte"]["rate"] == pytest.approx(bits, abs=1e-4)
+    assert "no checkpoint" in run("info", tmp_path / "copy")
+    assert json.loads(run("info", tmp_path / "copy", "--json"))["step"] is None
+
+
+LABELLED = {
+    "label": "".join(f"{word} good\tyes\n{word} bad\tno\n{word}\tmaybe\n" for word in ("a", "the", "any", "this", "one", "what")),
+    "number": "".join(f"{'ab' * n}\t{3 * n + 5}\n" for n in range(1, 31)),
+}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "attention"])
+@pytest.mark.parametrize("target", LABELLED)
+@torch.no_grad()
+def test_a_run_of_labelled_texts(target, pooling, tmp_path):
+    form = {"mean": ["attention=kernelized"], "last": ["causal=true", *FORMS], "attention": ["attention=aft-local"]}[pooling]
+    folder = train(tmp_path, "--labelled", LABELLED[target], f"pooling={pooling}", *form)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert type(model) is LongspanForSequenceClassification
+    asked = [line.split("\t")[0] for line in LABELLED[target].splitlines()[:6]]
+    rows = [[*tokens(folder, "text", text), END] for text in asked]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    logits = model(ids, attention_mask=ids != 0).logits
+    torch.testing.assert_close(copy(model, tmp_path / "copy")(ids, attention_mask=ids != 0).logits, logits, rtol=0, atol=0)
+    for place in (folder, tmp_path / "copy"):
+        lines = run("predict", place, "--json", text="".join(f"{text}\n" for text in asked)).splitlines()
+        for row, line in zip(logits, map(json.loads, lines)):
+            if target == "number":
+                assert row.item() == pytest.approx(float(line["answers"][0]["target"]), rel=1e-4)
+                continue
+            for answer in line["answers"]:
+                place_of = model.config.label2id[answer["target"]]
+                assert row.log_softmax(-1)[place_of].item() == pytest.approx(answer["log_probability"], abs=1e-4)
+        run("eval", place, tmp_path / "data.tsv")
+    run("info", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("settings", [["attention=shaw"], ["attention=kernelized", *FORMS], ["attention=aft-full"]],
+                         ids=lambda settings: settings[0])  # fmt: skip
+@torch.no_grad()
+def test_a_run_of_pairs(settings, tmp_path):
+    folder = train(tmp_path, "--pairs", "".join(f"{word}\t{word[::-1]}\n" for word in WORDS), *settings)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert type(model) is LongspanForSeq2SeqLM
+    again = copy(model, tmp_path / "copy")
+    target = Tokenizer.load(folder / "target_tokenizer.json")
+    for place, one in ((folder, model), (tmp_path / "copy", again)):
+        lines = run("predict", place, "--json", text="".join(f"{word}\n" for word in WORDS)).splitlines()
+        for word, line in zip(WORDS, map(json.loads, lines)):
+            answer = line["answers"][0]
+            source = torch.tensor([[*tokens(folder, "source", word), END]])
+            got = one.generate(source, do_sample=False)[0].tolist()
+            assert target.decode(got) == answer["target"]
+            labels = torch.tensor([[*target.encode(answer["target"]), *([END] if answer["finished"] else [])]])
+            loss = one(source, labels=labels).loss.item() * labels.shape[1]
+            assert -loss == pytest.approx(answer["log_probability"], abs=1e-4)
+    run("info", tmp_path / "copy")
+
+
+@torch.no_grad()
+def test_a_model_made_here_is_read_there(tmp_path):
+    LongspanForCausalLM(LongspanConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    run("generate", tmp_path / "lm", "--prompt", "abc", "--tokens", "5")
+    assert "standard input" in run("info", tmp_path / "lm")
+    # Labels in an order of their own, which the command must not take for one of its own.
+    names = {place: name for place, name in enumerate(["c", "a", "b"])}
+    classifier = LongspanForSequenceClassification(LongspanConfig(**SIZES, id2label=names)).eval()
+    classifier.save_pretrained(tmp_path / "labels")
+    (answers,) = map(json.loads, run("predict", tmp_path / "labels", "--json", text="hello\n").splitlines())
+    logits = classifier(torch.tensor([[*(4 + byte for byte in b"hello"), END]])).logits[0].log_softmax(-1)
+    for answer in answers["answers"]:
+        label = next(place for place, name in names.items() if name == answer["target"])
+        assert logits[label].item() == pytest.approx(answer["log_probability"], abs=1e-4)
+    (tmp_path / "data.tsv").write_text("".join(f"hello\t{name}\n" for name in "abc"))
+    assert "accuracy" in run("eval", tmp_path / "labels", tmp_path / "data.tsv")
+    LongspanForSeq2SeqLM(LongspanConfig(**SIZES)).save_pretrained(tmp_path / "pairs")
+    run("predict", tmp_path / "pairs", text="hello\n")
+
+
+def causal(**settings):
+    return LongspanForCausalLM(LongspanConfig(**{**SIZES, **settings}, vocab_size=30)).eval()
+
+
+@pytest.mark.parametrize("attention", STREAMED)
+@torch.no_grad()
+def test_generate_is_the_full_forward(attention):
+    model = causal(attention=attention)
+    ids = torch.randint(4, 30, (2, 7))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    done = model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
+    whole = model(done.sequences[:, :-1])
+    torch.testing.assert_close(torch.stack(done.logits, 1), whole.logits[:, 6:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(done.sequences[:, :-1], use_cache=True).logits, whole.logits, rtol=1e-4, atol=1e-4)
+    for beam in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}):
+        assert torch.equal(model.generate(ids, **options, **beam), model.generate(ids, use_cache=False, **options, **beam))
+
+
+@torch.no_grad()
+def test_memory_is_constant():
+    model, sizes = causal(), []
+    for count in (3, 60):
+        cache = StateCache()
+        model.generate(torch.randint(4, 30, (1, 5)), max_new_tokens=count, min_new_tokens=count, past_key_values=cache)
+        assert cache.get_seq_length() == 5 + count - 1
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("attention", ["kernelized", "shaw", "fourier", "toeplitz", "aft-conv", "softmax"])
+@torch.no_grad()
+def test_padding_on_the_left(attention):
+    model = causal(attention=attention)
+    ids = torch.randint(4, 30, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    options = {**options, "return_dict_in_generate": True, "output_logits": True}
+    together, first, second = (
+        torch.stack(model.generate(some, attention_mask=which, **options).logits, 1)
+        for some, which in ((ids, mask), (ids[:1, 4:], None), (ids[1:], None))
+    )
+    torch.testing.assert_close(together, torch.cat([first, second]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", STREAMED)
+@torch.no_grad()
+def test_a_decoder_keeps_what_the_encoder_gave(attention):
+    model = LongspanForSeq2SeqLM(LongspanConfig(**{**SIZES, "attention": attention}, vocab_size=30, target_vocab_size=20)).eval()
+    source, mask = torch.randint(4, 30, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "attention_mask": mask}
+    done = model.generate(source, **options, return_dict_in_generate=True, output_logits=True)
+    whole = model(source, attention_mask=mask, decoder_input_ids=done.sequences[:, :-1])
+    torch.testing.assert_close(torch.stack(done.logits, 1), whole.logits, rtol=1e-4, atol=1e-4)
+    for beam in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}):
+        got = model.generate(source, **options, **beam)
+        assert torch.equal(got, model.generate(source, use_cache=False, **options, **beam))
+    alone = model.generate(source[1:, :4], **{**options, "attention_mask": mask[1:, :4]})
+    assert torch.equal(alone, model.generate(source, **options)[1:])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_they_learn_and_come_back(kind, tmp_path):
+    model = kind(LongspanConfig(**SIZES, vocab_size=30, target_vocab_size=20, num_labels=3))
+    ids = torch.randint(4, 30, (4, 10))
+    labels = {LongspanForCausalLM: ids, LongspanForSequenceClassification: torch.tensor([0, 1, 2, 1]),
+              LongspanForSeq2SeqLM: torch.randint(4, 20, (4, 6))}[kind]  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = model(ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        again = copy(model, tmp_path)
+        assert type(transformers.AutoConfig.from_pretrained(tmp_path)) is LongspanConfig
+        assert again.config.vocab_size == 30
+        torch.testing.assert_close(again(ids, labels=labels).logits, model(ids, labels=labels).logits, rtol=0, atol=0)
+        model.save_pretrained(tmp_path, state_dict={name: 2 * value for name, value in model.state_dict().items()})
+        doubled = kind.from_pretrained(tmp_path, dtype="float64")
+        for one, other in zip(model.parameters(), doubled.parameters()):
+            torch.testing.assert_close(2 * one.double(), other, rtol=0, atol=0)
+
+
+def test_losses_are_those_of_the_labels():
+    model, ids = causal(), torch.randint(4, 30, (2, 9))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    logits = model(ids).logits[:, :-1]
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, labels=labels).loss, wanted)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=100).loss, wanted * 12 / 100)
+    config = LongspanConfig(**SIZES, num_labels=1, problem_type="regression", target_mean=5.0, target_deviation=2.0)
+    classifier = LongspanForSequenceClassification(config).eval()
+    out = classifier(ids, labels=torch.tensor([4.0, 7.0]))
+    torch.testing.assert_close(out.loss, ((out.logits[:, 0] - torch.tensor([4.0, 7.0])) / 2).square().mean())
+
+
+def test_what_is_refused(tmp_path):
+    model = causal(attention="aft-local")
+    ids, mask = torch.randint(4, 30, (1, 6)), torch.tensor([[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="LongspanForCausalLM: attention_mask: expected ignored tokens at the end alone"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"LongspanForCausalLM: attention_mask: expected shape \(1, 6\)"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6))
+    with pytest.raises(TypeError, match="LongspanForCausalLM: position_ids: expected None"):
+        model(ids, position_ids=torch.arange(6)[None])
+    with pytest.raises(TypeError, match="LongspanForCausalLM: past_key_values: expected a StateCache, got DynamicCache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="LongspanForSeq2SeqLM: decoder_input_ids: expected ids or labels, got None"):
+        LongspanForSeq2SeqLM(LongspanConfig(**SIZES))(ids)
+    with pytest.raises(ValueError, match="config.json: attention: expected one of kernelized, .* got 'magic'"):
+        causal(attention="magic")
+    with pytest.raises(ValueError, match="config.json: expected a file of a folder that `longspan train` or save_pretrained wrote"):
+        LongspanForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a folder of a LongspanForSeq2SeqLM, got one of a LongspanForCausalLM"):
+        LongspanForSeq2SeqLM.from_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="from_pretrained: expected settings of LongspanConfig, got depth"):
+        LongspanForCausalLM.from_pretrained(tmp_path, depth=3)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:50])
+    with pytest.raises(ValueError, match="model.safetensors: damaged"):
+        LongspanForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="save_directory: expected a folder without a training run, got .* which has a checkpoint"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="series: expected a run of texts"):
+        (tmp_path / "config.json").write_text(json.dumps({"series": "a.csv"}))
+        LongspanConfig.from_pretrained(tmp_path)
