@@ -86,8 +86,8 @@ pub trait Task: Sized + Sync {
         Ok(())
     }
 
-    /// Where the feed stands, if the seed and the step do not tell.
-    fn place(&self, _feed: &Self::Feed, _model: &Self::Model) -> Result<Place> {
+    /// Where the feed stands, if the seed and the step do not tell; from what the other ranks say of their shares, in their order.
+    fn place(&self, _feed: &Self::Feed, _model: &Self::Model, _others: Vec<Place>) -> Result<Place> {
         Ok(Place::default())
     }
 

@@ -8,6 +8,7 @@ use longspan::layers::{add_gradients, with_dropout_seed};
 
 use crate::tasks::Task;
 use crate::tasks::batches::{Random, micro_batches};
+use crate::tasks::ranks::share;
 use crate::tasks::workers::Workers;
 use crate::terminal::signals::Stop;
 
@@ -45,11 +46,9 @@ pub struct Share<'a, E> {
 }
 
 impl<'a, E> Share<'a, E> {
-    /// Of rank `rank` among `ranks`, which each take as many as the others, but for the last; `size` says how many tokens of an
-    /// example are predicted, and how many read.
+    /// Of rank `rank` among `ranks`; `size` says how many tokens of an example are predicted, and how many read.
     pub fn of(batch: &'a [&'a E], size: impl Fn(&E) -> (usize, usize), rank: usize, ranks: usize) -> Self {
-        let each = batch.len().div_ceil(ranks).max(1);
-        let examples = batch.chunks(each).nth(rank).unwrap_or_default();
+        let examples = &batch[share(batch.len(), rank, ranks)];
         Self { examples, tokens: batch.iter().map(|example| size(example).0).sum(), rank, ranks }
     }
 }

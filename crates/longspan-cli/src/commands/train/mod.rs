@@ -24,6 +24,8 @@ use crate::run::folder::{Lock, RunFolder};
 use crate::run::keys::KEYS;
 use crate::run::write::write_atomic;
 use crate::tasks::attention;
+#[cfg(feature = "mpi")]
+use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
 use crate::tasks::split::evenly;
 use crate::tasks::task::{Answering, Shown};
@@ -197,13 +199,9 @@ fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &S
 
 /// Refuses what several processes cannot share.
 fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<()> {
-    let standard_input = [config.data(), config.development.as_deref(), config.held_out.as_deref()];
-    if ranks.is_some() && !config.text.is_empty() {
-        bail!(
-            "--text: a text is learned by one process, since each batch goes on where the one before ended; start it without mpirun"
-        );
-    }
-    if ranks.is_some() && standard_input.into_iter().flatten().any(lines::is_standard_input) {
+    let files = [config.data(), config.development.as_deref(), config.held_out.as_deref()].into_iter().flatten();
+    let mut files = files.chain(config.text.iter().map(PathBuf::as_path));
+    if ranks.is_some() && files.any(lines::is_standard_input) {
         bail!("{}: every process reads the data, and standard input has one reader; give a file", config.data_flag());
     }
     Ok(())
@@ -214,6 +212,7 @@ fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Sto
     session.ranks = ranks;
     #[cfg(feature = "mpi")]
     if let Some(ranks) = &session.ranks {
+        session.data.train.keep_share(0, ranks.count())?;
         together::invite(ranks, &session)?;
         note(format_args!("{} processes take their share of every batch", ranks.count()));
     }

@@ -225,7 +225,12 @@ impl<T: Task> Session<T> {
             }
         }
         self.log.sync(&self.title(), self.task.measure())?;
-        let Place { note, tensors } = self.task.place(&self.data.train, &self.model)?;
+        let others = match &self.ranks {
+            #[cfg(feature = "mpi")]
+            Some(ranks) => together::places(ranks, step)?,
+            _ => Vec::new(),
+        };
+        let Place { note, tensors } = self.task.place(&self.data.train, &self.model, others)?;
         let saved = Saved { step, seconds, best, place: note, ..self.saved.clone() };
         self.folder.save(&self.model, &self.optimizer, &saved, tensors)?;
         self.saved = saved;

@@ -166,8 +166,8 @@ impl Task for Text {
         feed.carry(&carried)
     }
 
-    fn place(&self, feed: &Lanes, model: &LanguageModel) -> Result<Place> {
-        feed.place(model)
+    fn place(&self, feed: &Lanes, model: &LanguageModel, others: Vec<Place>) -> Result<Place> {
+        feed.place(model, others)
     }
 
     fn return_to(&self, feed: &mut Lanes, model: &LanguageModel, place: Place) -> Result<()> {
