@@ -1,8 +1,10 @@
 //! The processes that `mpirun` started together. Rank 0 holds the run; the others do what it says.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use longspan::backend::Peers;
 
 /// The processes, as this one sees them; there are none in a build without MPI.
 #[cfg(not(feature = "mpi"))]
@@ -62,10 +64,40 @@ impl Ranks {
     pub fn count(&self) -> usize {
         match *self {}
     }
+
+    /// The processes as those that hold the stretches of a sequence.
+    pub fn peers(&self) -> Arc<dyn Peers> {
+        match *self {}
+    }
 }
 
 #[cfg(feature = "mpi")]
 use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Root, Source};
+
+/// All processes that MPI started.
+#[cfg(feature = "mpi")]
+#[derive(Debug)]
+struct World {
+    rank: usize,
+    count: usize,
+}
+
+#[cfg(feature = "mpi")]
+impl Peers for World {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn count(&self) -> usize {
+        self.count
+    }
+
+    fn gather(&self, numbers: &[f32]) -> Vec<Vec<f32>> {
+        let mut all = vec![0.0_f32; numbers.len() * self.count];
+        mpi::topology::SimpleCommunicator::world().all_gather_into(numbers, &mut all[..]);
+        all.chunks(numbers.len().max(1)).map(<[f32]>::to_vec).collect()
+    }
+}
 
 #[cfg(feature = "mpi")]
 impl Ranks {
@@ -74,7 +106,8 @@ impl Ranks {
         if started()? < 2 {
             return Ok(None);
         }
-        let universe = mpi::initialize_with_threading(mpi::Threading::Funneled);
+        // A sequence's states are exchanged from whichever thread computes it, while all others wait.
+        let universe = mpi::initialize_with_threading(mpi::Threading::Serialized);
         let (universe, _) =
             universe.ok_or_else(|| anyhow::anyhow!("MPI was started twice; this is a bug: report it"))?;
         Ok(Some(Self(universe)))
@@ -141,6 +174,16 @@ impl Ranks {
         }
         first.gather_into_root(&*sum, &mut pieces[..]);
         numbers.copy_from_slice(&pieces[..numbers.len()]);
+    }
+
+    /// The processes as those that hold the stretches of a sequence.
+    pub fn peers(&self) -> Arc<dyn Peers> {
+        Arc::new(World { rank: self.rank(), count: self.count() })
+    }
+
+    /// Ends all processes: what else they wait for does not come.
+    pub fn abort(&self) -> ! {
+        self.0.world().abort(1)
     }
 
     /// Gives numbers to rank 0.

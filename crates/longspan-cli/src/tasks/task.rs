@@ -2,10 +2,12 @@
 
 use std::fmt::{self, Display};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use longspan::backend::Peers;
 use longspan::sample::SampleOptions;
 use serde::Serialize;
 
@@ -80,6 +82,9 @@ pub trait Task: Sized + Sync {
     ) -> Result<(Loss, Option<Self::Carried>)> {
         Ok((self.loss(model, batch, smoothing, device)?, None))
     }
+
+    /// From now on [`learn`](Self::learn) computes this process's stretches of the examples, and `peers` the others.
+    fn split_among(&mut self, _peers: Arc<dyn Peers>) {}
 
     /// Takes note that a step was completed, with what the parts of its batch left, in their order.
     fn carry(&self, _feed: &mut Self::Feed, _carried: Vec<Self::Carried>) -> Result<()> {

@@ -24,6 +24,7 @@ use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, for_task};
+use crate::terminal::notes::note;
 use crate::terminal::signals::Stop;
 
 /// What rank 0 announces.
@@ -119,6 +120,16 @@ pub fn of_all<T: Task>(
     Ok(Some(found))
 }
 
+/// What a rank found. Of stretches of the same sequences there is no part without the others, which wait in the middle of it: a
+/// failure ends all.
+pub fn or_abort<F>(ranks: &Ranks, split: bool, found: Result<F>) -> Result<F> {
+    if let (true, Err(error)) = (split, &found) {
+        note(format_args!("error: rank {}: {error:#}", ranks.rank()));
+        ranks.abort();
+    }
+    found
+}
+
 /// The sum of all ranks' gradients, on rank 0. A rank without one adds 0: the others wait for it.
 fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>, count: usize) -> Vec<f32> {
     let mut numbers = match found {
@@ -166,7 +177,7 @@ fn helper<T: Task>(
     (sha256, step): (&str, usize),
 ) -> Result<Outcome> {
     let ready = || {
-        let task = T::load(folder)?;
+        let mut task = T::load(folder)?;
         let mut data = task.data(config)?;
         if data.sha256 != sha256 {
             bail!("{} is not what rank 0 has; give every process the same file", config.data_name());
@@ -177,7 +188,11 @@ fn helper<T: Task>(
             model = checkpoint.model;
             task.return_to(&mut data.train, &model, checkpoint.place)?;
         }
-        data.train.keep_share(ranks.rank(), ranks.count())?;
+        if config.split_sequence {
+            task.split_among(ranks.peers());
+        } else {
+            data.train.keep_share(ranks.rank(), ranks.count())?;
+        }
         Ok((task, data, model, Workers::new(config.workers.unwrap_or(1))?))
     };
     let (task, mut data, mut model, workers) = match ready() {
@@ -205,10 +220,11 @@ fn helper<T: Task>(
         ranks.spread(&mut numbers);
         model = with_weights(model, &numbers);
         let found = data.train.batch(step).and_then(|batch| {
-            let share = Share::of(&batch, T::size, ranks.rank(), ranks.count());
+            let share = Share::of(&batch, T::size, (ranks.rank(), ranks.count()), config.split_sequence);
             let seed = Random::new(config.seed, step as u64 + 1).next();
             gradients(&task, &model, &share, config.label_smoothing, seed, &workers, stop)
         });
+        let found = or_abort(ranks, config.split_sequence, found);
         added(ranks, &model, &found, numbers.len());
         let reply = match found {
             Ok(Some(found)) => {
@@ -224,14 +240,17 @@ fn helper<T: Task>(
 
 /// The other ranks: what [`places`] takes.
 fn tell_place(ranks: &Ranks, place: Result<Place>) -> Result<()> {
-    let place = match place {
-        Ok(place) => place,
-        Err(error) => return Ok(ranks.reply(&serde_json::to_vec(&Reply::Failed(format!("{error:#}")))?)),
+    let (reply, tensors) = match place {
+        Ok(Place { note, tensors }) => {
+            let shapes = tensors.iter().map(|tensor| tensor.shape().to_vec()).collect();
+            (Reply::Place(note, shapes), Some(tensors))
+        }
+        Err(error) => (Reply::Failed(format!("{error:#}")), None),
     };
-    let shapes = place.tensors.iter().map(|tensor| tensor.shape().to_vec()).collect();
-    let numbers: Vec<f32> = place.tensors.iter().flat_map(|tensor| tensor.iter::<f32>()).collect();
-    ranks.reply(&serde_json::to_vec(&Reply::Place(place.note, shapes))?);
-    ranks.give(&numbers);
+    ranks.reply(&serde_json::to_vec(&reply)?);
+    if let Some(tensors) = tensors {
+        ranks.give(&tensors.iter().flat_map(|tensor| tensor.iter::<f32>()).collect::<Vec<_>>());
+    }
     Ok(())
 }
 
