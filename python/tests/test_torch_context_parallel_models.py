@@ -3,8 +3,10 @@
 import copy
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -194,3 +196,28 @@ def test_the_example_learns_alike_on_any_number_of_processes(tmp_path):
     resumed = losses(*torchrun, "2", *ours, "--steps", "2", "--checkpoints", tmp_path)
     torch.testing.assert_close(torch.cat([begun, resumed]), alone, rtol=0, atol=2e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("fault", ["kill", "interrupt"])
+def test_a_fault_ends_all_processes_and_the_last_checkpoint_goes_on(tmp_path, fault):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ours = (*torchrun, EXAMPLE, EXAMPLE, "--tokens", "501", "--width", "16", "--checkpoints", tmp_path)
+    losses(*ours, "--steps", "2")
+    command = [sys.executable, *map(str, ours), "--steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [int(child) for child in children if "one_text" in Path(f"/proc/{child}/cmdline").read_text()]
+        assert len(workers) == 2
+        started = time.monotonic()
+        if fault == "kill":
+            os.kill(workers[1], signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert time.monotonic() - started < 30 and process.returncode != 0
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert fault == "interrupt" or re.search(r"rank\s*: 1 ", said), said
+    assert len(losses(*ours, "--steps", "1")) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]

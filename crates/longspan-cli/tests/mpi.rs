@@ -6,7 +6,7 @@ mod support;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use support::{Place, text};
+use support::{Place, signal, text};
 
 /// `mpirun` with so many processes of the command, on a machine that may have fewer cores and in a container; each after a line
 /// of shell.
@@ -38,45 +38,157 @@ fn error(output: &Output) -> String {
     errors[0].to_string()
 }
 
+/// Settings of models that take a step in a few milliseconds, of all but pairs. Three processes take 2, 2 and 1 of a text's lanes,
+/// whose states begin anew after seven segments: amid the steps at which runs are gone on with.
+const TINY: [&str; 11] = [
+    "d_model=16",
+    "heads=2",
+    "layers=2",
+    "d_ff=16",
+    "radius=2",
+    "workers=2",
+    "batch_size=5",
+    "segment=16",
+    "carry=7",
+    "warmup_steps=5",
+    "dropout=0",
+];
+
+/// Arguments of a run of 10 steps; on pairs if nothing else is given.
+fn train<'a>(place: &Place, out: &'a str, data: &[&'a str]) -> Vec<&'a str> {
+    if data.is_empty() {
+        return place.train(out, "10", &["--set", "dropout=0"]);
+    }
+    let settings = TINY.iter().flat_map(|setting| ["--set", setting]);
+    ["train", "--out", out, "--steps", "10"].into_iter().chain(settings).chain(data.iter().copied()).collect()
+}
+
+/// A text, series and, as ever, pairs.
+fn place() -> Place {
+    let place = Place::new();
+    place.write("novel.txt", "It was a dark and stormy night; the sea was still. ".repeat(90).as_bytes());
+    let point = |n: usize| format!("{},{},{}.5,{}\n", n / 5, n % 5, (n * 7) % 11, ["a", "b"][n / 5 % 2]);
+    place.write("series.csv", ("id,time,x,label\n".to_owned() + &(0..600).map(point).collect::<String>()).as_bytes());
+    place
+}
+
+/// That two runs lost the same, to rounding.
+fn alike(place: &Place, run: &str, alone: &str) {
+    let (run, alone) = (place.losses(run), place.losses(alone));
+    assert_eq!(run.len(), alone.len());
+    for ((step, loss), (_, expected)) in run.into_iter().zip(alone) {
+        let (loss, expected) = (f64::from_bits(loss), f64::from_bits(expected));
+        assert!((loss - expected).abs() < 2e-5 * expected, "step {step}: {loss} {expected}");
+    }
+}
+
 #[test]
 fn processes_learn_what_one_learns() {
-    let place = Place::new();
-    let more = ["--set", "dropout=0"];
-    place.ok(&place.train("alone", "12", &more));
-    let alone = place.losses("alone");
-    for count in [2, 3] {
-        let (first, second) = (format!("first-{count}"), format!("second-{count}"));
-        let notes = ok(&place, count, &place.train(&first, "12", &more));
-        assert!(notes.contains(&format!("{count} processes")), "{notes}");
-        ok(&place, count, &place.train(&second, "12", &more));
-        assert_eq!(place.losses(&first), place.losses(&second));
-        assert_eq!(
-            place.read(&format!("{first}/model.safetensors")),
-            place.read(&format!("{second}/model.safetensors"))
-        );
-        for ((step, loss), (_, expected)) in place.losses(&first).into_iter().zip(&alone) {
-            let (loss, expected) = (f64::from_bits(loss), f64::from_bits(*expected));
-            assert!((loss - expected).abs() < 2e-5 * expected, "step {step}: {loss} {expected}");
+    let place = place();
+    let text = ["--text", "novel.txt", "--set", "evaluate=1"];
+    let tasks: [(&str, Vec<&str>); 5] = [
+        ("pairs", Vec::new()),
+        ("text", text.to_vec()),
+        ("softmax", [&text[..], &["--attention", "softmax"]].concat()),
+        ("series", vec!["--series", "series.csv"]),
+        ("synthetic", vec!["--synthetic", "copying:pairs=3,length=16,vocabulary=8"]),
+    ];
+    for (task, data) in tasks {
+        let alone = format!("{task}-alone");
+        place.ok(&train(&place, &alone, &data));
+        for count in [2, 3] {
+            let (first, second) = (format!("{task}-{count}"), format!("{task}-{count}-again"));
+            let notes = ok(&place, count, &train(&place, &first, &data));
+            assert!(notes.contains(&format!("{count} processes")), "{notes}");
+            ok(&place, count, &train(&place, &second, &data));
+            let weights = |run| place.read(&format!("{run}/model.safetensors"));
+            assert_eq!((place.losses(&first), weights(&first)), (place.losses(&second), weights(&second)));
+            alike(&place, &first, &alone);
         }
-        assert_eq!(place.losses(&first).len(), alone.len());
+        // Gone on with by another number of processes, and by one.
+        let two = format!("{task}-2");
+        ok(&place, 3, &["train", "--resume", &two, "--steps", "13"]);
+        place.ok(&["train", "--resume", &two, "--steps", "16"]);
+        for steps in ["13", "16"] {
+            place.ok(&["train", "--resume", &alone, "--steps", steps]);
+        }
+        alike(&place, &two, &alone);
     }
-    // Gone on with by another number of processes, and by one.
-    ok(&place, 3, &["train", "--resume", "first-2", "--steps", "15"]);
-    place.ok(&["train", "--resume", "first-2", "--steps", "18"]);
-    assert_eq!(place.losses("first-2").len(), 18);
+}
+
+/// Each process takes a stretch of every sequence: of 31 tokens, unevenly. States are carried over steps, and gradients reach through
+/// the stretches.
+#[test]
+fn split_sequences_learn_what_whole_ones_do() {
+    let place = place();
+    let options: [&[&str]; 4] = [
+        &["--attention", "kernelized,shaw"],
+        &["--attention", "fourier", "--set", "recompute=true"],
+        &["--set", "radius=12", "--set", "feature_map=exp"],
+        &["--attention", "kernelized", "--set", "feature_map=hedgehog", "--backpropagate", "3"],
+    ];
+    for (n, more) in options.into_iter().enumerate() {
+        let text = ["--text", "novel.txt", "--set", "evaluate=1", "--set", "segment=31", "--set", "batch_size=2"];
+        let data = [&text[..], more].concat();
+        let alone = format!("{n}-alone");
+        place.ok(&train(&place, &alone, &data));
+        let data = [&data[..], &["--split-sequence"]].concat();
+        for count in [2, 4] {
+            let (first, second) = (format!("{n}-{count}"), format!("{n}-{count}-again"));
+            let notes = ok(&place, count, &train(&place, &first, &data));
+            assert!(notes.contains(&format!("{count} processes take their stretch")), "{notes}");
+            ok(&place, count, &train(&place, &second, &data));
+            assert_eq!(place.losses(&first), place.losses(&second));
+            alike(&place, &first, &alone);
+        }
+        // Gone on with by another number of processes, and by one.
+        let two = format!("{n}-2");
+        ok(&place, 3, &["train", "--resume", &two, "--steps", "13"]);
+        place.ok(&["train", "--resume", &two, "--steps", "16"]);
+        for steps in ["13", "16"] {
+            place.ok(&["train", "--resume", &alone, "--steps", steps]);
+        }
+        alike(&place, &two, &alone);
+    }
 }
 
 #[test]
 fn wrong_starts_are_one_line() {
-    let place = Place::new();
-    place.write("novel.txt", "It was a dark and stormy night. ".repeat(200).as_bytes());
+    let place = place();
     for (arguments, parts) in [
         (vec!["train", "--pairs", "nowhere.tsv", "--out", "run"], "nowhere.tsv"),
-        (vec!["train", "--text", "novel.txt", "--out", "run"], "start it without mpirun"),
         (vec!["train", "--pairs", "-", "--out", "run"], "standard input has one reader"),
+        (vec!["train", "--split-sequence", "--out", "run"], "only the sequences of a text are split"),
+        (
+            vec!["train", "--text", "novel.txt", "--split-sequence", "--attention", "shaw,softmax", "--out", "run"],
+            "not with softmax attention",
+        ),
+        (
+            vec!["train", "--text", "novel.txt", "--split-sequence", "--set", "segment=1", "--out", "run"],
+            "no stretch for each of 2 processes",
+        ),
+        (vec!["train", "--text", "novel.txt", "-", "--out", "run"], "standard input has one reader"),
     ] {
         let said = error(&run(&place, 2, &arguments));
         assert!(said.contains(parts), "{said}");
+        assert!(!place.path("run").exists());
+    }
+}
+
+/// As `torchrun` and `srun` start processes: the first one says that each would train the same, the others nothing.
+#[test]
+fn processes_without_mpi_are_refused() {
+    let place = Place::new();
+    let launchers = [
+        (["WORLD_SIZE", "RANK"], "torchrun started 2 processes", "mpirun -n 2"),
+        (["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"], "srun started 2 processes", "srun --mpi=pmix -n 2"),
+    ];
+    for ([count, rank], what, mend) in launchers {
+        let start = |own| place.command(&place.train("run", "3", &[])).env(count, "2").env(rank, own).output().unwrap();
+        let said = error(&start("0"));
+        assert!(said.contains(what) && said.contains(mend), "{said}");
+        let other = start("1");
+        assert!(!other.status.success() && other.stderr.is_empty(), "{}", text(&other.stderr));
         assert!(!place.path("run").exists());
     }
 }
@@ -118,4 +230,74 @@ fn a_rank_that_is_killed_ends_all_and_the_run_goes_on() {
     let step = place.info("run")["step"].as_u64().expect("a step");
     assert!(step >= 40, "{step}");
     ok(&place, 2, &["train", "--resume", "run", "--steps", &(step + 3).to_string()]);
+}
+
+/// A large model, whose checkpoint the limit has no room for; what MPI itself writes is smaller.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_on_rank_0_ends_all_and_the_run_goes_on() {
+    let place = Place::new();
+    ok(&place, 2, &place.train("run", "3", &["--set", "d_model=256", "--set", "d_ff=512"]));
+    let limited = "[ $OMPI_COMM_WORLD_RANK = 1 ] || ulimit -f 16384";
+    let resume = ["train", "--resume", "run", "--steps", "6"];
+    let started = Instant::now();
+    let said = error(&mpirun(&place, 2, limited, &resume).output().expect("mpirun starts"));
+    assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
+    assert!(said.contains("run/checkpoint.safetensors") && said.contains("File too large"), "{said}");
+    assert_eq!(place.info("run")["step"], 3);
+    ok(&place, 2, &resume);
+    assert_eq!(place.info("run")["step"], 6);
+}
+
+#[test]
+fn an_interrupt_saves_and_ends_all() {
+    for more in [&["--pairs", "pairs.tsv"][..], &["--text", "novel.txt", "--split-sequence", "--set", "segment=64"]] {
+        let place = place();
+        let settings = TINY.iter().flat_map(|setting| ["--set", setting]);
+        let train: Vec<&str> = ["train", "--out", "run", "--steps", "100000"]
+            .into_iter()
+            .chain(settings)
+            .chain(more.iter().copied())
+            .collect();
+        let running =
+            mpirun(&place, 3, "", &train).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts");
+        place.wait_for_lines("run/metrics.jsonl", 25);
+        let started = Instant::now();
+        signal("INT", running.id());
+        let output = running.wait_with_output().expect("an end");
+        assert!(started.elapsed() < Duration::from_secs(30) && !output.status.success());
+        let said = text(&output.stderr);
+        assert!(said.contains("and saved; go on with:"), "{said}");
+        let step = place.info("run")["step"].as_u64().expect("a step");
+        assert!(step >= 20, "{step}");
+        ok(&place, 2, &["train", "--resume", "run", "--steps", &(step + 3).to_string()]);
+    }
+}
+
+/// Rank 1 is a program that was told to be of another version. Arguments of all but rank 0 mean nothing.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn a_rank_of_another_version_is_named_and_other_arguments_are_those_of_rank_0() {
+    let place = Place::new();
+    let own = env!("CARGO_BIN_EXE_longspan");
+    let mut program = std::fs::read(own).expect("the program");
+    // As text, and as the four bytes that a comparison with a short text begins with.
+    let version = &env!("CARGO_PKG_VERSION").as_bytes()[..4];
+    let places: Vec<usize> = (0..program.len() - 4).filter(|&at| program[at..].starts_with(version)).collect();
+    places.into_iter().for_each(|at| program[at] = b'9');
+    place.write("other", &program);
+    std::fs::set_permissions(place.path("other"), std::fs::metadata(own).expect("the program").permissions())
+        .expect("a program");
+    for (out, second, expected) in [("other-version", "./other", Some("rank 1: longspan")), ("same", own, None)] {
+        let mut command = mpirun(&place, 1, "", &place.train(out, "3", &[]));
+        let output =
+            command.args([":", "-n", "1", second, "train", "--pairs", "nowhere.tsv"]).output().expect("mpirun starts");
+        match expected {
+            Some(expected) => {
+                let said = error(&output);
+                assert!(said.contains(expected) && said.contains("start the same version everywhere"), "{said}");
+            }
+            None => assert!(output.status.success(), "{}", text(&output.stderr)),
+        }
+    }
 }

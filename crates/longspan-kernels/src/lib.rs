@@ -23,8 +23,8 @@ pub mod toeplitz;
 
 pub use aft::Aft;
 pub use call::{
-    AnyKernel, Call, Cotangent, Dims, Gradients, Kernel, Keys, Mask, Mechanism, Order, Output, Parameter, Parameters,
-    Reference, Scratch, State, StateShape, Token, View, ViewMut,
+    AnyKernel, Call, CombineGradients, Cotangent, Dims, Gradients, Kernel, Keys, Mask, Mechanism, Order, Output,
+    Parameter, Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut,
 };
 pub use error::Error;
 pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};

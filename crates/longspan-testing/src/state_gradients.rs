@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use longspan_kernels::{Scratch, State};
+use longspan_kernels::{Dims, Scratch, State};
 
 use crate::accuracy::{self, QUOTIENT, STEP, gradient_names, gradient_terms};
 use crate::case::{Case, Inputs, KeyMask};
@@ -27,30 +27,18 @@ fn in_pieces<T: Number>(
     pieces: &[Range<usize>],
 ) -> Result<Backward<T>, Failure> {
     let dims = &case.dims;
-    let cut = |tokens: &Range<usize>| {
-        let (piece, numbers) = part(case, inputs, tokens.clone(), tokens.clone());
-        let keys = match &case.keys {
-            KeyMask::Padding(ignored) => {
-                let rows = ignored.chunks(dims.keys.max(1));
-                KeyMask::Padding(rows.flat_map(|row| row[tokens.clone()].to_vec()).collect())
-            }
-            _ => KeyMask::All,
-        };
-        (Case { keys, ..piece }, numbers)
-    };
     let mut states = vec![T::mechanism(subject).empty_state(dims)?];
     let mut outputs = Vec::new();
     for tokens in pieces {
-        let (piece, numbers) = cut(tokens);
+        let (piece, numbers) = cut(case, inputs, tokens, false);
         let (forward, state) = execute::forward_state(subject, &piece, &numbers, states.last())?;
         outputs.push(forward);
         states.push(state);
     }
-    let mut whole: Vec<Vec<T>> = [&inputs.q, &inputs.k, &inputs.v].map(|x| vec![execute::nan(); x.len()]).into();
-    whole.extend(inputs.parameters.iter().map(|p| vec![T::ZERO; p.len()]));
+    let mut whole = zeros(inputs);
     let mut d_state: Option<State<T>> = None;
     for (n, tokens) in pieces.iter().enumerate().rev() {
-        let (piece, numbers) = cut(tokens);
+        let (piece, numbers) = cut(case, inputs, tokens, false);
         let mut results = Vec::new();
         let mut scratch = Scratch::new();
         for _ in 0..2 {
@@ -74,23 +62,111 @@ fn in_pieces<T: Number>(
             same_bits("gradients of a piece on poisoned scratch", poisoned, clean)?;
         }
         same_bits("gradient of a state on poisoned scratch", poisoned.1.numbers(), d_initial.numbers())?;
-        for (which, (to, from)) in whole.iter_mut().zip(&backward.gradients).enumerate() {
-            if which >= 3 {
-                to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
-                continue;
-            }
-            let width = [dims.head_dim, execute::key_dim(subject, dims), dims.value_dim][which];
-            let (row, span) = (dims.keys * width, tokens.len() * width);
-            if row * span == 0 {
-                continue;
-            }
-            for (to, from) in to.chunks_mut(row).zip(from.chunks(span)) {
-                to[tokens.start * width..tokens.end * width].copy_from_slice(from);
-            }
-        }
+        enter(&mut whole, subject, dims, tokens, &backward);
         d_state = Some(d_initial);
     }
     Ok(Backward { gradients: whole })
+}
+
+/// A piece of a case, with its queries or without.
+fn cut<T: Number>(case: &Case, inputs: &Inputs<T>, tokens: &Range<usize>, keys_alone: bool) -> (Case, Inputs<T>) {
+    let (piece, numbers) = part(case, inputs, if keys_alone { 0..0 } else { tokens.clone() }, tokens.clone());
+    let keys = match &case.keys {
+        KeyMask::Padding(ignored) => {
+            let rows = ignored.chunks(case.dims.keys.max(1));
+            KeyMask::Padding(rows.flat_map(|row| row[tokens.clone()].to_vec()).collect())
+        }
+        _ => KeyMask::All,
+    };
+    (Case { keys, ..piece }, numbers)
+}
+
+/// Gradients of a case before anything has entered them.
+fn zeros<T: Number>(inputs: &Inputs<T>) -> Vec<Vec<T>> {
+    let inputs = [&inputs.q, &inputs.k, &inputs.v].into_iter().chain(&inputs.parameters);
+    inputs.map(|x| vec![T::ZERO; x.len()]).collect()
+}
+
+/// Adds the gradients of a piece to those of the whole.
+fn enter<T: Number>(whole: &mut [Vec<T>], subject: &Subject, dims: &Dims, tokens: &Range<usize>, piece: &Backward<T>) {
+    let add = |to: &mut [T], from: &[T]| to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+    let widths = [dims.head_dim, execute::key_dim(subject, dims), dims.value_dim];
+    for (which, (to, from)) in whole.iter_mut().zip(&piece.gradients).enumerate() {
+        let Some(width) = widths.get(which) else {
+            add(to, from);
+            continue;
+        };
+        let (row, span) = (dims.keys * width, tokens.len() * width);
+        if row * span > 0 {
+            let rows = to.chunks_mut(row).zip(from.chunks(span));
+            rows.for_each(|(to, from)| add(&mut to[tokens.start * width..tokens.end * width], from));
+        }
+    }
+}
+
+/// Gradients of a causal sequence whose `pieces` are taken side by side: the state of each formed apart, all combined, and the
+/// gradients of what stands before each piece taken back through the sums. `None` of a mechanism whose sums have no gradients.
+fn side_by_side<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<T>,
+    pieces: &[Range<usize>],
+) -> Result<Option<Backward<T>>, Failure> {
+    let mechanism = T::mechanism(subject);
+    let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
+    let mut before = vec![mechanism.empty_state(&case.dims)?];
+    if mechanism.combine_backward(&before[0], &before[0], &parameters, &before[0]).is_err() {
+        return Ok(None);
+    }
+    let mut formed = Vec::new();
+    for (n, tokens) in pieces.iter().enumerate() {
+        let (piece, numbers) = cut(case, inputs, tokens, true);
+        formed.push(execute::forward_state(subject, &piece, &numbers, None)?);
+        before.push(mechanism.combine(&before[n], &formed[n].1, &parameters)?);
+    }
+    let mut whole = zeros(inputs);
+    let mut scratch = Scratch::new();
+    // The gradient of the state after a piece.
+    let mut d_after: Option<State<T>> = None;
+    for (n, tokens) in pieces.iter().enumerate().rev() {
+        let (piece, numbers) = cut(case, inputs, tokens, false);
+        let (forward, _) = execute::forward_state(subject, &piece, &numbers, Some(&before[n]))?;
+        let mut d_before = filled(&before[n], execute::nan())?;
+        let states = (Some(&before[n]), None, Some(&mut d_before));
+        let backward = execute::backward_through_states(
+            subject,
+            &piece,
+            &numbers,
+            &forward,
+            states,
+            execute::nan(),
+            &mut scratch,
+        )?;
+        enter(&mut whole, subject, &case.dims, tokens, &backward);
+        if let Some(d_after) = d_after {
+            let (forward, state) = &formed[n];
+            let found = mechanism.combine_backward(&before[n], state, &parameters, &d_after)?;
+            let (piece, numbers) = cut(case, inputs, tokens, true);
+            let states = (None, Some(&found.later), None);
+            let mut backward = execute::backward_through_states(
+                subject,
+                &piece,
+                &numbers,
+                forward,
+                states,
+                execute::nan(),
+                &mut scratch,
+            )?;
+            for (to, from) in backward.gradients[3..].iter_mut().zip(&found.parameters) {
+                to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+            }
+            enter(&mut whole, subject, &case.dims, tokens, &backward);
+            let sum = d_before.numbers().iter().zip(found.earlier.numbers()).map(|(&a, &b)| a + b).collect();
+            d_before = State::from_numbers(d_before.shape(), sum)?;
+        }
+        d_after = Some(d_before);
+    }
+    Ok(Some(Backward { gradients: whole }))
 }
 
 /// Pieces, and a mask with some keys ignored inside them, but none at their ends: trailing padding does not enter a
@@ -106,7 +182,7 @@ fn plan(case: &Case) -> (Vec<Range<usize>>, Case) {
 }
 
 /// Gradients of every input of a causal sequence in ragged pieces, chained by those of the states between them, are
-/// those of the whole. The case must have as many queries as keys, offset 0 and all keys.
+/// those of the whole; so are those of pieces side by side, joined by those of the sums of their states. The case must have as many queries as keys, offset 0 and all keys.
 pub fn gradients_pass_through_states<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     gradients_pass_through_states_of::<T>(subject, case, &execute::random(subject, case))
 }
@@ -122,10 +198,14 @@ pub fn gradients_pass_through_states_of<T: Number>(
     let forward = execute::forward::<f64>(subject, &case, inputs)?;
     let expected = execute::backward(subject, &case, inputs, &forward)?;
     let scale = accuracy::backward_scale(subject, &case, inputs)?;
-    let got = in_pieces(subject, &case, &inputs.cast::<T>(), &pieces)?;
-    for (n, name) in gradient_names(inputs).iter().enumerate() {
-        let what = format!("{name} in pieces {pieces:?} under {:?}", case.keys);
-        close(&what, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(&case))?;
+    let cast = inputs.cast::<T>();
+    let got = [Some(in_pieces(subject, &case, &cast, &pieces)?), side_by_side(subject, &case, &cast, &pieces)?];
+    for (how, got) in ["one after the other", "side by side"].into_iter().zip(got) {
+        for (n, (name, got)) in gradient_names(inputs).iter().zip(got.iter().flat_map(|got| &got.gradients)).enumerate()
+        {
+            let what = format!("{name} in pieces {pieces:?} {how} under {:?}", case.keys);
+            close(&what, got, &expected.gradients[n], &scale.gradients[n], gradient_terms(&case))?;
+        }
     }
     Ok(())
 }

@@ -47,6 +47,9 @@ pub struct RunConfig {
     /// Segments of a text that a step learns from at once. Gradients reach back so far.
     #[serde(default = "one")]
     pub backpropagate: usize,
+    /// Whether several processes take a stretch of every sequence of a text each, rather than some of the sequences.
+    #[serde(default)]
+    pub split_sequence: bool,
     /// Blocks of a model of texts, labelled texts or series.
     #[serde(default = "layers")]
     pub layers: usize,
@@ -181,6 +184,7 @@ impl Default for RunConfig {
             segment: segment(),
             carry: carry(),
             backpropagate: one(),
+            split_sequence: false,
             layers: layers(),
             pooling: pooling(),
             causal: false,
@@ -383,6 +387,9 @@ impl RunConfig {
         }
         if self.synthetic.is_some() && files {
             bail!("synthetic is given along with development or held_out; sequences for both are drawn");
+        }
+        if self.split_sequence && self.text.is_empty() {
+            bail!("split_sequence is given without text; only the sequences of a text are split");
         }
         if self.backpropagate > self.carry {
             bail!(

@@ -1,7 +1,7 @@
 //! What settings mean, in words.
 
 /// What each key means, in the order of [`RunConfig`](super::config::RunConfig); for `longspan train --help`.
-pub const KEYS: [(&str, &str); 48] = [
+pub const KEYS: [(&str, &str); 49] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
@@ -17,6 +17,10 @@ pub const KEYS: [(&str, &str); 48] = [
     ("segment", "tokens of a text computed at a time"),
     ("carry", "segments after which states begin anew in training"),
     ("backpropagate", "segments of a text that a step learns from; gradients reach back so far"),
+    (
+        "split_sequence",
+        "whether processes take a stretch of every sequence of a text, rather than some of the sequences",
+    ),
     ("layers", "blocks of a model of texts, labelled texts or series"),
     ("pooling", "mean, last or attention: how the rows of a labelled text or a series become one"),
     ("causal", "whether a token of a labelled text, or a point of a series, sees only those before it"),

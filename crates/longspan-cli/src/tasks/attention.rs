@@ -60,6 +60,20 @@ pub fn of_layers(config: &RunConfig, positions: usize) -> Result<Vec<AttentionCo
     names.iter().map(|name| one(name)).collect()
 }
 
+/// Refuses to split sequences of mechanisms that have no sum of states to read and learn through.
+pub fn check_split(config: &RunConfig) -> Result<()> {
+    const SPLIT: [&str; 3] = ["kernelized", "shaw", "fourier"];
+    let other = config.attention.split(',').map(str::trim).find(|name| !SPLIT.contains(name));
+    if let (true, Some(name)) = (config.split_sequence, other) {
+        let why = match name {
+            "softmax" => "it needs every key, so processes would exchange more the longer a sequence is",
+            _ => "the sums of its states have no gradients",
+        };
+        bail!("--split-sequence: not with {name} attention: {why}; choose {} with --attention", SPLIT.join(", "));
+    }
+    Ok(())
+}
+
 /// The mechanism `name`. Its options are, from weakest to strongest: its defaults; those of `everywhere` (a path in the
 /// options and a value) that the mechanism has; `options`, all of which it must have.
 pub fn named(name: &str, everywhere: &[(&str, Value)], options: &Map<String, Value>) -> Result<AttentionConfig> {

@@ -15,6 +15,11 @@ pub trait Feed {
     /// The batch of a step. Steps come in order; a step that was not completed is asked for again.
     fn batch(&mut self, step: usize) -> Result<Vec<&Self::Example>>;
 
+    /// Keeps what examples of a rank's [`share`](super::ranks::share) need alone, before the first batch.
+    fn keep_share(&mut self, _rank: usize, _ranks: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// A few examples that show whether the loss is finite, where nothing is set apart for that.
     fn probe(&self) -> &[Self::Example];
 }

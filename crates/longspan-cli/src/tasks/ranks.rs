@@ -1,6 +1,10 @@
 //! The processes that `mpirun` started together. Rank 0 holds the run; the others do what it says.
 
-use anyhow::Result;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use longspan::backend::Peers;
 
 /// The processes, as this one sees them; there are none in a build without MPI.
 #[cfg(not(feature = "mpi"))]
@@ -10,19 +14,48 @@ pub enum Ranks {}
 #[cfg(feature = "mpi")]
 pub struct Ranks(mpi::environment::Universe);
 
-/// How many processes `mpirun` started: Open MPI's word for it, and that of other kinds.
-fn started() -> usize {
-    let said = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| std::env::var(name).ok());
-    said.and_then(|count| count.parse().ok()).unwrap_or(1)
+/// How many processes MPI started, by the words of Open MPI, of PMI (MPICH, Intel, `srun --mpi=pmi2`) and of `srun --mpi=pmix`.
+///
+/// # Errors
+/// Processes that `torchrun` or `srun` started together without MPI: each would train the same.
+fn started() -> Result<usize> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
+    if let Some(count) = number("OMPI_COMM_WORLD_SIZE").or(number("PMI_SIZE")) {
+        return Ok(count);
+    }
+    let srun = number("SLURM_STEP_NUM_TASKS").zip(number("SLURM_PROCID"));
+    if let (Some((count, _)), Some(_)) = (srun, number("PMIX_RANK")) {
+        return Ok(count);
+    }
+    let torchrun = number("WORLD_SIZE").zip(number("RANK"));
+    for (launcher, mend, found) in
+        [("torchrun", "start them with mpirun -n", torchrun), ("srun", "start them with srun --mpi=pmix -n", srun)]
+    {
+        match found {
+            // The first one says it for all.
+            Some((2.., 1..)) => std::process::exit(1),
+            Some((count @ 2.., _)) => bail!(
+                "{launcher} started {count} processes without MPI, and each would train the same; {mend} {count}, or start one"
+            ),
+            _ => {}
+        }
+    }
+    Ok(1)
+}
+
+/// Which of `count` examples are those of a rank: as many as the others', but for the last.
+pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
+    let each = count.div_ceil(ranks);
+    (rank * each).min(count)..((rank + 1) * each).min(count)
 }
 
 #[cfg(not(feature = "mpi"))]
 impl Ranks {
     /// The processes that were started with this one; `None` if it is alone.
     pub fn join() -> Result<Option<Self>> {
-        let count = started();
+        let count = started()?;
         if count > 1 {
-            anyhow::bail!("mpirun started {count} processes of a longspan without MPI; build it with --features mpi");
+            bail!("mpirun started {count} processes of a longspan without MPI; build it with --features mpi");
         }
         Ok(None)
     }
@@ -31,19 +64,50 @@ impl Ranks {
     pub fn count(&self) -> usize {
         match *self {}
     }
+
+    /// The processes as those that hold the stretches of a sequence.
+    pub fn peers(&self) -> Arc<dyn Peers> {
+        match *self {}
+    }
 }
 
 #[cfg(feature = "mpi")]
-use mpi::traits::{Communicator, Destination, Root, Source};
+use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Root, Source};
+
+/// All processes that MPI started.
+#[cfg(feature = "mpi")]
+#[derive(Debug)]
+struct World {
+    rank: usize,
+    count: usize,
+}
+
+#[cfg(feature = "mpi")]
+impl Peers for World {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn count(&self) -> usize {
+        self.count
+    }
+
+    fn gather(&self, numbers: &[f32]) -> Vec<Vec<f32>> {
+        let mut all = vec![0.0_f32; numbers.len() * self.count];
+        mpi::topology::SimpleCommunicator::world().all_gather_into(numbers, &mut all[..]);
+        all.chunks(numbers.len().max(1)).map(<[f32]>::to_vec).collect()
+    }
+}
 
 #[cfg(feature = "mpi")]
 impl Ranks {
     /// The processes that were started with this one; `None` if it is alone.
     pub fn join() -> Result<Option<Self>> {
-        if started() < 2 {
+        if started()? < 2 {
             return Ok(None);
         }
-        let universe = mpi::initialize_with_threading(mpi::Threading::Funneled);
+        // A sequence's states are exchanged from whichever thread computes it, while all others wait.
+        let universe = mpi::initialize_with_threading(mpi::Threading::Serialized);
         let (universe, _) =
             universe.ok_or_else(|| anyhow::anyhow!("MPI was started twice; this is a bug: report it"))?;
         Ok(Some(Self(universe)))
@@ -89,6 +153,37 @@ impl Ranks {
     /// What a rank replied.
     pub fn answer_of(&self, rank: usize) -> Vec<u8> {
         self.0.world().process_at_rank(rank as i32).receive_vec::<u8>().0
+    }
+
+    /// Leaves with rank 0 the sums of all ranks' numbers, which are equally many. Each rank adds up a piece of them, from rank 0's
+    /// to the last one's, so that the bits do not depend on who comes first, and no rank hears more than the others.
+    pub fn sum(&self, numbers: &mut [f32]) {
+        let (world, count) = (self.0.world(), self.count());
+        let piece = numbers.len().div_ceil(count);
+        let mut pieces = numbers.to_vec();
+        pieces.resize(piece * count, 0.0);
+        let mut heard = vec![0.0_f32; piece * count];
+        world.all_to_all_into(&pieces[..], &mut heard[..]);
+        let (sum, others) = heard.split_at_mut(piece);
+        for other in others.chunks_exact(piece.max(1)) {
+            sum.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+        }
+        let first = world.process_at_rank(0);
+        if self.rank() > 0 {
+            return first.gather_into(&*sum);
+        }
+        first.gather_into_root(&*sum, &mut pieces[..]);
+        numbers.copy_from_slice(&pieces[..numbers.len()]);
+    }
+
+    /// The processes as those that hold the stretches of a sequence.
+    pub fn peers(&self) -> Arc<dyn Peers> {
+        Arc::new(World { rank: self.rank(), count: self.count() })
+    }
+
+    /// Ends all processes: what else they wait for does not come.
+    pub fn abort(&self) -> ! {
+        self.0.world().abort(1)
     }
 
     /// Gives numbers to rank 0.

@@ -2,10 +2,12 @@
 
 use std::fmt::{self, Display};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use longspan::backend::Peers;
 use longspan::sample::SampleOptions;
 use serde::Serialize;
 
@@ -81,13 +83,16 @@ pub trait Task: Sized + Sync {
         Ok((self.loss(model, batch, smoothing, device)?, None))
     }
 
+    /// From now on [`learn`](Self::learn) computes this process's stretches of the examples, and `peers` the others.
+    fn split_among(&mut self, _peers: Arc<dyn Peers>) {}
+
     /// Takes note that a step was completed, with what the parts of its batch left, in their order.
     fn carry(&self, _feed: &mut Self::Feed, _carried: Vec<Self::Carried>) -> Result<()> {
         Ok(())
     }
 
-    /// Where the feed stands, if the seed and the step do not tell.
-    fn place(&self, _feed: &Self::Feed, _model: &Self::Model) -> Result<Place> {
+    /// Where the feed stands, if the seed and the step do not tell; from what the other ranks say of their shares, in their order.
+    fn place(&self, _feed: &Self::Feed, _model: &Self::Model, _others: Vec<Place>) -> Result<Place> {
         Ok(Place::default())
     }
 

@@ -54,7 +54,17 @@ impl Workers {
 
     /// Runs `work` on the parts of `items`, each with its number, at the same time; results in the order of the parts.
     pub fn run<T: Sync, R: Send>(&self, items: &[T], work: impl Fn(usize, &[T]) -> Result<R> + Sync) -> Result<Vec<R>> {
-        let part = items.len().div_ceil(self.count).max(1);
+        self.run_in(self.count, items, work)
+    }
+
+    /// The same in so many parts at most.
+    pub fn run_in<T: Sync, R: Send>(
+        &self,
+        parts: usize,
+        items: &[T],
+        work: impl Fn(usize, &[T]) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        let part = items.len().div_ceil(parts).max(1);
         let pools = self.pools(items.len().div_ceil(part).max(1))?;
         thread::scope(|scope| {
             let work = &work;

@@ -159,6 +159,17 @@ pub struct Gradients<'a, 'b, T> {
     pub initial_state: Option<&'a mut State<T>>,
 }
 
+/// What [`Kernel::combine_backward`] gives.
+#[derive(Debug)]
+pub struct CombineGradients<T> {
+    /// Of the earlier state.
+    pub earlier: State<T>,
+    /// Of the later state.
+    pub later: State<T>,
+    /// Of the parameters.
+    pub parameters: Vec<Vec<T>>,
+}
+
 /// One token for [`Kernel::step`]; all row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Token<'a, T> {
@@ -249,6 +260,27 @@ pub trait Kernel<T: Real>: Mechanism {
             help: "give the earlier state to the call of the later tokens",
         })
     }
+
+    /// The gradients of both states and of the parameters, from that of the state which [`combine`](Kernel::combine) gives; each as
+    /// [`Gradients::initial_state`] says, number for number. A mechanism whose sums have none refuses.
+    fn combine_backward(
+        &self,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&[T]],
+        d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        let _ = (earlier, later, parameters, d_combined);
+        no_combine_backward(self.name())
+    }
+}
+
+fn no_combine_backward<T>(operation: &'static str) -> Result<CombineGradients<T>, Error> {
+    Err(Error::Unsupported {
+        operation,
+        combination: "gradients of the sum of two states",
+        help: "give the earlier state to the call of the later tokens",
+    })
 }
 
 /// A mechanism over both number types: what layers and bindings hold.
@@ -276,6 +308,15 @@ pub(crate) trait Compute: Mechanism {
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error>;
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
+    fn combine_backward<T: Real>(
+        &self,
+        _earlier: &State<T>,
+        _later: &State<T>,
+        _parameters: &[&[T]],
+        _d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        no_combine_backward(self.name())
+    }
 }
 
 /// Implements [`Kernel`] of both number types for a mechanism that is [`Compute`].
@@ -324,6 +365,16 @@ macro_rules! kernels {
                 parameters: &[&[$t]],
             ) -> Result<State<$t>, Error> {
                 Compute::combine(self, earlier, later, parameters)
+            }
+
+            fn combine_backward(
+                &self,
+                earlier: &State<$t>,
+                later: &State<$t>,
+                parameters: &[&[$t]],
+                d_combined: &State<$t>,
+            ) -> Result<$crate::call::CombineGradients<$t>, Error> {
+                Compute::combine_backward(self, earlier, later, parameters, d_combined)
             }
         }
     };

@@ -11,7 +11,8 @@ pub(crate) use mask::Sequence;
 pub use mask::{Keys, Mask, Order};
 pub(crate) use mechanism::*;
 pub use mechanism::{
-    AnyKernel, Call, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters, Reference, Token,
+    AnyKernel, Call, CombineGradients, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters,
+    Reference, Token,
 };
 pub use scratch::Scratch;
 pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};

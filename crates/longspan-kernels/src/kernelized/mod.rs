@@ -39,9 +39,9 @@ use problem::Problem;
 use smallvec::smallvec;
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
-    Scratch, Sink, State, Token, check_final_mask, check_gradients, check_initial_gradient, check_output, fingerprint,
-    kernels,
+    Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
+    Parameters, Reference, Scratch, Sink, State, Token, check_final_mask, check_gradients, check_initial_gradient,
+    check_output, fingerprint, kernels,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
@@ -313,6 +313,16 @@ impl Compute for KernelizedAttention {
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
         state::combine(self, earlier, later, parameters)
+    }
+
+    fn combine_backward<T: Real>(
+        &self,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&[T]],
+        d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        state::combine_backward(self, earlier, later, parameters, d_combined)
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

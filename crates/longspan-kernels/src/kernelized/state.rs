@@ -2,11 +2,12 @@
 
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
-use crate::call::{Dims, Mechanism, PARTS, State, StateShape, VERSION};
+use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, VERSION};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
 use crate::simd::Real;
+use crate::simd::block::add_scaled;
 
 /// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
@@ -172,6 +173,96 @@ fn check_shape<T: Real>(
     Ok(())
 }
 
+/// Two states of one mechanism, one after the other.
+struct Pair<'a, T> {
+    attention: &'a KernelizedAttention,
+    shape: StateShape,
+    value_dim: usize,
+    /// Of counted Fourier positions: radians a token, so many for each head. None of others.
+    rates: Option<(&'a [T], usize)>,
+}
+
+/// How one head's numbers of both states enter the sum.
+struct Weights<T> {
+    gamma: f64,
+    /// The exponent of the sum.
+    shift: T,
+    /// What the sums of the earlier state, and of the later one, are multiplied by.
+    before: T,
+    since: T,
+    /// The angles by which the later features turn.
+    turn: Option<[Vec<T>; 2]>,
+}
+
+impl<T: Real> Weights<T> {
+    fn decay(&self, tokens: u64) -> T {
+        T::from_f64(if self.gamma == 1.0 { 1.0 } else { self.gamma.powf(tokens as f64) })
+    }
+}
+
+impl<'a, T: Real> Pair<'a, T> {
+    /// Checked.
+    fn new(
+        attention: &'a KernelizedAttention,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&'a [T]],
+    ) -> Result<Self, Error> {
+        let operation = attention.name();
+        let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
+        let (mut weighed, mut mapped) = (features, features);
+        if let Some(fourier) = attention.score.fourier() {
+            let (blocks, weigh) = fourier.blocks();
+            mapped = features / if weigh < blocks { blocks - weigh } else { weigh };
+            weighed = mapped * weigh;
+        }
+        let value_dim = sum.checked_div(weighed).unwrap_or_else(|| far.saturating_sub(1));
+        let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: mapped, value_dim };
+        let shape = mapped_shape::<T>(attention, &dims, mapped);
+        check_shape(attention, shape, earlier, "earlier state")?;
+        check_shape(attention, shape, later, "later state")?;
+        attention.check_decay(operation, kv_heads)?;
+        let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
+        let rates = counted.map(|fourier| (parameters.first().copied().unwrap_or_default(), fourier.angles(mapped)));
+        if let Some((rates, angles)) = rates {
+            expect(
+                rates.len() == kv_heads * angles,
+                operation,
+                "a",
+                || format!("shape {:?}, so {} elements", [kv_heads, angles, 1], kv_heads * angles),
+                || format!("{} elements", rates.len()),
+            )?;
+        }
+        Ok(Self { attention, shape, value_dim, rates })
+    }
+
+    fn weights(&self, index: usize, first: &Head<&[T]>, second: &Head<&[T]>) -> Weights<T> {
+        let kv_heads = self.shape.kv_heads;
+        let gamma = self.attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);
+        let shift = first.marks[SHIFT].max(second.marks[SHIFT]);
+        let scale = |state: &Head<&[T]>| {
+            let own = state.marks[SHIFT];
+            if own.is_finite() { (own - shift).exp() } else { T::ZERO }
+        };
+        let turn = self
+            .rates
+            .filter(|_| first.tokens() > 0)
+            .map(|(rates, angles)| angles_after(&rates[index % kv_heads * angles..][..angles], first.tokens() as f64));
+        let mut weights = Weights { gamma, shift, before: scale(first), since: scale(second), turn };
+        weights.before = weights.decay(second.tokens()) * weights.before;
+        weights
+    }
+
+    /// Rows of sums that turn, with their width. Denominators of their own are sums of features that do not turn.
+    fn turning<S>(&self, sum: S, keys: S) -> impl Iterator<Item = (S, usize)> {
+        let turns = self.attention.score.fourier().is_some_and(|fourier| {
+            let (blocks, weigh) = fourier.blocks();
+            weigh == blocks
+        });
+        std::iter::once((sum, self.value_dim)).chain(turns.then_some((keys, 1)))
+    }
+}
+
 /// The state of the tokens of `earlier` and then those of `later`, which began with none before it.
 ///
 /// With `n` later tokens, everything earlier has fallen by `γⁿ`: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
@@ -184,67 +275,24 @@ pub(super) fn combine<T: Real>(
     later: &State<T>,
     parameters: &[&[T]],
 ) -> Result<State<T>, Error> {
-    let operation = attention.name();
-    let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
-    let (mut weighed, mut mapped) = (features, features);
-    if let Some(fourier) = attention.score.fourier() {
-        let (blocks, weigh) = fourier.blocks();
-        mapped = features / if weigh < blocks { blocks - weigh } else { weigh };
-        weighed = mapped * weigh;
-    }
-    let value_dim = sum.checked_div(weighed).unwrap_or_else(|| far.saturating_sub(1));
-    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: mapped, value_dim };
-    let shape = mapped_shape::<T>(attention, &dims, mapped);
-    check_shape(attention, shape, earlier, "earlier state")?;
-    check_shape(attention, shape, later, "later state")?;
-    attention.check_decay(operation, kv_heads)?;
-    let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
-    let mut rates: &[T] = &[];
-    let angles = counted.map_or(0, |fourier| fourier.angles(mapped));
-    if counted.is_some() {
-        rates = parameters.first().copied().unwrap_or_default();
-        expect(
-            rates.len() == kv_heads * angles,
-            operation,
-            "a",
-            || format!("shape {:?}, so {} elements", [kv_heads, angles, 1], kv_heads * angles),
-            || format!("{} elements", rates.len()),
-        )?;
-    }
-
-    let mut state = empty_of(attention, shape)?;
+    let pair = Pair::new(attention, earlier, later, parameters)?;
+    let mut state = empty_of(attention, pair.shape)?;
     for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
-        let [first, second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
-        let gamma = attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);
-        let decay = |tokens: u64| T::from_f64(if gamma == 1.0 { 1.0 } else { gamma.powf(tokens as f64) });
+        let [first, mut second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
+        let weights = pair.weights(index, &first, &second);
         let tokens = second.tokens();
         let (mut sum, mut keys);
-        let mut second = second;
-        if let Some(fourier) = counted.filter(|_| first.tokens() > 0) {
-            let rates = &rates[index % kv_heads * angles..][..angles];
-            let turn = angles_after(rates, first.tokens() as f64);
+        if let Some(turn) = &weights.turn {
             (sum, keys) = (second.sum.to_vec(), second.keys.to_vec());
-            turn_rows(&mut sum, value_dim, &turn);
-            // Denominators of their own are sums of features that do not turn.
-            let (blocks, weigh) = fourier.blocks();
-            if weigh == blocks {
-                turn_rows(&mut keys, 1, &turn);
-            }
+            pair.turning(&mut sum, &mut keys).for_each(|(rows, width)| turn_rows(rows, width, turn));
             (second.sum, second.keys) = (&sum, &keys);
         }
+        add(to.sum, (weights.before, first.sum), (weights.since, second.sum));
+        add(to.keys, (weights.before, first.keys), (weights.since, second.keys));
+        add(to.far, (weights.decay(tokens), first.far), (T::ONE, second.far));
+        to.marks[SHIFT] = weights.shift;
 
-        let shift = first.marks[SHIFT].max(second.marks[SHIFT]);
-        let scale = |state: &Head<&[T]>| {
-            let own = state.marks[SHIFT];
-            if own.is_finite() { (own - shift).exp() } else { T::ZERO }
-        };
-        let (before, since) = (decay(tokens) * scale(&first), scale(&second));
-        add(to.sum, (before, first.sum), (since, second.sum));
-        add(to.keys, (before, first.keys), (since, second.keys));
-        add(to.far, (decay(tokens), first.far), (T::ONE, second.far));
-        to.marks[SHIFT] = shift;
-
-        let width = value_dim + 1;
+        let width = pair.value_dim + 1;
         let rows = to.ring.len() / width;
         for (slot, row) in to.ring.chunks_exact_mut(width).enumerate() {
             let back = rows - slot;
@@ -255,14 +303,71 @@ pub(super) fn combine<T: Real>(
             row.copy_from_slice(from.unwrap_or_default());
         }
         for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
-            let weight = decay(back as u64 + tokens);
-            for (to, &x) in to.far.iter_mut().zip(first.ring_row(back, width).unwrap_or_default()) {
-                *to += weight * x;
-            }
+            add_scaled(to.far, weights.decay(back as u64 + tokens), first.ring_row(back, width).unwrap_or_default());
         }
         to.set_tokens(first.tokens() + tokens);
     }
     Ok(state)
+}
+
+/// The gradients of both states and of the parameters, from that of [`combine`]'s result: every step of it the other way round.
+pub(super) fn combine_backward<T: Real>(
+    attention: &KernelizedAttention,
+    earlier: &State<T>,
+    later: &State<T>,
+    parameters: &[&[T]],
+    d_combined: &State<T>,
+) -> Result<CombineGradients<T>, Error> {
+    let pair = Pair::new(attention, earlier, later, parameters)?;
+    d_combined.check(attention.name(), "gradient of the combined state", pair.shape)?;
+    let [mut d_earlier, mut d_later] = [State::zeros(pair.shape)?, State::zeros(pair.shape)?];
+    let mut d_parameters: Vec<Vec<T>> = parameters.iter().map(|given| vec![T::ZERO; given.len()]).collect();
+    let heads = d_earlier.heads_mut().map(Head::from).zip(d_later.heads_mut().map(Head::from));
+    for (index, (d_first, d_second)) in heads.enumerate() {
+        let [first, second, d] = [earlier, later, d_combined].map(|state| Head::from(state.head(0, index)));
+        let weights = pair.weights(index, &first, &second);
+        let tokens = second.tokens();
+        for (to, weight, d) in [
+            (d_first.sum, weights.before, d.sum),
+            (d_first.keys, weights.before, d.keys),
+            (&mut *d_second.sum, weights.since, d.sum),
+            (&mut *d_second.keys, weights.since, d.keys),
+            (d_first.far, weights.decay(tokens), d.far),
+            (&mut *d_second.far, T::ONE, d.far),
+        ] {
+            add_scaled(to, weight, d);
+        }
+        if let (Some([cos, sin]), Some((_, angles))) = (&weights.turn, pair.rates) {
+            let back = [cos.clone(), sin.iter().map(|&x| -x).collect()];
+            let rates = &mut d_parameters[0][index % pair.shape.kv_heads * angles..][..angles];
+            let turned = pair.turning(&mut *d_second.sum, &mut *d_second.keys);
+            for ((d, width), (rows, _)) in turned.zip(pair.turning(second.sum, second.keys)) {
+                turn_rows(d, width, &back);
+                // A turn by dθ takes (x, y) to (x − y·dθ, y + x·dθ), before as well as after the whole turn.
+                let (x, y) = rows.split_at(angles * width);
+                let (dx, dy) = d.split_at(angles * width);
+                for n in 0..angles * width {
+                    rates[n / width] += T::from_f64(first.tokens() as f64) * (x[n] * dy[n] - y[n] * dx[n]);
+                }
+            }
+        }
+
+        let width = pair.value_dim + 1;
+        let rows = d.ring.len() / width;
+        for (slot, row) in d.ring.chunks_exact(width).enumerate() {
+            let back = rows - slot;
+            let (to, place) = match (back as u64).checked_sub(tokens) {
+                Some(back) if back > 0 => (&mut *d_first.ring, first.ring_place(back as usize, width)),
+                _ => (&mut *d_second.ring, second.ring_place(back, width)),
+            };
+            place.into_iter().for_each(|place| to[place].copy_from_slice(row));
+        }
+        for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
+            let place = first.ring_place(back, width).into_iter();
+            place.for_each(|place| add_scaled(&mut d_first.ring[place], weights.decay(back as u64 + tokens), d.far));
+        }
+    }
+    Ok(CombineGradients { earlier: d_earlier, later: d_later, parameters: d_parameters })
 }
 
 /// Turns the features of summed keys further: rows `k` and `k + angles` of a sum as a pair, each `width` numbers, by the

@@ -27,5 +27,5 @@ pub use dropout::Dropout;
 pub use feed_forward::{FeedForward, FeedForwardGradients, Weights};
 pub use few_rows::{Projected, StepBuffers};
 pub use linear::{Kept, Linear, LinearGradients};
-pub use multi_head::{KeptAttention, Memory, MultiHead, MultiHeadGradients};
+pub use multi_head::{KeptAttention, Memory, MultiHead, MultiHeadGradients, Stretches};
 pub use norm::{Norm, NormGradients, NormWeights};

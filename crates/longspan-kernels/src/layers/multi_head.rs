@@ -4,6 +4,7 @@
 //! In cross-attention keys and values are projections of a memory, by the same weight's later columns. For the backward
 //! projections, heads' outputs and denominators are kept, or nothing, and all is formed again.
 
+use std::fmt::Debug;
 use std::ops::Range;
 
 use super::dropout::Dropout;
@@ -11,7 +12,9 @@ use super::feed_forward::Weights;
 use super::linear::{Kept, Linear, LinearGradients};
 use super::norm::NormWeights;
 use super::products::try_zeros;
-use crate::call::{Call, Cotangent, Dims, Gradients, Kernel, Mask, Output, Scratch, State, View, ViewMut};
+use crate::call::{
+    Call, CombineGradients, Cotangent, Dims, Gradients, Kernel, Mask, Output, Scratch, State, View, ViewMut,
+};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 
@@ -22,6 +25,28 @@ pub struct Memory<'a> {
     pub numbers: &'a [f32],
     /// Keys of each batch entry.
     pub keys: usize,
+}
+
+/// A causal sequence that is cut into stretches, of which a call computes one beside others that compute theirs. What they exchange
+/// are states.
+pub trait Stretches: Debug + Sync {
+    /// From the state of this stretch alone: that of all tokens before it, and that after the last stretch. A backward that forms
+    /// everything again asks once more, and needs no second exchange.
+    ///
+    /// # Errors
+    /// States that have no sum.
+    fn exchange(&self, own: State<f32>, parameters: &[&[f32]]) -> Result<[State<f32>; 2], Error>;
+
+    /// From the gradient of the state before this stretch: those of its own state and of the parameters, or `None` where nothing
+    /// comes after it.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    fn exchange_back(
+        &self,
+        d_before: State<f32>,
+        parameters: &[&[f32]],
+    ) -> Result<Option<CombineGradients<f32>>, Error>;
 }
 
 /// One call of multi-head attention.
@@ -53,6 +78,8 @@ pub struct MultiHead<'a> {
     pub mask: Mask<'a>,
     /// The state of the tokens before the first. No gradient passes to it.
     pub initial_state: Option<&'a State<f32>>,
+    /// What stands before the first token, and takes gradients, in the place of an initial state.
+    pub stretches: Option<&'a dyn Stretches>,
     /// `W₂` and `b₂`, `[heads · head_dim, heads · head_dim]`.
     pub output: Weights<'a>,
     /// What it drops of the last layer's results.
@@ -65,6 +92,8 @@ pub struct MultiHead<'a> {
 #[derive(Debug, Clone)]
 pub struct KeptAttention {
     projections: Projections,
+    /// The state of the stretches before.
+    before: Option<State<f32>>,
     /// `[batch, queries, heads · head_dim]`.
     heads: Vec<f32>,
     /// `[batch, heads, queries]`.
@@ -139,6 +168,8 @@ impl<'a> MultiHead<'a> {
             length("memory", numbers.len(), [dims.batch, keys])?;
         }
         expect(width > 0, OPERATION, "heads", || "heads of at least 1 number".into(), || "0".into())?;
+        let apart = self.stretches.is_none() || self.memory.is_none();
+        expect(apart, OPERATION, "stretches", || "none beside a memory".into(), || "both".into())?;
         self.norm.map_or(Ok(()), |norm| norm.check(OPERATION, width))?;
         self.projection.check(OPERATION, "projection", [width, self.columns()])?;
         self.output.check(OPERATION, "output", [width, width])
@@ -176,8 +207,29 @@ impl<'a> MultiHead<'a> {
         Ok(Projections { own: forward(own)?, memory: forward(memory)? })
     }
 
+    /// The state of the stretches before. Where there are any, the final state is filled here, and the call is to fill none.
+    fn before(
+        &self,
+        projections: &Projections,
+        final_state: &mut Option<&mut State<f32>>,
+        scratch: &mut Scratch<f32>,
+    ) -> Result<Option<State<f32>>, Error> {
+        let Some(stretches) = self.stretches else { return Ok(None) };
+        let own = self.state_of(self.stretch(projections), self.queries, None, scratch)?;
+        let [before, last] = stretches.exchange(own, self.parameters)?;
+        if let Some(to) = final_state.take() {
+            *to = last;
+        }
+        Ok(Some(before))
+    }
+
+    /// Keys and values of self-attention, as [`state_of`](Self::state_of) takes them.
+    fn stretch<'c>(&self, projections: &'c Projections) -> (&'c [f32], usize, usize) {
+        (&projections.own, self.columns(), self.width())
+    }
+
     /// The mechanism's call on projections.
-    fn call<'c>(&'c self, projections: &'c Projections) -> Call<'c, f32>
+    fn call<'c>(&'c self, projections: &'c Projections, before: Option<&'c State<f32>>) -> Call<'c, f32>
     where
         'a: 'c,
     {
@@ -187,7 +239,8 @@ impl<'a> MultiHead<'a> {
             None => ((own.as_slice(), columns), (own.as_slice(), columns, width)),
             Some(_) => ((own.as_slice(), width), (memory.as_slice(), columns - width, 0)),
         };
-        self.call_of(self.dims(), queries, keys).with_mask(self.mask).with_initial_state(self.initial_state)
+        let before = before.or(self.initial_state);
+        self.call_of(self.dims(), queries, keys).with_mask(self.mask).with_initial_state(before)
     }
 
     /// A call on rows of so many columns whose first are queries, and on rows of so many columns of which some, from one on, are keys
@@ -228,12 +281,17 @@ impl<'a> MultiHead<'a> {
     ///
     /// # Errors
     /// Sizes that do not fit, what the mechanism refuses, and memory that is not there.
-    pub fn forward(&self, scratch: &mut Scratch<f32>, final_state: Option<&mut State<f32>>) -> Result<Vec<f32>, Error> {
+    pub fn forward(
+        &self,
+        scratch: &mut Scratch<f32>,
+        mut final_state: Option<&mut State<f32>>,
+    ) -> Result<Vec<f32>, Error> {
         self.check()?;
         let projections = self.project()?;
+        let before = self.before(&projections, &mut final_state, scratch)?;
         let mut heads = try_zeros(self.x.len())?;
         let output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
-        self.kernel.forward(&self.call(&projections), output, scratch)?;
+        self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
         drop(projections);
         self.last(&heads).forward()
     }
@@ -316,13 +374,63 @@ impl<'a> MultiHead<'a> {
     }
 
     /// All but the last layer of a checked call.
-    fn kept(&self, scratch: &mut Scratch<f32>, final_state: Option<&mut State<f32>>) -> Result<KeptAttention, Error> {
+    fn kept(
+        &self,
+        scratch: &mut Scratch<f32>,
+        mut final_state: Option<&mut State<f32>>,
+    ) -> Result<KeptAttention, Error> {
         let projections = self.project()?;
+        let before = self.before(&projections, &mut final_state, scratch)?;
         let mut heads = try_zeros(self.x.len())?;
         let mut denominators = try_zeros(self.batch * self.heads * self.queries)?;
         let output = Output::training(self.token_major(&mut heads), &mut denominators).with_final_state(final_state);
-        self.kernel.forward(&self.call(&projections), output, scratch)?;
-        Ok(KeptAttention { projections, heads, denominators })
+        self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
+        Ok(KeptAttention { projections, before, heads, denominators })
+    }
+
+    /// Adds to the gradients of projections and parameters what comes by the state of these keys alone.
+    fn add_from_state(
+        &self,
+        projections: &Projections,
+        found: &CombineGradients<f32>,
+        d_own: &mut [f32],
+        d_parameters: &mut [f32],
+        scratch: &mut Scratch<f32>,
+    ) -> Result<(), Error> {
+        let dims = Dims { queries: 0, ..self.dims() };
+        let call = self.call_of(dims, (&[], 0), self.stretch(projections)).with_mask(Mask::causal());
+        // Queries have no part in it: theirs stay 0.
+        let mut more = try_zeros(d_own.len())?;
+        let [_, dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], self.parts());
+        let mut more_parameters = vec![0.0; d_parameters.len()];
+        let cotangent = Cotangent {
+            out: View::contiguous(&[], dims.out()),
+            denominators: &[],
+            d_out: View::contiguous(&[], dims.out()),
+            final_state: Some(&found.later),
+        };
+        let gradients = Gradients {
+            dq: ViewMut::contiguous(&mut [], dims.q()),
+            dk,
+            dv,
+            parameters: &mut self.split_parameters(&mut more_parameters),
+            initial_state: None,
+        };
+        self.kernel.backward(&call, &cotangent, gradients, scratch)?;
+        add_to(d_own, &more);
+        add_scaled(d_parameters, 1.0, &more_parameters);
+        add_scaled(d_parameters, 1.0, &found.parameters.concat());
+        Ok(())
+    }
+
+    /// One slice for each parameter.
+    fn split_parameters<'v>(&self, mut all: &'v mut [f32]) -> Vec<&'v mut [f32]> {
+        let part = |given: &&[f32]| {
+            let (first, others) = std::mem::take(&mut all).split_at_mut(given.len());
+            all = others;
+            first
+        };
+        self.parameters.iter().map(part).collect()
     }
 
     /// Strides of heads' outputs, `[batch, queries, heads · head_dim]`.
@@ -368,22 +476,23 @@ impl<'a> MultiHead<'a> {
             }
         };
         let mut d_parameters = vec![0.0; self.parameters.iter().map(|given| given.len()).sum()];
-        let mut rest = d_parameters.as_mut_slice();
-        let mut parameters: Vec<&mut [f32]> = Vec::new();
-        for given in self.parameters {
-            let (part, others) = std::mem::take(&mut rest).split_at_mut(given.len());
-            parameters.push(part);
-            rest = others;
-        }
+        let mut parameters = self.split_parameters(&mut d_parameters);
         let cotangent = Cotangent {
             out: View::strided(&kept.heads, self.strides()),
             denominators: &kept.denominators,
             d_out: View::strided(&d_heads, self.strides()),
             final_state: None,
         };
-        let gradients = Gradients { dq, dk, dv, parameters: &mut parameters, initial_state: None };
-        self.kernel.backward(&self.call(&kept.projections), &cotangent, gradients, scratch)?;
+        let mut d_before = kept.before.as_ref().map(State::try_clone).transpose()?;
+        let gradients = Gradients { dq, dk, dv, parameters: &mut parameters, initial_state: d_before.as_mut() };
+        let call = self.call(&kept.projections, kept.before.as_ref());
+        self.kernel.backward(&call, &cotangent, gradients, scratch)?;
         drop(d_heads);
+        if let (Some(stretches), Some(d_before)) = (self.stretches, d_before)
+            && let Some(found) = stretches.exchange_back(d_before, self.parameters)?
+        {
+            self.add_from_state(&kept.projections, &found, d_own, &mut d_parameters, scratch)?;
+        }
 
         let [from_own, from_memory] = self.projections();
         let pull_back = |layer: Option<Linear<'_>>, own: &[f32], d: &[f32]| {
@@ -394,7 +503,7 @@ impl<'a> MultiHead<'a> {
         scratch.give_back(lent);
         let Some(LinearGradients { mut dx, mut d_weight, mut d_bias, d_norm }) = own else { unreachable!("queries") };
         if self.residual {
-            add_residual(&mut dx, d_out);
+            add_to(&mut dx, d_out);
         }
         let mut d_memory = Vec::new();
         if let Some(gradients) = from_memory {
@@ -409,7 +518,7 @@ impl<'a> MultiHead<'a> {
 }
 
 /// `dx += dy`, on all threads.
-fn add_residual(dx: &mut [f32], d_out: &[f32]) {
+fn add_to(dx: &mut [f32], d_out: &[f32]) {
     const PIECE: usize = 1 << 16;
     crate::threads::share(dx.chunks_mut(PIECE).zip(d_out.chunks(PIECE)), |(dx, d)| add_scaled(dx, 1.0, d));
 }

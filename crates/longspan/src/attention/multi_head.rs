@@ -252,6 +252,15 @@ impl MultiHeadAttention {
             *state = states.into_state();
             return Ok(out);
         }
+        argument(
+            !state.is_between(),
+            "self-attention",
+            "peers",
+            || {
+                "none: over several processes it takes the CPU backend, f32, and a mechanism with states of constant size".into()
+            },
+            || format!("some, under {}", self.attention.layer().name()),
+        )?;
         let (x, after) = around.split(x);
         let [q, k, v] = self.split(x);
         Ok(self.merge(self.attention.advance(q, k, v, state)?, after))

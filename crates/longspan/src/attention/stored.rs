@@ -75,6 +75,7 @@ impl StoredAttention {
             parameters,
             mask,
             initial_state: None,
+            stretches: None,
             output: self.output.weights(),
             dropout: None,
             residual: true,

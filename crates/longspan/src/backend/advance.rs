@@ -88,9 +88,13 @@ pub(crate) fn states_of(
 ) -> Result<States> {
     let Heads { heads, kv_heads, head_dim } = layer.heads();
     let dims = Dims { batch, heads, kv_heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
-    Ok(States::new(match &state.inner {
+    let states = States::new(match &state.inner {
         None => PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?,
         Some(Inner::Kernels(before)) if before.dtype() == computed(dtype) => before.clone(),
         Some(_) => return Err(foreign_state(layer)),
-    }))
+    });
+    Ok(match &state.peers {
+        None => states,
+        Some(peers) => states.between(peers.clone(), layer.kernel())?,
+    })
 }

@@ -12,13 +12,15 @@ use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::half::{Half, bf16, f16, narrow, widen};
+use longspan_kernels::layers::Stretches;
 use longspan_kernels::{
     Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
 };
 
-use super::AnyKernel;
 use super::operation::Operation;
 use super::state::{AttentionState, Inner};
+use super::stretches::Stretch;
+use super::{AnyKernel, Peers};
 use crate::attention::AttentionMask;
 
 /// All of a call but its tensors: queries, keys, values and, if the mechanism has any, its learned tensors as one.
@@ -67,12 +69,25 @@ impl Outside {
 pub(crate) struct States {
     before: Arc<PrefixState>,
     after: Arc<Mutex<Option<PrefixState>>>,
+    /// The other stretches, where the sequences are cut.
+    stretch: Option<Arc<Stretch>>,
 }
 
 impl States {
     /// A call after a state.
     pub(super) fn new(before: PrefixState) -> Self {
-        Self { before: Arc::new(before), after: Arc::default() }
+        Self { before: Arc::new(before), after: Arc::default(), stretch: None }
+    }
+
+    /// The same between the stretches of other processes, of calls in `f32`.
+    pub(super) fn between(self, peers: Arc<dyn Peers>, kernel: Arc<dyn AnyKernel>) -> Result<Self, kernels::Error> {
+        let first = self.before().map(State::try_clone).transpose()?;
+        Ok(Self { stretch: first.map(|first| Arc::new(Stretch::new(peers, kernel, first))), ..self })
+    }
+
+    /// The other stretches, where the sequences are cut.
+    pub fn stretches(&self) -> Option<&dyn Stretches> {
+        self.stretch.as_deref().map(|stretch| stretch as &dyn Stretches)
     }
 
     /// The state before a call in `f32`.
@@ -92,7 +107,7 @@ impl States {
     /// The state that the call left.
     pub fn into_state(self) -> AttentionState {
         let after = self.after.lock().unwrap_or_else(PoisonError::into_inner).take();
-        AttentionState { inner: after.map(Inner::Kernels) }
+        AttentionState { inner: after.map(Inner::Kernels), peers: None }
     }
 }
 

@@ -12,7 +12,10 @@ mod flex;
 #[cfg(feature = "flex")]
 pub(crate) mod operation;
 pub(crate) mod pairs;
+mod peers;
 mod state;
+#[cfg(feature = "flex")]
+mod stretches;
 pub(crate) mod tensor;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -37,6 +40,7 @@ pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
 pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
 #[cfg(feature = "flex")]
+pub use peers::Peers;
 use state::Inner;
 pub(crate) use state::TensorState;
 pub use state::{AttentionState, StateForm, StoredState};

@@ -1,14 +1,16 @@
 //! States: what a step keeps of all earlier tokens, for any mechanism on any device.
 
+use std::sync::Arc;
+
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 #[cfg(feature = "flex")]
 use longspan_kernels::StateShape;
 use serde::{Deserialize, Serialize};
 
-use super::Layer;
 #[cfg(feature = "flex")]
 use super::flex::PrefixState;
 use super::tensor::Running;
+use super::{Layer, Peers};
 use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
 
@@ -21,12 +23,14 @@ use crate::error::{Error, Result, argument};
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
+    /// Who holds the other stretches of the tokens that come next.
+    pub(super) peers: Option<Arc<dyn Peers>>,
 }
 
 #[cfg(feature = "flex")]
 impl From<longspan_kernels::State<f32>> for AttentionState {
     fn from(state: longspan_kernels::State<f32>) -> Self {
-        Self { inner: Some(Inner::Kernels(PrefixState::F32(state))) }
+        Self { inner: Some(Inner::Kernels(PrefixState::F32(state))), peers: None }
     }
 }
 
@@ -44,6 +48,12 @@ impl AttentionState {
             Some(Inner::Kernels(state)) => state.as_f32(),
             _ => None,
         })
+    }
+}
+
+impl From<Option<Inner>> for AttentionState {
+    fn from(inner: Option<Inner>) -> Self {
+        Self { inner, peers: None }
     }
 }
 
@@ -123,6 +133,16 @@ const PARTS: usize = 6;
 const NAME: &str = "attention state";
 
 impl AttentionState {
+    /// Before tokens of which others hold stretches.
+    pub(crate) fn between(self, peers: &Arc<dyn Peers>) -> Self {
+        Self { peers: Some(peers.clone()), ..self }
+    }
+
+    /// Whether others hold stretches of the tokens that come next.
+    pub(crate) fn is_between(&self) -> bool {
+        self.peers.is_some()
+    }
+
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
     ///
     /// # Errors
@@ -144,7 +164,7 @@ impl AttentionState {
                 Some(Inner::Tensors(state.select(&index_tensor(indices, device))))
             }
         };
-        Ok(Self { inner })
+        Ok(inner.into())
     }
 
     /// The states of several batches as those of one, in that order. All must be before their first token, or none.
@@ -169,7 +189,7 @@ impl AttentionState {
             });
             if let Some(kernels) = kernels.collect::<Option<Vec<_>>>() {
                 let joined = PrefixState::join(&kernels).ok_or_else(unlike)??;
-                return Ok(Self { inner: Some(Inner::Kernels(joined)) });
+                return Ok(Some(Inner::Kernels(joined)).into());
             }
         }
         let past = states.iter().map(|state| match &state.inner {
@@ -182,7 +202,7 @@ impl AttentionState {
             return Err(unlike());
         }
         let side = |side: usize| Tensor::cat(past.iter().map(|one| one[side].clone()).collect(), 0);
-        Ok(Self { inner: Some(Inner::Tensors(TensorState::Past(Box::new([side(0), side(1)])))) })
+        Ok(Some(Inner::Tensors(TensorState::Past(Box::new([side(0), side(1)])))).into())
     }
 
     /// The state as numbers; nothing is rounded.
@@ -275,7 +295,7 @@ impl AttentionState {
             }
             (_, tensors) => return Err(broken(shapes_of(tensors))),
         };
-        Ok(Self { inner })
+        Ok(inner.into())
     }
 }
 

@@ -1,5 +1,7 @@
 //! The language model: a causal stack of blocks that predicts the next token, of texts of any length.
 
+use std::sync::Arc;
+
 use burn::config::Config;
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
@@ -9,6 +11,7 @@ use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
 use super::positions::Positions;
 use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
+use crate::backend::Peers;
 use crate::error::{Result, argument};
 use crate::layers::{Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout};
 
@@ -162,7 +165,46 @@ impl LanguageModel {
         smoothing: f64,
         state: &mut LanguageState,
     ) -> Result<CrossEntropyLoss> {
-        cross_entropy(self.after(tokens, state)?, &self.output(), next, smoothing)
+        cross_entropy(self.after(tokens, state, None)?, &self.output(), next, smoothing)
+    }
+
+    /// This process's part of [`loss_from`](Self::loss_from): `peers` compute the others, each that of a stretch of the tokens, from
+    /// `count · rank / peers` on. All give the same tokens and the same state. The sums over all of them are the loss and its
+    /// gradient; the state takes all tokens in.
+    ///
+    /// A process sends each other one its blocks' states in the forward and as many numbers again in the backward, however many tokens
+    /// there are. Kernelized attention, also with Shaw's and Fourier's positions, on the CPU backend.
+    ///
+    /// # Errors
+    /// As [`loss_from`](Self::loss_from), and a mechanism whose states have no sum with a gradient.
+    pub fn loss_over(
+        &self,
+        tokens: Tensor<2, Int>,
+        next: &[Option<u32>],
+        smoothing: f64,
+        state: &mut LanguageState,
+        peers: &Arc<dyn Peers>,
+    ) -> Result<CrossEntropyLoss> {
+        let [batch, count] = tokens.dims();
+        argument(
+            next.len() == batch * count,
+            NAME,
+            "next",
+            || format!("{} tokens", batch * count),
+            || next.len().to_string(),
+        )?;
+        let enough = count >= peers.count();
+        argument(
+            enough,
+            NAME,
+            "tokens",
+            || format!("one or more for each of {} processes", peers.count()),
+            || count.to_string(),
+        )?;
+        let [from, to] = [peers.rank(), peers.rank() + 1].map(|rank| count * rank / peers.count());
+        let next = next.chunks(count.max(1)).flat_map(|text| &text[from..to]).copied().collect();
+        let tokens = tokens.narrow(1, from, to - from);
+        cross_entropy(self.after(tokens, state, Some((peers, from, count)))?, &self.output(), next, smoothing)
     }
 
     /// Takes tokens into `state`, all at once, and gives their logits: the rows of [`forward`](Self::forward) that stand
@@ -175,7 +217,7 @@ impl LanguageModel {
     /// # Errors
     /// A state of another batch or model, and what a mechanism refuses.
     pub fn advance(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
-        Ok(apply(&self.output(), self.after(tokens, state)?, Activation::Identity, After::default()))
+        Ok(apply(&self.output(), self.after(tokens, state, None)?, Activation::Identity, After::default()))
     }
 
     /// Takes tokens into `state`, all at once, and gives the logits of what follows the last, `[batch, vocab]`.
@@ -185,7 +227,7 @@ impl LanguageModel {
     pub fn prefill(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<2>> {
         let count = tokens.dims()[1];
         argument(count > 0, NAME, "tokens", || "at least one".into(), || "none".into())?;
-        let last = self.after(tokens, state)?.narrow(1, count - 1, 1);
+        let last = self.after(tokens, state, None)?.narrow(1, count - 1, 1);
         Ok(apply(&self.output(), last, Activation::Identity, After::default()).squeeze_dim(1))
     }
 
@@ -257,12 +299,21 @@ impl LanguageModel {
         Ok(stack::end(self.norm.as_ref(), x))
     }
 
-    /// What the blocks make of tokens after those of a state.
-    fn after(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
-        let count = tokens.dims()[1];
+    /// What the blocks make of tokens after those of a state; or of a stretch of them, from one on of so many, of which peers hold the
+    /// others.
+    fn after(
+        &self,
+        tokens: Tensor<2, Int>,
+        state: &mut LanguageState,
+        stretch: Option<(&Arc<dyn Peers>, usize, usize)>,
+    ) -> Result<Tensor<3>> {
+        let (first, count) = stretch.map_or((0, tokens.dims()[1]), |(_, first, count)| (first, count));
         let states = state.of(self)?;
-        let mut x = self.embed(tokens, states.position);
+        let mut x = self.embed(tokens, states.position + first);
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
+            if let Some((peers, ..)) = stretch {
+                *layer = std::mem::take(layer).between(peers);
+            }
             x = block.advance(x, layer)?;
         }
         states.position += count;

@@ -8,6 +8,7 @@ use longspan::layers::{add_gradients, with_dropout_seed};
 
 use crate::tasks::Task;
 use crate::tasks::batches::{Random, micro_batches};
+use crate::tasks::ranks::share;
 use crate::tasks::workers::Workers;
 use crate::terminal::signals::Stop;
 
@@ -42,15 +43,21 @@ pub struct Share<'a, E> {
     tokens: usize,
     rank: usize,
     ranks: usize,
+    /// Whether it is a stretch of every example.
+    split: bool,
 }
 
 impl<'a, E> Share<'a, E> {
-    /// Of rank `rank` among `ranks`, which each take as many as the others, but for the last; `size` says how many tokens of an
-    /// example are predicted, and how many read.
-    pub fn of(batch: &'a [&'a E], size: impl Fn(&E) -> (usize, usize), rank: usize, ranks: usize) -> Self {
-        let each = batch.len().div_ceil(ranks).max(1);
-        let examples = batch.chunks(each).nth(rank).unwrap_or_default();
-        Self { examples, tokens: batch.iter().map(|example| size(example).0).sum(), rank, ranks }
+    /// Of rank `rank` among `ranks`, some of the examples or, `split`, a stretch of all; `size` says how many tokens of an example are
+    /// predicted, and how many read.
+    pub fn of(
+        batch: &'a [&'a E],
+        size: impl Fn(&E) -> (usize, usize),
+        (rank, ranks): (usize, usize),
+        split: bool,
+    ) -> Self {
+        let examples = if split { batch } else { &batch[share(batch.len(), rank, ranks)] };
+        Self { examples, tokens: batch.iter().map(|example| size(example).0).sum(), rank, ranks, split }
     }
 }
 
@@ -70,13 +77,14 @@ pub fn gradients<T: Task>(
     let tokens = share.tokens;
     let (before, all) = (share.rank * workers.count(), share.ranks * workers.count());
     let device = Device::flex().autodiff();
-    let parts = workers.run(share.examples, |number, part| {
+    // Ranks that compute stretches of the same examples take them in the same order, and end a batch that they have begun.
+    let parts = workers.run_in(if share.split { 1 } else { workers.count() }, share.examples, |number, part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
         let (mut plain, mut sum, mut draws, mut carried) = (0.0, None, (before + number) as u64, Vec::new());
         for micro_batch in micro_batches(part, |example| T::size(example)) {
-            if stop.asked() {
+            if stop.asked() && !share.split {
                 return Ok(None);
             }
             let seed = Random::new(seed, draws).next();
@@ -158,7 +166,7 @@ mod tests {
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
         let found = |workers| {
-            let share = Share::of(&batch, Pairs::size, 0, 1);
+            let share = Share::of(&batch, Pairs::size, (0, 1), false);
             let workers = Workers::new(workers).unwrap();
             let mut found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
             (found.loss, clip_gradients(&model, &mut found.gradients, f64::MAX))
@@ -174,7 +182,7 @@ mod tests {
             let workers = Workers::new(1).unwrap();
             let (mut sum, mut gradient) = (0.0, None);
             for rank in 0..ranks {
-                let share = Share::of(&batch, Pairs::size, rank, ranks);
+                let share = Share::of(&batch, Pairs::size, (rank, ranks), false);
                 let found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
                 sum += found.loss;
                 gradient = Some(added(&model, gradient, found.gradients));
@@ -197,7 +205,7 @@ mod tests {
         }
         let (task, model, pairs) = tiny();
         let batch: Vec<_> = pairs.iter().collect();
-        let share = Share::of(&batch, Pairs::size, 0, 1);
+        let share = Share::of(&batch, Pairs::size, (0, 1), false);
         let mut found =
             gradients(&task, &model, &share, 0.0, 0, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
         let mut count = Count(0);

@@ -24,6 +24,7 @@ use crate::run::folder::{Lock, RunFolder};
 use crate::run::keys::KEYS;
 use crate::run::write::write_atomic;
 use crate::tasks::attention;
+use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
 use crate::tasks::split::evenly;
 use crate::tasks::task::{Answering, Shown};
@@ -58,6 +59,9 @@ pub struct Arguments {
     /// Segments of a text that a step learns from; gradients reach back so far
     #[arg(long, value_name = "N")]
     backpropagate: Option<usize>,
+    /// Over several processes, give each a stretch of every sequence of a text rather than some of the sequences
+    #[arg(long)]
+    split_sequence: bool,
     /// What a text is cut into: characters, bytes or a tokenizer.json; with --text also bpe, which is learned from the text, with
     /// --labelled also words
     #[arg(long, value_name = "TOKENS")]
@@ -109,11 +113,12 @@ pub struct Arguments {
 }
 
 /// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
-const CHANGEABLE: [&str; 10] = [
+const CHANGEABLE: [&str; 11] = [
     "steps",
     "checkpoint_steps",
     "evaluate",
     "answer_tokens",
+    "split_sequence",
     "pairs",
     "text",
     "labelled",
@@ -197,14 +202,17 @@ fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &S
 
 /// Refuses what several processes cannot share.
 fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<()> {
-    let standard_input = [config.data(), config.development.as_deref(), config.held_out.as_deref()];
-    if ranks.is_some() && !config.text.is_empty() {
-        bail!(
-            "--text: a text is learned by one process, since each batch goes on where the one before ended; start it without mpirun"
-        );
-    }
-    if ranks.is_some() && standard_input.into_iter().flatten().any(lines::is_standard_input) {
+    let files = [config.data(), config.development.as_deref(), config.held_out.as_deref()].into_iter().flatten();
+    let mut files = files.chain(config.text.iter().map(PathBuf::as_path));
+    if ranks.is_some() && files.any(lines::is_standard_input) {
         bail!("{}: every process reads the data, and standard input has one reader; give a file", config.data_flag());
+    }
+    attention::check_split(config)?;
+    let (tokens, count) = (config.segment * config.backpropagate, ranks.map_or(1, Ranks::count));
+    if config.split_sequence && tokens < count {
+        bail!(
+            "--split-sequence: sequences of {tokens} tokens have no stretch for each of {count} processes; raise --set segment=…"
+        );
     }
     Ok(())
 }
@@ -212,10 +220,16 @@ fn check_ranks(config: &RunConfig, ranks: Option<&Ranks>) -> Result<()> {
 /// Takes the steps that are left, and reports.
 fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     session.ranks = ranks;
-    #[cfg(feature = "mpi")]
     if let Some(ranks) = &session.ranks {
+        if session.config.split_sequence {
+            session.task.split_among(ranks.peers());
+        } else {
+            session.data.train.keep_share(0, ranks.count())?;
+        }
+        #[cfg(feature = "mpi")]
         together::invite(ranks, &session)?;
-        note(format_args!("{} processes take their share of every batch", ranks.count()));
+        let what = if session.config.split_sequence { "stretch of every sequence" } else { "share of every batch" };
+        note(format_args!("{} processes take their {what}", ranks.count()));
     }
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
@@ -311,7 +325,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 18] = [
+    let flags: [(&str, &str, Option<Value>); 19] = [
         (
             "development",
             "--development",
@@ -323,6 +337,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ("series", "--series", arguments.series.as_ref().map(|path| text("--series", path)).transpose()?),
         ("synthetic", "--synthetic", arguments.synthetic.as_ref().map(|name| json!(name))),
         ("backpropagate", "--backpropagate", arguments.backpropagate.map(|n| json!(n))),
+        ("split_sequence", "--split-sequence", arguments.split_sequence.then_some(Value::Bool(true))),
         ("text", "--text", texts(&arguments.text)?),
         ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
         ("vocabulary", "--vocabulary", arguments.vocabulary.map(|n| json!(n))),

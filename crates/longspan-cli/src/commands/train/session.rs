@@ -171,12 +171,17 @@ impl<T: Task> Session<T> {
         let examples = batch.len();
         let seed = Random::new(self.config.seed, step as u64 + 1).next();
         let smoothing = self.config.label_smoothing;
-        let share = Share::of(&batch, T::size, 0, self.ranks.as_ref().map_or(1, |ranks| ranks.count()));
+        let count = self.ranks.as_ref().map_or(1, |ranks| ranks.count());
+        let split = self.config.split_sequence && count > 1;
+        if split && stop.asked() {
+            return Ok(None);
+        }
+        let share = Share::of(&batch, T::size, (0, count), split);
         let own = || gradients(&self.task, &self.model, &share, smoothing, seed, &self.workers, stop);
         let found = match &self.ranks {
             None => own()?,
             #[cfg(feature = "mpi")]
-            Some(ranks) => together::of_all::<T>(ranks, &self.model, step, own)?,
+            Some(ranks) => together::of_all::<T>(ranks, &self.model, step, || together::or_abort(ranks, split, own()))?,
             #[cfg(not(feature = "mpi"))]
             Some(ranks) => match **ranks {},
         };
@@ -225,7 +230,12 @@ impl<T: Task> Session<T> {
             }
         }
         self.log.sync(&self.title(), self.task.measure())?;
-        let Place { note, tensors } = self.task.place(&self.data.train, &self.model)?;
+        let others = match &self.ranks {
+            #[cfg(feature = "mpi")]
+            Some(ranks) if !self.config.split_sequence => together::places(ranks, step)?,
+            _ => Vec::new(),
+        };
+        let Place { note, tensors } = self.task.place(&self.data.train, &self.model, others)?;
         let saved = Saved { step, seconds, best, place: note, ..self.saved.clone() };
         self.folder.save(&self.model, &self.optimizer, &saved, tensors)?;
         self.saved = saved;

@@ -1,8 +1,8 @@
 //! One run over the processes of `mpirun`: rank 0 holds the run and takes its steps as it would alone; for the gradient of each
 //! batch the others take their share of the examples.
 //!
-//! Rank 0 announces a step and spreads its weights. Every rank finds the gradient of its examples; rank 0 adds them up in the order
-//! of ranks, so a repetition has the same bits. All but rank 0 read the run's folder, and write nothing.
+//! Rank 0 announces a step and spreads its weights. Every rank finds the gradient of its examples; they are added up in the order of
+//! ranks, so a repetition has the same bits. All but rank 0 read the run's folder, and write nothing.
 
 use std::path::PathBuf;
 
@@ -11,10 +11,12 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::gradients::{Found, Share, gradients};
 use super::session::Session;
 use crate::commands::Outcome;
+use crate::run::checkpoint::{Place, optimizer};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
@@ -22,15 +24,18 @@ use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, for_task};
+use crate::terminal::notes::note;
 use crate::terminal::signals::Stop;
 
 /// What rank 0 announces.
 #[derive(Serialize, Deserialize)]
 enum Word {
-    /// Get ready for this run.
-    Run { version: String, folder: PathBuf, settings: Box<RunConfig>, data_sha256: String },
-    /// The gradient of this step's batch.
+    /// Get ready for this run, which has taken so many steps.
+    Run { version: String, folder: PathBuf, settings: Box<RunConfig>, data_sha256: String, step: usize },
+    /// The gradient of this step's batch. All steps before are completed.
     Step(usize),
+    /// Where the feed stands after so many steps.
+    Place(usize),
     /// Nothing more.
     End,
 }
@@ -38,8 +43,10 @@ enum Word {
 /// What became of a rank's share.
 #[derive(Serialize, Deserialize)]
 enum Reply {
-    /// There is a loss, and a gradient that follows.
+    /// There is a loss, and a gradient that was added.
     Done(f64),
+    /// The feed's note, and the shapes of tensors whose numbers follow.
+    Place(Value, Vec<Vec<usize>>),
     /// A signal asked to stop.
     Stopped,
     Failed(String),
@@ -50,14 +57,9 @@ pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (settings, data_sha256) = (Box::new(session.config.clone()), session.data.sha256.clone());
     let version = env!("CARGO_PKG_VERSION").into();
-    ranks.announce(&serde_json::to_vec(&Word::Run { version, folder, settings, data_sha256 })?);
-    let failed = (1..ranks.count()).filter_map(|rank| match answer(ranks, rank) {
-        Ok(Reply::Failed(error)) => Some(anyhow!("rank {rank}: {error}")),
-        Err(error) => Some(error),
-        Ok(_) => None,
-    });
-    // All are heard, whatever the first one says.
-    failed.collect::<Vec<_>>().into_iter().next().map_or(Ok(()), Err)
+    let step = session.step();
+    ranks.announce(&serde_json::to_vec(&Word::Run { version, folder, settings, data_sha256, step })?);
+    answers(ranks).map(drop)
 }
 
 /// Rank 0: lets the others go.
@@ -66,9 +68,34 @@ pub fn end(ranks: &Ranks) -> Result<()> {
     Ok(())
 }
 
-fn answer(ranks: &Ranks, rank: usize) -> Result<Reply> {
-    serde_json::from_slice(&ranks.answer_of(rank))
-        .map_err(|_| anyhow!("rank {rank} speaks another language; start the same version everywhere"))
+/// Rank 0: what all others answer. They are all heard, whatever the first one says.
+fn answers(ranks: &Ranks) -> Result<Vec<Reply>> {
+    let answer = |rank| {
+        let other = |_| anyhow!("rank {rank} speaks another language; start the same version everywhere");
+        match serde_json::from_slice(&ranks.answer_of(rank)).map_err(other)? {
+            Reply::Failed(error) => bail!("rank {rank}: {error}"),
+            reply => Ok(reply),
+        }
+    };
+    (1..ranks.count()).map(answer).collect::<Vec<_>>().into_iter().collect()
+}
+
+/// Rank 0: where the feeds of the others stand after so many steps.
+pub fn places(ranks: &Ranks, step: usize) -> Result<Vec<Place>> {
+    ranks.announce(&serde_json::to_vec(&Word::Place(step))?);
+    let place = |(rank, reply)| {
+        let Reply::Place(note, shapes) = reply else { bail!("rank {rank} does not say where it stands") };
+        let mut numbers = vec![0.0; shapes.iter().map(|shape| shape.iter().product::<usize>()).sum()];
+        ranks.take(rank, &mut numbers);
+        let mut rest = numbers.as_slice();
+        let mut next = |shape: Vec<usize>| {
+            let (own, others) = rest.split_at(shape.iter().product());
+            rest = others;
+            TensorData::new(own.to_vec(), shape)
+        };
+        Ok(Place { note, tensors: shapes.into_iter().map(&mut next).collect() })
+    };
+    (1..).zip(answers(ranks)?).map(place).collect()
 }
 
 /// Rank 0: the loss and gradient of a whole batch, as [`gradients`] finds them alone.
@@ -82,35 +109,40 @@ pub fn of_all<T: Task>(
     let mut numbers = weights(model);
     ranks.spread(&mut numbers);
     let own = own();
-    // All others are heard before anything is said about them: they wait for it.
-    let (mut loss, mut stopped, mut failed) = (0.0, false, None);
-    let mut sum = match &own {
+    let sum = added(ranks, model, &own, numbers.len());
+    let others = answers(ranks);
+    let Some(mut found) = own? else { return Ok(None) };
+    for reply in others? {
+        let Reply::Done(loss) = reply else { return Ok(None) };
+        found.loss += loss;
+    }
+    found.gradients = of_flat(model, &sum);
+    Ok(Some(found))
+}
+
+/// What a rank found. Of stretches of the same sequences there is no part without the others, which wait in the middle of it: a
+/// failure ends all.
+pub fn or_abort<F>(ranks: &Ranks, split: bool, found: Result<F>) -> Result<F> {
+    if let (true, Err(error)) = (split, &found) {
+        note(format_args!("error: rank {}: {error:#}", ranks.rank()));
+        ranks.abort();
+    }
+    found
+}
+
+/// The sum of all ranks' gradients, on rank 0. A rank without one adds 0: the others wait for it.
+fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>, count: usize) -> Vec<f32> {
+    let mut numbers = match found {
         Ok(Some(found)) => flat(model, &found.gradients),
-        _ => vec![0.0; numbers.len()],
+        _ => vec![0.0; count],
     };
-    for rank in 1..ranks.count() {
-        match answer(ranks, rank)? {
-            Reply::Done(share) => {
-                loss += share;
-                ranks.take(rank, &mut numbers);
-                sum.iter_mut().zip(&numbers).for_each(|(sum, x)| *sum += x);
-            }
-            Reply::Stopped => stopped = true,
-            Reply::Failed(error) => failed = failed.or(Some(anyhow!("rank {rank}: {error}"))),
-        }
-    }
-    match (own?, failed) {
-        (_, Some(error)) => Err(error),
-        (Some(found), None) if !stopped => {
-            Ok(Some(Found { loss: found.loss + loss, gradients: of_flat(model, &sum), ..found }))
-        }
-        _ => Ok(None),
-    }
+    ranks.sum(&mut numbers);
+    numbers
 }
 
 /// The other ranks: do what rank 0 says until it ends.
 pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
-    let Word::Run { version, folder, settings, data_sha256 } = hear(ranks)? else { return Ok(Outcome::Done) };
+    let Word::Run { version, folder, settings, data_sha256, step } = hear(ranks)? else { return Ok(Outcome::Done) };
     if version != env!("CARGO_PKG_VERSION") {
         let error = format!(
             "longspan {} beside {version} on rank 0; start the same version everywhere",
@@ -124,12 +156,12 @@ pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
         stop: &Stop,
         folder: &RunFolder,
         config: &RunConfig,
-        sha256: &str,
+        (sha256, step): (&str, usize),
     ) -> Result<Outcome> {
-        helper::<T>(ranks, stop, folder, config, sha256)
+        helper::<T>(ranks, stop, folder, config, (sha256, step))
     }
     let folder = RunFolder::at(&folder, true);
-    for_task!(&*settings, with(ranks, stop, &folder, &settings, &data_sha256))
+    for_task!(&*settings, with(ranks, stop, &folder, &settings, (&data_sha256, step)))
 }
 
 fn hear(ranks: &Ranks) -> Result<Word> {
@@ -142,15 +174,25 @@ fn helper<T: Task>(
     stop: &Stop,
     folder: &RunFolder,
     config: &RunConfig,
-    sha256: &str,
+    (sha256, step): (&str, usize),
 ) -> Result<Outcome> {
     let ready = || {
-        let task = T::load(folder)?;
-        let data = task.data(config)?;
+        let mut task = T::load(folder)?;
+        let mut data = task.data(config)?;
         if data.sha256 != sha256 {
             bail!("{} is not what rank 0 has; give every process the same file", config.data_name());
         }
-        let model = task.model(config, &Device::flex().autodiff())?;
+        let mut model = task.model(config, &Device::flex().autodiff())?;
+        if step > 0 {
+            let checkpoint = folder.load_checkpoint(model, optimizer(config))?;
+            model = checkpoint.model;
+            task.return_to(&mut data.train, &model, checkpoint.place)?;
+        }
+        if config.split_sequence {
+            task.split_among(ranks.peers());
+        } else {
+            data.train.keep_share(ranks.rank(), ranks.count())?;
+        }
         Ok((task, data, model, Workers::new(config.workers.unwrap_or(1))?))
     };
     let (task, mut data, mut model, workers) = match ready() {
@@ -163,25 +205,53 @@ fn helper<T: Task>(
     };
     ranks.reply(&serde_json::to_vec(&Reply::Done(0.0))?);
     let mut numbers = weights(&model);
-    while let Word::Step(step) = hear(ranks)? {
+    // The last step that was found, and what it left for the next one.
+    let mut left: Option<(usize, Vec<T::Carried>)> = None;
+    loop {
+        let word = hear(ranks)?;
+        let (Word::Step(step) | Word::Place(step)) = word else { return Ok(Outcome::Done) };
+        if let Some((_, carried)) = left.take_if(|(found, _)| *found < step) {
+            task.carry(&mut data.train, carried)?;
+        }
+        if let Word::Place(_) = word {
+            tell_place(ranks, task.place(&data.train, &model, Vec::new()))?;
+            continue;
+        }
         ranks.spread(&mut numbers);
         model = with_weights(model, &numbers);
         let found = data.train.batch(step).and_then(|batch| {
-            let share = Share::of(&batch, T::size, ranks.rank(), ranks.count());
+            let share = Share::of(&batch, T::size, (ranks.rank(), ranks.count()), config.split_sequence);
             let seed = Random::new(config.seed, step as u64 + 1).next();
             gradients(&task, &model, &share, config.label_smoothing, seed, &workers, stop)
         });
-        let reply = match &found {
-            Ok(Some(found)) => Reply::Done(found.loss),
+        let found = or_abort(ranks, config.split_sequence, found);
+        added(ranks, &model, &found, numbers.len());
+        let reply = match found {
+            Ok(Some(found)) => {
+                left = Some((step, found.carried));
+                Reply::Done(found.loss)
+            }
             Ok(None) => Reply::Stopped,
             Err(error) => Reply::Failed(format!("{error:#}")),
         };
         ranks.reply(&serde_json::to_vec(&reply)?);
-        if let Ok(Some(found)) = found {
-            ranks.give(&flat(&model, &found.gradients));
-        }
     }
-    Ok(Outcome::Done)
+}
+
+/// The other ranks: what [`places`] takes.
+fn tell_place(ranks: &Ranks, place: Result<Place>) -> Result<()> {
+    let (reply, tensors) = match place {
+        Ok(Place { note, tensors }) => {
+            let shapes = tensors.iter().map(|tensor| tensor.shape().to_vec()).collect();
+            (Reply::Place(note, shapes), Some(tensors))
+        }
+        Err(error) => (Reply::Failed(format!("{error:#}")), None),
+    };
+    ranks.reply(&serde_json::to_vec(&reply)?);
+    if let Some(tensors) = tensors {
+        ranks.give(&tensors.iter().flat_map(|tensor| tensor.iter::<f32>()).collect::<Vec<_>>());
+    }
+    Ok(())
 }
 
 /// All weights, in the order of the model.

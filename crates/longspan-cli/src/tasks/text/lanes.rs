@@ -3,15 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::{Device, TensorData};
 use longspan::attention::{StateForm, StoredState};
 use longspan::models::{LanguageModel, LanguageState};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::corpus::Corpus;
 use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::tasks::feed::Feed;
+use crate::tasks::ranks::share;
 use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Tokens to learn from, each predicted from those before it.
@@ -99,7 +102,9 @@ pub struct Lanes {
     /// They and their segments after the step that was asked for last.
     drawn: Vec<Lane>,
     segments: Vec<Segment>,
-    /// The states of all lanes, one after the other; `None` at a beginning.
+    /// The lanes whose states are here: all, but where ranks share them.
+    own: Range<usize>,
+    /// Their states, one after the other; `None` at a beginning, or where there are none.
     state: Option<LanguageState>,
     /// Tokens of a step. Segments that gradients reach through are computed as one, which gives the same numbers.
     segment: usize,
@@ -138,6 +143,7 @@ impl Lanes {
             lanes,
             drawn: Vec::new(),
             segments: Vec::new(),
+            own: 0..config.batch_size,
             state: None,
             segment,
             carry: config.carry.div_ceil(config.backpropagate),
@@ -149,16 +155,21 @@ impl Lanes {
     pub fn carry(&mut self, states: &[LanguageState]) -> Result<()> {
         self.lanes.clone_from(&self.drawn);
         let states: Vec<&LanguageState> = states.iter().collect();
-        self.state = Some(LanguageState::join(&states)?);
+        self.state = if states.is_empty() { None } else { Some(LanguageState::join(&states)?) };
         Ok(())
     }
 
-    /// Where the lanes stand.
-    pub fn place(&self, model: &LanguageModel) -> Result<Place> {
+    /// Where the lanes stand, of which the other ranks hold some.
+    pub fn place(&self, model: &LanguageModel, others: Vec<Place>) -> Result<Place> {
         let (mut forms, mut tensors, mut position) = (Vec::new(), Vec::new(), 0);
-        if let Some(state) = &self.state {
+        let mut states: Vec<LanguageState> = self.state.iter().cloned().collect();
+        for other in others {
+            states.extend(Stand::of(other.note)?.state(model, other.tensors)?);
+        }
+        if !states.is_empty() {
+            let state = LanguageState::join(&states.iter().collect::<Vec<_>>())?;
             position = state.position();
-            for stored in model.store(state)? {
+            for stored in model.store(&state)? {
                 let (form, numbers) = stored.into_parts();
                 forms.push((form, numbers.len()));
                 tensors.extend(numbers);
@@ -170,25 +181,21 @@ impl Lanes {
 
     /// Brings the lanes to where [`place`](Self::place) said.
     pub fn return_to(&mut self, model: &LanguageModel, place: Place) -> Result<()> {
-        let broken = "the checkpoint does not say where the text stands; train a new run with --out";
-        let Ok(Stand { lanes, forms, position }) = serde_json::from_value(place.note) else { bail!(broken) };
-        if lanes.len() != self.lanes.len() {
-            bail!(broken);
+        let stand = Stand::of(place.note)?;
+        if stand.lanes.len() != self.lanes.len() {
+            bail!(BROKEN);
         }
-        for (lane, (piece, used, last)) in self.lanes.iter_mut().zip(lanes) {
+        for (lane, &(piece, used, last)) in self.lanes.iter_mut().zip(&stand.lanes) {
             let Reader { corpus, tokenizer, range, .. } = &lane.reader;
             lane.reader = Reader::new(corpus.clone(), tokenizer.clone(), range.clone(), piece, used)?;
             lane.last = last;
         }
-        let mut tensors = place.tensors.into_iter();
-        let stored: Vec<StoredState> = forms
-            .into_iter()
-            .map(|(form, count)| StoredState::from_parts(form, tensors.by_ref().take(count).collect()))
-            .collect();
-        self.state = if stored.is_empty() { None } else { Some(model.restore(&stored, position)?) };
+        self.state = stand.state(model, place.tensors)?;
         Ok(())
     }
 }
+
+const BROKEN: &str = "the checkpoint does not say where the text stands; train a new run with --out";
 
 /// Where the lanes stand, beside the numbers of their states.
 #[derive(Serialize, Deserialize)]
@@ -198,6 +205,21 @@ struct Stand {
     /// Each block's state, and how many tensors it has.
     forms: Vec<(StateForm, usize)>,
     position: usize,
+}
+
+impl Stand {
+    fn of(note: Value) -> Result<Self> {
+        serde_json::from_value(note).map_err(|_| anyhow!(BROKEN))
+    }
+
+    /// The states, from their tensors.
+    fn state(self, model: &LanguageModel, tensors: Vec<TensorData>) -> Result<Option<LanguageState>> {
+        let mut tensors = tensors.into_iter();
+        let forms = self.forms.into_iter();
+        let stored = forms.map(|(form, count)| StoredState::from_parts(form, tensors.by_ref().take(count).collect()));
+        let stored: Vec<StoredState> = stored.collect();
+        Ok(if stored.is_empty() { None } else { Some(model.restore(&stored, self.position)?) })
+    }
 }
 
 impl Feed for Lanes {
@@ -213,9 +235,10 @@ impl Feed for Lanes {
         }
         self.drawn.clone_from(&self.lanes);
         self.segments.clear();
-        let device = burn::tensor::Device::flex().autodiff();
+        let device = Device::flex().autodiff();
         for (n, lane) in self.drawn.iter_mut().enumerate() {
-            let state = self.state.as_ref().map(|state| state.select(&[n], &device)).transpose()?;
+            let state = self.state.as_ref().filter(|_| self.own.contains(&n));
+            let state = state.map(|state| state.select(&[n - self.own.start], &device)).transpose()?;
             let mut tokens = vec![if state.is_some() { lane.last } else { START }];
             lane.reader.take(self.segment, &mut tokens)?;
             lane.last = tokens[self.segment];
@@ -224,7 +247,15 @@ impl Feed for Lanes {
         Ok(self.segments.iter().collect())
     }
 
+    fn keep_share(&mut self, rank: usize, ranks: usize) -> Result<()> {
+        self.own = share(self.lanes.len(), rank, ranks);
+        let own: Vec<usize> = self.own.clone().collect();
+        let state = self.state.take().filter(|_| !own.is_empty());
+        self.state = state.map(|state| state.select(&own, &Device::flex().autodiff())).transpose()?;
+        Ok(())
+    }
+
     fn probe(&self) -> &[Segment] {
-        &self.segments
+        &self.segments[self.own.clone()]
     }
 }

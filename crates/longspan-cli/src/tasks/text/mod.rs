@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::backend::Peers;
 use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageState};
 use longspan::sample::SampleOptions;
@@ -51,6 +52,8 @@ const PASSAGE: u64 = 16 * 1024;
 /// The tokenizer of a run on texts.
 pub struct Text {
     tokenizer: Arc<Tokenizer>,
+    /// The processes that hold the stretches of each sequence, where it is cut.
+    peers: Option<Arc<dyn Peers>>,
 }
 
 impl Task for Text {
@@ -90,13 +93,13 @@ impl Task for Text {
             Chosen::Known(_) => tokenizer.kind().into(),
             Chosen::Learned(_) => "bpe".into(),
         });
-        let task = Self { tokenizer: Arc::new(tokenizer) };
+        let task = Self { tokenizer: Arc::new(tokenizer), peers: None };
         let data = task.divide(&corpus, &parts, sha256, config)?;
         Ok((task, data))
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        Ok(Self { tokenizer: Arc::new(Tokenizer::load(&folder.tokenizer(SIDE))?) })
+        Ok(Self { tokenizer: Arc::new(Tokenizer::load(&folder.tokenizer(SIDE))?), peers: None })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
@@ -129,7 +132,7 @@ impl Task for Text {
     }
 
     fn loss(&self, model: &LanguageModel, batch: &[&Segment], smoothing: f64, device: &Device) -> Result<Loss> {
-        Ok(self.learn(model, batch, smoothing, device)?.0)
+        Ok(read(model, batch, smoothing, device, None)?.0)
     }
 
     fn learn(
@@ -139,35 +142,19 @@ impl Task for Text {
         smoothing: f64,
         device: &Device,
     ) -> Result<(Loss, Option<LanguageState>)> {
-        let states: Vec<&LanguageState> = batch.iter().filter_map(|segment| segment.state.as_ref()).collect();
-        let mut state = LanguageState::join(&states)?;
-        let longest = batch.iter().map(|segment| segment.tokens.len() - 1).max().unwrap_or(0);
-        let cut = batch.iter().map(|segment| segment.cut).max().unwrap_or(1);
-        let mut sum: Option<CrossEntropyLoss> = None;
-        for from in (0..longest).step_by(cut) {
-            let to = longest.min(from + cut);
-            let at = |place: usize| batch.iter().flat_map(move |s| (from..to).map(move |t| s.tokens.get(t + place)));
-            let ids: Vec<i32> = at(0).map(|token| token.map_or(END as i32, |&token| token as i32)).collect();
-            let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [batch.len(), to - from]), device);
-            let next = at(1).map(Option::<&u32>::copied).collect();
-            let loss = model.loss_from(ids, next, smoothing, &mut state)?;
-            sum = Some(match sum {
-                None => loss,
-                Some(sum) => CrossEntropyLoss { plain: sum.plain + loss.plain, smoothed: sum.smoothed + loss.smoothed },
-            });
-        }
-        match sum {
-            Some(CrossEntropyLoss { plain, smoothed }) => Ok((Loss { plain, smoothed }, Some(state))),
-            None => bail!("a batch without tokens; this is a bug: report it"),
-        }
+        read(model, batch, smoothing, device, self.peers.as_ref())
+    }
+
+    fn split_among(&mut self, peers: Arc<dyn Peers>) {
+        self.peers = Some(peers);
     }
 
     fn carry(&self, feed: &mut Lanes, carried: Vec<LanguageState>) -> Result<()> {
         feed.carry(&carried)
     }
 
-    fn place(&self, feed: &Lanes, model: &LanguageModel) -> Result<Place> {
-        feed.place(model)
+    fn place(&self, feed: &Lanes, model: &LanguageModel, others: Vec<Place>) -> Result<Place> {
+        feed.place(model, others)
     }
 
     fn return_to(&self, feed: &mut Lanes, model: &LanguageModel, place: Place) -> Result<()> {
@@ -287,6 +274,40 @@ impl Text {
             }
         }
         Ok(scorer.sums)
+    }
+}
+
+/// The loss of segments and the state after them; with peers, this process's part of the loss.
+fn read(
+    model: &LanguageModel,
+    batch: &[&Segment],
+    smoothing: f64,
+    device: &Device,
+    peers: Option<&Arc<dyn Peers>>,
+) -> Result<(Loss, Option<LanguageState>)> {
+    let states: Vec<&LanguageState> = batch.iter().filter_map(|segment| segment.state.as_ref()).collect();
+    let mut state = LanguageState::join(&states)?;
+    let longest = batch.iter().map(|segment| segment.tokens.len() - 1).max().unwrap_or(0);
+    let cut = batch.iter().map(|segment| segment.cut).max().unwrap_or(1);
+    let mut sum: Option<CrossEntropyLoss> = None;
+    for from in (0..longest).step_by(cut) {
+        let to = longest.min(from + cut);
+        let at = |place: usize| batch.iter().flat_map(move |s| (from..to).map(move |t| s.tokens.get(t + place)));
+        let ids: Vec<i32> = at(0).map(|token| token.map_or(END as i32, |&token| token as i32)).collect();
+        let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [batch.len(), to - from]), device);
+        let next: Vec<Option<u32>> = at(1).map(Option::<&u32>::copied).collect();
+        let loss = match peers {
+            None => model.loss_from(ids, next, smoothing, &mut state)?,
+            Some(peers) => model.loss_over(ids, &next, smoothing, &mut state, peers)?,
+        };
+        sum = Some(match sum {
+            None => loss,
+            Some(sum) => CrossEntropyLoss { plain: sum.plain + loss.plain, smoothed: sum.smoothed + loss.smoothed },
+        });
+    }
+    match sum {
+        Some(CrossEntropyLoss { plain, smoothed }) => Ok((Loss { plain, smoothed }, Some(state))),
+        None => bail!("a batch without tokens; this is a bug: report it"),
     }
 }
 

@@ -97,6 +97,7 @@ impl MultiHeadOperation {
             parameters: &parameters,
             mask: self.mask.as_kernel(),
             initial_state: self.states.as_ref().and_then(States::before),
+            stretches: self.states.as_ref().and_then(States::stretches),
             output,
             dropout: self.dropout,
             residual: self.residual,
