@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ def public():
 
 
 PUBLIC = public()
+REFERENCE = Path(__file__).parents[2] / "docs" / "site" / "api"
 PAGES = {**{name: importlib.import_module(name) for name in MODULES}, **PUBLIC}
 
 
@@ -92,6 +94,12 @@ def test_examples_run(name):
     said = []
     failed = doctest.DocTestRunner(verbose=False).run(test, out=said.append).failed
     assert not failed, "".join(said)
+
+
+@pytest.mark.skipif("longspan.torch" not in MODULES or not REFERENCE.exists(), reason="no torch, or no repository")
+def test_the_reference_has_every_module():
+    page = (REFERENCE / "torch.rst").read_text(encoding="utf-8")
+    assert set(longspan.torch.__all__) <= set(re.findall(r"^.. auto(?:class|function):: (\w+)$", page, re.MULTILINE))
 
 
 def test_everything_is_found():
