@@ -283,9 +283,9 @@ Tensor ``[B, H, Lq, dv]``
 Raises
 ------
 TypeError, ValueError
-    On every rank, where a call is wrong on one or ranks differ in what they call.
+    Where this rank's call is wrong, or ranks differ in what they call.
 RuntimeError
-    Where a rank is gone.
+    Where another rank's call is wrong, or a rank is gone.
 
 Notes
 -----
