@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it as a user would into a fresh environment, PyTorch included, and runs the tests there.
-# LONGSPAN_PYTHON names the interpreter; LONGSPAN_WITHOUT_TORCH=1 leaves PyTorch and its tests out.
+# Builds the wheel, installs it as a user would into a fresh environment, PyTorch included, runs the tests there, and builds the site,
+# which runs the gallery. LONGSPAN_PYTHON names the interpreter; LONGSPAN_WITHOUT_TORCH=1 leaves out what needs PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -20,5 +20,7 @@ fi
 "$python" -m pytest -q --durations=5 tests
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
     "$python" -m pytest -q ../benchmarks
+    "$python" -m pip install --quiet -r ../docs/site/requirements.txt
+    PYTHON="$python" ../docs/site/build "$work/site"
 fi
 LONGSPAN_FUZZ_SEED=$RANDOM "$python" -m pytest -q tests/test_bad_input.py -k fuzz

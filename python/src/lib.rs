@@ -44,8 +44,26 @@ mod _native {
         map.projection(head_dim).map(|rows| Ok(PyArray1::from_slice(py, &rows).reshape(shape)?.into_any())).transpose()
     }
 
-    /// From now on kernels run on so many threads; 0 stands for `RAYON_NUM_THREADS`, else as many as PyTorch uses where
-    /// `longspan.torch` is imported, else as many as the machine has.
+    /// Sets the number of threads that kernels run on; results have the same bits for any number.
+    ///
+    /// Parameters
+    /// ----------
+    /// threads : int
+    ///     From now on. 0 stands for the environment's ``RAYON_NUM_THREADS``, else as many as PyTorch uses where `longspan.torch`
+    ///     is imported, else as many as the machine has.
+    ///
+    /// Raises
+    /// ------
+    /// TypeError, ValueError
+    ///     For anything but an integer from 0 on, or for too many.
+    ///
+    /// Examples
+    /// --------
+    /// >>> import longspan
+    /// >>> longspan.set_num_threads(1)
+    /// >>> longspan.get_num_threads()
+    /// 1
+    /// >>> longspan.set_num_threads(0)
     #[pyfunction]
     fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
         crate::threads::set(crate::error::size("set_num_threads", "threads", threads)?)
@@ -58,7 +76,18 @@ mod _native {
         crate::openmp::use_of(library)
     }
 
-    /// Threads that kernels run on.
+    /// The number of threads that kernels run on.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     What `set_num_threads` set, else its default. Small calls stay on the caller's thread all the same.
+    ///
+    /// Examples
+    /// --------
+    /// >>> import longspan
+    /// >>> longspan.get_num_threads() >= 1
+    /// True
     #[pyfunction]
     fn get_num_threads() -> usize {
         crate::threads::count()

@@ -15,8 +15,41 @@ pub enum Numbers {
     F64(kernels::State<f64>),
 }
 
-/// What streaming carries from one token to the next: all that later tokens need to know of earlier ones, of a size that
-/// does not grow. A plain value: clone it for beam search, pickle it, send it.
+/// All that later tokens need to know of earlier ones: a plain value whose size does not grow with their number.
+///
+/// Functions with ``output_final_state=True`` and `_step` functions return one. Clone it for beam search, pickle it, send it to
+/// another process, add two up by `longspan.combine`. `State(...)` itself is what ``pickle`` calls; see `from_numbers`.
+///
+/// Parameters
+/// ----------
+/// mechanism, options : str
+///     The attributes of these names.
+/// batch, kv_heads : int
+///     Independent sequences; key and value heads.
+/// parts : sequence of int
+///     Numbers in each part of one head's state.
+/// numbers : array of float32 or float64, or bytes of them
+///     ``[batch, kv_heads, sum(parts)]``.
+/// dtype : str, optional
+///     ``"float32"`` or ``"float64"``, where ``numbers`` are bytes.
+///
+/// Examples
+/// --------
+/// >>> import pickle
+/// >>> import numpy as np
+/// >>> from longspan import State, ops
+/// >>> x = np.ones((2, 4, 100, 8), np.float32)
+/// >>> out, state = ops.kernelized_attention(x, x, x, is_causal=True, output_final_state=True)
+/// >>> state
+/// <longspan.State of kernelized, batch 2, 4 key/value heads, 80 numbers of float32 each>
+/// >>> beams = state.select([0, 0, 1])
+/// >>> beams.batch, state.nbytes
+/// (3, 2560)
+/// >>> pickle.loads(pickle.dumps(state)) == state.clone() == state
+/// True
+/// >>> facts = state.mechanism, state.options, state.batch, state.kv_heads, state.parts
+/// >>> State.from_numbers(*facts, state.numbers) == state
+/// True
 #[pyclass(module = "longspan._native", eq)]
 #[derive(Debug, Clone, PartialEq)]
 pub struct State {
@@ -41,7 +74,6 @@ impl State {
 
 #[pymethods]
 impl State {
-    /// A state from its attributes, as `from_numbers`, or with ``numbers`` as bytes of a ``dtype``, as it is pickled.
     #[new]
     #[pyo3(signature = (mechanism, options, batch, kv_heads, parts, numbers, dtype=None))]
     fn new(
@@ -59,6 +91,27 @@ impl State {
     }
 
     /// A state from what ``numbers`` and the other attributes gave, perhaps in another process.
+    ///
+    /// Parameters
+    /// ----------
+    /// mechanism, options : str
+    ///     As the attributes gave them.
+    /// batch, kv_heads : int
+    ///     As the attributes gave them.
+    /// parts : sequence of int
+    ///     As the attribute gave them.
+    /// numbers : array of float32 or float64
+    ///     ``[batch, kv_heads, sum(parts)]``.
+    ///
+    /// Returns
+    /// -------
+    /// State
+    ///     With numbers of its own.
+    ///
+    /// Raises
+    /// ------
+    /// TypeError, ValueError
+    ///     For what no state can have given.
     #[staticmethod]
     fn from_numbers(
         mechanism: &str,
@@ -160,6 +213,11 @@ impl State {
     }
 
     /// A state of its own with the same numbers.
+    ///
+    /// Returns
+    /// -------
+    /// State
+    ///     What happens to one no longer changes the other.
     #[pyo3(name = "clone")]
     fn duplicate(&self) -> PyResult<Self> {
         let wrong = |e| error::kernel("State.clone", e);
@@ -170,7 +228,24 @@ impl State {
         Ok(Self { numbers })
     }
 
-    /// The states of the batch entries ``indices``, in that order; an entry may come several times (beam search).
+    /// The states of some batch entries, such as the beams that survive.
+    ///
+    /// Parameters
+    /// ----------
+    /// indices : sequence of int, or tensor of integers
+    ///     Entries from 0 to ``batch - 1``, in the order wanted; one may come several times.
+    ///
+    /// Returns
+    /// -------
+    /// State
+    ///     Its ``batch`` is ``len(indices)``.
+    ///
+    /// Raises
+    /// ------
+    /// TypeError, ValueError
+    ///     For other indices; negative ones are refused.
+    /// MemoryError
+    ///     Where there is no memory for so many; the state stays as it is.
     fn select(&self, indices: &Bound<'_, PyAny>) -> PyResult<Self> {
         let indices = error::sizes("State.select", "indices", indices)?;
         // Entry counts multiply; a list that asks for more than there can be is refused before memory is asked for.

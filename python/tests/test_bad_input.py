@@ -44,6 +44,11 @@ WRONG = [
     (ValueError, "q: expected a number of query heads.*got 3", lambda: ops.kernelized_attention(Q[:, :3], K, V)),
     (ValueError, "unknown feature map", lambda: ops.kernelized_attention(Q, K, V, feature_map='no"pe\n')),
     (TypeError, "feature_map: expected str", lambda: ops.kernelized_attention(Q, K, V, feature_map=["elu+1"])),
+    (
+        ValueError,
+        "normalizer: expected unrotated, literal or none with wave='pairs', got 'one_plus'",
+        lambda: ops.fourier_attention(Q, K, V, np.zeros((2, 2, 1), np.float32), wave="pairs"),
+    ),
     (ValueError, "unknown algorithm", lambda: ops.kernelized_attention(Q, K, V, algorithm="magic")),
     (TypeError, "normalize: expected bool", lambda: ops.kernelized_attention(Q, K, V, normalize="yes")),
     (TypeError, "is_causal", lambda: ops.kernelized_attention(Q, K, V, is_causal="yes")),

@@ -1,13 +1,34 @@
 """Attention over long sequences at linear cost, with relative positions.
 
-`longspan.ops` works on NumPy arrays and CPU torch tensors; `longspan.torch` has operators with gradients and modules.
+`longspan.ops` works on NumPy arrays and CPU torch tensors; `longspan.torch` has operators with gradients and modules,
+`longspan.transformers` attention for models of Hugging Face. Both are imported when they are first used.
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from . import ops
 from ._native import State, get_num_threads, set_num_threads
 from .plans import MechanismInfo, Plan, combine, explain, mechanisms
+
+if TYPE_CHECKING:
+    from . import torch as torch
+    from . import transformers as transformers
+else:
+    # Found by completion, without the time that importing PyTorch takes.
+    def __getattr__(name):
+        if name not in ("torch", "transformers"):
+            raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+        from importlib import import_module
+
+        try:
+            return import_module(f"longspan.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"longspan.{name}: needs {error.name}: pip install 'longspan[{name}]'") from error
+
+    def __dir__():
+        return [*globals(), "torch", "transformers"]
+
 
 __version__ = version("longspan")
 

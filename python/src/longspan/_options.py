@@ -145,6 +145,8 @@ def fourier(
         raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
     if wave not in ("each", "pairs"):
         raise ValueError(f"{operation}: wave: expected 'each' or 'pairs', got {wave!r}")
+    if wave == "pairs" and normalizer in ("one_plus", "dominant"):
+        raise ValueError(f"{operation}: normalizer: expected unrotated, literal or none with wave='pairs', got {normalizer!r}")
     wanted = () if wave == "pairs" else ("b", *FREE[normalizer])
     parameters = [a]
     for name, value in (("b", b), ("c", c), ("beta", beta)):

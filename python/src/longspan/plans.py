@@ -20,14 +20,33 @@ __all__ = ["Estimate", "MechanismInfo", "Plan", "combine", "explain", "mechanism
 
 @dataclass(frozen=True)
 class MechanismInfo:
-    """One mechanism."""
+    """One mechanism, as `mechanisms` describes it.
+
+    Parameters
+    ----------
+    name : str
+        What ``attention="..."`` and `explain` call it.
+    summary : str
+        One line on it.
+    function : str
+        The function of `longspan.ops` that calls it.
+    algorithms : tuple of str
+        What its ``algorithm`` may be beside ``"auto"``.
+    options : tuple of str
+        Keyword arguments of the function.
+
+    Examples
+    --------
+    >>> import longspan
+    >>> info = longspan.mechanisms()["shaw"]
+    >>> info.function, info.algorithms
+    ('shaw_attention', ('chunked', 'naive'))
+    """
 
     name: str
     summary: str
-    #: The function of `longspan.ops` that calls it.
     function: str
     algorithms: tuple[str, ...]
-    #: Keyword arguments of the function.
     options: tuple[str, ...]
 
 
@@ -48,7 +67,19 @@ _EXPLAINED: dict[str, dict[str, Any]] = {"shaw": {"radius": 16}, "aft-local": {"
 
 
 def mechanisms() -> dict[str, MechanismInfo]:
-    """Every mechanism by its name, with the function that calls it, its options and the algorithms that can be forced."""
+    """Every mechanism by its name.
+
+    Returns
+    -------
+    dict of str to `MechanismInfo`
+        With the function that calls it, its options and the algorithms that can be forced.
+
+    Examples
+    --------
+    >>> import longspan
+    >>> sorted(longspan.mechanisms())
+    ['aft-conv', 'aft-full', 'aft-local', 'aft-simple', 'fourier', 'kernelized', 'shaw', 'softmax', 'toeplitz']
+    """
     found = {}
     for name, summary, algorithms in _native.mechanisms():
         function = _FUNCTIONS[name]
@@ -72,11 +103,29 @@ class Estimate(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which algorithm a call runs, and why."""
+    """Which algorithm a call runs, and why: what `explain` returns. Print it.
+
+    Parameters
+    ----------
+    algorithm : str
+        The one that runs.
+    reason : str
+        Why it does.
+    estimates : tuple of dict
+        For each algorithm its name ``algorithm``, its ``flops``, ``published_elements`` (numbers that the published form of it
+        keeps for each head), ``scratch_bytes`` (working memory for one head) and ``seconds`` on one thread, with the backward
+        where that was asked for.
+
+    Examples
+    --------
+    >>> import longspan
+    >>> plan = longspan.explain("kernelized", queries=4096)
+    >>> plan.algorithm, [estimate["algorithm"] for estimate in plan.estimates]
+    ('chunked', ['naive', 'chunked'])
+    """
 
     algorithm: str
     reason: str
-    #: One for each algorithm.
     estimates: tuple[Estimate, ...]
 
     def __str__(self) -> str:
@@ -104,13 +153,44 @@ def explain(
     with_backward: bool = False,
     **options: Any,
 ) -> Plan:
-    """Which algorithm a call of these sizes would run, and why: ``print(longspan.explain("shaw", queries=4096, radius=64))``.
+    """Which algorithm a call of these sizes would run, and why.
 
-    A backward runs the algorithm of its forward. So a call whose gradients are wanted is chosen for by the time of both:
-    ``with_backward`` shows that.
+    Parameters
+    ----------
+    mechanism : str
+        A name of `mechanisms`.
+    batch, heads, kv_heads : int
+        Sequences; query heads; key/value heads, by default as many.
+    queries, keys : int
+        Tokens; by default as many keys as queries.
+    head_dim, value_dim : int
+        Numbers in a query, and in a value, by default as many.
+    is_causal, offset : bool, int
+        As in `longspan.ops`.
+    with_backward : bool
+        Choose by the time of forward and backward, as a call does whose gradients are wanted: a backward runs the algorithm of its
+        forward.
+    **options
+        Those of the mechanism (``feature_map``, ``algorithm`` ...), and ``radius`` of ``"shaw"``, ``window`` of ``"aft-local"``,
+        ``taps`` of ``"aft-conv"``, ``length`` and ``rank`` of ``"aft-full"``.
 
-    ``options`` are those of the mechanism (``feature_map``, ``algorithm`` ...), and ``radius`` of ``"shaw"``, ``window``
-    of ``"aft-local"``, ``taps`` of ``"aft-conv"``, ``length`` and ``rank`` of ``"aft-full"``.
+    Returns
+    -------
+    Plan
+        The algorithm, the reason, and what each algorithm would cost.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For sizes and options that a call would refuse.
+
+    Examples
+    --------
+    >>> import longspan
+    >>> longspan.explain("shaw", queries=16, radius=64).algorithm
+    'naive'
+    >>> longspan.explain("shaw", queries=4096, radius=64, is_causal=True).algorithm
+    'chunked'
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "queries": queries,
              "keys": queries if keys is None else keys, "head_dim": head_dim,
@@ -154,16 +234,47 @@ def combine(
 def combine(
     mechanism: str, earlier: Any, later: Any, *, parameters: Sequence[Any] = (), **options: Any
 ) -> Any:
-    """The state after two segments of tokens, ``earlier`` before ``later``, from the state of each.
+    """The state after two segments of tokens, from the state of each.
 
-    ``later`` was computed on its own, from no state. So a long document can be taken in by several machines at once; the
-    operation is associative, to rounding. ``options`` are those that the states were computed with, named as for
-    `explain`: ``longspan.combine("shaw", first, second, radius=16)``. Fourier positions that are counted also want their
-    ``a``: ``longspan.combine("fourier", first, second, parameters=[a])``.
+    So a long document can be taken in by several machines at once; the operation is associative, to rounding.
 
-    Where one of them is a `longspan.torch.TensorState`, or ``a`` requires a gradient, so is the sum, with gradients.
+    Parameters
+    ----------
+    mechanism : str
+        A name of `mechanisms`.
+    earlier, later : State or `longspan.torch.TensorState`
+        States of the first segment and of the second, which was computed on its own, from no state.
+    parameters : sequence of array
+        ``[a]`` of Fourier positions that are counted.
+    **options
+        Those that the states were computed with, named as for `explain`.
 
-    Raises ``ValueError`` for mechanisms whose states have no sum (there, give the earlier state as ``initial_state``).
+    Returns
+    -------
+    State, or `longspan.torch.TensorState` where one of both is, or ``a`` requires a gradient
+        The latter with gradients, for every mechanism but softmax attention in a window.
+
+    Raises
+    ------
+    ValueError
+        For mechanisms whose states have no sum (there, give the earlier state as ``initial_state``), and for states that were
+        computed with other options.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import longspan
+    >>> from longspan import ops
+    >>> x = np.random.default_rng(0).standard_normal((1, 2, 100, 8), np.float32)
+    >>> rel = np.random.default_rng(1).standard_normal((2, 33, 8), np.float32)
+    >>> def state(x):
+    ...     return ops.shaw_attention(x, x, x, rel, is_causal=True, output_final_state=True)[1]
+    >>> both = longspan.combine("shaw", state(x[:, :, :50]), state(x[:, :, 50:]), radius=16)
+    >>> token = x[:, :, 0]
+    >>> one, _ = ops.shaw_attention_step(token, token, token, rel, both)
+    >>> other, _ = ops.shaw_attention_step(token, token, token, rel, state(x))
+    >>> np.allclose(one, other, atol=1e-5)
+    True
     """
     _options.expect_type("combine", "mechanism", mechanism, str)
     if _calls.learns(earlier, later, parameters):

@@ -44,7 +44,53 @@ def chunked_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:
-    """``mechanism`` with ``options`` (JSON) on any device: ``[B, H, Lq, dv]``."""
+    """A mechanism in torch's own operations, for any device: what `longspan.ops` computes for tensors that are not on the CPU,
+    and where derivatives are wanted that the kernels do not give.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, H, Lq, d]``
+        Queries.
+    k, v : Tensor ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    parameters : sequence of Tensor
+        What the mechanism learns, in the order of the arguments of its function.
+    mechanism : str
+        A name of `longspan.mechanisms`.
+    options : str
+        Its options as JSON, as the functions of `longspan.ops` write them.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : bool Tensor ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : pair of lists of int, optional
+        Boundaries of packed sequences on the query and the key axis; ``B = 1``.
+
+    Returns
+    -------
+    Tensor ``[B, H, Lq, dv]``
+        In the type of ``q``; half precision is computed in float32.
+
+    Raises
+    ------
+    NotImplementedError
+        For a mechanism without such a formulation.
+    ValueError
+        For shapes that do not fit.
+
+    Notes
+    -----
+    O(L) time but for Toeplitz positions and AFT, which take O(L**2) here.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import ops
+    >>> from longspan.torch import chunked_attention
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
+    >>> out = chunked_attention(q, k, v, is_causal=True)
+    >>> torch.testing.assert_close(out, ops.kernelized_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
+    """
     if mechanism not in _FORMULATIONS:
         raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
     formulation = _FORMULATIONS[mechanism]

@@ -22,7 +22,7 @@ from .. import ops as _ops
 from . import _dispatch
 from ._exchange import Exchange, agree, refuse
 from ._stretches import Attention, Sums, Tokens, WindowsBetween
-from .mechanisms import Attention as AttentionModule
+from .attention import Attention as AttentionModule
 from .multi_head import MultiheadAttention
 
 __all__ = [
@@ -261,7 +261,51 @@ def _running(side: Any, stretches: Sequence[Tensor], broken: Sequence[bool]) -> 
     return found
 
 
-def _over(function: Callable[..., Any]) -> Callable[..., Tensor]:
+_DOCUMENTATION = """`longspan.ops.{name}` of this rank's stretch of a sequence, over the ranks of a group.
+
+Every rank calls it with its own stretch, in the order of ranks, and gets the outputs of its queries.
+
+Parameters
+----------
+*tensors : Tensor
+    Those of `longspan.ops.{name}`: queries, keys and values of this rank's stretch, and what is learned, the same on every rank.
+group : DeviceMesh or ProcessGroup
+    One dimension of a mesh, or a group.
+**options
+    Those of `longspan.ops.{name}`, without states and ``offset``. ``key_padding_mask`` is that of this rank's keys, ``cu_seqlens``
+    that of the whole sequence.
+
+Returns
+-------
+Tensor ``[B, H, Lq, dv]``
+    Outputs of this rank's queries. The gradient of a learned tensor is this rank's share: sum it over ranks.
+
+Raises
+------
+TypeError, ValueError
+    Where this rank's call is wrong, or ranks differ in what they call.
+RuntimeError
+    Where another rank's call is wrong, or a rank is gone.
+
+Notes
+-----
+What ranks exchange does not grow with the length.
+
+Examples
+--------
+>>> import torch
+>>> import torch.distributed as dist
+>>> from longspan import ops
+>>> from longspan.torch.distributed import {name}
+>>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # torchrun makes more
+>>> tensors = {tensors}
+>>> out = {name}(*tensors, is_causal=True, group=dist.group.WORLD)
+>>> torch.testing.assert_close(out, ops.{name}(*tensors, is_causal=True), rtol=1e-4, atol=1e-4)
+>>> dist.destroy_process_group()
+"""
+
+
+def _over(function: Callable[..., Any], tensors: str) -> Callable[..., Tensor]:
     def call(*tensors: Any, group: Any, **options: Any) -> Tensor:
         if options.get("initial_state") is not None:
             raise ValueError(f"{function.__name__}: initial_state: expected None over several processes, got a state")
@@ -269,16 +313,20 @@ def _over(function: Callable[..., Any]) -> Callable[..., Tensor]:
         return out
 
     call.__name__ = call.__qualname__ = function.__name__
-    call.__doc__ = f"`longspan.ops.{function.__name__}` of this rank's stretch, over the ranks of ``group``."
+    call.__doc__ = _DOCUMENTATION.format(name=function.__name__, tensors=tensors)
     return call
 
 
-kernelized_attention = _over(_ops.kernelized_attention)
-shaw_attention = _over(_ops.shaw_attention)
-fourier_attention = _over(_ops.fourier_attention)
-aft_simple = _over(_ops.aft_simple)
-aft_local = _over(_ops.aft_local)
-aft_conv = _over(_ops.aft_conv)
+_QKV = "*torch.randn(3, 1, 2, 100, 8)"
+
+kernelized_attention = _over(_ops.kernelized_attention, f"[{_QKV}]")
+shaw_attention = _over(_ops.shaw_attention, f"[{_QKV}, torch.randn(2, 33, 8)]")
+fourier_attention = _over(_ops.fourier_attention, f"[{_QKV}, torch.randn(2, 8, 1), torch.randn(2, 8)]")
+aft_simple = _over(_ops.aft_simple, f"[{_QKV}]")
+aft_local = _over(_ops.aft_local, f"[{_QKV}, torch.randn(100, 7)]")
+aft_conv = _over(
+    _ops.aft_conv, "[torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100), torch.randn(1, 2, 100, 8), torch.randn(2, 5)]"
+)
 
 
 def _group(operation: str, mesh: Any) -> Any:
@@ -293,7 +341,30 @@ def _group(operation: str, mesh: Any) -> Any:
 
 
 def stretch(length: int, mesh: Any) -> slice:
-    """Which of ``length`` tokens are this rank's, where ranks share them as evenly as they can."""
+    """Which tokens are this rank's, where ranks share them as evenly as they can.
+
+    Parameters
+    ----------
+    length : int
+        Tokens of the whole sequence.
+    mesh : DeviceMesh or ProcessGroup
+        One dimension of a mesh, or a group.
+
+    Returns
+    -------
+    slice
+        Of ``range(length)``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from longspan.torch.distributed import stretch
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # torchrun makes more
+    >>> stretch(1000, dist.group.WORLD)
+    slice(0, 1000, None)
+    >>> dist.destroy_process_group()
+    """
     group = _group("stretch", mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
@@ -303,10 +374,39 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def context_parallel(module: _Module, mesh: Any) -> _Module:
-    """``module`` with attention over the stretches of all ranks of one dimension of a mesh, or of a group; changed in place.
+    """Makes the attention of a model that of the whole sequence, of which every rank holds a stretch.
 
     Every rank calls it with its own stretch of the sequence, and whatever else it does has to act on each token alone.
-    Parameters and their names stay. Before `DistributedDataParallel` or ``fully_shard``.
+    Parameters and their names stay. Call it before `DistributedDataParallel` or ``fully_shard``.
+
+    Parameters
+    ----------
+    module : Module
+        Changed in place.
+    mesh : DeviceMesh or ProcessGroup
+        One dimension of a mesh, or a group.
+
+    Returns
+    -------
+    Module
+        ``module``.
+
+    Raises
+    ------
+    ValueError
+        For attention whose stretches do not add up, and where there is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from longspan.torch import TransformerEncoderLayer
+    >>> from longspan.torch.distributed import context_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # torchrun makes more
+    >>> layer = TransformerEncoderLayer(32, 4, 64, batch_first=True, attention="shaw")
+    >>> context_parallel(layer, dist.group.WORLD)(torch.randn(2, 100, 32), is_causal=True).shape
+    torch.Size([2, 100, 32])
+    >>> dist.destroy_process_group()
     """
     group = _group("context_parallel", mesh)
     found = []
@@ -348,10 +448,35 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_loss(total: Tensor, count: int | float, mesh: Any) -> Tensor:
-    """The mean loss over all tokens of all ranks, from the sum over this rank's tokens and their number; the same on each rank.
+    """The mean loss over all tokens of all ranks; the same on each rank.
 
-    Ranks are those of a group, or of all dimensions of a mesh. Its gradient on a rank is as many times its share as there are
-    ranks, so that the *average* over ranks, which `DistributedDataParallel` and ``fully_shard`` form, is that of the mean.
+    Its gradient on a rank is as many times its share as there are ranks, so that the *average* over ranks, which
+    `DistributedDataParallel` and ``fully_shard`` form, is that of the mean.
+
+    Parameters
+    ----------
+    total : Tensor
+        One number: the sum of the losses of this rank's tokens.
+    count : int or float
+        How many they are.
+    mesh : DeviceMesh or ProcessGroup
+        Ranks are those of a group, or of all dimensions of a mesh.
+
+    Returns
+    -------
+    Tensor
+        One number; 0 where no rank has a token.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from longspan.torch.distributed import mean_loss
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # torchrun makes more
+    >>> losses = torch.tensor([1.0, 2.0, 6.0])
+    >>> mean_loss(losses.sum(), len(losses), dist.group.WORLD)
+    tensor(3.)
+    >>> dist.destroy_process_group()
     """
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [_group("mean_loss", mesh)]
     if total.dim():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._native import State
 from ._modules import call, learned
 from ._states import TensorState
-from .mechanisms import Attention
+from .attention import Attention
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -70,8 +70,37 @@ class _Layer(nn.Module):
 
 
 class TransformerEncoderLayer(_Layer, _Encoder):
-    """`torch.nn.TransformerEncoderLayer` with linear attention; ``attention`` and further arguments as in
-    `longspan.torch.MultiheadAttention`. Parameter names are torch's."""
+    """`torch.nn.TransformerEncoderLayer` with linear attention, for `torch.nn.TransformerEncoder` or by itself.
+
+    Parameter names are torch's.
+
+    Parameters
+    ----------
+    d_model, nhead : int
+        Width of a token; heads.
+    dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        As in torch's layer.
+    attention : str or callable
+        The mechanism; see `MultiheadAttention`.
+    **attention_options
+        The mechanism's options, and ``num_kv_heads``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import TransformerEncoderLayer
+    >>> layer = TransformerEncoderLayer(32, 4, 64, batch_first=True, attention="shaw", radius=16).eval()
+    >>> x = torch.randn(2, 100, 32)
+    >>> out = layer(x, is_causal=True)
+    >>> with torch.no_grad():
+    ...     _, state = layer(x[:, :99], is_causal=True, output_final_state=True)
+    ...     last, state = layer.step(x[:, 99], state)
+    >>> torch.testing.assert_close(last, out[:, 99], rtol=1e-4, atol=1e-4)
+
+    >>> encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    >>> encoder(x, is_causal=True, mask=torch.nn.Transformer.generate_square_subsequent_mask(100)).shape
+    torch.Size([2, 100, 32])
+    """
 
     self_attn: MultiheadAttention  # type: ignore[assignment]
 
@@ -110,8 +139,28 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         initial_state: State | TensorState | None = None,
         output_final_state: bool = False,
     ) -> Any:
-        """As torch's; with ``output_final_state`` ``(output, state)``. ``positions``, ``cu_seqlens`` and states are those of
-        `MultiheadAttention.forward`: take a prompt in by one call, then go on with `step`."""
+        """The layer of all tokens.
+
+        Parameters
+        ----------
+        src : Tensor
+            ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
+        src_mask : Tensor ``[token, token]``, optional
+            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
+        src_key_padding_mask : Tensor ``[batch, token]``, optional
+            True, or -inf, is ignored.
+        is_causal : bool
+            A token sees those before it, and itself; it needs no ``src_mask``.
+        positions : Tensor ``[batch, token, n]``, optional
+            Where tokens are, with ``attention="fourier"`` and ``axes=n``.
+        cu_seqlens, initial_state, output_final_state
+            As in `MultiheadAttention.forward`.
+
+        Returns
+        -------
+        Tensor, or ``(Tensor, state)`` with ``output_final_state``
+            Of the shape of ``src``. The state goes on with `step`.
+        """
         kept: list[Any] = []
 
         def attend(x: Tensor) -> Tensor:
@@ -130,7 +179,22 @@ class TransformerEncoderLayer(_Layer, _Encoder):
     def step(
         self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, State | TensorState]:
-        """One token, ``[batch, d_model]``, of the layer under ``is_causal=True``; see `MultiheadAttention.step`."""
+        """One token of the layer under ``is_causal=True``, in time and memory that do not grow.
+
+        Parameters
+        ----------
+        token : Tensor ``[batch, d_model]``
+            The token.
+        state : State or `TensorState`, optional
+            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
+        positions : Tensor ``[batch, 1, n]``, optional
+            Where the token is, with ``attention="fourier"`` and ``axes=n``.
+
+        Returns
+        -------
+        Tensor ``[batch, d_model]``, State or `TensorState`
+            The output, and the state with the token taken in.
+        """
         if positions is None and type(self) is TransformerEncoderLayer:
             done = self._step_at_once(token, state)
             if done is not None:
@@ -178,8 +242,34 @@ def _is_plain(attention: Any) -> bool:
 
 
 class TransformerDecoderLayer(_Layer, _Decoder):
-    """`torch.nn.TransformerDecoderLayer` with linear attention to itself and to the memory. ``attention`` and further
-    arguments are those of the self-attention; ``cross_attention`` names that of the memory."""
+    """`torch.nn.TransformerDecoderLayer` with linear attention to itself and to the memory, for `torch.nn.TransformerDecoder` or by
+    itself.
+
+    Parameter names are torch's.
+
+    Parameters
+    ----------
+    d_model, nhead : int
+        Width of a token; heads.
+    dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        As in torch's layer.
+    attention, cross_attention : str or callable
+        The mechanism of the self-attention, and of the attention to the memory; see `MultiheadAttention`.
+    **attention_options
+        Options of the self-attention's mechanism, and its ``num_kv_heads``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import TransformerDecoderLayer
+    >>> layer = TransformerDecoderLayer(32, 4, 64, batch_first=True, attention="shaw", radius=16).eval()
+    >>> x, memory = torch.randn(2, 100, 32), torch.randn(2, 50, 32)
+    >>> out = layer(x, memory, tgt_is_causal=True)
+    >>> with torch.no_grad():
+    ...     _, state = layer(x[:, :99], memory, tgt_is_causal=True, output_final_state=True)
+    ...     last, state = layer.step(x[:, 99], memory, state)
+    >>> torch.testing.assert_close(last, out[:, 99], rtol=1e-4, atol=1e-4)
+    """
 
     self_attn: MultiheadAttention  # type: ignore[assignment]
     multihead_attn: MultiheadAttention  # type: ignore[assignment]
@@ -225,7 +315,26 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         initial_state: State | TensorState | None = None,
         output_final_state: bool = False,
     ) -> Any:
-        """As torch's; with ``output_final_state`` ``(output, state)``. States are those of the self-attention."""
+        """The layer of all tokens.
+
+        Parameters
+        ----------
+        tgt, memory : Tensor
+            ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
+        tgt_mask, memory_mask : Tensor ``[queries, keys]``, optional
+            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
+        tgt_key_padding_mask, memory_key_padding_mask : Tensor ``[batch, keys]``, optional
+            True, or -inf, is ignored.
+        tgt_is_causal, memory_is_causal : bool
+            Query ``i`` sees the keys ``j <= i``; it needs no mask.
+        initial_state, output_final_state : State or `TensorState`, bool
+            Of the self-attention: the tokens before; whether to return the state, too.
+
+        Returns
+        -------
+        Tensor, or ``(Tensor, state)`` with ``output_final_state``
+            Of the shape of ``tgt``. The state goes on with `step`.
+        """
         kept: list[Any] = []
 
         def attend(x: Tensor) -> Tensor:
@@ -257,9 +366,31 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         *,
         position: int | None = None,
     ) -> tuple[Tensor, State | TensorState]:
-        """One token, ``[batch, d_model]``, of the layer under ``tgt_is_causal=True``, with all of ``memory`` as in
-        `forward`; see `MultiheadAttention.step`. Every token reads the whole memory. A ``cross_attention`` that sees the order of
-        tokens needs the token's ``position``: how many were before it."""
+        """One token of the layer under ``tgt_is_causal=True``.
+
+        Parameters
+        ----------
+        token : Tensor ``[batch, d_model]``
+            The token.
+        memory : Tensor
+            All of it, as in `forward`: every token reads the whole memory.
+        state : State or `TensorState`, optional
+            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
+        memory_key_padding_mask : Tensor ``[batch, keys]``, optional
+            True, or -inf, is ignored.
+        position : int, optional
+            How many tokens were before this one: for a ``cross_attention`` that sees the order of tokens.
+
+        Returns
+        -------
+        Tensor ``[batch, d_model]``, State or `TensorState`
+            The output, and the state with the token taken in.
+
+        Raises
+        ------
+        ValueError
+            Without the position where it is needed.
+        """
         kept: list[State | TensorState] = []
         if position is None and getattr(self.multihead_attn.attention, "sees_order", False):
             raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention to the "

@@ -6,173 +6,45 @@ All are made from ``(num_heads, head_dim)`` and options by name, and called with
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _calls, _options
-from .._native import State
-from . import _combine, _dispatch, _operators
-from ._states import TensorState
-
-
-#: Mechanisms that do not see the order of tokens by themselves.
-WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window")
-
-
-class Attention(nn.Module):
-    """A mechanism with its options and parameters."""
-
-    #: Name in `longspan.mechanisms`.
-    mechanism: ClassVar[str]
-
-    def __init__(self, num_heads: int, head_dim: int, options: str, num_kv_heads: int | None = None) -> None:
-        super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", kv_heads)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
-        if num_heads % kv_heads:
-            raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, "
-                             f"got {kv_heads}")  # fmt: skip
-        self.num_heads = num_heads
-        self.num_kv_heads = kv_heads
-        self.head_dim = head_dim
-        self._options = options
-        self._maps: tuple[str, ...] = ()
-        #: Whether an output depends on where its query stands.
-        self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
-
-    @property
-    def key_dim(self) -> int:
-        """Numbers in a key of one head."""
-        return self.head_dim
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        """The mechanism's parameters in the kernels' order."""
-        return ()
-
-    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
-        """The parameters of a call at these positions."""
-        for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
-            if positions is not None:
-                raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, "
-                                 "got a tensor")  # fmt: skip
-        return self._learned()
-
-    def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:
-        """Makes the parameters of a feature map that learns: the identity where they are square."""
-        self._maps = ("map_queries", "map_keys") if feature_map.startswith("hedgehog") else ()
-        width = _calls.features(feature_map, self.head_dim) // 2
-        for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
-            self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
-
-    def _reset_maps(self) -> None:
-        for name in self._maps:
-            matrix = getattr(self, name)
-            if matrix.shape[1] == matrix.shape[2]:
-                with torch.no_grad():
-                    matrix.copy_(torch.eye(self.head_dim, dtype=matrix.dtype, device=matrix.device).expand_as(matrix))
-            else:
-                nn.init.normal_(matrix, std=self.head_dim**-0.5)
-
-    def _learned_maps(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in self._maps)
-
-    def _check(self) -> None:
-        """Refuses wrong options when the module is made rather than when it is first called."""
-        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool = False,
-        offset: int = 0,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Any = None,
-        initial_state: State | TensorState | None = None,
-        output_final_state: bool = False,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> Any:
-        """``[batch, head, query, feature]``, laid out token by token; with the state if it is wanted. Positions are those of
-        a `FourierAttention` with axes."""
-        return _dispatch.attend(
-            type(self).__name__, self.mechanism, self._options, q, k, v, self._parameters_at(q_positions, k_positions),
-            is_causal, offset,
-            key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
-        )  # fmt: skip
-
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: State | TensorState | None = None,
-        *,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> tuple[Tensor, State | TensorState]:
-        """One token of the causal attention, ``[batch, head, feature]``: its output, and the state with it taken in.
-
-        A `State` is changed in place. Where gradients are recorded a new `TensorState` comes back, which holds on to all
-        tokens before; generate under ``torch.no_grad()``."""
-        name = type(self).__name__
-        learned = self._parameters_at(q_positions, k_positions)
-        out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
-        return out
-
-    def step_together(
-        self, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int], state: Any
-    ) -> tuple[Tensor, State] | None:
-        """`step` of queries, keys and values that lie side by side, ``[batch, sum(widths)]``: the output ``[batch, width]``
-        and the state. ``None`` where somebody has to see the step itself: autograd, a compiler, a class or a hook of the
-        user's own."""
-        if type(self).step is not Attention.step or "step" in self.__dict__:
-            return None
-        learned = self._parameters_at(None, None)
-        name = type(self).__name__
-        return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
-
-    def encoder_layer_step(
-        self,
-        token: Tensor,
-        weights: Sequence[Tensor | None],
-        layer: tuple[tuple[int, int], tuple[float, float], str, bool],
-        state: Any,
-    ) -> tuple[Tensor, State] | None:
-        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
-        if type(self).step is not Attention.step or "step" in self.__dict__:
-            return None
-        learned = self._parameters_at(None, None)
-        name = type(self).__name__
-        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
-
-    def combine(self, earlier: Any, later: Any) -> Any:
-        """The state after two segments of tokens from the state of each; see `longspan.combine`."""
-        operation = f"{type(self).__name__}.combine"
-        learned = self._learned()
-        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
-        if _calls.learns(earlier, later, learned):
-            return _combine.combine(operation, native, self._options, earlier, later, learned)
-        _calls.expect_plain(operation, earlier, later)
-        return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
-
-    def extra_repr(self) -> str:
-        return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
+from .attention import Attention
 
 
 class KernelizedAttention(Attention):
-    """`longspan.ops.kernelized_attention` as a module; it learns nothing, but for the ``"hedgehog"`` feature map, whose
-    ``map_queries`` and ``map_keys``, ``[num_heads, width, head_dim]``, start as the identity.
+    """`longspan.ops.kernelized_attention` as a module.
 
-    ``decay`` may be ``None``, one number, or one for each key/value head.
+    It learns nothing, but for the ``"hedgehog"`` feature map, whose ``map_queries`` and ``map_keys``, ``[heads, width, head_dim]``,
+    start as the identity where they are square.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    feature_map, decay, normalize, algorithm
+        As in `longspan.ops.kernelized_attention`.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import KernelizedAttention
+    >>> attention = KernelizedAttention(4, 8, feature_map="prf:32", decay=0.99)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "kernelized"
@@ -198,6 +70,7 @@ class KernelizedAttention(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         self._reset_maps()
 
     def _learned(self) -> tuple[Tensor, ...]:
@@ -205,11 +78,40 @@ class KernelizedAttention(Attention):
 
 
 class ShawAttention(Attention):
-    """`longspan.ops.shaw_attention` as a module; it learns ``rel``, ``[num_heads, 2 * radius + 1, head_dim]``.
+    """`longspan.ops.shaw_attention` as a module.
 
-    ``shared`` makes it ``[2 * radius + 1, head_dim]`` for all heads; with ``rel_feature_map="identity"`` rows are as wide as
-    the feature map's. Its rows start at random with a standard deviation
-    of 0.5.
+    It learns ``rel``, ``[num_heads, 2 * radius + 1, head_dim]``, whose numbers start at random with a standard deviation of
+    0.5, and the matrices of a ``"hedgehog"`` feature map.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    radius : int
+        The largest distance with a vector of its own; farther tokens share the one at that end.
+    shared : bool
+        ``rel`` is ``[2 * radius + 1, head_dim]`` for all heads.
+    kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
+        As in `longspan.ops.shaw_attention`. With ``rel_feature_map="identity"`` rows are as wide as the feature map's.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import ShawAttention
+    >>> attention = ShawAttention(4, 8, radius=16)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    >>> attention.rel.shape
+    torch.Size([4, 33, 8])
     """
 
     mechanism = "shaw"
@@ -248,6 +150,7 @@ class ShawAttention(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         nn.init.normal_(self.rel, std=0.5)
         self._reset_maps()
 
@@ -256,12 +159,43 @@ class ShawAttention(Attention):
 
 
 class FourierAttention(Attention):
-    """`longspan.ops.fourier_attention` as a module, with counted positions, or with ``axes=n`` at the ``q_positions``
-    ``[batch, queries, n]`` and ``k_positions`` ``[batch, keys, n]`` of each call.
+    """`longspan.ops.fourier_attention` as a module.
 
-    It learns ``a``, ``[num_kv_heads, head_dim, n]``, which starts as geometric wavelengths from 2 pi to ``longest``, those of
-    several axes by turns, ``b``, which starts at 0, and where the ``normalizer`` leaves them free ``c`` and ``beta``.
-    ``wave="pairs"`` is rotary positions.
+    It learns ``a``, ``[num_kv_heads, head_dim, n]``, which starts as a geometric series of angular frequencies from 1 down to
+    about ``1 / longest``, those of several axes by turns; ``b``, which starts at 0; and where ``normalizer`` leaves them free
+    ``c``, which starts at 1, and ``beta``, at 0.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    normalizer, wave, feature_map, decay, algorithm
+        As in `longspan.ops.fourier_attention`; ``wave="pairs"`` with ``normalizer="unrotated"`` is rotary positions.
+    longest : float
+        In units of positions: waves at the start are from ``2 pi`` to about ``2 pi longest`` long.
+    axes : int, optional
+        Axes of the positions that each call gives as ``q_positions`` and ``k_positions``. Without it tokens are counted.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import FourierAttention
+    >>> attention = FourierAttention(4, 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    >>> in_the_plane = FourierAttention(4, 8, axes=2)
+    >>> at = torch.rand(2, 100, 2)
+    >>> in_the_plane(q, k, v, q_positions=at, k_positions=at).shape
+    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "fourier"
@@ -309,6 +243,7 @@ class FourierAttention(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         with torch.no_grad():
             _, angles, axes = self.a.shape
             angle = torch.arange(angles, device=self.a.device)
@@ -335,12 +270,45 @@ class FourierAttention(Attention):
 
 
 class ToeplitzAttention(Attention):
-    """`longspan.ops.toeplitz_attention` as a module; it learns ``bias``, which starts close to 0: every distance alike, and
-    the matrices of a ``"hedgehog"`` feature map.
+    """`longspan.ops.toeplitz_attention` as a module.
 
-    ``kind`` says which distances have a bias of their own: ``"clipped"`` those up to ``radius``, ``"table"`` those below
-    ``reach`` (calls with farther ones are refused), ``"buckets"`` T5's ``buckets`` up to ``max_distance``, ``"grid"``
-    displacements in an image of ``height`` times ``width`` pixels.
+    It learns ``bias``, which starts close to 0, every distance alike, and the matrices of a ``"hedgehog"`` feature map.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    kind : str
+        Which distances have a bias of their own: ``"clipped"``, ``"table"``, ``"buckets"`` or ``"grid"``.
+    radius : int
+        Of ``"clipped"``: the largest such distance.
+    reach : int
+        Of ``"table"``: distances below it; calls with farther ones are refused.
+    buckets, max_distance, bidirectional : int, int, bool
+        Of ``"buckets"``: how many there are, and `longspan.ops.toeplitz_attention`'s options.
+    height, width : int
+        Of ``"grid"``: the image's pixels.
+    feature_map, normalize, algorithm
+        As in `longspan.ops.toeplitz_attention`.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import ToeplitzAttention
+    >>> attention = ToeplitzAttention(4, 8, kind="buckets")
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    >>> attention.bias.shape
+    torch.Size([4, 32])
     """
 
     mechanism = "toeplitz"
@@ -382,6 +350,7 @@ class ToeplitzAttention(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         nn.init.normal_(self.bias, std=0.02)
         self._reset_maps()
 
@@ -395,10 +364,36 @@ def _expect_size(module: str, name: str, size: int) -> None:
 
 
 class AftFull(Attention):
-    """`longspan.ops.aft_full` for sequences of up to ``length`` tokens as a module.
+    """`longspan.ops.aft_full` as a module, for sequences of bounded length.
 
-    It learns ``u`` and ``z``, ``[length, rank]`` each, or with ``rank=None`` ``w``, ``[length, length]``; they start close
-    to no bias.
+    It learns ``u`` and ``z``, ``[length, rank]`` each, or with ``rank=None`` ``w``, ``[length, length]``; they start close to
+    no bias.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    length : int
+        Tokens of the longest sequence.
+    rank : int, optional
+        Of the biases; ``None`` for one number for each pair of positions.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftFull
+    >>> attention = AftFull(4, 8, length=200, rank=16)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-full"
@@ -424,6 +419,7 @@ class AftFull(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         for table in self._learned():
             nn.init.normal_(table, std=0.01 if len(self._learned()) == 1 else 0.1)
 
@@ -432,8 +428,36 @@ class AftFull(Attention):
 
 
 class AftLocal(Attention):
-    """`longspan.ops.aft_local` for sequences of up to ``length`` tokens as a module; it learns ``w``,
-    ``[length, 2 * window - 1]``, which starts close to no bias."""
+    """`longspan.ops.aft_local` as a module, for sequences of bounded length.
+
+    It learns ``w``, ``[length, 2 * window - 1]``, which starts close to no bias.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    window : int
+        Keys at this distance or farther have no bias.
+    length : int
+        Tokens of the longest sequence.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftLocal
+    >>> attention = AftLocal(4, 8, window=16, length=200)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
 
     mechanism = "aft-local"
 
@@ -457,6 +481,7 @@ class AftLocal(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         nn.init.normal_(self.w, std=0.01)
 
     def _learned(self) -> tuple[Tensor, ...]:
@@ -464,7 +489,30 @@ class AftLocal(Attention):
 
 
 class AftSimple(Attention):
-    """`longspan.ops.aft_simple` as a module; it learns nothing."""
+    """`longspan.ops.aft_simple` as a module; it learns nothing.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftSimple
+    >>> attention = AftSimple(4, 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
 
     mechanism = "aft-simple"
 
@@ -482,11 +530,40 @@ class AftSimple(Attention):
 
 
 class AftConv(Attention):
-    """`longspan.ops.aft_conv` as a module, with keys ``[batch, head, token, 1]``: one number a head.
+    """`longspan.ops.aft_conv` as a module.
 
-    It learns ``w``, ``[num_heads, taps]``, and unless ``normalized`` is false ``gamma`` and ``beta``, ``[num_heads]``,
-    which start at 0, as published. With ``image=(height, width)`` tokens are an image's, row after row, and ``w`` is
-    ``[num_heads, tap_rows, taps]``; ``tap_rows`` is ``taps`` by default.
+    It learns ``w``, ``[num_heads, taps]``, or of an image ``[num_heads, tap_rows, taps]``, and unless ``normalized`` is false
+    ``gamma`` and ``beta``, ``[num_heads]``, which start at 0, as published.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    taps, tap_rows : int
+        Sides of the kernel; ``tap_rows``, of images alone, is ``taps`` by default.
+    normalized : bool
+        The kernel is ``gamma (w - mean) / std + beta``.
+    image : (int, int), optional
+        Height and width of the image whose pixels the tokens are, row after row.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    A key of a head is one number: ``k`` is ``[B, Hkv, Lk, 1]``. Call it, and go on token by token with `step`: see `Attention`,
+    its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftConv
+    >>> attention = AftConv(4, 8, taps=5)
+    >>> q, v = torch.randn(2, 2, 4, 100, 8)
+    >>> k = torch.randn(2, 4, 100, 1)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-conv"
@@ -520,6 +597,7 @@ class AftConv(Attention):
         self._check()
 
     def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
         nn.init.normal_(self.w, std=1.0 if self._scale else 0.01)
         for name in self._scale:
             nn.init.zeros_(getattr(self, name))
@@ -533,7 +611,32 @@ class AftConv(Attention):
 
 
 class SoftmaxAttention(Attention):
-    """`longspan.ops.softmax_attention`, the baseline, as a module; it learns nothing."""
+    """`longspan.ops.softmax_attention`, the baseline, as a module; it learns nothing.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    scale, capacity, window
+        As in `longspan.ops.softmax_attention`.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import SoftmaxAttention
+    >>> attention = SoftmaxAttention(4, 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
 
     mechanism = "softmax"
 

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import WITHOUT_ORDER, Attention
 from .mechanisms import (
-    WITHOUT_ORDER,
     AftConv,
     AftFull,
     AftLocal,
     AftSimple,
-    Attention,
     FourierAttention,
     KernelizedAttention,
     ShawAttention,
@@ -350,8 +349,30 @@ class Classifier(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """The model of ``longspan train --pairs``: a bidirectional encoder, a causal decoder, attention of the decoder to the
-    encoder. ``config`` is a run's ``config.json``.
+    """The model of ``longspan train --pairs``: a bidirectional encoder, a causal decoder, attention of the decoder to the encoder.
+
+    Parameters
+    ----------
+    config : dict
+        A run's ``config.json``.
+    source_vocab, target_vocab : int
+        Ids of the two tokenizers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch.runs import START, Seq2Seq
+    >>> config = {"attention": "shaw", "d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    >>> model = Seq2Seq(config, source_vocab=30, target_vocab=40)
+    >>> source, target = torch.randint(4, 30, (2, 9)), torch.full((2, 5), START)
+    >>> model(source, torch.tensor([9, 7]), target).shape
+    torch.Size([2, 5, 40])
+
+    The source once, and then the target:
+
+    >>> ignored = torch.arange(9) >= torch.tensor([[9], [7]])
+    >>> model.decode(model.encode(source, ignored), ignored, target).shape
+    torch.Size([2, 5, 40])
     """
 
     def __init__(self, config: Settings, source_vocab: int, target_vocab: int) -> None:
@@ -390,7 +411,20 @@ class Seq2Seq(nn.Module):
         return dropped
 
     def encode(self, source: Tensor, ignored: Tensor | None = None) -> Tensor:
-        """What the decoder attends to, ``[batch, source_tokens, d_model]``."""
+        """What the decoder attends to.
+
+        Parameters
+        ----------
+        source : Tensor ``[batch, source_tokens]``
+            Ids.
+        ignored : Tensor of bool ``[batch, source_tokens]``, optional
+            True where one does not count.
+
+        Returns
+        -------
+        Tensor ``[batch, source_tokens, d_model]``
+            A row for each.
+        """
         memory = self._embed(self.source_embedding, source, ignored)
         for block in self.encoder:
             memory = block(memory, ignored)
@@ -404,8 +438,24 @@ class Seq2Seq(nn.Module):
         past: Sequence[Any] | None = None,
         target_ignored: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token. ``past`` has a `Past` for each block of
-        the decoder; after the first call they know ``memory``."""
+        """Logits of every next target token.
+
+        Parameters
+        ----------
+        memory, ignored : Tensor
+            What `encode` gave, and what of it does not count. None with a ``past`` that knows it.
+        target : Tensor ``[batch, target_tokens]``
+            Ids, the first of all the start token.
+        past : sequence of `Past`, optional
+            One for each block of the decoder: the tokens before, and after the first call the memory.
+        target_ignored : Tensor of bool ``[batch, target_tokens]``, optional
+            True where an id does not count.
+
+        Returns
+        -------
+        Tensor ``[batch, target_tokens, target_vocab]``
+            Logits.
+        """
         x = self._embed(self.target_embedding, target, target_ignored, past[0].tokens if past else 0)
         for layer, block in enumerate(self.decoder):
             x = block(x, target_ignored, True, past[layer] if past else None, memory, ignored)
@@ -414,10 +464,21 @@ class Seq2Seq(nn.Module):
         return logits
 
     def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
-        """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
+        """Logits of every next target token.
 
-        ``source`` is ``[batch, source_tokens]``, of which ``source_lengths`` ``[batch]`` count; ``target`` begins with the start
-        token.
+        Parameters
+        ----------
+        source : Tensor ``[batch, source_tokens]``
+            Ids.
+        source_lengths : Tensor ``[batch]``
+            How many of them count; those after are ignored.
+        target : Tensor ``[batch, target_tokens]``
+            Ids, which begin with the start token.
+
+        Returns
+        -------
+        Tensor ``[batch, target_tokens, target_vocab]``
+            Logits.
         """
         ignored = torch.arange(source.shape[1], device=source.device) >= source_lengths[:, None]
         return self.decode(self.encode(source, ignored), ignored, target)

@@ -12,23 +12,66 @@ from torch import Tensor, nn
 from .._native import State
 from ._modules import call
 from ._states import TensorState
-from .mechanisms import Attention, build
+from .attention import Attention
+from .mechanisms import build
 
 
 class MultiheadAttention(nn.Module):
     """`torch.nn.MultiheadAttention` with linear attention inside: same constructor, same parameter names, so that its
     ``state_dict`` loads.
 
-    ``attention`` names the mechanism (``"kernelized"``, ``"shaw"`` ...) or is a function of ``(num_heads, head_dim)``
-    that makes a module; further arguments are the mechanism's options: ``MultiheadAttention(512, 8, batch_first=True,
-    attention="shaw", radius=16)``. The projection of ``"aft-conv"`` gives one number a head for keys; its
-    ``in_proj_weight`` is narrower by that.
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+        Width of a token; heads, each ``embed_dim / num_heads`` wide.
+    dropout : float
+        Share of the numbers of the heads' outputs that training drops.
+    bias : bool
+        Whether projections have biases.
+    add_bias_kv, add_zero_attn : bool
+        Only False.
+    kdim, vdim : int, optional
+        Widths of ``key`` and ``value`` tokens; ``embed_dim`` by default.
+    batch_first : bool
+        ``[batch, token, embed_dim]`` instead of torch's ``[token, batch, embed_dim]``.
+    device, dtype
+        As in torch's modules.
+    attention : str or callable
+        The mechanism (``"kernelized"``, ``"shaw"`` ...), or a function of ``(num_heads, head_dim)`` that makes a module.
+    num_kv_heads : int, optional
+        Key/value heads, each shared among ``num_heads / num_kv_heads`` query heads (grouped queries).
+    **attention_options
+        The mechanism's options: those of `KernelizedAttention`, `ShawAttention` ...
 
-    ``num_kv_heads`` shares each key/value head among ``num_heads / num_kv_heads`` query heads (grouped queries).
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit, and for what has no meaning here.
 
-    What differs, because the weights of pairs are never formed: ``forward`` returns ``None`` for them; ``dropout`` drops
-    numbers of the heads' outputs; ``attn_mask`` may only be a causal mask or one that ignores whole keys. ``add_bias_kv``
-    and ``add_zero_attn`` are refused.
+    Notes
+    -----
+    What differs from torch's, because the weights of pairs are never formed: ``forward`` returns ``None`` for them; ``dropout``
+    drops numbers of the heads' outputs; ``attn_mask`` may only be a causal mask or one that ignores whole keys; ``add_bias_kv``
+    and ``add_zero_attn`` are refused. The projection of ``"aft-conv"`` gives one number a head for keys; its ``in_proj_weight``
+    is narrower by that.
+
+    O(L embed_dim**2) time for the projections, beside the mechanism's.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import MultiheadAttention
+    >>> attention = MultiheadAttention(32, 4, batch_first=True, attention="shaw", radius=16).eval()
+    >>> x = torch.randn(2, 100, 32)
+    >>> out, _ = attention(x, x, x, is_causal=True)
+
+    A prompt at once, then token by token:
+
+    >>> with torch.no_grad():
+    ...     prompt = x[:, :99]
+    ...     _, _, state = attention(prompt, prompt, prompt, is_causal=True, output_final_state=True)
+    ...     last, state = attention.step(x[:, 99], state)
+    >>> torch.testing.assert_close(last, out[:, 99], rtol=1e-4, atol=1e-4)
     """
 
     def __init__(
@@ -116,13 +159,38 @@ class MultiheadAttention(nn.Module):
         q_positions: Tensor | None = None,
         k_positions: Tensor | None = None,
     ) -> Any:
-        """``(output, None)``, or ``(output, None, state)`` with ``output_final_state``. Shapes as in
-        `torch.nn.MultiheadAttention`: ``[batch, token, embed_dim]`` with ``batch_first``, else
-        ``[token, batch, embed_dim]``, or ``[token, embed_dim]``.
+        """The attention of ``query`` to ``key`` and ``value``.
 
-        ``key_padding_mask`` ``[batch, keys]``: True, or -inf, is ignored. ``is_causal`` needs no ``attn_mask``, and one beside
-        it is not looked at. ``cu_seqlens`` and states are those of `longspan.ops`; ``q_positions`` ``[batch, queries, n]`` and
-        ``k_positions`` those of ``attention="fourier"`` with ``axes=n``.
+        Parameters
+        ----------
+        query, key, value : Tensor
+            ``[batch, token, embed_dim]`` with ``batch_first``, else ``[token, batch, embed_dim]``; or ``[token, embed_dim]``.
+        key_padding_mask : Tensor ``[batch, keys]``, optional
+            True, or -inf, is ignored.
+        need_weights, average_attn_weights : bool
+            Torch's; the weights are never formed, so ``need_weights`` may only be False.
+        attn_mask : Tensor ``[queries, keys]``, optional
+            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
+        is_causal : bool
+            Query ``i`` sees the keys ``j <= i + offset``. It needs no ``attn_mask``, and one beside it is not looked at.
+        offset : int
+            Where query 0 stands among the keys.
+        cu_seqlens : sequence of int, Tensor, or a pair of them, optional
+            Boundaries of packed sequences, ``[0, end of the first, ..., L]``, with a batch of 1.
+        initial_state, output_final_state : State or `TensorState`, bool
+            The tokens before; whether to return the state, too. Causal only, on the CPU.
+        q_positions, k_positions : Tensor ``[batch, queries, n]``, ``[batch, keys, n]``, optional
+            With ``attention="fourier"`` and ``axes=n``.
+
+        Returns
+        -------
+        ``(output, None)``, or ``(output, None, state)`` with ``output_final_state``
+            The output has the shape of ``query``. A query that sees no key gets the output's bias alone.
+
+        Raises
+        ------
+        ValueError
+            For masks that have no linear form, among others.
         """
         if need_weights:
             raise ValueError("MultiheadAttention: need_weights: expected False, because the weights are never formed")
@@ -163,11 +231,23 @@ class MultiheadAttention(nn.Module):
     def step(
         self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, State | TensorState]:
-        """One token of causal self-attention, ``[batch, embed_dim]``, at ``positions`` ``[batch, 1, n]`` where the attention
-        has some: its output and the state with it taken in.
+        """One token of causal self-attention, in time and memory that do not grow.
 
-        Under ``torch.no_grad()`` the state is changed in place, and time and memory do not depend on how many tokens came
-        before. Where gradients are recorded they flow through the states back to earlier tokens."""
+        Parameters
+        ----------
+        token : Tensor ``[batch, embed_dim]``
+            The token.
+        state : State or `TensorState`, optional
+            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
+        positions : Tensor ``[batch, 1, n]``, optional
+            Where the token is, with ``attention="fourier"`` and ``axes=n``.
+
+        Returns
+        -------
+        Tensor ``[batch, embed_dim]``, State or `TensorState`
+            The output, and the state with the token taken in. Where gradients are recorded they flow through states back to earlier
+            tokens.
+        """
         # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
         modules, learned = self._modules, self._parameters
         attention: Any = modules["attention"]

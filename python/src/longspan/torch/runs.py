@@ -1,22 +1,22 @@
 """Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made of pairs, or write weights that
 it reads. Runs of texts and of labelled texts are read by `longspan.transformers`.
 
-A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``. Names in
-the weights' file, with ``i`` counting blocks from 0:
+A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``.
+Names in the weights' file, with ``i`` counting blocks from 0:
 
-============================================================  =======================  =====================================
-file                                                          shape                    here
-============================================================  =======================  =====================================
-``source_embedding.weight``, ``target_embedding.weight``      ``[vocab, d_model]``     the same
-``encoder.i.attention.query_key_value.{weight,bias}``         ``[d_model, 3 d_model]`` the same, weight transposed
-``encoder.i.attention.output.{weight,bias}``                  ``[d_model, d_model]``   the same, weight transposed
-``encoder.i.attention.attention....``                         see below                see below
-``encoder.i.feed_forward.{inner,outer}.{weight,bias}``        ``[in, out]``            the same, weight transposed
-``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``            ``...{weight,bias}``; RMS: no ``beta``
+============================================================  ========================  =====================================
+file                                                          shape                     here
+============================================================  ========================  =====================================
+``source_embedding.weight``, ``target_embedding.weight``      ``[vocab, d_model]``      the same
+``encoder.i.attention.query_key_value.{weight,bias}``         ``[d_model, 3 d_model]``  the same, weight transposed
+``encoder.i.attention.output.{weight,bias}``                  ``[d_model, d_model]``    the same, weight transposed
+``encoder.i.attention.attention....``                         see below                 see below
+``encoder.i.feed_forward.{inner,outer}.{weight,bias}``        ``[in, out]``             the same, weight transposed
+``encoder.i.{attention,feed_forward}_norm.{gamma,beta}``      ``[d_model]``             ``...{weight,bias}``; RMS: no ``beta``
 ``decoder.i....``, and ``decoder.i.cross_attention...``       as the encoder's
-``encoder_norm``, ``decoder_norm`` ``.{gamma,beta}``          ``[d_model]``            ``...{weight,bias}``; pre-norm only
-``output.{weight,bias}``                                      ``[d_model, vocab]``     the same, weight transposed
-============================================================  =======================  =====================================
+``encoder_norm``, ``decoder_norm`` ``.{gamma,beta}``          ``[d_model]``             ``...{weight,bias}``; pre-norm only
+``output.{weight,bias}``                                      ``[d_model, vocab]``      the same, weight transposed
+============================================================  ========================  =====================================
 
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output`` besides,
 ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts have
@@ -31,7 +31,8 @@ toeplitz        ``bias`` ``[heads, entries]``; a grid's is ``[heads, rows, colum
 aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense: ``w`` ``[length, length]``
 aft-local       ``w`` ``[length, 2 window - 1]``
 aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
-others          nothing; hedgehog feature maps ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
+others          nothing
+hedgehog        in every mechanism ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================
 
 A decoder with AFT attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
@@ -57,6 +58,19 @@ from torch import Tensor, nn
 from .mechanisms import AftConv, AftFull, ShawAttention, ToeplitzAttention
 from .models import Seq2Seq
 
+__all__ = [
+    "END",
+    "PAD",
+    "Run",
+    "START",
+    "Seq2Seq",
+    "Tokenizer",
+    "UNKNOWN",
+    "load_run",
+    "load_weights",
+    "save_weights",
+]
+
 #: Ids that every tokenizer of the command shares; what it knows itself comes after.
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 _SPECIALS = 4
@@ -64,13 +78,57 @@ _SPECIALS = 4
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back, as the command does it. ``kind`` is ``characters``, ``words`` or ``bytes``."""
+    """Text to ids and back, as the command does it.
+
+    Parameters
+    ----------
+    kind : str
+        ``"characters"``, ``"words"`` or ``"bytes"``.
+    vocabulary : tuple of str
+        What stands for the ids from 4 on; `PAD`, `START`, `END` and `UNKNOWN` are 0 to 3. Bytes need none.
+
+    Examples
+    --------
+    >>> from longspan.torch.runs import Tokenizer
+    >>> tokenizer = Tokenizer("characters", ("a", "b"))
+    >>> tokenizer.encode("abba?"), len(tokenizer)
+    ([4, 5, 5, 4, 3], 6)
+    >>> tokenizer.decode([4, 5, 5, 4, 2])
+    'abba'
+
+    ``Tokenizer.load`` reads what a run keeps:
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "source_tokenizer.json")
+    ...     _ = path.write_text('{"kind": "characters", "vocabulary": ["a", "b"]}')
+    ...     Tokenizer.load(path) == tokenizer
+    True
+    """
 
     kind: str
     vocabulary: tuple[str, ...]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Reads a tokenizer of the command.
+
+        Parameters
+        ----------
+        path : path
+            A run's ``source_tokenizer.json`` or ``target_tokenizer.json``.
+
+        Returns
+        -------
+        Tokenizer
+            The same.
+
+        Raises
+        ------
+        ValueError
+            For a ``tokenizer.json`` of another kind.
+        """
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         kind = stored.get("kind")
         if kind not in ("characters", "words", "bytes"):
@@ -82,7 +140,18 @@ class Tokenizer:
         return _SPECIALS + (256 if self.kind == "bytes" else len(self.vocabulary))
 
     def encode(self, text: str) -> list[int]:
-        """Ids without start and end."""
+        """Ids of a text, without start and end.
+
+        Parameters
+        ----------
+        text : str
+            Any.
+
+        Returns
+        -------
+        list of int
+            `UNKNOWN` for what is not in the vocabulary.
+        """
         if self.kind == "bytes":
             return [_SPECIALS + byte for byte in text.encode()]
         ids = {entry: id for id, entry in enumerate(self.vocabulary, _SPECIALS)}
@@ -91,7 +160,18 @@ class Tokenizer:
         return [ids.get(c, ids.get(c.lower(), UNKNOWN)) for c in text]
 
     def decode(self, ids: list[int]) -> str:
-        """Text; special ids are left out."""
+        """The text of ids.
+
+        Parameters
+        ----------
+        ids : list of int
+            Special ones are left out.
+
+        Returns
+        -------
+        str
+            Bytes that are no UTF-8 become replacement characters.
+        """
         own = [id - _SPECIALS for id in ids if id >= _SPECIALS]
         if self.kind == "bytes":
             return bytes(own).decode(errors="replace")
@@ -100,7 +180,27 @@ class Tokenizer:
 
 @dataclass
 class Run:
-    """A run of the command."""
+    """A run of the command, as `load_run` reads it.
+
+    Parameters
+    ----------
+    model : Seq2Seq
+        With the run's weights.
+    config : dict
+        The run's settings.
+    source, target : Tokenizer
+        Of the run's inputs and outputs.
+
+    Examples
+    --------
+    >>> from longspan.torch.runs import Run, Seq2Seq, Tokenizer
+    >>> letters = Tokenizer("characters", tuple("abc"))
+    >>> config = {"attention": "shaw", "d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1,
+    ...           "max_tokens": 8}
+    >>> run = Run(Seq2Seq(config, len(letters), len(letters)), config, letters, letters)
+    >>> len(run.predict("abc")) <= 8
+    True
+    """
 
     model: Seq2Seq
     config: dict[str, Any]
@@ -109,7 +209,18 @@ class Run:
 
     @torch.no_grad()
     def predict(self, text: str) -> str:
-        """The likeliest next token, over and over, as ``longspan predict`` without a beam."""
+        """The likeliest next token, over and over, as ``longspan predict`` without a beam.
+
+        Parameters
+        ----------
+        text : str
+            An input of the run.
+
+        Returns
+        -------
+        str
+            At most ``answer_tokens`` tokens, or ``max_tokens``, as the settings say.
+        """
         self.model.eval()
         source = torch.tensor([[*self.source.encode(text), END]])
         target = [START]
@@ -134,10 +245,43 @@ _NOT_OF_PAIRS = {
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the run in ``folder``, of pairs.
+    """Reads the run in a folder, of pairs.
 
-    Raises ``FileNotFoundError`` where a file is missing and ``ValueError`` where one is damaged or of another model, or the
-    run is of something else than pairs.
+    Parameters
+    ----------
+    folder : path
+        What ``longspan train --pairs ... --out FOLDER`` wrote.
+
+    Returns
+    -------
+    Run
+        Model, settings and tokenizers.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where a file is missing.
+    ValueError
+        Where one is damaged or of another model, or the run is of something else than pairs.
+
+    Examples
+    --------
+    >>> import json
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from longspan.torch.runs import Seq2Seq, load_run, load_weights, save_weights
+    >>> config = {"attention": "shaw", "d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1,
+    ...           "max_tokens": 8}
+    >>> letters = json.dumps({"kind": "characters", "vocabulary": ["a", "b"]})
+    >>> with TemporaryDirectory() as name:
+    ...     folder = Path(name)
+    ...     for file, text in (("config", json.dumps(config)), ("source_tokenizer", letters), ("target_tokenizer", letters)):
+    ...         _ = (folder / f"{file}.json").write_text(text)
+    ...     save_weights(Seq2Seq(config, 6, 6), folder / "model.safetensors")
+    ...     run = load_run(folder)
+    ...     load_weights(run.model, folder / "model.safetensors")
+    >>> isinstance(run.predict("ab"), str)
+    True
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -187,7 +331,34 @@ def _parameters(model: nn.Module, values: Mapping[str, Tensor] | None = None) ->
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Reads a ``model.safetensors`` of the command into ``model``."""
+    """Reads the command's weights into a model.
+
+    Parameters
+    ----------
+    model : Module
+        A `Seq2Seq`, or any part of one with its own file. Nothing in it changes where something is wrong.
+    path : path
+        A ``model.safetensors``.
+
+    Raises
+    ------
+    ValueError
+        Where the file is damaged or has other parameters.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch
+    >>> from longspan.torch import ShawAttention
+    >>> from longspan.torch.runs import load_weights, save_weights
+    >>> one, other = ShawAttention(4, 8), ShawAttention(4, 8)
+    >>> with TemporaryDirectory() as folder:
+    ...     save_weights(one, Path(folder, "model.safetensors"))
+    ...     load_weights(other, Path(folder, "model.safetensors"))
+    >>> torch.equal(one.rel, other.rel)
+    True
+    """
     path = Path(path)
     data = path.read_bytes()
     try:
@@ -220,8 +391,30 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes ``model`` so that the command reads it in the place of a run's ``model.safetensors``, and seals it with the other
-    files of the run, if ``path`` is in the folder of one.
+    """Writes weights so that the command reads them in the place of a run's ``model.safetensors``.
+
+    It seals the file with the others of the run, if ``path`` is in the folder of one. As the command does, it replaces the old file
+    in one step: whenever the computer stops, one of both is there, whole.
+
+    Parameters
+    ----------
+    model : Module
+        A `Seq2Seq`.
+    path : path
+        Where to.
+
+    Examples
+    --------
+    See `load_weights`, its inverse.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from longspan.torch import AftLocal
+    >>> from longspan.torch.runs import save_weights
+    >>> with TemporaryDirectory() as folder:
+    ...     save_weights(AftLocal(4, 8, window=2, length=10), Path(folder, "model.safetensors"))
+    ...     [path.name for path in Path(folder).iterdir()]
+    ['model.safetensors']
     """
     path = Path(path)
     files = {path.name: weights_file(model)}

@@ -24,15 +24,15 @@ _REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register(name: str = "longspan", mechanism: str = "kernelized", **options: Any) -> None:
-    """Makes an attention known to `transformers` as ``name``.
+    """Makes an attention known to `transformers` by a name.
 
     Parameters
     ----------
-    name
+    name : str
         What ``attn_implementation`` and ``set_attn_implementation`` call it from now on.
-    mechanism
+    mechanism : str
         ``"kernelized"``, linear attention, or ``"softmax"``, the exact one with the model's scale.
-    options
+    **options
         Those of `longspan.ops.kernelized_attention` (``feature_map``, ``decay`` ...) or `longspan.ops.softmax_attention`.
 
     Raises
@@ -40,6 +40,19 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     ValueError
         For another mechanism. When the model runs: for masks that are neither causal nor bidirectional with ignored keys, such as
         sliding windows and packed sequences.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from longspan.transformers import register
+    >>> register("longspan-decayed", decay=0.99)
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+    ...     attn_implementation="longspan-decayed",
+    ... )
+    >>> LlamaForCausalLM(config)(torch.randint(1, 64, (1, 16))).logits.shape
+    torch.Size([1, 16, 64])
     """
     if mechanism not in _FUNCTIONS:
         raise ValueError(f"register: mechanism: expected one of {', '.join(_FUNCTIONS)}, got {mechanism!r}")
@@ -168,6 +181,24 @@ class StateCache(Cache):  # type: ignore[misc]
     """A cache of states for an attention that `register` made known: what ``generate`` keeps of a text does not grow with it.
 
     Give it as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from longspan.transformers import StateCache, register
+    >>> register("longspan")
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+    ...     attn_implementation="longspan",
+    ... )
+    >>> model = LlamaForCausalLM(config)
+    >>> def bytes_after(tokens):
+    ...     cache = StateCache()
+    ...     _ = model.generate(torch.ones(1, 4, dtype=torch.long), past_key_values=cache, max_new_tokens=tokens)
+    ...     return cache.nbytes
+    >>> bytes_after(2) == bytes_after(40)
+    True
     """
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ._native import State
-from .torch import TensorState
+from .._native import State
+from ..torch import TensorState
 
 __all__ = [
     "State",

@@ -1,0 +1,80 @@
+"""Attention on NumPy arrays and torch tensors.
+
+Shapes are ``[batch, head, token, feature]``: ``q`` is ``[B, H, Lq, d]``, ``k`` ``[B, Hkv, Lk, d]``, ``v`` ``[B, Hkv, Lk, dv]``
+and the output ``[B, H, Lq, dv]``; ``H`` is a multiple of ``Hkv`` (grouped queries). All arrays of a call are of one kind
+(NumPy, or torch on one device) and one type: float32, float64, or float16 and bfloat16, which are computed in float32.
+
+**Copies.** Arrays and CPU tensors of float32 and float64 whose last axis is contiguous are read where they lie, whatever
+the other strides (so a transposed projection is no copy), and results are returned without one. Copied first are half
+precision, negative strides, a last axis with gaps, misaligned or byte-swapped memory.
+
+**Torch.** Tensors that require a gradient, and whatever happens under ``torch.compile`` or ``torch.export``, go through the
+operators of `longspan.torch`; tensors on another device through its chunked formulation, on that device.
+
+**Errors.** A wrong argument is a ``TypeError`` or ``ValueError`` that names the function, the argument, what was expected and
+what came; too little memory a ``MemoryError``. Nothing is lost: arrays and states stay as they were.
+
+**Arguments that mean the same everywhere.**
+
+``is_causal``
+    Query ``i`` sees the keys ``j <= i + offset``. Otherwise every query sees every key.
+``offset``
+    Query ``i`` stands at key ``i + offset``. 0 aligns the starts, ``Lk - Lq`` the ends; also what relative distances
+    ``j - (i + offset)`` refer to.
+``key_padding_mask``
+    ``[B, Lk]`` of bool, **True is ignored**, as in torch. A row that sees no key gives 0.
+``cu_seqlens``
+    Several sequences end to end on the token axis, ``B = 1``: ``[0, end of the first, ..., L]``, or a pair of such lists
+    for the query and the key axis.
+``decay``
+    A number in (0, 1], or one for each key/value head: the weight of a key falls by it with every token. Causal only.
+``normalize``
+    Divide by the sum of the weights.
+``initial_state``, ``output_final_state``
+    The `State` of the tokens before, and whether to return ``(output, state)``. Causal, on the CPU. Where a tensor requires a
+    gradient the state is a `longspan.torch.TensorState`, through which gradients flow.
+``algorithm``
+    ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.
+
+A sequence cut in two is the same sequence:
+
+>>> import numpy as np
+>>> from longspan import ops
+>>> x = np.random.default_rng(0).standard_normal((1, 2, 100, 8), np.float32)
+>>> whole = ops.kernelized_attention(x, x, x, is_causal=True)
+>>> first, second = x[:, :, :60], x[:, :, 60:]
+>>> _, state = ops.kernelized_attention(first, first, first, is_causal=True, output_final_state=True)
+>>> rest = ops.kernelized_attention(second, second, second, is_causal=True, initial_state=state)
+>>> np.allclose(rest, whole[:, :, 60:], atol=1e-5)
+True
+"""
+
+from .._native import State
+from ._aft import aft_conv, aft_conv_step, aft_full, aft_full_step, aft_local, aft_local_step, aft_simple, aft_simple_step
+from ._fourier import fourier_attention, fourier_attention_step
+from ._kernelized import kernelized_attention, kernelized_attention_step
+from ._shaw import shaw_attention, shaw_attention_step
+from ._softmax import softmax_attention, softmax_attention_step
+from ._toeplitz import toeplitz_attention, toeplitz_attention_step
+
+__all__ = [
+    "State",
+    "aft_conv",
+    "aft_conv_step",
+    "aft_full",
+    "aft_full_step",
+    "aft_local",
+    "aft_local_step",
+    "aft_simple",
+    "aft_simple_step",
+    "fourier_attention",
+    "fourier_attention_step",
+    "kernelized_attention",
+    "kernelized_attention_step",
+    "shaw_attention",
+    "shaw_attention_step",
+    "softmax_attention",
+    "softmax_attention_step",
+    "toeplitz_attention",
+    "toeplitz_attention_step",
+]

@@ -1,0 +1,177 @@
+"""Fourier positions."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def fourier_attention(
+    q,
+    k,
+    v,
+    a,
+    b=None,
+    c=None,
+    beta=None,
+    *,
+    q_positions=None,
+    k_positions=None,
+    normalizer="one_plus",
+    wave="each",
+    feature_map="elu+1",
+    maps=None,
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Kernelized attention with Fourier positions, real-valued and of any dimension, in linear time.
+
+    ``w_ij = sum_m phi(q_i)_m phi(k_j)_m (beta_m + c_m cos(b_m + a_m . (p_i - p_j)))``; ``out_i`` is ``sum_j w_ij v_j``, divided as
+    ``normalizer`` says.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        Queries.
+    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    a : array ``[Hkv, m, n]``
+        Angular frequencies of ``m`` features (``d`` of them, unless ``feature_map`` makes others) along ``n`` axes of positions.
+    b : array ``[H, m]``, optional
+        Phases.
+    c, beta : array ``[H, m]``, optional
+        Amplitudes and constants, as far as ``normalizer`` leaves them free.
+    q_positions, k_positions : array ``[B, Lq, n]``, ``[B, Lk, n]``, optional
+        Real numbers. Without them query ``i`` is at ``i + offset``, key ``j`` at ``j``, and ``n`` is 1.
+    normalizer : str
+        What a row is divided by:
+
+        - ``"one_plus"``: the sum of its weights, with ``c = beta = 1`` (give neither); no weight is negative.
+        - ``"dominant"``: the same with ``c`` and ``beta`` free, and ``|c| + softplus(beta)`` in the place of ``beta``; no weight is
+          negative.
+        - ``"unrotated"``: ``sum_j phi(q_i) . phi(k_j)``; ``c`` free, no ``beta``.
+        - ``"none"``: nothing; ``c`` and ``beta`` free.
+        - ``"literal"``: as published, the sum of its weights with ``c`` free and no ``beta``.
+    wave : str
+        ``"each"``, or ``"pairs"``: features ``k`` and ``k + m/2`` are turned as a pair (rotary positions). Then ``a`` is
+        ``[Hkv, m/2, n]``, there is no ``b``, ``c`` or ``beta``, and the normaliser is ``"unrotated"``, ``"literal"`` or ``"none"``.
+    feature_map : str
+        ``phi``; see `kernelized_attention`.
+    maps : pair of arrays, optional
+        What ``feature_map="hedgehog"`` learns.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    decay : float or sequence of float, optional
+        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+    algorithm : str
+        One of `longspan.mechanisms`; all are exact.
+
+    Returns
+    -------
+    array ``[B, H, Lq, dv]``, or ``(array, State)``
+        A row that sees no key is 0.
+
+    Raises
+    ------
+    ValueError
+        Where ``"literal"`` would divide some row by a negative number, among others.
+
+    Notes
+    -----
+    O(L m (dv + n)) time: three times the products of `kernelized_attention`, with ``"pairs"`` once. ``a``, phases, amplitudes and
+    positions have gradients.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Rotary positions and ``"unrotated"``: Su et al., *RoFormer*, 2021 (arXiv:2104.09864).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> random = np.random.default_rng(0)
+    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> a, b = random.standard_normal((2, 8, 1), np.float32), random.standard_normal((2, 8), np.float32)
+    >>> times = np.sort(random.uniform(0, 50, (1, 100, 1))).astype(np.float32)    # irregular
+    >>> out = ops.fourier_attention(q, k, v, a, b, q_positions=times, k_positions=times)
+
+    The definition, in quadratic time:
+
+    >>> phi = lambda x: np.where(x > 0, x + 1, np.exp(x))
+    >>> angle = b[:, None, None] + (times - times.swapaxes(1, 2))[..., None] * a[:, None, None, :, 0]
+    >>> w = np.einsum("bhim,bhjm,hijm->bhij", phi(q), phi(k), 1 + np.cos(angle))
+    >>> np.allclose(out, w / w.sum(-1, keepdims=True) @ v, atol=1e-4)
+    True
+    """
+    operation = "fourier_attention"
+    options, parameters = _options.fourier(
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm
+    )  # fmt: skip
+    parameters += _options.maps(operation, feature_map, maps)
+    return attend(
+        operation, "fourier", options, q, k, v, parameters,
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def fourier_attention_step(
+    q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
+    wave="each", feature_map="elu+1", maps=None, decay=None,
+):  # fmt: skip
+    """One token of `fourier_attention` with ``is_causal=True``.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    a, b, c, beta : array
+        As in `fourier_attention`.
+    state : `State`, optional
+        What `fourier_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    q_positions, k_positions : array ``[B, 1, n]``, optional
+        Where the token is. Without them the state counts.
+    normalizer, wave, feature_map, maps, decay
+        As in `fourier_attention`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, dv]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Notes
+    -----
+    Neither time nor memory depends on how many tokens came before: O(m dv).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x = np.ones((1, 2, 8), np.float32)
+    >>> a, b = np.ones((2, 8, 1), np.float32), np.zeros((2, 8), np.float32)
+    >>> state = None
+    >>> for time in (0.0, 0.4, 7.5):
+    ...     at = np.full((1, 1, 1), time, np.float32)
+    ...     out, state = ops.fourier_attention_step(x, x, x, a, b, state=state, q_positions=at, k_positions=at)
+    >>> out.shape
+    (1, 2, 8)
+    """
+    operation = "fourier_attention_step"
+    options, parameters = _options.fourier(
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto"
+    )  # fmt: skip
+    parameters += _options.maps(operation, feature_map, maps)
+    return step(operation, "fourier", options, q, k, v, parameters, state)

@@ -1,0 +1,141 @@
+"""Linear attention."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def kernelized_attention(
+    q,
+    k,
+    v,
+    *,
+    feature_map="elu+1",
+    maps=None,
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Kernelized attention, without positions, in linear time.
+
+    ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j)``.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        Queries.
+    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    feature_map : str
+        ``phi``. Of each number by itself: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``, ``"identity"``. Of a row of ``d``
+        numbers to ``m`` features:
+
+        - ``"prf"``: positive random features, ``"prf:128:seed=7"`` for 128 of them drawn from the seed 7; ``"nprf"`` the same of
+          rows of length 1.
+        - ``"dpfp:2"``: products of neighbours among ``[relu(x), relu(-x)]``, 2 d of them for each of 2 neighbours.
+        - ``"taylor2"``: so that the weight is ``1 + s + s**2 / 2`` with ``s = q . k / sqrt(d)``.
+        - ``"hedgehog"``: softmax of ``[W x, -W x]``, ``"hedgehog:exp"`` their exponentials; ``"hedgehog:32"`` where ``W`` has
+          another width than ``d``.
+    maps : pair of arrays ``[H, width, d]``, ``[Hkv, width, d]``, optional
+        ``W`` of ``"hedgehog"`` for queries and for keys; other maps learn nothing.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    decay : float or sequence of float, optional
+        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    normalize : bool
+        Divide by the sum of the weights.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+    algorithm : str
+        One of `longspan.mechanisms`; all are exact.
+
+    Returns
+    -------
+    array ``[B, H, Lq, dv]``, or ``(array, State)``
+        A row that sees no key is 0.
+
+    Notes
+    -----
+    O(L m dv) time; O(m dv) memory beside inputs and outputs.
+
+    ``"elu+1"`` and ``"softplus"`` are ``exp(x)`` far below 0. In float32 a row whose largest weight falls below about ``exp(-87)``
+    gives 0, as with ``q`` and ``k`` at -44 and less; ``"exp"``, which keeps a common exponent, and float64 do not.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Katharopoulos et al., *Transformers are RNNs*, 2020 (arXiv:2006.16236). Decay: Sun et al., *Retentive network*, 2023.
+    ``prf``: Choromanski et al., *Rethinking attention with Performers*, 2021. ``nprf``: Luo et al., 2021. ``dpfp``: Schlag et al.,
+    *Linear transformers are secretly fast weight programmers*, 2021. ``taylor2``: Arora et al.,
+    *Simple linear attention language models*, 2024. ``hedgehog``: Zhang et al., *The hedgehog and the porcupine*, 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> out = ops.kernelized_attention(q, k, v, is_causal=True)
+
+    The definition, in quadratic time:
+
+    >>> phi = lambda x: np.where(x > 0, x + 1, np.exp(x))
+    >>> w = np.tril(phi(q) @ phi(k).swapaxes(2, 3))
+    >>> np.allclose(out, w / w.sum(-1, keepdims=True) @ v, atol=1e-4)
+    True
+    """
+    operation = "kernelized_attention"
+    options = _options.kernel(operation, k, feature_map, decay, normalize, algorithm)
+    return attend(
+        operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", maps=None, decay=None, normalize=True):
+    """One token of `kernelized_attention` with ``is_causal=True``.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    state : `State`, optional
+        What `kernelized_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    feature_map, maps, decay, normalize
+        As in `kernelized_attention`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, dv]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Notes
+    -----
+    Neither time nor memory depends on how many tokens came before: O(m dv).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> whole = ops.kernelized_attention(q, k, v, is_causal=True)
+    >>> state = None
+    >>> for t in range(100):
+    ...     out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state)
+    >>> np.allclose(out, whole[:, :, -1], atol=1e-4)
+    True
+    """
+    operation = "kernelized_attention_step"
+    options = _options.kernel(operation, k, feature_map, decay, normalize, "auto")
+    return step(operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps), state)

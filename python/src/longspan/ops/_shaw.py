@@ -1,0 +1,159 @@
+"""Shaw's relative positions."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def shaw_attention(
+    q,
+    k,
+    v,
+    rel,
+    *,
+    kernelized=True,
+    feature_map="elu+1",
+    maps=None,
+    rel_feature_map="same",
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    decay=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Kernelized attention with Shaw's relative positions, in linear time.
+
+    ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . (phi(k_j) + rho(rel[clip(j - i - offset, -R, R) + R]))``.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        Queries.
+    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    rel : array ``[H, 2R + 1, d]`` or ``[2R + 1, d]``
+        A vector for each distance, of each head or of all: row 0 stands for "R or more before", row R for "here", row 2R for "R or
+        more after". With ``rel_feature_map="identity"`` rows have as many numbers as ``phi`` has features.
+    kernelized : bool
+        False leaves ``phi(k_j)`` out.
+    feature_map : str
+        ``phi``; see `kernelized_attention`.
+    maps : pair of arrays, optional
+        What ``feature_map="hedgehog"`` learns.
+    rel_feature_map : str
+        ``rho``: ``"same"`` as ``feature_map``, or ``"identity"``.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    decay : float or sequence of float, optional
+        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    normalize : bool
+        Divide by the sum of the weights.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+    algorithm : str
+        One of `longspan.mechanisms`; all are exact.
+
+    Returns
+    -------
+    array ``[B, H, Lq, dv]``, or ``(array, State)``
+        A row that sees no key is 0.
+
+    Notes
+    -----
+    O(L (2R + 1) (d + dv)) time beside that of `kernelized_attention`: all keys farther than R share one running sum.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Shaw et al., *Self-attention with relative position representations*, 2018 (arXiv:1803.02155).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> random = np.random.default_rng(0)
+    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> rel = random.standard_normal((2, 2 * 16 + 1, 8), np.float32)
+    >>> out = ops.shaw_attention(q, k, v, rel, is_causal=True)
+
+    The definition, in quadratic time:
+
+    >>> phi = lambda x: np.where(x > 0, x + 1, np.exp(x))
+    >>> i, j = np.ogrid[:100, :100]
+    >>> of_pair = phi(k)[:, :, None] + phi(rel)[:, np.clip(j - i, -16, 16) + 16]
+    >>> w = np.tril(np.einsum("bhid,bhijd->bhij", phi(q), of_pair))
+    >>> np.allclose(out, w / w.sum(-1, keepdims=True) @ v, atol=1e-4)
+    True
+    """
+    operation = "shaw_attention"
+    options = _options.shaw(
+        operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
+    )  # fmt: skip
+    return attend(
+        operation, "shaw", options, q, k, v, (rel, *_options.maps(operation, feature_map, maps)),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def shaw_attention_step(
+    q,
+    k,
+    v,
+    rel,
+    state=None,
+    *,
+    kernelized=True,
+    feature_map="elu+1",
+    maps=None,
+    rel_feature_map="same",
+    decay=None,
+    normalize=True,
+):
+    """One token of `shaw_attention` with ``is_causal=True``.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    rel : array
+        As in `shaw_attention`.
+    state : `State`, optional
+        What `shaw_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    kernelized, feature_map, maps, rel_feature_map, decay, normalize
+        As in `shaw_attention`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, dv]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Notes
+    -----
+    Neither time nor memory depends on how many tokens came before: O((m + R) dv).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> random = np.random.default_rng(0)
+    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> rel = random.standard_normal((2, 2 * 16 + 1, 8), np.float32)
+    >>> whole, state = ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
+    >>> out, state = ops.shaw_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], rel, state)
+    >>> out.shape, state.nbytes
+    ((1, 2, 8), 1920)
+    """
+    operation = "shaw_attention_step"
+    options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto")
+    parameters = (rel, *_options.maps(operation, feature_map, maps))
+    return step(operation, "shaw", options, q, k, v, parameters, state)

@@ -1,0 +1,112 @@
+"""Softmax attention, the baseline."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def softmax_attention(
+    q, k, v, *, scale=None, capacity=4096, window=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
+    initial_state=None, output_final_state=False,
+):  # fmt: skip
+    """Softmax attention, the baseline, in quadratic time; with a window in linear time.
+
+    ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = exp(scale q_i . k_j)``, over the keys with ``|j - i - offset| < window``.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        Queries.
+    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    scale : float, optional
+        ``1 / sqrt(d)`` by default.
+    capacity : int
+        Tokens that a state has room for: a cache of keys and values.
+    window : int, optional
+        A query sees the keys at distances below it, its own place among them; by default all. A state is a ring of so many keys and
+        values, whatever the capacity.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+
+    Returns
+    -------
+    array ``[B, H, Lq, dv]``, or ``(array, State)``
+        A row that sees no key is 0.
+
+    Raises
+    ------
+    MemoryError
+        Where there is no memory for a state of ``capacity`` tokens.
+
+    Notes
+    -----
+    O(L**2 (d + dv)) time, with a window O(L window (d + dv)); no L x L matrix is formed.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Vaswani et al., *Attention is all you need*, 2017 (arXiv:1706.03762).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> w = np.exp(q @ k.swapaxes(2, 3) / np.sqrt(8))
+    >>> np.allclose(ops.softmax_attention(q, k, v), w / w.sum(-1, keepdims=True) @ v, atol=1e-4)
+    True
+    """
+    operation = "softmax_attention"
+    return attend(
+        operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096, window=None):
+    """One token of `softmax_attention` with ``is_causal=True``.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    state : `State`, optional
+        What `softmax_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    scale, capacity, window
+        As in `softmax_attention`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, dv]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Raises
+    ------
+    ValueError
+        Where the state holds ``capacity`` tokens already, without a window; it stays as it is.
+
+    Notes
+    -----
+    O(t (d + dv)) for the token after t others: the cost that the other mechanisms, and windows, do away with.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x = np.ones((1, 2, 8), np.float32)
+    >>> out, state = ops.softmax_attention_step(x, x, x, capacity=1000)
+    >>> out, state = ops.softmax_attention_step(x, x, 2 * x, state, capacity=1000)
+    >>> float(out[0, 0, 0])
+    1.5
+    """
+    operation = "softmax_attention_step"
+    return step(operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (), state)

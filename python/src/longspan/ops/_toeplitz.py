@@ -1,0 +1,174 @@
+"""A weight for every distance."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def toeplitz_attention(
+    q,
+    k,
+    v,
+    bias,
+    *,
+    kind="table",
+    max_distance=128,
+    bidirectional=True,
+    feature_map="elu+1",
+    maps=None,
+    is_causal=False,
+    offset=0,
+    key_padding_mask=None,
+    cu_seqlens=None,
+    normalize=True,
+    initial_state=None,
+    output_final_state=False,
+    algorithm="auto",
+):
+    """Kernelized attention with a learned weight for every distance.
+
+    ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j) exp(bias[j - i - offset])``.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        Queries.
+    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    bias : array ``[H, entries]``
+        What ``kind`` says.
+    kind : str
+        Which distances have an entry of their own:
+
+        - ``"table"``: all; ``bias`` is ``[H, Lq + Lk - 1]``, entry ``j - i + Lq - 1``. With a state, coming or going, it is centred
+          instead, so that one table serves all calls: ``[H, 2n - 1]``, entry ``n - 1`` for distance 0.
+        - ``"clipped"``: those up to ``R`` to either side, farther ones share the entry at that end; ``[H, 2R + 1]``.
+        - ``"buckets"``: T5's; ``[H, buckets]``.
+        - ``"grid"``: displacements in an image whose pixels are the tokens, row after row; ``[H, 2 height - 1, 2 width - 1]``.
+    max_distance, bidirectional : int, bool
+        Of ``"buckets"``: the distance from which on all share the last bucket, and whether half of the buckets are for keys after
+        the query.
+    feature_map : str
+        ``phi``; see `kernelized_attention`.
+    maps : pair of arrays, optional
+        What ``feature_map="hedgehog"`` learns.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    normalize : bool
+        Divide by the sum of the weights.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+    algorithm : str
+        ``"tiled"`` (L**2), ``"fft"`` (L log L), ``"piecewise"`` (L times the number of constant stretches) or ``"auto"``; all are
+        exact.
+
+    Returns
+    -------
+    array ``[B, H, Lq, dv]``, or ``(array, State)``
+        A row that sees no key is 0.
+
+    Notes
+    -----
+    O(L) time where ``bias`` is constant in long stretches, as the far ends of ``"clipped"`` and ``"buckets"`` are; else O(L log L)
+    or, on tiles, O(L**2). `longspan.explain` says which, and why.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Luo et al., *Stable, fast and accurate: kernelized attention with relative positional encoding*, 2021 (arXiv:2106.12566).
+    Buckets: Raffel et al., *Exploring the limits of transfer learning*, 2020.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> random = np.random.default_rng(0)
+    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> bias = random.standard_normal((2, 2 * 16 + 1), np.float32)
+    >>> out = ops.toeplitz_attention(q, k, v, bias, kind="clipped", is_causal=True)
+
+    The definition, in quadratic time:
+
+    >>> phi = lambda x: np.where(x > 0, x + 1, np.exp(x))
+    >>> i, j = np.ogrid[:100, :100]
+    >>> w = np.tril(phi(q) @ phi(k).swapaxes(2, 3) * np.exp(bias[:, np.clip(j - i, -16, 16) + 16]))
+    >>> np.allclose(out, w / w.sum(-1, keepdims=True) @ v, atol=1e-4)
+    True
+    """
+    operation = "toeplitz_attention"
+    centred = initial_state is not None or output_final_state
+    options = _options.toeplitz(
+        operation, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, centred
+    )  # fmt: skip
+    whole = kind == "table" and not centred
+    if whole and len(getattr(q, "shape", ())) == 4 and len(getattr(k, "shape", ())) == 4:
+        expected = q.shape[2] + k.shape[2] - 1
+        if bias.shape[1] != expected:
+            raise ValueError(f"{operation}: bias: expected shape (heads, Lq + Lk - 1 = {expected}), "
+                             f"got shape {tuple(bias.shape)}")  # fmt: skip
+    return attend(
+        operation, "toeplitz", options, q, k, v, (bias, *_options.maps(operation, feature_map, maps)),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def toeplitz_attention_step(
+    q,
+    k,
+    v,
+    bias,
+    state=None,
+    *,
+    kind="table",
+    max_distance=128,
+    bidirectional=True,
+    feature_map="elu+1",
+    maps=None,
+    normalize=True,
+):
+    """One token of `toeplitz_attention` with ``is_causal=True``.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    bias : array
+        As in `toeplitz_attention` with a state: of kind ``"table"`` it is centred, ``[H, 2n - 1]``, and must reach back as far as
+        there are tokens.
+    state : `State`, optional
+        What `toeplitz_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    kind, max_distance, bidirectional, feature_map, maps, normalize
+        As in `toeplitz_attention`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, dv]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Notes
+    -----
+    O(R (m + dv) + m dv) for distances up to R that have an entry of their own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x = np.ones((1, 2, 8), np.float32)
+    >>> bias = np.zeros((2, 33), np.float32)
+    >>> out, state = ops.toeplitz_attention_step(x, x, x, bias, kind="clipped")
+    >>> out, state = ops.toeplitz_attention_step(x, x, 2 * x, bias, state, kind="clipped")
+    >>> float(out[0, 0, 0])    # the mean of both values, whose weights are the same
+    1.5
+    """
+    operation = "toeplitz_attention_step"
+    options = _options.toeplitz(
+        operation, bias, kind, max_distance, bidirectional, feature_map, normalize, "auto", True
+    )  # fmt: skip
+    parameters = (bias, *_options.maps(operation, feature_map, maps))
+    return step(operation, "toeplitz", options, q, k, v, parameters, state)

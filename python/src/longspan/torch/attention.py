@@ -1,0 +1,247 @@
+"""What all mechanisms have in common as modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import _calls
+from .._native import State
+from . import _combine, _dispatch, _operators
+from ._states import TensorState
+
+#: Mechanisms that do not see the order of tokens by themselves.
+WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window")
+
+
+class Attention(nn.Module):
+    """A mechanism with its options and parameters: the base class of all, not to be made itself.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    options : str
+        The mechanism's options as JSON.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import ShawAttention
+    >>> from longspan.torch.attention import Attention
+    >>> attention = ShawAttention(4, 8, radius=3)
+    >>> isinstance(attention, Attention), attention.mechanism, attention.key_dim
+    (True, 'shaw', 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> out = attention(q, k, v, is_causal=True)
+
+    A prompt at once, then token by token:
+
+    >>> with torch.no_grad():
+    ...     _, state = attention(q[:, :, :99], k[:, :, :99], v[:, :, :99], is_causal=True, output_final_state=True)
+    ...     last, state = attention.step(q[:, :, 99], k[:, :, 99], v[:, :, 99], state)
+    >>> torch.testing.assert_close(last, out[:, :, 99])
+    """
+
+    #: Name in `longspan.mechanisms`.
+    mechanism: ClassVar[str]
+
+    def __init__(self, num_heads: int, head_dim: int, options: str, num_kv_heads: int | None = None) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", kv_heads)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
+        if num_heads % kv_heads:
+            raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, "
+                             f"got {kv_heads}")  # fmt: skip
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
+        self.head_dim = head_dim
+        self._options = options
+        self._maps: tuple[str, ...] = ()
+        #: Whether an output depends on where its query stands.
+        self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers in a key of one head."""
+        return self.head_dim
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        """The mechanism's parameters in the kernels' order."""
+        return ()
+
+    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
+        """The parameters of a call at these positions."""
+        for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
+            if positions is not None:
+                raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, "
+                                 "got a tensor")  # fmt: skip
+        return self._learned()
+
+    def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:
+        """Makes the parameters of a feature map that learns: the identity where they are square."""
+        self._maps = ("map_queries", "map_keys") if feature_map.startswith("hedgehog") else ()
+        width = _calls.features(feature_map, self.head_dim) // 2
+        for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
+            self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
+
+    def _reset_maps(self) -> None:
+        for name in self._maps:
+            matrix = getattr(self, name)
+            if matrix.shape[1] == matrix.shape[2]:
+                with torch.no_grad():
+                    matrix.copy_(torch.eye(self.head_dim, dtype=matrix.dtype, device=matrix.device).expand_as(matrix))
+            else:
+                nn.init.normal_(matrix, std=self.head_dim**-0.5)
+
+    def _learned_maps(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._maps)
+
+    def _check(self) -> None:
+        """Refuses wrong options when the module is made rather than when it is first called."""
+        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool = False,
+        offset: int = 0,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Any = None,
+        initial_state: State | TensorState | None = None,
+        output_final_state: bool = False,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> Any:
+        """The attention of ``q`` to ``k`` and ``v``.
+
+        Parameters
+        ----------
+        q : Tensor ``[B, H, Lq, d]``
+            Queries.
+        k, v : Tensor ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+            Keys and values.
+        is_causal, offset : bool, int
+            Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+        key_padding_mask : bool Tensor ``[B, Lk]``, optional
+            True is ignored.
+        cu_seqlens : sequence of int, Tensor, or a pair of them, optional
+            Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+        initial_state, output_final_state : State or `TensorState`, bool
+            The tokens before; whether to return the state, too. Causal only, on the CPU.
+        q_positions, k_positions : Tensor ``[B, Lq, n]``, ``[B, Lk, n]``, optional
+            Of a `FourierAttention` with ``axes=n``.
+
+        Returns
+        -------
+        Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
+            Laid out token by token. The state is a `TensorState` where gradients are recorded.
+        """
+        return _dispatch.attend(
+            type(self).__name__, self.mechanism, self._options, q, k, v, self._parameters_at(q_positions, k_positions),
+            is_causal, offset,
+            key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
+        )  # fmt: skip
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State | TensorState | None = None,
+        *,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Tensor, State | TensorState]:
+        """One token of the causal attention, in time and memory that do not grow.
+
+        Parameters
+        ----------
+        q, k, v : Tensor ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
+            The token.
+        state : State or `TensorState`, optional
+            What a call or the last step returned; ``None`` starts a sequence. A `State` is changed in place.
+        q_positions, k_positions : Tensor ``[B, 1, n]``, optional
+            Of a `FourierAttention` with ``axes=n``.
+
+        Returns
+        -------
+        Tensor ``[B, H, dv]``, State or `TensorState`
+            The output, and the state with the token taken in. Where gradients are recorded a new `TensorState` comes back,
+            which holds on to all tokens before; generate under ``torch.no_grad()``.
+        """
+        name = type(self).__name__
+        learned = self._parameters_at(q_positions, k_positions)
+        out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
+        return out
+
+    def step_together(
+        self, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int], state: Any
+    ) -> tuple[Tensor, State] | None:
+        """`step` of queries, keys and values that lie side by side, ``[batch, sum(widths)]``: the output ``[batch, width]``
+        and the state. ``None`` where somebody has to see the step itself: autograd, a compiler, a class or a hook of the
+        user's own."""
+        if type(self).step is not Attention.step or "step" in self.__dict__:
+            return None
+        learned = self._parameters_at(None, None)
+        name = type(self).__name__
+        return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
+
+    def encoder_layer_step(
+        self,
+        token: Tensor,
+        weights: Sequence[Tensor | None],
+        layer: tuple[tuple[int, int], tuple[float, float], str, bool],
+        state: Any,
+    ) -> tuple[Tensor, State] | None:
+        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
+        if type(self).step is not Attention.step or "step" in self.__dict__:
+            return None
+        learned = self._parameters_at(None, None)
+        name = type(self).__name__
+        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
+
+    def combine(self, earlier: Any, later: Any) -> Any:
+        """The state after two segments of tokens from the state of each; see `longspan.combine`.
+
+        Parameters
+        ----------
+        earlier, later : State or `TensorState`
+            ``later`` was computed from no state.
+
+        Returns
+        -------
+        State or `TensorState`
+            The latter where one of them is.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from longspan.torch import KernelizedAttention
+        >>> attention = KernelizedAttention(4, 8)
+        >>> x = torch.randn(2, 4, 100, 8)
+        >>> halves = [attention(h, h, h, is_causal=True, output_final_state=True)[1] for h in x.split(50, dim=2)]
+        >>> attention.combine(*halves)
+        <longspan.State of kernelized, batch 2, 4 key/value heads, 80 numbers of float32 each>
+        """
+        operation = f"{type(self).__name__}.combine"
+        learned = self._learned()
+        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
+        if _calls.learns(earlier, later, learned):
+            return _combine.combine(operation, native, self._options, earlier, later, learned)
+        _calls.expect_plain(operation, earlier, later)
+        return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"
