@@ -389,8 +389,8 @@ def test_what_combine_refuses_of_tensors():
     with pytest.raises(ValueError, match="combine: earlier"):
         longspan.combine("kernelized", learned, learned)
     plain = learned.detach()
-    _, cache = ops.softmax_attention(q, k, v, capacity=8, is_causal=True, output_final_state=True)
+    _, ring = ops.softmax_attention(q, k, v, window=4, is_causal=True, output_final_state=True)
     with pytest.raises(ValueError, match="combine: earlier: expected a longspan.State, because states of a window have no sum"):
-        _combine.combine("combine", None, '{"window": 4}', cache, cache, ())
+        longspan.combine("softmax", ring, ring, window=4)
     module = KernelizedAttention(2, 4, decay=0.5)
     assert module.combine(learned, plain).detach() == module.combine(learned.detach(), plain)

@@ -382,6 +382,8 @@ class LongspanForSeq2SeqLM(_Generating):
     >>> model = LongspanForSeq2SeqLM(config).eval()
     >>> model.generate(torch.tensor([[70, 80, 2]]), max_new_tokens=5, min_new_tokens=5, num_beams=2).shape
     torch.Size([1, 6])
+    >>> model.prepare_decoder_input_ids_from_labels(torch.tensor([[70, 80, 2]]))
+    tensor([[ 1, 70, 80]])
     """
 
     def __init__(self, config: LongspanConfig) -> None:
@@ -400,7 +402,18 @@ class LongspanForSeq2SeqLM(_Generating):
         return self.model.source_embedding  # type: ignore[no-any-return]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """The labels after a start token, less the last."""
+        """The labels after a start token, less the last: what ``forward`` and the collators of `transformers` make of them.
+
+        Parameters
+        ----------
+        labels
+            ``[batch, target_tokens]``; -100 becomes padding.
+
+        Returns
+        -------
+        Tensor ``[batch, target_tokens]``
+            Ids.
+        """
         return F.pad(labels[:, :-1].masked_fill(labels[:, :-1] == -100, runs.PAD), (1, 0), value=runs.START)
 
     def _encode(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
