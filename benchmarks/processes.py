@@ -59,7 +59,7 @@ class Work:
         return ["mpirun", "--oversubscribe", *mpi, "-n", str(processes), *line, *(["--split-sequence"] if self.split else [])]
 
     def sent(self, processes: int, weights: int) -> int:
-        """Bytes that all processes send in a step, without the words that announce it."""
+        """Bytes that all processes send in a step, without the words that announce it: some 40 for each rank but the first."""
         piece = math.ceil(weights / processes)
         # The weights, the pieces of gradients that others add up, the sums.
         shared = (processes - 1) * (4 * weights + 4 * piece * processes + 4 * piece)
@@ -76,7 +76,7 @@ def run(line: list[str], threads: int) -> subprocess.CompletedProcess:
     return done
 
 
-def seconds(arguments, work: Work, text: Path, processes: int, threads: int, steps: int = 6) -> tuple[float, int]:
+def seconds(arguments, work: Work, text: Path, processes: int, threads: int, steps: int = 4) -> tuple[float, int]:
     """The median step of a run after its first one, and the number of weights."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -88,9 +88,9 @@ def seconds(arguments, work: Work, text: Path, processes: int, threads: int, ste
 
 
 def mpi_bytes(arguments, work: Work, text: Path, processes: int) -> float:
-    """Bytes of a step that MPI says all processes sent: those of a run of 6 steps beyond those of one of 3."""
+    """Bytes of a step that MPI says all processes sent: those of a run of 4 steps beyond those of one of 2."""
     counted = []
-    for steps in (3, 6):
+    for steps in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             options = {"pml_monitoring_enable": 1, "pml_monitoring_enable_output": 3, "pml_monitoring_filename": f"{folder}/sent"}
             mpi = [part for key, value in options.items() for part in ("--mca", key, str(value))]
@@ -98,10 +98,10 @@ def mpi_bytes(arguments, work: Work, text: Path, processes: int) -> float:
             lines = [line for path in Path(folder).glob("sent*") for line in path.read_text().splitlines()]
             # Point to point messages, those within collectives included: `E rank rank bytes bytes …`.
             counted.append(sum(int(line.split("\t")[3].split()[0]) for line in lines if line[:1] in "EI"))
-    return (counted[1] - counted[0]) / 3
+    return (counted[1] - counted[0]) / 2
 
 
-def torch_step(text: Path, tokens: int, processes: int, threads: int, steps: int = 6) -> tuple[float, float]:
+def torch_step(text: Path, tokens: int, processes: int, threads: int, steps: int = 4) -> tuple[float, float]:
     """The median step of the example after its first one, and bytes of a step over the loopback device."""
     start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     line = [*start, str(EXAMPLE), str(text), "--tokens", str(tokens), "--steps", str(steps), "--width", str(WIDTH)]
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--command", default="target/release/longspan")
     parser.add_argument("--lengths", default="4096,65536")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=20e-6, help="of the planned network, in seconds")
     parser.add_argument("--bandwidth", type=float, default=1.25e9, help="of the planned network, in bytes a second")
     parser.add_argument("--here", default="5e-5,2e9", help="latency and bandwidth between processes of this machine")
@@ -148,55 +148,57 @@ def main() -> None:
             for length in lengths:
                 print_torch(arguments, text, length)
         if arguments.without != "mpi":
-            for length in lengths:
-                for split in (False, True):
+            for split in (False, True):
+                print_bytes(arguments, text, split)
+                for length in lengths:
                     print_mpi(arguments, text, Work(length, split))
 
 
-def ratios(rounds: int, one, two) -> tuple[float, float]:
-    """Medians over turns of one process's step by two processes', and of one process's step."""
-    found = [(one(), two()) for _ in range(rounds)]
-    return statistics.median(a / b for a, b in found), statistics.median(a for a, _ in found)
+def ratio(turns: list[tuple[float, ...]], one: int = 0, two: int = 1) -> str:
+    """The median over turns of how many times as fast the second was as the first, with the least and the most."""
+    found = sorted(turn[one] / turn[two] for turn in turns)
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
 def print_torch(arguments, text: Path, length: int) -> None:
-    ratio, step = ratios(
-        arguments.rounds, lambda: torch_step(text, length, 1, 2)[0], lambda: torch_step(text, length, 2, 1)[0]
-    )
-    sent = torch_step(text, length, 2, 1)[1]
-    print(f"torchrun, {length:,} tokens: 2 processes of 1 thread {ratio:.2f} x the tokens a second of 1 of 2, {length / step:,.0f}")
-    states = 2 * 2 * LAYERS * (HEADS * STATE * 4 + 88 / 2)
+    turns = [(torch_step(text, length, 1, 2), torch_step(text, length, 2, 1)) for _ in range(arguments.rounds)]
+    rate = length / statistics.median(one[0] for one, _ in turns)
+    print(f"torchrun, {length:,} tokens: 1 process of 2 threads {rate:,.0f} tokens a second, 2 of 1 thread "
+          f"{ratio([(one[0], two[0]) for one, two in turns])} x as many")  # fmt: skip
+    # Of each layer the states of both ranks, forward and backward, and 88 bytes before; of the weights what a ring sends.
+    states = 2 * LAYERS * (2 * 4 * HEADS * STATE + 88)
     weights = LAYERS * (12 * WIDTH * WIDTH + 13 * WIDTH + HEADS * (2 * RADIUS + 1) * HEAD) + 258 * WIDTH
-    gradients = 2 * 4 * weights
-    print(f"  {sent:,.0f} bytes a step over the loopback device; states {states:,.0f} and gradients {gradients:,.0f}, without headers")
+    print(f"  {turns[-1][1][1]:,.0f} bytes a step over the loopback device, headers included; {states + 2 * 4 * weights:,} by the "
+          f"formula, of which {states:,} are states")  # fmt: skip
 
 
 def print_mpi(arguments, text: Path, work: Work) -> None:
-    weights = seconds(arguments, work, text, 1, 1, 2)[1]
-    ratio, step = ratios(
-        arguments.rounds,
-        lambda: seconds(arguments, work, text, 1, 2)[0],
-        lambda: seconds(arguments, work, text, 2, 1)[0],
-    )
-    rate = work.tokens / step
-    print(f"mpirun, {work.name}: 2 processes of 1 thread {ratio:.2f} x the tokens a second of 1 of 2, {rate:,.0f}")
-    for processes in (2, 4):
-        counted, formula = mpi_bytes(arguments, work, text, processes), work.sent(processes, weights)
-        print(f"  {processes} processes: {counted:,.0f} bytes a step counted, {formula:,} by the formula")
-    one = statistics.median(seconds(arguments, work, text, 1, 1)[0] for _ in range(arguments.rounds))
-    here = [float(number) for number in arguments.here.split(",")]
-    cores = os.cpu_count() or 1
-    for processes in (1, 2, 4):
-        measured = statistics.median(seconds(arguments, work, text, processes, 1)[0] for _ in range(arguments.rounds))
+    turns = [
+        tuple(seconds(arguments, work, text, *how)[0] for how in ((1, 2), (2, 1), (1, 1))) for _ in range(arguments.rounds)
+    ]
+    both, two, one = (statistics.median(turn[which] for turn in turns) for which in range(3))
+    print(f"mpirun, {work.name}: 1 process of 2 threads {work.tokens / both:,.0f} tokens a second, 2 of 1 thread {ratio(turns)} x as many")
+    four, weights = seconds(arguments, work, text, 4, 1)
+    latency, bandwidth = (float(number) for number in arguments.here.split(","))
+    for processes, measured in ((1, one), (2, two), (4, four)):
         # Processes beyond the cores take turns.
-        expected = predict(work, processes, one * max(1, processes / cores), weights, *here)
+        compute = one * max(1, processes / (os.cpu_count() or 1))
+        expected = predict(work, processes, compute, weights, latency, bandwidth)
         print(f"  {processes} here: {measured:.3f} s a step, {expected:.3f} s predicted")
-    network = (arguments.latency, arguments.bandwidth)
-    times = {hosts: predict(work, hosts, one, weights, *network) for hosts in (1 << n for n in range(12))}
+    times = {hosts: predict(work, hosts, one, weights, arguments.latency, arguments.bandwidth) for hosts in (1 << n for n in range(12))}
     for hosts in (8, 64, 512):
         print(f"  {hosts} hosts: {times[hosts]:.4f} s a step, {one / times[hosts]:.1f} x one")
-    stops = next((hosts for hosts in times if hosts * 2 in times and times[hosts] < 1.1 * times[hosts * 2]), 2048)
-    print(f"  stops paying at {stops} hosts: twice as many are less than a tenth faster")
+    stops = next(hosts for hosts in times if times[hosts] < 1.1 * times.get(2 * hosts, math.inf))
+    print(f"  stops paying at {stops} hosts: twice as many make a step less than a tenth faster")
+
+
+def print_bytes(arguments, text: Path, split: bool) -> None:
+    work = Work(1024, split)
+    weights = seconds(arguments, work, text, 1, 1, 2)[1]
+    for processes in (2, 4):
+        counted, formula = mpi_bytes(arguments, work, text, processes), work.sent(processes, weights)
+        print(f"mpirun, {'split' if split else 'shared'}, {processes} processes: {counted:,.0f} bytes a step of any length, "
+              f"{formula:,} by the formula")  # fmt: skip
 
 
 if __name__ == "__main__":

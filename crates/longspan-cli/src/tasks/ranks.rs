@@ -108,8 +108,11 @@ impl Ranks {
         }
         // A sequence's states are exchanged from whichever thread computes it, while all others wait.
         let universe = mpi::initialize_with_threading(mpi::Threading::Serialized);
-        let (universe, _) =
+        let (universe, threading) =
             universe.ok_or_else(|| anyhow::anyhow!("MPI was started twice; this is a bug: report it"))?;
+        if [mpi::Threading::Single, mpi::Threading::Funneled].contains(&threading) {
+            bail!("this MPI takes calls from one thread alone; install one that was built with support for threads");
+        }
         Ok(Some(Self(universe)))
     }
 
