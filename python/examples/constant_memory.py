@@ -26,4 +26,4 @@ assert sizes[0] == sizes[1] > 0, sizes
 with torch.no_grad():
     whole = model(done.sequences[:, :-1], use_cache=False).logits[:, prompt.shape[1] - 1 :]
 torch.testing.assert_close(torch.stack(done.logits, 1), whole, rtol=1e-3, atol=1e-3)
-print(f"{done.sequences.shape[1]} tokens with {sizes[1]} bytes of states, the same as {sizes[0]} after 8: the full forward's logits")
+print(f"{done.sequences.shape[1]} tokens, {sizes[1]} bytes of states as after {16 + 8}: the full forward's logits")

@@ -41,7 +41,8 @@ def test_the_operators_are_refused(function, message):
 
 
 @pytest.mark.parametrize("mechanism, options", [
-    ("kernelized", '{"feature_map": "elu+1", "decay": [0.5, 0.9]}'), ("kernelized", '{"feature_map": "softplus", "normalize": false}'),
+    ("kernelized", '{"feature_map": "elu+1", "decay": [0.5, 0.9]}'),
+    ("kernelized", '{"feature_map": "softplus", "normalize": false}'),
     ("aft-simple", "{}"), ("softmax", "{}"),
 ])  # fmt: skip
 def test_the_formulation_in_torch_agrees_in_onnx_runtime(mechanism, options, tmp_path):

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
-from longspan.torch import KernelizedAttention, TensorState, _combine  # noqa: E402
+from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
 
 LENGTH = 12
 

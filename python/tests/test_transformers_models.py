@@ -19,6 +19,7 @@ from longspan.transformers import (  # noqa: E402
     LongspanForSequenceClassification,
     StateCache,
 )
+from longspan.transformers._config import SETTINGS  # noqa: E402
 
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(Path(__file__).parents[2] / "target/release/longspan"))
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
@@ -133,6 +134,8 @@ def test_a_run_of_pairs(settings, tmp_path):
     folder = train(tmp_path, "--pairs", "".join(f"{word}\t{word[::-1]}\n" for word in WORDS), *settings)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
     assert type(model) is LongspanForSeq2SeqLM
+    # Every setting of the command is one here, so that none is lost when the folder is written.
+    assert list(json.loads((folder / "config.json").read_text())) == ["model_type", "architectures", *SETTINGS]
     again = copy(model, tmp_path / "copy")
     target = Tokenizer.load(folder / "target_tokenizer.json")
     for place, one in ((folder, model), (tmp_path / "copy", again)):
@@ -195,6 +198,16 @@ def test_memory_is_constant():
         assert cache.get_seq_length() == 5 + count - 1
         sizes.append(cache.nbytes)
     assert sizes[0] == sizes[1] > 0
+
+
+@torch.no_grad()
+def test_softmax_has_a_capacity(tmp_path):
+    model, ids = causal(attention="shaw,softmax", capacity=6), torch.randint(4, 30, (1, 7))
+    with pytest.raises(ValueError, match="at most 6 tokens"):
+        model(ids, use_cache=True)
+    model.save_pretrained(tmp_path)
+    roomy = LongspanForCausalLM.from_pretrained(tmp_path, capacity=7)
+    torch.testing.assert_close(roomy(ids, use_cache=True).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["kernelized", "shaw", "fourier", "toeplitz", "aft-conv", "softmax"])

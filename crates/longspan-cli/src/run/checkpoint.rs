@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::TensorData;
@@ -94,6 +94,11 @@ impl RunFolder {
 
     /// Reads weights, optimiser and progress into ones made from the same settings.
     pub fn load_checkpoint<M: Module>(&self, model: M, optimizer: ModuleOptimizer) -> Result<Checkpoint<M>> {
+        if !self.checkpoint().exists() {
+            self.verify(|name| name == CHECKPOINT)?;
+            let name = self.path().display();
+            bail!("{name} has no checkpoint, so there is no training to go on with; train a new run with --out");
+        }
         let (model, optimizer, saved, tensors) =
             checkpoint::load_training_with::<M, Saved>(self.checkpoint(), model, optimizer)?;
         self.verify(|name| name == CHECKPOINT)?;

@@ -135,7 +135,7 @@ pub struct RunConfig {
     /// Held-out sources that are scored at the end; 0 for all.
     pub evaluate: usize,
 
-    /// What Hugging Face's transformers calls the model; written by [`RunConfig::to_json`] and not looked at.
+    /// What Hugging Face's transformers calls the model; written with a run and not looked at.
     #[serde(default, skip_serializing)]
     pub model_type: IgnoredAny,
     /// As `model_type`.
@@ -491,29 +491,6 @@ impl RunConfig {
         }
     }
 
-    /// `config.json` of a run folder. Its first two keys let Hugging Face's transformers know the model, which the Python package
-    /// has for every kind of data but series.
-    pub fn to_json(&self) -> Result<String> {
-        #[derive(Serialize)]
-        struct Stored<'a> {
-            #[serde(skip_serializing_if = "Option::is_none")]
-            model_type: Option<&'static str>,
-            #[serde(skip_serializing_if = "Option::is_none")]
-            architectures: Option<[&'static str; 1]>,
-            #[serde(flatten)]
-            settings: &'a RunConfig,
-        }
-        let model = match self.data_flag() {
-            "--series" => None,
-            "--labelled" => Some("LongspanForSequenceClassification"),
-            "--pairs" => Some("LongspanForSeq2SeqLM"),
-            _ => Some("LongspanForCausalLM"),
-        };
-        let stored =
-            Stored { model_type: model.map(|_| "longspan"), architectures: model.map(|name| [name]), settings: self };
-        Ok(format!("{}\n", serde_json::to_string_pretty(&stored)?))
-    }
-
     /// Reads `config.json` of a run folder.
     pub fn load(path: &Path) -> Result<Self> {
         let name = path.display();
@@ -604,29 +581,6 @@ mod tests {
         settings.set_text("clip_norm=2").unwrap();
         settings.set_text("minutes=3").unwrap();
         assert_eq!(settings.finish().unwrap().minutes, Some(3.0));
-    }
-
-    #[test]
-    fn transformers_finds_its_keys_and_the_command_passes_over_them() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("config.json");
-        let of = |change: fn(&mut RunConfig)| {
-            let mut config = RunConfig { steps: Some(1), ..RunConfig::default() };
-            change(&mut config);
-            std::fs::write(&path, config.to_json().unwrap()).unwrap();
-            assert_eq!(RunConfig::load(&path).unwrap(), config);
-            let stored: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-            (stored["model_type"].clone(), stored["architectures"][0].clone())
-        };
-        let named = |name: &str| (Value::from("longspan"), Value::from(name));
-        assert_eq!(of(|_| ()), named("LongspanForSeq2SeqLM"));
-        assert_eq!(of(|config| config.text = vec!["a.txt".into()]), named("LongspanForCausalLM"));
-        assert_eq!(of(|config| config.synthetic = Some("mqar".into())), named("LongspanForCausalLM"));
-        let labelled = of(|config| config.labelled = Some("a.tsv".into()));
-        assert_eq!(labelled, named("LongspanForSequenceClassification"));
-        assert_eq!(of(|config| config.series = Some("a.csv".into())), (Value::Null, Value::Null));
-        let error = Settings::new().unwrap().set_text("model_type=x").unwrap_err().to_string();
-        assert!(error.contains("unknown key `model_type`"), "{error}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
+use serde::Serialize;
 
 use super::config::RunConfig;
 use super::seal::{self, LOG};
@@ -79,7 +80,7 @@ impl RunFolder {
 
     /// Writes all settings.
     pub fn save_config(&self, config: &RunConfig) -> Result<()> {
-        let text = config.to_json()?;
+        let text = stored(config)?;
         self.replace(&[(CONFIG, &|path| write_atomic(path, text.as_bytes()))])
     }
 
@@ -173,5 +174,59 @@ impl RunFolder {
             // Some network file systems have no locks; training alone there is safe.
             Ok(()) | Err(TryLockError::Error(_)) => Ok(Some(Lock { _file: file })),
         }
+    }
+}
+
+/// What `config.json` holds. Its first two keys let Hugging Face's transformers know the model, which the Python package has for
+/// every kind of data but series.
+fn stored(config: &RunConfig) -> Result<String> {
+    #[derive(Serialize)]
+    struct Stored<'a> {
+        #[serde(skip_serializing_if = "Option::is_none")]
+        model_type: Option<&'static str>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        architectures: Option<[&'static str; 1]>,
+        #[serde(flatten)]
+        settings: &'a RunConfig,
+    }
+    let model = match config.data_flag() {
+        "--series" => None,
+        "--labelled" => Some("LongspanForSequenceClassification"),
+        "--pairs" => Some("LongspanForSeq2SeqLM"),
+        _ => Some("LongspanForCausalLM"),
+    };
+    let stored =
+        Stored { model_type: model.map(|_| "longspan"), architectures: model.map(|name| [name]), settings: config };
+    Ok(format!("{}\n", serde_json::to_string_pretty(&stored)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::run::config::Settings;
+
+    #[test]
+    fn transformers_finds_its_keys_and_the_command_passes_over_them() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = RunFolder::at(place.path(), false);
+        let of = |change: fn(&mut RunConfig)| {
+            let mut config = RunConfig { steps: Some(1), ..RunConfig::default() };
+            change(&mut config);
+            folder.save_config(&config).unwrap();
+            assert_eq!(folder.load_config().unwrap(), config);
+            let stored: Value = serde_json::from_str(&fs::read_to_string(folder.config()).unwrap()).unwrap();
+            (stored["model_type"].clone(), stored["architectures"][0].clone())
+        };
+        let named = |name: &str| (Value::from("longspan"), Value::from(name));
+        assert_eq!(of(|_| ()), named("LongspanForSeq2SeqLM"));
+        assert_eq!(of(|config| config.text = vec!["a.txt".into()]), named("LongspanForCausalLM"));
+        assert_eq!(of(|config| config.synthetic = Some("mqar".into())), named("LongspanForCausalLM"));
+        let labelled = of(|config| config.labelled = Some("a.tsv".into()));
+        assert_eq!(labelled, named("LongspanForSequenceClassification"));
+        assert_eq!(of(|config| config.series = Some("a.csv".into())), (Value::Null, Value::Null));
+        let error = Settings::new().unwrap().set_text("model_type=x").unwrap_err().to_string();
+        assert!(error.contains("unknown key `model_type`"), "{error}");
     }
 }

@@ -35,8 +35,9 @@ def combine(
     """The kernel's own numbers, with the gradients of the formula that it computes."""
     chosen = json.loads(options)
     if earlier.mechanism == "softmax-window":
-        raise ValueError(f"{operation}: earlier: expected a longspan.State, because states of a window have no sum with gradients, got "
-                         "a TensorState; give state.detach(), or for gradients the earlier state as initial_state")  # fmt: skip
+        raise ValueError(f"{operation}: earlier: expected a longspan.State, because states of a window have no sum with "
+                         "gradients, got a TensorState; give state.detach(), or for gradients the earlier state as "
+                         "initial_state")  # fmt: skip
     first, second = (TensorState.of(state) if isinstance(state, State) else state for state in (earlier, later))
     plain = tuple(_operators.as_array(part.detach()) if isinstance(part, Tensor) else part for part in parameters)
     summed = TensorState.of(native.combine(first.detach(), second.detach(), plain))

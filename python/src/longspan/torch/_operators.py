@@ -222,8 +222,9 @@ def _refuse_onnx(operation: str, mechanism: str) -> None:
         if mechanism == "kernelized":
             # torch writes opset 18, from which no release of onnx or onnxscript converts to 27.
             why = "ONNX's operator for it, LinearAttention, is of opset 27, which torch.onnx.export cannot write"
-        raise RuntimeError(f"{operation}: torch.onnx.export: expected torch.export.export, because {why}, got an export to ONNX; for ONNX "
-                           "call longspan.torch.chunked_attention, which computes the same in operators that ONNX has")  # fmt: skip
+        raise RuntimeError(f"{operation}: torch.onnx.export: expected torch.export.export, because {why}, got an export to ONNX; "
+                           "for ONNX call longspan.torch.chunked_attention, which computes the same in operators that ONNX "
+                           "has")  # fmt: skip
 
 
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")

@@ -393,8 +393,8 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         """
         kept: list[State | TensorState] = []
         if position is None and getattr(self.multihead_attn.attention, "sees_order", False):
-            raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention to the "
-                             "memory sees their order, got None")  # fmt: skip
+            raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention "
+                             "to the memory sees their order, got None")  # fmt: skip
 
         def attend(x: Tensor) -> Tensor:
             out, new = self.self_attn.step(x, state)

@@ -56,7 +56,8 @@ def _last_norm(settings: Settings) -> nn.Module | None:
 
 
 class Past:
-    """What one layer remembers of the tokens before: a state, and how many they were; in a decoder, keys and values of the memory."""
+    """What one layer remembers of the tokens before: a state, and how many they were; in a decoder, keys and values of the
+    memory."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -203,6 +204,10 @@ def _as_they_are(settings: Settings) -> dict[str, Any]:
     return dict(settings.get("attention_options", {}))
 
 
+def _softmax(settings: Settings) -> dict[str, Any]:
+    return {"capacity": settings.get("capacity", 4096), **settings.get("attention_options", {})}
+
+
 def _by_position(settings: Settings) -> dict[str, Any]:
     return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
 
@@ -217,7 +222,7 @@ _MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict
     "aft-local": (AftLocal, _by_position),
     "aft-simple": (AftSimple, _as_they_are),
     "aft-conv": (AftConv, _as_they_are),
-    "softmax": (SoftmaxAttention, _as_they_are),
+    "softmax": (SoftmaxAttention, _softmax),
     "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
 }
 

@@ -18,9 +18,9 @@ file                                                          shape             
 ``output.{weight,bias}``                                      ``[d_model, vocab]``      the same, weight transposed
 ============================================================  ========================  =====================================
 
-A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output`` besides,
-``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts have
-``inner.weight`` ``[d_model, 2 d_ff]``.
+A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
+besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts
+have ``inner.weight`` ``[d_model, 2 d_ff]``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 

@@ -10,8 +10,8 @@ does not grow, in the place of keys and values::
 A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
 
 Models of its own, which are those of the command: `LongspanForCausalLM`, `LongspanForSequenceClassification` and
-`LongspanForSeq2SeqLM` read the folder that ``longspan train`` wrote and write one that ``longspan predict``, ``generate`` and ``info``
-read::
+`LongspanForSeq2SeqLM` read the folder that ``longspan train`` wrote and write one that ``longspan predict``, ``generate``, ``eval``
+and ``info`` read::
 
     model = longspan.transformers.LongspanForCausalLM.from_pretrained("runs/novel")
     model.generate(tokens, max_new_tokens=100)

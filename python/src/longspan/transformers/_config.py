@@ -37,8 +37,8 @@ _BYTES = {"kind": "bytes"}
 def architecture_of(settings: dict[str, Any]) -> str:
     """The model of a run with these settings."""
     if settings.get("series"):
-        raise ValueError("LongspanConfig: series: expected a run of texts, labelled texts or pairs, got one of series; read it with "
-                         "`longspan predict`")  # fmt: skip
+        raise ValueError("LongspanConfig: series: expected a run of texts, labelled texts or pairs, got one of series; read it "
+                         "with `longspan predict`")  # fmt: skip
     for name, (data, _) in KINDS.items():
         if any(settings.get(key) for key in data):
             return name
@@ -56,22 +56,25 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
     ----------
     tokenizers
         The contents of ``text_tokenizer.json``, or of ``source_tokenizer.json`` and ``target_tokenizer.json``, by side:
-        ``{"text": {"kind": "characters", "vocabulary": ["a", "b"]}}``. Bytes for every side that is not given. A kind of the command's
-        own alone, ``"json"``, needs ``vocab_size`` and ``target_vocab_size`` too.
+        ``{"text": {"kind": "characters", "vocabulary": ["a", "b"]}}``. Bytes for every side that is not given. The kind
+        ``"json"`` needs ``vocab_size`` and ``target_vocab_size`` too.
     vocab_size, target_vocab_size
         Entries of the embeddings, 4 for padding, start, end and unknown included; by default as many as the tokenizers have.
+    capacity
+        Tokens that a state of softmax attention has room for. The command's grow, so the folder does not hold it.
     target_mean, target_deviation
         With ``problem_type="regression"``: what the model's number is multiplied by, and added to.
     settings
         ``attention``, ``attention_options``, ``feature_map``, ``radius``, ``d_model``, ``heads``, ``layers``, ``encoder_layers``,
-        ``decoder_layers``, ``d_ff``, ``dropout``, ``norm``, ``norm_kind``, ``activation``, ``gated``, ``pooling``, ``causal``, ... with the
-        command's defaults; ``hidden_size``, ``num_attention_heads`` and ``num_hidden_layers`` stand for ``d_model``, ``heads`` and
-        ``layers``. Others are those of `transformers.PreTrainedConfig`, such as ``id2label``.
+        ``decoder_layers``, ``d_ff``, ``dropout``, ``norm``, ``norm_kind``, ``activation``, ``gated``, ``pooling``, ``causal``, ...
+        with the command's defaults; ``hidden_size``, ``num_attention_heads`` and ``num_hidden_layers`` stand for ``d_model``,
+        ``heads`` and ``layers``. Others are those of `transformers.PreTrainedConfig`, such as ``id2label``.
 
     Raises
     ------
     ValueError
-        For settings of a series. The models raise one for a mechanism or a form that is not known.
+        By `from_pretrained`, where the folder is no run, is one of series, or is damaged; by the models, for a mechanism or a
+        form that is not known.
 
     Examples
     --------
@@ -90,6 +93,7 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         tokenizers: dict[str, Any] | None = None,
         vocab_size: int | None = None,
         target_vocab_size: int | None = None,
+        capacity: int = 4096,
         target_mean: float = 0.0,
         target_deviation: float = 1.0,
         **settings: Any,
@@ -104,6 +108,7 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         first = self.tokenizers.get("source" if "source" in self.tokenizers else "text", _BYTES)
         self.vocab_size = _size("vocab_size", vocab_size, first)
         self.target_vocab_size = _size("target_vocab_size", target_vocab_size, self.tokenizers.get("target", _BYTES))
+        self.capacity = capacity
         self.target_mean, self.target_deviation = target_mean, target_deviation
         self.pad_token_id, self.bos_token_id, self.eos_token_id = runs.PAD, runs.START, runs.END
         self.decoder_start_token_id = runs.START
@@ -199,7 +204,8 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         if "target" in sides:
             found["target_vocab_size"] = shapes["target_embedding.weight"][0]
     except KeyError as error:
-        raise ValueError(f"{folder / 'model.safetensors'}: expected the weights of a {architecture}, got none for {error}") from error
+        path = folder / "model.safetensors"
+        raise ValueError(f"{path}: expected the weights of a {architecture}, got none for {error}") from error
     stored = {side: folder / f"{side}_tokenizer.json" for side in sides}
     found["tokenizers"] = {side: _read(path) for side, path in stored.items() if path.exists()}
     if architecture == "LongspanForSequenceClassification":

@@ -76,7 +76,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: LongspanConfig, make: Callable[..., torch.nn.Module], *sizes: int) -> None:
         super().__init__(config)
         self.config.architectures = [type(self).__name__]
-        self.model = make(config.settings, *sizes)
+        self.model = make({**config.settings, "capacity": config.capacity}, *sizes)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -167,13 +167,14 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         The command needs the tokenizers of the model's `LongspanConfig`.
         """
         if push_to_hub:
-            raise ValueError(f"{type(self).__name__}.save_pretrained: push_to_hub: expected False, got True; upload the folder yourself")
+            raise ValueError(f"{type(self).__name__}.save_pretrained: push_to_hub: expected False, got True; upload the folder "
+                             "yourself")  # fmt: skip
         if not is_main_process:
             return
         folder = Path(save_directory)
         if (folder / "checkpoint.safetensors").exists():
-            raise ValueError(f"{type(self).__name__}.save_pretrained: save_directory: expected a folder without a training run, got "
-                             f"{folder}, which has a checkpoint; choose another folder")  # fmt: skip
+            raise ValueError(f"{type(self).__name__}.save_pretrained: save_directory: expected a folder without a training run, "
+                             f"got {folder}, which has a checkpoint; choose another folder")  # fmt: skip
         values = None
         if state_dict is not None:
             values = {name.removeprefix("model."): value for name, value in state_dict.items()}
@@ -208,8 +209,8 @@ class LongspanForCausalLM(_Generating):
     .. math:: p(x_{t+1} \mid x_{1..t}) = \mathrm{softmax}(E\, h_t)
 
     A text begins with the id 1, as the command's do; 0 is padding, 2 the end, 3 unknown, and a tokenizer's own ids follow.
-    Without gradients ``generate`` keeps a `StateCache`, of a size that does not grow (but with softmax attention), and a token takes a
-    time that does not depend on how many came before.
+    ``generate`` keeps a `StateCache`, whose size does not grow, and a token takes a time that does not depend on how many came
+    before; with softmax attention the time grows, and the cache ends at ``config.capacity`` tokens.
 
     Parameters
     ----------
@@ -255,8 +256,8 @@ class LongspanForCausalLM(_Generating):
         input_ids
             ``[batch, tokens]``.
         attention_mask
-            ``[batch, tokens]``, those before included, 1 or True where a token counts. Ignored tokens may stand before others, except
-            where the model knows absolute positions (``aft-full``, ``aft-local``).
+            ``[batch, tokens]``, those before included, 1 or True where a token counts. Ignored tokens may stand before others,
+            except where the model knows absolute positions (``aft-full``, ``aft-local``).
         past_key_values
             The states of the tokens before, which take these in.
         labels
@@ -285,8 +286,8 @@ class LongspanForCausalLM(_Generating):
 
 
 class LongspanForSequenceClassification(_Longspan):
-    """The model of ``longspan train --labelled``: blocks over a whole text, one row of all of it, and logits of its labels; or, with
-    ``problem_type="regression"``, a number.
+    """The model of ``longspan train --labelled``: blocks over a whole text, one row of all of it, and logits of its labels; or,
+    with ``problem_type="regression"``, a number.
 
     The command's texts end with the id 2. Labels are those of ``config.id2label``.
 
@@ -329,7 +330,8 @@ class LongspanForSequenceClassification(_Longspan):
         attention_mask
             ``[batch, tokens]``, 1 or True where a token counts; ignored ones at the end.
         labels
-            ``[batch]``: ids of labels, for the cross-entropy, or numbers, for the mean squared error in units of ``target_deviation``.
+            ``[batch]``: ids of labels, for the cross-entropy, or numbers, for the mean squared error in units of
+            ``target_deviation``.
         num_items_in_batch
             What the loss's sum is divided by, instead of the number of labels.
 
@@ -366,8 +368,8 @@ class _Encoder:
 class LongspanForSeq2SeqLM(_Generating):
     """The model of ``longspan train --pairs``: an encoder of the source, and a causal decoder that attends to it.
 
-    The command's sources end with the id 2, targets begin with 1. ``generate`` encodes the source once, keeps its keys and values for
-    each block of the decoder, and states of the answer so far, which do not grow; a beam selects among them.
+    The command's sources end with the id 2, targets begin with 1. ``generate`` encodes the source once, keeps its keys and values
+    for each block of the decoder, and states of the answer so far, which do not grow; a beam selects among them.
 
     Parameters
     ----------
