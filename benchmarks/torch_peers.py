@@ -167,9 +167,11 @@ def blocks_window(window):
 
 
 def flex_window(window, length):
-    """PyTorch's flexible attention, which leaves out blocks that the window hides; it has no backward on the CPU."""
+    """PyTorch's flexible attention, which leaves out blocks that the window hides. Compiled by itself, since otherwise it forms all
+    scores; it has no backward on the CPU."""
     seen = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j < window), None, None, length, length, device="cpu")
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=seen)
+    attend = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: attend(q, k, v, block_mask=seen)
 
 
 def make(name, heads, length, head_dim):
