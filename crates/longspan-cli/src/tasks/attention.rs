@@ -166,7 +166,7 @@ mod tests {
             of_layers(&RunConfig { attention: attention.into(), attention_options, ..RunConfig::default() }, 9)
         };
         let window = AttentionConfig::SoftmaxWindow(longspan::attention::SoftmaxWindowOptions { window: 4 });
-        assert_eq!(with("softmax-window", "window = 4").unwrap(), [window.clone()]);
+        assert_eq!(with("softmax-window", "window = 4").unwrap()[0], window);
         assert_eq!(with("shaw,softmax-window", "softmax-window = {window = 4}").unwrap()[1], window);
         for wrong in ["window = 4", "softmax-window = 4", "softmax-window = {width = 4}", "softmax = {}"] {
             let error = with("shaw,softmax-window", wrong).unwrap_err().to_string();
