@@ -117,6 +117,9 @@ pub fn build(name: &str, options: &str, operation: &str) -> PyResult<Arc<dyn Any
         // Without serde's line and column, which refer to a text that the user never saw.
         let message = e.to_string();
         let message = message.split(" at line ").next().unwrap_or_default();
+        if let Some(option) = message.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
+            return PyValueError::new_err(format!("{operation}: {option}: expected a value, got none"));
+        }
         PyValueError::new_err(format!("{operation}: options: {}", in_words(message)))
     })
 }

@@ -243,7 +243,7 @@ impl Bias {
                 low >= first && high < first + count as isize,
                 OPERATION,
                 "bias",
-                || format!("entries for the distances {low} to {high}, or `Beyond::Extend`"),
+                || format!("entries for the distances {low} to {high}, or a clipped bias"),
                 || format!("a table from {first} to {}", first + count as isize - 1),
             ),
             Self::Grid { height, width } => {

@@ -129,7 +129,7 @@ pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: u
         toeplitz.bias.far().is_some() || tokens <= near,
         OPERATION,
         argument,
-        || format!("at most {near} tokens, which is as far as the bias reaches (or `Beyond::Extend`)"),
+        || format!("at most {near} tokens, which is as far as the bias reaches, or a clipped bias"),
         || format!("{tokens}"),
     )
 }
