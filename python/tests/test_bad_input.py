@@ -51,8 +51,13 @@ WRONG = [
     ),
     (
         ValueError,
-        "bias: expected entries for the distances -12 to 12, or a clipped bias, got a table from -3 to 3",
+        r"bias: expected shape \(heads, Lq \+ Lk - 1 = 25\), got shape \(4, 7\)",
         lambda: ops.toeplitz_attention(Q, K, V, np.zeros((4, 7), np.float32)),
+    ),
+    (
+        ValueError,
+        "bias: expected entries for the distances -12 to 0, or a clipped bias, got a table from -3 to 3",
+        lambda: ops.toeplitz_attention(Q, K, V, np.zeros((4, 7), np.float32), is_causal=True, output_final_state=True),
     ),
     (ValueError, "unknown algorithm", lambda: ops.kernelized_attention(Q, K, V, algorithm="magic")),
     (TypeError, "normalize: expected bool", lambda: ops.kernelized_attention(Q, K, V, normalize="yes")),

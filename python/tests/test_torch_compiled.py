@@ -13,7 +13,8 @@ from longspan.torch import (  # noqa: E402
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
-from longspan.torch.mechanisms import MODULES, WITHOUT_ORDER  # noqa: E402
+from longspan.torch.attention import WITHOUT_ORDER  # noqa: E402
+from longspan.torch.mechanisms import MODULES  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
