@@ -114,7 +114,7 @@ unsafe fn normal<V: Vector>(x: V) -> (V, V) {
 
 /// The activation and, if wanted, its slope.
 #[inline(always)]
-unsafe fn value_and_slope<V: Vector>(activation: Activation, x: V) -> (V, V) {
+pub(super) unsafe fn value_and_slope<V: Vector>(activation: Activation, x: V) -> (V, V) {
     // SAFETY: forwarded to the caller.
     unsafe {
         let constant = |x: f64| V::splat(V::Element::from_f64(x));

@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 
 use super::activation::{Activate, Activation, Gate};
 use super::feed_forward::{FeedForward, Weights, add_bias};
+use super::gated_norm::Gates;
 use super::multi_head::MultiHead;
 use super::norm::NormWeights;
 use super::products::{Matrix, product};
@@ -209,15 +210,16 @@ impl MultiHead<'_> {
         )?;
         let width = self.width();
         let columns = self.columns();
-        let [q, k, v] = self.parts().map(|[heads, width]| heads * width);
+        let [q, z, k, v] = self.parts().map(|[heads, width]| heads * width);
         let batch = self.batch;
         let few = buffers.few;
-        let [norms, own_q, own_k, own_v, heads] =
-            buffers.take([batch * width, batch * q, batch * k, batch * v, batch * width]);
+        let [norms, own_q, own_z, own_k, own_v, heads] =
+            buffers.take([batch * width, batch * q, batch * z, batch * k, batch * v, batch * width]);
         let n = normed(self.norm, self.x, norms);
         let Weights { weight, bias } = self.projection;
         let mut first = 0;
-        for (to, len) in [(&mut *own_q, q), (&mut *own_k, k), (&mut *own_v, v)] {
+        let parts = [(&mut *own_q, q), (&mut *own_z, z), (&mut *own_k, k), (&mut *own_v, v)];
+        for (to, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
             let part =
                 Weights { weight: &weight[first.min(weight.len())..], bias: bias.map(|bias| &bias[first..][..len]) };
             multiply(n, width, part, columns, few, to);
@@ -225,6 +227,9 @@ impl MultiHead<'_> {
         }
         let token = Token { q: own_q, k: own_k, v: own_v, parameters: self.parameters };
         self.kernel.step(&token, state, heads)?;
+        if let Some(norm) = self.gated_norm {
+            norm.apply(heads, Gates { numbers: own_z, stride: width }, self.head_dim);
+        }
         multiply(heads, width, self.output, width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);
@@ -265,16 +270,22 @@ impl MultiHead<'_> {
         expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
         let width = self.width();
         let few = buffers.few;
-        let [norms, q, heads] = buffers.take([self.x.len(); 3]);
+        let columns = self.query_columns();
+        let rows = self.x.len() / width;
+        let [norms, own, heads] = buffers.take([self.x.len(), rows * columns, self.x.len()]);
         let n = normed(self.norm, self.x, norms);
         let Weights { weight, bias } = self.projection;
-        multiply(n, width, Weights { weight, bias: bias.map(|bias| &bias[..width]) }, self.columns(), few, q);
+        multiply(n, width, Weights { weight, bias: bias.map(|bias| &bias[..columns]) }, self.columns(), few, own);
         let dims = Dims { keys: memory.keys, ..self.dims() };
-        let call = Call::new(dims, View::strided(q, self.strides()), memory.k, memory.v)
-            .with_mask(self.mask)
-            .with_parameters(self.parameters);
+        let call =
+            Call::new(dims, View::strided(own, [self.queries * columns, self.head_dim, columns]), memory.k, memory.v)
+                .with_mask(self.mask)
+                .with_parameters(self.parameters);
         let call = memory.outside.map_or(call, |outside| call.with_outside(outside));
         self.kernel.forward(&call, Output::new(self.token_major(heads)), scratch)?;
+        if let Some(norm) = self.gated_norm {
+            norm.apply(heads, Gates { numbers: &own[width.min(own.len())..], stride: columns }, self.head_dim);
+        }
         multiply(heads, width, self.output, width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);

@@ -1,14 +1,17 @@
 //! The attention part of a block: `y = x + dropout(A(norm(x)·W + b)·W₂ + b₂)`, with or without norm and residual `x`, where `A` is a
 //! mechanism on heads that lie side by side in the columns of one projection: first the queries', then the keys', then the values'.
+//! Between the queries' and the keys' stand those of gates, if the heads' outputs go through a gated norm before the last layer.
 //!
 //! In cross-attention keys and values are projections of a memory, by the same weight's later columns. For the backward
 //! projections, heads' outputs and denominators are kept, or nothing, and all is formed again.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::ops::Range;
 
 use super::dropout::Dropout;
 use super::feed_forward::Weights;
+use super::gated_norm::{GatedNormWeights, Gates};
 use super::linear::{Kept, Linear, LinearGradients};
 use super::norm::NormWeights;
 use super::products::try_zeros;
@@ -68,7 +71,8 @@ pub struct MultiHead<'a> {
     pub head_dim: usize,
     /// The norm of `x` that is projected, if not `x` itself.
     pub norm: Option<NormWeights<'a>>,
-    /// `W` and `b`: to `heads · head_dim + kv_heads · (key_dim + head_dim)` columns.
+    /// `W` and `b`: to `heads · head_dim + kv_heads · (key_dim + head_dim)` columns, and `heads · head_dim` gates after the queries if there
+    /// is a gated norm.
     pub projection: Weights<'a>,
     /// `A`.
     pub kernel: &'a dyn Kernel<f32>,
@@ -80,6 +84,8 @@ pub struct MultiHead<'a> {
     pub initial_state: Option<&'a State<f32>>,
     /// What stands before the first token, and takes gradients, in the place of an initial state.
     pub stretches: Option<&'a dyn Stretches>,
+    /// The gated norm of heads' outputs, if there is one.
+    pub gated_norm: Option<GatedNormWeights<'a>>,
     /// `W₂` and `b₂`, `[heads · head_dim, heads · head_dim]`.
     pub output: Weights<'a>,
     /// What it drops of the last layer's results.
@@ -94,7 +100,7 @@ pub struct KeptAttention {
     projections: Projections,
     /// The state of the stretches before.
     before: Option<State<f32>>,
-    /// `[batch, queries, heads · head_dim]`.
+    /// `[batch, queries, heads · head_dim]`, before a gated norm.
     heads: Vec<f32>,
     /// `[batch, heads, queries]`.
     denominators: Vec<f32>,
@@ -107,7 +113,7 @@ struct Projections {
     memory: Vec<f32>,
 }
 
-/// The gradients of a call. Those of a memory or a norm that is not there are empty.
+/// The gradients of a call. Those of a memory or of norms that are not there are empty.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MultiHeadGradients {
     /// As `x`, that by the residual included.
@@ -120,6 +126,8 @@ pub struct MultiHeadGradients {
     pub d_projection: [Vec<f32>; 2],
     /// Of what the mechanism has learned, one after the other.
     pub d_parameters: Vec<f32>,
+    /// Of the gated norm's `γ`.
+    pub d_gated_norm: Vec<f32>,
     /// Of `W₂` and `b₂`.
     pub d_output: [Vec<f32>; 2],
 }
@@ -137,10 +145,17 @@ impl<'a> MultiHead<'a> {
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim }
     }
 
-    /// Heads and widths of queries, keys and values.
-    pub(super) fn parts(&self) -> [[usize; 2]; 3] {
+    /// Heads and widths of queries, gates, keys and values.
+    pub(super) fn parts(&self) -> [[usize; 2]; 4] {
         let key_dim = self.kernel.key_dim(&self.dims());
-        [[self.heads, self.head_dim], [self.kv_heads, key_dim], [self.kv_heads, self.head_dim]]
+        let gates = if self.gated_norm.is_some() { self.heads } else { 0 };
+        let [queries, gates] = [self.heads, gates].map(|heads| [heads, self.head_dim]);
+        [queries, gates, [self.kv_heads, key_dim], [self.kv_heads, self.head_dim]]
+    }
+
+    /// Columns of the projection that are made of the queries' rows: theirs and gates.
+    pub(super) fn query_columns(&self) -> usize {
+        self.width() * (1 + usize::from(self.gated_norm.is_some()))
     }
 
     /// The mechanism's state before the first token.
@@ -172,6 +187,7 @@ impl<'a> MultiHead<'a> {
         expect(apart, OPERATION, "stretches", || "none beside a memory".into(), || "both".into())?;
         self.norm.map_or(Ok(()), |norm| norm.check(OPERATION, width))?;
         self.projection.check(OPERATION, "projection", [width, self.columns()])?;
+        self.gated_norm.map_or(Ok(()), |norm| norm.check(OPERATION, width))?;
         self.output.check(OPERATION, "output", [width, width])
     }
 
@@ -181,7 +197,7 @@ impl<'a> MultiHead<'a> {
         match self.memory {
             None => [Some(self.columns_of(self.x, 0..self.columns()).with_norm(self.norm)), None],
             Some(memory) => [
-                Some(self.columns_of(self.x, 0..self.width()).with_norm(self.norm)),
+                Some(self.columns_of(self.x, 0..self.query_columns()).with_norm(self.norm)),
                 Some(self.keys_and_values(memory.numbers, None)),
             ],
         }
@@ -189,7 +205,7 @@ impl<'a> MultiHead<'a> {
 
     /// The part of the projection that makes keys and values of rows.
     fn keys_and_values(&self, rows: &'a [f32], norm: Option<NormWeights<'a>>) -> Linear<'a> {
-        self.columns_of(rows, self.width()..self.columns()).with_norm(norm)
+        self.columns_of(rows, self.query_columns()..self.columns()).with_norm(norm)
     }
 
     /// Some columns of the projection.
@@ -225,7 +241,7 @@ impl<'a> MultiHead<'a> {
 
     /// Keys and values of self-attention, as [`state_of`](Self::state_of) takes them.
     fn stretch<'c>(&self, projections: &'c Projections) -> (&'c [f32], usize, usize) {
-        (&projections.own, self.columns(), self.width())
+        (&projections.own, self.columns(), self.query_columns())
     }
 
     /// The mechanism's call on projections.
@@ -233,11 +249,11 @@ impl<'a> MultiHead<'a> {
     where
         'a: 'c,
     {
-        let (columns, width) = (self.columns(), self.width());
+        let (columns, query_columns) = (self.columns(), self.query_columns());
         let Projections { own, memory } = projections;
         let (queries, keys) = match self.memory {
-            None => ((own.as_slice(), columns), (own.as_slice(), columns, width)),
-            Some(_) => ((own.as_slice(), width), (memory.as_slice(), columns - width, 0)),
+            None => ((own.as_slice(), columns), (own.as_slice(), columns, query_columns)),
+            Some(_) => ((own.as_slice(), query_columns), (memory.as_slice(), columns - query_columns, 0)),
         };
         let before = before.or(self.initial_state);
         self.call_of(self.dims(), queries, keys).with_mask(self.mask).with_initial_state(before)
@@ -254,7 +270,7 @@ impl<'a> MultiHead<'a> {
     where
         'a: 'c,
     {
-        let [[_, q], [kv_heads, k], [_, v]] = self.parts();
+        let [[_, q], _, [kv_heads, k], [_, v]] = self.parts();
         // Strides of batch, head and token of a part that begins at a column.
         let view = |numbers: &'c [f32], tokens: usize, columns: usize, first: usize, width: usize| {
             View::strided(&numbers[first.min(numbers.len())..], [tokens * columns, width, columns])
@@ -266,6 +282,20 @@ impl<'a> MultiHead<'a> {
             view(keys, dims.keys, columns, first + kv_heads * k, v),
         )
         .with_parameters(self.parameters)
+    }
+
+    /// The gates among the columns of projections of the queries' rows.
+    fn gate<'c>(&self, own: &'c [f32]) -> Gates<'c> {
+        let stride = if self.memory.is_some() { self.query_columns() } else { self.columns() };
+        Gates { numbers: &own[self.width().min(own.len())..], stride }
+    }
+
+    /// What the last layer is given of what was kept.
+    fn normed<'k>(&self, kept: &'k KeptAttention) -> Result<Cow<'k, [f32]>, Error> {
+        Ok(match self.gated_norm {
+            None => Cow::Borrowed(&kept.heads),
+            Some(norm) => Cow::Owned(norm.of(&kept.heads, self.gate(&kept.projections.own), self.head_dim)?),
+        })
     }
 
     /// The layer after the heads.
@@ -292,6 +322,9 @@ impl<'a> MultiHead<'a> {
         let mut heads = try_zeros(self.x.len())?;
         let output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
         self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
+        if let Some(norm) = self.gated_norm {
+            norm.apply(&mut heads, self.gate(&projections.own), self.head_dim);
+        }
         drop(projections);
         self.last(&heads).forward()
     }
@@ -303,7 +336,7 @@ impl<'a> MultiHead<'a> {
     pub fn state(&self, scratch: &mut Scratch<f32>) -> Result<State<f32>, Error> {
         self.check()?;
         let projected = self.keys_and_values(self.x, self.norm).forward()?;
-        self.state_of((&projected, self.columns() - self.width(), 0), self.queries, None, scratch)
+        self.state_of((&projected, self.columns() - self.query_columns(), 0), self.queries, None, scratch)
     }
 
     /// The state of so many tokens, from rows whose columns from one on are keys and values.
@@ -346,14 +379,18 @@ impl<'a> MultiHead<'a> {
         let (width, columns) = (self.width(), self.columns());
         let segment = Self { x: &self.x[rows.start * width..rows.end * width], queries: rows.len(), ..*self };
         let Projections { own, .. } = self.project()?;
-        let keys = (own.as_slice(), columns, width);
+        let keys = (own.as_slice(), columns, self.query_columns());
+        let own_rows = &own[rows.start * columns..];
         let mut heads = try_zeros(segment.x.len())?;
         let dims = Dims { queries: rows.len(), ..self.dims() };
         let call = self
-            .call_of(dims, (&own[rows.start * columns..], columns), keys)
+            .call_of(dims, (own_rows, columns), keys)
             .with_mask(Mask::bidirectional().with_offset(rows.start as isize))
             .with_outside(outside);
         self.kernel.forward(&call, Output::new(segment.token_major(&mut heads)), scratch)?;
+        if let Some(norm) = self.gated_norm {
+            norm.apply(&mut heads, self.gate(own_rows), self.head_dim);
+        }
         let state = self.state_of(keys, next, Some(outside[0]), scratch)?;
         drop(own);
         Ok((segment.last(&heads).forward()?, state))
@@ -370,7 +407,8 @@ impl<'a> MultiHead<'a> {
     ) -> Result<(Vec<f32>, KeptAttention), Error> {
         self.check()?;
         let kept = self.kept(scratch, final_state)?;
-        Ok((self.last(&kept.heads).forward()?, kept))
+        let out = self.last(&self.normed(&kept)?).forward()?;
+        Ok((out, kept))
     }
 
     /// All but the last layer of a checked call.
@@ -399,9 +437,9 @@ impl<'a> MultiHead<'a> {
     ) -> Result<(), Error> {
         let dims = Dims { queries: 0, ..self.dims() };
         let call = self.call_of(dims, (&[], 0), self.stretch(projections)).with_mask(Mask::causal());
-        // Queries have no part in it: theirs stay 0.
+        // Queries and gates have no part in it: theirs stay 0.
         let mut more = try_zeros(d_own.len())?;
-        let [_, dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], self.parts());
+        let [_, _, dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], self.parts());
         let mut more_parameters = vec![0.0; d_parameters.len()];
         let cotangent = Cotangent {
             out: View::contiguous(&[], dims.out()),
@@ -455,24 +493,30 @@ impl<'a> MultiHead<'a> {
         self.check()?;
         let formed = if kept.is_some() { None } else { Some(self.kept(scratch, None)?) };
         let Some(kept) = kept.or(formed.as_ref()) else { unreachable!("kept or formed") };
-        let last = self.last(&kept.heads);
+        let normed = self.normed(kept)?;
         // An identity's backward looks at no result: only its length is checked.
-        let LinearGradients { dx: d_heads, d_weight, d_bias, .. } = last.backward(d_out, &Kept::Result, d_out)?;
+        let LinearGradients { dx: mut d_heads, d_weight, d_bias, .. } =
+            self.last(&normed).backward(d_out, &Kept::Result, d_out)?;
+        drop(normed);
         let d_output = [d_weight, d_bias];
 
         let Projections { own, memory } = &kept.projections;
-        // Every number of it is written by the mechanism.
+        // Every number of it is written, by the gated norm and the mechanism.
         let mut lent = scratch.lend(own.len() + memory.len())?;
         let (d_own, rest) = lent.split_at_mut(own.len());
         let d_memory = &mut rest[..memory.len()];
-        let [q, k, v] = self.parts();
+        let d_gated_norm = self.gated_norm.map_or(Vec::new(), |norm| {
+            let d_gate = &mut d_own[self.width().min(own.len())..];
+            norm.pull_back(&kept.heads, self.gate(own), self.head_dim, &mut d_heads, d_gate)
+        });
+        let parts @ [q, gate, k, v] = self.parts();
         let dims = self.dims();
-        let [dq, dk, dv] = match self.memory {
-            None => ViewMut::side_by_side(d_own, [dims.batch, dims.queries], [q, k, v]),
+        let [dq, _, dk, dv] = match self.memory {
+            None => ViewMut::side_by_side(d_own, [dims.batch, dims.queries], parts),
             Some(_) => {
-                let [dq] = ViewMut::side_by_side(d_own, [dims.batch, dims.queries], [q]);
+                let [dq, d_gate] = ViewMut::side_by_side(d_own, [dims.batch, dims.queries], [q, gate]);
                 let [dk, dv] = ViewMut::side_by_side(d_memory, [dims.batch, dims.keys], [k, v]);
-                [dq, dk, dv]
+                [dq, d_gate, dk, dv]
             }
         };
         let mut d_parameters = vec![0.0; self.parameters.iter().map(|given| given.len()).sum()];
@@ -507,13 +551,14 @@ impl<'a> MultiHead<'a> {
         }
         let mut d_memory = Vec::new();
         if let Some(gradients) = from_memory {
-            let columns = self.columns() - self.width();
-            let rows = d_weight.chunks_exact(self.width()).zip(gradients.d_weight.chunks_exact(columns.max(1)));
+            let columns = self.columns() - self.query_columns();
+            let rows = d_weight.chunks_exact(self.query_columns()).zip(gradients.d_weight.chunks_exact(columns.max(1)));
             d_weight = rows.flat_map(|(own, memory)| own.iter().chain(memory).copied()).collect();
             d_bias.extend(gradients.d_bias);
             d_memory = gradients.dx;
         }
-        Ok(MultiHeadGradients { dx, d_memory, d_norm, d_projection: [d_weight, d_bias], d_parameters, d_output })
+        let d_projection = [d_weight, d_bias];
+        Ok(MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_gated_norm, d_output })
     }
 }
 

@@ -130,7 +130,7 @@ impl Norm<'_> {
 
 /// `m` and `s` of a row.
 #[inline(always)]
-unsafe fn statistics<V: Vector<Element = f32>>(x: &[f32], centred: bool, epsilon: f32) -> (f32, f32) {
+pub(super) unsafe fn statistics<V: Vector<Element = f32>>(x: &[f32], centred: bool, epsilon: f32) -> (f32, f32) {
     let width = x.len() as f32;
     let mean = if centred {
         // SAFETY: forwarded to the caller.

@@ -3,7 +3,8 @@
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::layers::{
-    Activation, Dropout, FeedForward, KeptAttention, Linear, Memory, MultiHead, NormWeights, StepBuffers, Weights,
+    Activation, Dropout, FeedForward, GatedNormWeights, KeptAttention, Linear, Memory, MultiHead, NormWeights,
+    Projected, StepBuffers, Weights,
 };
 use longspan_kernels::{
     Aft, AnyKernel, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State,
@@ -12,7 +13,7 @@ use longspan_kernels::{
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
 
-use crate::layers::{dot, is_slope, near, numbers, wide};
+use crate::layers::{dot, gated_norm, is_slope, near, numbers, wide};
 
 const EPSILON: f64 = 1e-5;
 
@@ -156,15 +157,16 @@ struct Definition<'a> {
     key_dim: usize,
     mask: Mask<'a>,
     normed: bool,
+    gated: bool,
     residual: bool,
 }
 
 impl Definition<'_> {
-    /// `γ, β, W, b, W₂, b₂` and then the mechanism's own.
+    /// `γ, β, W, b, W₂, b₂`, the gated norm's `γ`, and then the mechanism's own.
     fn apply(&self, x: &[f64], memory: &[f64], weights: &[Vec<f64>]) -> Vec<f64> {
         let Dims { batch, heads, kv_heads, queries, keys, head_dim, .. } = self.dims;
         let width = heads * head_dim;
-        let [gamma, beta, w, b, w2, b2] = weights[..6].each_ref_array();
+        let [gamma, beta, w, b, w2, b2, gated_gamma] = weights[..7].each_ref_array();
         let n = if self.normed { norm(x, gamma, beta) } else { x.to_vec() };
         let own = linear(&n, width, w, b);
         let source = if memory.is_empty() { own.clone() } else { linear(memory, width, w, b) };
@@ -182,9 +184,10 @@ impl Definition<'_> {
             part
         };
         let q = part(&own, queries, heads, head_dim, 0);
-        let k = part(&source, keys, kv_heads, self.key_dim, width);
-        let v = part(&source, keys, kv_heads, head_dim, width + kv_heads * self.key_dim);
-        let learned: Vec<&[f64]> = weights[6..].iter().map(Vec::as_slice).collect();
+        let first = if self.gated { 2 * width } else { width };
+        let k = part(&source, keys, kv_heads, self.key_dim, first);
+        let v = part(&source, keys, kv_heads, head_dim, first + kv_heads * self.key_dim);
+        let learned: Vec<&[f64]> = weights[7..].iter().map(Vec::as_slice).collect();
         let call = Call::new(
             self.dims,
             View::contiguous(&q, [batch, heads, queries, head_dim]),
@@ -200,6 +203,10 @@ impl Definition<'_> {
             let (token, unit) = (row % queries, row / queries);
             let (head, entry) = (unit % heads, unit / heads);
             merged[((entry * queries + token) * heads + head) * head_dim + feature] = *value;
+        }
+        if self.gated {
+            let gates: Vec<f64> = own.chunks(columns).flat_map(|row| row[width..2 * width].to_vec()).collect();
+            merged = gated_norm(&merged, &gates, gated_gamma, head_dim);
         }
         let y = linear(&merged, width, w2, b2);
         y.iter().zip(x).map(|(y, x)| if self.residual { y + x } else { *y }).collect()
@@ -229,12 +236,14 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
         (&*conv, [1, 2, 2, 12, 0, 3], true),
         (&*shaw, [1, 2, 2, 6, 7, 2], false),
     ];
-    for (mechanism, [batch, heads, kv_heads, queries, memory_keys, head_dim], causal) in cases {
+    for (gated, (mechanism, [batch, heads, kv_heads, queries, memory_keys, head_dim], causal)) in
+        [false, true].into_iter().flat_map(|gated| cases.map(|case| (gated, case)))
+    {
         let crossed = memory_keys > 0;
         let keys = if crossed { memory_keys } else { queries };
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim };
         let (width, key_dim) = (heads * head_dim, mechanism.key_dim(&dims));
-        let columns = width + kv_heads * (key_dim + head_dim);
+        let columns = width * (1 + usize::from(gated)) + kv_heads * (key_dim + head_dim);
         let scale = 0.5 / (width as f32).sqrt();
         let x = numbers(&mut random, batch * queries * width);
         let memory = numbers(&mut random, if crossed { batch * keys * width } else { 0 });
@@ -245,13 +254,14 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
             numbers(&mut random, columns),
             scaled(numbers(&mut random, width * width), scale),
             numbers(&mut random, width),
+            numbers(&mut random, width),
         ];
         let learned = mechanism.parameters(&dims);
         weights.extend(learned.iter().map(|parameter| scaled(numbers(&mut random, parameter.len()), 0.3)));
-        let parameters: Vec<&[f32]> = weights[6..].iter().map(Vec::as_slice).collect();
+        let parameters: Vec<&[f32]> = weights[7..].iter().map(Vec::as_slice).collect();
         let mask = if causal { Mask::causal() } else { Mask::bidirectional() };
         for (normed, residual) in [(true, true), (false, false)] {
-            let definition = Definition { mechanism, dims, key_dim, mask, normed, residual };
+            let definition = Definition { mechanism, dims, key_dim, mask, normed, gated, residual };
             let (gamma, beta) = (&weights[0], Some(weights[1].as_slice()));
             let norm = NormWeights { gamma, beta, centred: true, epsilon: EPSILON as f32 };
             let call = MultiHead {
@@ -269,11 +279,12 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
                 mask,
                 initial_state: None,
                 stretches: None,
+                gated_norm: gated.then_some(GatedNormWeights { gamma: &weights[6], epsilon: EPSILON as f32 }),
                 output: Weights { weight: &weights[4], bias: Some(&weights[5]) },
                 dropout: None,
                 residual,
             };
-            let what = format!("{} {dims:?}, normed {normed}", mechanism.name());
+            let what = format!("{} {dims:?}, normed {normed}, gated {gated}", mechanism.name());
             let exact: Vec<Vec<f64>> = weights.iter().map(|w| wide(w)).collect();
             let expected = definition.apply(&wide(&x), &wide(&memory), &exact);
             let mut scratch = Scratch::new();
@@ -296,14 +307,16 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
             let [d_w, d_b] = gradients.d_projection;
             let [d_w2, d_b2] = gradients.d_output;
             let mut rest = gradients.d_parameters.as_slice();
-            let learned = weights[6..].iter().map(|weight| {
+            let learned = weights[7..].iter().map(|weight| {
                 let (own, others) = rest.split_at(weight.len());
                 rest = others;
                 own.to_vec()
             });
-            let found: Vec<Vec<f32>> = [d_gamma, d_beta, d_w, d_b, d_w2, d_b2].into_iter().chain(learned).collect();
+            let d_gated = gradients.d_gated_norm;
+            let found: Vec<Vec<f32>> =
+                [d_gamma, d_beta, d_w, d_b, d_w2, d_b2, d_gated].into_iter().chain(learned).collect();
             for (n, gradient) in found.iter().enumerate() {
-                if !normed && n < 2 {
+                if (!normed && n < 2) || (!gated && n == 6) {
                     assert!(gradient.is_empty());
                     continue;
                 }
@@ -326,7 +339,8 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
     let width = heads * head_dim;
     let dims = Dims { batch: 1, heads, kv_heads: heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
     let x = numbers(&mut random, tokens * width);
-    let (weight, output) = (numbers(&mut random, width * 3 * width), numbers(&mut random, width * width));
+    let (weight, output) = (numbers(&mut random, width * 4 * width), numbers(&mut random, width * width));
+    let gamma = numbers(&mut random, width);
     let table: Vec<Vec<f32>> =
         Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
     let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
@@ -345,6 +359,7 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
         mask: Mask::causal(),
         initial_state,
         stretches: None,
+        gated_norm: Some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
         output: Weights { weight: &output, bias: None },
         dropout: None,
         residual: true,
@@ -366,12 +381,16 @@ fn segments_of_both_directions_make_the_whole() {
     let width = heads * head_dim;
     let dims = Dims { batch: 1, heads, kv_heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
     let x = numbers(&mut random, tokens * width);
-    let columns = width + 2 * kv_heads * head_dim;
-    let (weight, output) = (numbers(&mut random, width * columns), numbers(&mut random, width * width));
-    let gamma = numbers(&mut random, width);
-    let scores =
-        [Score::Content, Score::Combined(Shaw::new(0)), Score::Combined(Shaw::new(9)), Score::Relative(Shaw::new(2))];
-    for kernel in scores.map(|score| kernelized(FeatureMap::Exp, score)) {
+    let (gamma, gated_gamma) = (numbers(&mut random, width), numbers(&mut random, width));
+    let scores = [
+        (Score::Content, true),
+        (Score::Combined(Shaw::new(0)), false),
+        (Score::Combined(Shaw::new(9)), true),
+        (Score::Relative(Shaw::new(2)), false),
+    ];
+    for (kernel, gated) in scores.map(|(score, gated)| (kernelized(FeatureMap::Exp, score), gated)) {
+        let columns = width * (1 + usize::from(gated)) + 2 * kv_heads * head_dim;
+        let (weight, output) = (numbers(&mut random, width * columns), numbers(&mut random, width * width));
         let table: Vec<Vec<f32>> =
             Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
         let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
@@ -390,6 +409,7 @@ fn segments_of_both_directions_make_the_whole() {
             mask: Mask::bidirectional(),
             initial_state: None,
             stretches: None,
+            gated_norm: gated.then_some(GatedNormWeights { gamma: &gated_gamma, epsilon: EPSILON as f32 }),
             output: Weights { weight: &output, bias: None },
             dropout: None,
             residual: true,
@@ -416,13 +436,15 @@ fn segments_of_both_directions_make_the_whole() {
 fn steps_give_the_rows_of_the_whole() {
     let mut random = Random::new(18);
     let kernel = kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2)));
-    for [batch, heads, kv_heads, head_dim, hidden] in
-        [[1, 2, 1, 4, 7], [3, 2, 2, 4, 24], [6, 1, 1, 5, 9], [1, 4, 4, 64, 600]]
+    let sizes = [[1, 2, 1, 4, 7], [3, 2, 2, 4, 24], [6, 1, 1, 5, 9], [1, 4, 4, 64, 600]];
+    for (gated, [batch, heads, kv_heads, head_dim, hidden]) in
+        [false, true].into_iter().flat_map(|gated| sizes.map(|sizes| (gated, sizes)))
     {
         let (tokens, width) = (5, heads * head_dim);
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
         let x = numbers(&mut random, batch * tokens * width);
-        let columns = width + 2 * kv_heads * head_dim;
+        let columns = width * (1 + usize::from(gated)) + 2 * kv_heads * head_dim;
+        let gamma = numbers(&mut random, width);
         let weights = feed_forward_weights(&mut random, width, hidden, 2 * hidden);
         let scale = 1.0 / (width as f32).sqrt();
         let weight = scaled(numbers(&mut random, width * columns), scale);
@@ -446,6 +468,7 @@ fn steps_give_the_rows_of_the_whole() {
             mask: Mask::causal(),
             initial_state: None,
             stretches: None,
+            gated_norm: gated.then_some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
             output: Weights { weight: &output, bias: None },
             dropout: None,
             residual: true,
@@ -463,10 +486,60 @@ fn steps_give_the_rows_of_the_whole() {
             let attention = MultiHead { x: &x, queries: 1, ..attention };
             attention.step(&mut state, &mut buffers, &mut middle).unwrap();
             FeedForward { x: &middle, ..part }.step(&mut buffers, &mut row).unwrap();
-            near(&format!("token {token} of {batch} × {heads} × {head_dim}"), &row, &wide(&rows(&whole)), 5e-5);
+            near(
+                &format!("token {token} of {batch} × {heads} × {head_dim}, gated {gated}"),
+                &row,
+                &wide(&rows(&whole)),
+                5e-5,
+            );
             assert!(attention.step(&mut state, &mut buffers, &mut middle[1..]).is_err());
         }
         assert!(attention.step(&mut state, &mut buffers, &mut whole.clone()).is_err());
+    }
+}
+
+/// Queries of two sequences, after keys and values that the projection's later columns have made of a memory.
+#[test]
+fn queries_recall_what_cross_attention_gives_them() {
+    let mut random = Random::new(20);
+    let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
+    let [batch, heads, queries, keys, head_dim] = [2, 2, 3, 7, 4];
+    let width = heads * head_dim;
+    let (x, memory) = (numbers(&mut random, batch * queries * width), numbers(&mut random, batch * keys * width));
+    let (gamma, output) = (numbers(&mut random, width), numbers(&mut random, width * width));
+    for gated in [false, true] {
+        let (first, columns) = if gated { (2 * width, 4 * width) } else { (width, 3 * width) };
+        let (weight, bias) = (numbers(&mut random, width * columns), numbers(&mut random, columns));
+        let call = MultiHead {
+            x: &x,
+            batch,
+            queries,
+            memory: Some(Memory { numbers: &memory, keys }),
+            heads,
+            kv_heads: heads,
+            head_dim,
+            norm: None,
+            projection: Weights { weight: &weight, bias: Some(&bias) },
+            kernel: &kernel,
+            parameters: &[],
+            mask: Mask::bidirectional(),
+            initial_state: None,
+            stretches: None,
+            gated_norm: gated.then_some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
+            output: Weights { weight: &output, bias: None },
+            dropout: None,
+            residual: true,
+        };
+        let expected = call.forward(&mut Scratch::new(), None).unwrap();
+        let rows = Linear::new(&memory, &weight, [batch * keys, width, columns]).with_bias(Some(&bias));
+        let rows = rows.forward().unwrap();
+        let view = |first: usize| View::strided(&rows[first..], [keys * columns, head_dim, columns]);
+        let projected = Projected { k: view(first), v: view(first + width), keys, outside: None };
+        for mut buffers in [StepBuffers::default(), StepBuffers::independent()] {
+            let mut out = vec![f32::NAN; x.len()];
+            call.recall(&projected, &mut Scratch::new(), &mut buffers, &mut out).unwrap();
+            near(&format!("gated {gated}"), &out, &wide(&expected), 1e-4);
+        }
     }
 }
 
@@ -503,8 +576,8 @@ fn bits_of_blocks_do_not_depend_on_the_number_of_threads() {
     let x = numbers(&mut random, tokens * width);
     let d_out = numbers(&mut random, tokens * width);
     let weights = feed_forward_weights(&mut random, width, hidden, 2 * hidden);
-    let (weight, bias) = (numbers(&mut random, width * 3 * width), numbers(&mut random, 3 * width));
-    let output = numbers(&mut random, width * width);
+    let (weight, bias) = (numbers(&mut random, width * 4 * width), numbers(&mut random, 4 * width));
+    let (output, gamma) = (numbers(&mut random, width * width), numbers(&mut random, width));
     let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
     let all = || {
         let part = feed_forward(&x, &weights, hidden, true, Activation::Silu);
@@ -524,6 +597,7 @@ fn bits_of_blocks_do_not_depend_on_the_number_of_threads() {
             mask: Mask::causal(),
             initial_state: None,
             stretches: None,
+            gated_norm: Some(GatedNormWeights { gamma: &gamma, epsilon: 1e-5 }),
             output: Weights { weight: &output, bias: None },
             dropout: Dropout::new(0.1, 3),
             residual: true,
@@ -564,7 +638,7 @@ fn nothing_is_computed_of_no_rows() {
     let gradients = call.backward(None, &[]).unwrap();
     assert_eq!((gradients.dx.len(), &gradients.d_inner[0], &gradients.d_outer[1]), (0, &vec![0.0; 48], &vec![0.0; 4]));
     let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
-    let (weight, output) = (numbers(&mut random, 4 * 12), numbers(&mut random, 16));
+    let (weight, output) = (numbers(&mut random, 4 * 16), numbers(&mut random, 16));
     let call = MultiHead {
         x: &[],
         batch: 2,
@@ -580,6 +654,7 @@ fn nothing_is_computed_of_no_rows() {
         mask: Mask::causal(),
         initial_state: None,
         stretches: None,
+        gated_norm: Some(GatedNormWeights { gamma: &[1.0; 4], epsilon: 1e-5 }),
         output: Weights { weight: &output, bias: None },
         dropout: None,
         residual: true,
@@ -589,9 +664,17 @@ fn nothing_is_computed_of_no_rows() {
     assert_eq!(out, []);
     for kept in [Some(&kept), None] {
         let gradients = call.backward(kept, &[], &mut scratch).unwrap();
-        assert_eq!((gradients.dx.len(), gradients.d_projection[0].len()), (0, 48));
+        assert_eq!((gradients.dx.len(), gradients.d_projection[0].len()), (0, 64));
+        assert_eq!(gradients.d_gated_norm, [0.0; 4]);
         assert!(gradients.d_projection[0].iter().chain(&gradients.d_output[0]).all(|&d| d == 0.0));
     }
+    let refused = |call: MultiHead<'_>, argument: &str| {
+        let error = call.forward(&mut Scratch::new(), None).unwrap_err().to_string();
+        assert!(error.contains(argument), "{error}");
+    };
+    refused(MultiHead { gated_norm: None, ..call }, "projection: expected 4 × 12");
+    let gamma = &[1.0; 2];
+    refused(MultiHead { gated_norm: Some(GatedNormWeights { gamma, epsilon: 1e-5 }), ..call }, "γ of 4 numbers");
 }
 
 #[test]

@@ -2,7 +2,9 @@
 //! definition.
 
 use longspan_kernels::Error;
-use longspan_kernels::layers::{Activation, AdamW, CrossEntropy, Dropout, Linear, Norm, NormWeights};
+use longspan_kernels::layers::{
+    Activation, AdamW, CrossEntropy, Dropout, GatedNorm, GatedNormWeights, Linear, Norm, NormWeights,
+};
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
 
@@ -181,6 +183,42 @@ fn a_norm_is_its_definition_with_all_gradients() {
     }
 }
 
+/// A gated RMS norm of rows of heads.
+pub fn gated_norm(x: &[f64], gate: &[f64], gamma: &[f64], head_dim: usize) -> Vec<f64> {
+    let head = |(n, x): (usize, &[f64])| -> Vec<f64> {
+        let square = x.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
+        let scale = 1.0 / (square + 1e-5).sqrt();
+        let at = n * head_dim;
+        let open = gate[at..].iter().map(|&z| Activation::Silu.apply(z));
+        x.iter().zip(&gamma[at % gamma.len()..]).zip(open).map(|((x, g), open)| x * scale * g * open).collect()
+    };
+    x.chunks(head_dim).enumerate().flat_map(head).collect()
+}
+
+#[test]
+fn a_gated_norm_is_its_definition_with_all_gradients() {
+    let mut random = Random::new(7);
+    for [rows, heads, head_dim] in [[1, 1, 1], [3, 2, 5], [70, 4, 8], [130, 1, 16], [2, 3, 67], [1, 2, 64]] {
+        let width = heads * head_dim;
+        let (x, gate) = (numbers(&mut random, rows * width), numbers(&mut random, rows * width));
+        let (gamma, d_out) = (numbers(&mut random, width), numbers(&mut random, rows * width));
+        let norm =
+            GatedNorm { x: &x, gate: &gate, head_dim, weights: GatedNormWeights { gamma: &gamma, epsilon: 1e-5 } };
+        let define = |x: &[f64], gate: &[f64], gamma: &[f64]| gated_norm(x, gate, gamma, head_dim);
+        let [wx, wz, wg] = [&x, &gate, &gamma].map(|numbers| wide(numbers));
+        let what = format!("{rows} × {heads} × {head_dim}");
+        near(&what, &norm.forward().unwrap(), &define(&wx, &wz, &wg), 1e-5);
+        let cotangent = wide(&d_out);
+        let gradients = norm.backward(&d_out).unwrap();
+        // One number over its size is its sign, whose slope is 0 but for ε: difference quotients say nothing of it.
+        if head_dim > 1 {
+            is_slope(&format!("{what}: dx"), &gradients.dx, &x, 3e-5, |x| dot(&define(x, &wz, &wg), &cotangent));
+        }
+        is_slope(&format!("{what}: dz"), &gradients.d_gate, &gate, 3e-5, |z| dot(&define(&wx, z, &wg), &cotangent));
+        is_slope(&format!("{what}: dγ"), &gradients.d_gamma, &gamma, 3e-5, |g| dot(&define(&wx, &wz, g), &cotangent));
+    }
+}
+
 #[test]
 fn a_cross_entropy_is_its_definition_with_all_gradients() {
     let mut random = Random::new(4);
@@ -279,7 +317,9 @@ fn bits_of_layers_do_not_depend_on_the_number_of_threads() {
         let (out, kept) = linear.training().unwrap();
         let gradients = linear.backward(&out, &kept, &d_out).unwrap();
         let norm = Norm { x: &x, weights: NormWeights { gamma: &x[..k], beta: None, centred: true, epsilon: 1e-5 } };
-        let norms = norm.backward(&x).unwrap();
+        let weights = GatedNormWeights { gamma: &x[..k], epsilon: 1e-5 };
+        let gated = GatedNorm { x: &x, gate: &x, head_dim: 8, weights };
+        let norms = (norm.backward(&x).unwrap(), gated.forward().unwrap(), gated.backward(&x).unwrap());
         let loss = CrossEntropy {
             h: &x,
             weight: &weight,
@@ -314,6 +354,10 @@ fn nothing_is_computed_of_nothing() {
     let norm = Norm { x: &[], weights: NormWeights { gamma: &[1.0; 3], beta: None, centred: true, epsilon: 1e-5 } };
     assert_eq!(norm.forward().unwrap(), []);
     assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 3]);
+    let weights = GatedNormWeights { gamma: &[1.0; 6], epsilon: 1e-5 };
+    let norm = GatedNorm { x: &[], gate: &[], head_dim: 3, weights };
+    assert_eq!(norm.forward().unwrap(), []);
+    assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 6]);
     let loss =
         CrossEntropy { h: &[], weight: &[1.0; 6], bias: None, targets: &[], width: 2, vocabulary: 3, smoothing: 0.0 };
     assert_eq!(loss.training().unwrap().1.d_weight, [0.0; 6]);
@@ -338,6 +382,13 @@ fn lengths_and_targets_that_do_not_fit_are_refused_by_name() {
     refused(call.with_activation(Activation::Relu).backward(&out, &kept, &out), "kept");
     let weights = NormWeights { gamma: &x[..4], beta: None, centred: true, epsilon: 1e-5 };
     refused(Norm { x: &x, weights }.forward(), "norm: x");
+    let weights = GatedNormWeights { gamma: &x[..3], epsilon: 1e-5 };
+    let norm = GatedNorm { x: &x, gate: &x, head_dim: 3, weights };
+    refused(GatedNorm { x: &x[1..], ..norm }.forward(), "gated norm: x: expected rows of 3");
+    refused(GatedNorm { gate: &x[1..], ..norm }.forward(), "gate: expected 6 numbers, as x");
+    refused(GatedNorm { head_dim: 2, ..norm }.forward(), "gamma: expected heads of 2");
+    refused(GatedNorm { head_dim: 0, ..norm }.forward(), "gamma: expected heads of 0 numbers, at least 1");
+    refused(norm.backward(&x[1..]), "d_out: expected 6");
     let loss = CrossEntropy {
         h: &x,
         weight: &weight,
