@@ -105,6 +105,12 @@ fn names_and_shapes_are_the_documented_ones() {
     ] {
         assert_eq!(file.tensor(name).unwrap_or_else(|_| panic!("{name}")).shape(), shape, "{name}");
     }
+    let gated = config().with_gated_attention(true).init(&Device::flex()).unwrap();
+    save_weights(&path, &gated).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.tensor("encoder.0.attention.query_key_value.weight").unwrap().shape(), [8, 32]);
+    assert_eq!(file.tensor("decoder.0.cross_attention.gated_norm.gamma").unwrap().shape(), [8]);
 }
 
 #[test]

@@ -109,11 +109,18 @@ fn step_by_step_gives_the_rows_of_forward() {
 
 #[test]
 fn norms_activations_and_gates_step_as_they_train_and_recomputing_changes_no_gradient() {
-    let config = config().with_norm_kind(NormKind::Rms).with_activation(Activation::Silu).with_gated(true);
+    let config = config()
+        .with_norm_kind(NormKind::Rms)
+        .with_activation(Activation::Silu)
+        .with_gated(true)
+        .with_gated_attention(true);
     let [kept, formed_again] = [false, true].map(|recompute| drawn(&config.clone().with_recompute(recompute)));
     assert_steps("decoding", &kept.valid(), |x| x);
+    assert_steps("training", &kept, Tensor::autodiff);
     let plain = drawn(&self::config());
-    assert_eq!(kept.num_params() - plain.num_params(), 4 * (24 * 40 + 40) - 12 * 24, "four gates, and no norm's beta");
+    let of_attention = 6 * (24 * 24 + 24 + 24);
+    let gates = 4 * (24 * 40 + 40) + of_attention;
+    assert_eq!(kept.num_params() - plain.num_params(), gates - 12 * 24, "ten gates, and no norm's beta");
     let gradient = |model: &Seq2Seq| {
         let next = TARGET.iter().map(|&id| Some(id as u32)).collect();
         let source = ids(&SOURCE, [3, 5]).autodiff();
@@ -249,13 +256,14 @@ fn long_sources_are_read_in_segments() {
     let source: Vec<usize> = (0..TOKENS).map(|n| n * n % 13).collect();
     let source = |n: usize| ids(&source[..n], [1, n]);
     let target = ids(&TARGET[..6], [1, 6]);
-    for (attention, cross, norm) in [
-        (shaw(9), shaw(3), Norm::Pre),
-        (AttentionConfig::kernelized(), shaw(0), Norm::Post),
-        (shaw(0), AttentionConfig::kernelized(), Norm::Pre),
+    for (attention, cross, norm, gated) in [
+        (shaw(9), shaw(3), Norm::Pre, true),
+        (AttentionConfig::kernelized(), shaw(0), Norm::Post, true),
+        (shaw(0), AttentionConfig::kernelized(), Norm::Pre, false),
     ] {
-        let name = format!("{attention:?} {cross:?} {norm:?}");
-        let training = training_model(attention, cross, norm, Some(2));
+        let name = format!("{attention:?} {cross:?} {norm:?} {gated}");
+        let config = config().with_kv_heads(Some(2)).with_attention(attention).with_cross_attention(cross);
+        let training = drawn(&config.with_norm(norm).with_gated_attention(gated));
         let source = Tensor::from_data(source(TOKENS).into_data(), &device().autodiff());
         let target = Tensor::from_data(target.clone().into_data(), &device().autodiff());
         let whole = numbers(training.forward(source.clone(), &[TOKENS], target).unwrap());

@@ -31,6 +31,7 @@ fn configs() -> Vec<LanguageModelConfig> {
     all.push(config().with_layers(3).with_attention(vec![AttentionConfig::shaw(), AttentionConfig::softmax()]));
     all.push(config().with_tied(false).with_positions(Positions::Sinusoidal).with_norm(Norm::Post));
     all.push(config().with_kv_heads(Some(1)));
+    all.push(config().with_gated_attention(true));
     all
 }
 
@@ -268,6 +269,7 @@ fn a_decoder_gives_the_logits_of_the_model() {
         base().with_tied(false).with_norm(Norm::Post).with_positions(Positions::Sinusoidal),
         base().with_activation(Activation::Silu).with_gated(true).with_norm_kind(NormKind::Rms).with_kv_heads(Some(2)),
         base().with_attention(vec![AttentionConfig::kernelized(), AttentionConfig::by_name("aft-conv").unwrap()]),
+        base().with_gated_attention(true).with_kv_heads(Some(2)),
     ];
     for config in configs {
         let model = config.init(&device).unwrap();

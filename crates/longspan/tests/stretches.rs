@@ -139,11 +139,11 @@ fn config(attention: &str) -> LanguageModelConfig {
 #[test]
 fn stretches_have_the_gradients_of_the_whole() {
     let configs = [
-        config(r#"{"mechanism": "kernelized"}"#).with_positions(Positions::Sinusoidal),
+        config(r#"{"mechanism": "kernelized"}"#).with_positions(Positions::Sinusoidal).with_gated_attention(true),
         config(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "exp", "decay": [0.9, 1.0]}}"#),
         config(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "hedgehog"}}"#).with_kv_heads(Some(1)),
         config(r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"decay": [0.9, 0.99]}}"#),
-        config(r#"{"mechanism": "shaw", "relative": {"radius": 40}}"#).with_recompute(true),
+        config(r#"{"mechanism": "shaw", "relative": {"radius": 40}}"#).with_recompute(true).with_gated_attention(true),
         config(r#"{"mechanism": "fourier"}"#),
         config(r#"{"mechanism": "fourier", "kernel": {"decay": [0.9, 0.99]}}"#),
     ];

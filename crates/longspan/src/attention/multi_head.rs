@@ -19,7 +19,7 @@ use crate::error::{Result, argument, config};
 use crate::layers::flex::{is_f32, numbers};
 #[cfg(feature = "flex")]
 use crate::layers::gradients::fused::taken;
-use crate::layers::{Activation, After, Around, apply, linear};
+use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, linear};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -33,6 +33,9 @@ pub struct MultiHeadAttentionConfig {
     /// The mechanism.
     #[config(default = "AttentionConfig::default()")]
     pub attention: AttentionConfig,
+    /// Whether heads' outputs go through a [`GatedRmsNorm`] before the output layer. Its gates are one more projection of `x`.
+    #[config(default = false)]
+    pub gated: bool,
 }
 
 /// Multi-head attention. One module serves self-attention or cross-attention.
@@ -40,8 +43,10 @@ pub struct MultiHeadAttentionConfig {
 pub struct MultiHeadAttention {
     /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the
     /// queries' columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim`, for
-    /// AFT-conv 1.
+    /// AFT-conv 1. Gated, `heads·head_dim` columns of gates stand after the queries'.
     pub query_key_value: Linear,
+    /// Of heads' outputs, if they are gated.
+    pub gated_norm: Option<GatedRmsNorm>,
     /// `[heads·head_dim, d_model]`.
     pub output: Linear,
     /// The mechanism.
@@ -70,11 +75,12 @@ impl MultiHeadAttentionConfig {
         let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
         let initializer = Initializer::XavierUniform { gain: 1.0 };
         let key_dim = attention.key_dim();
-        let projected = self.heads * head_dim + kv_heads * (key_dim + head_dim);
+        let projected = self.heads * head_dim * (1 + usize::from(self.gated)) + kv_heads * (key_dim + head_dim);
         Ok(MultiHeadAttention {
             query_key_value: LinearConfig::new(self.d_model, projected)
                 .with_initializer(initializer.clone())
                 .init(device),
+            gated_norm: self.gated.then(|| GatedRmsNormConfig::new(self.heads, head_dim).init(device)).transpose()?,
             output: LinearConfig::new(self.d_model, self.d_model).with_initializer(initializer).init(device),
             heads: attention.heads(),
             attention,
@@ -85,7 +91,7 @@ impl MultiHeadAttentionConfig {
 
 impl MultiHeadAttention {
     /// Self-attention, bidirectional or causal as `mask` says: queries, keys and values are projections of `x`, each
-    /// head runs the mechanism, and `output` projects the heads side by side.
+    /// head runs the mechanism, and `output` projects the heads side by side, or their gated norms.
     ///
     /// # Shapes
     /// `x` and output: `[batch, tokens, d_model]`.
@@ -161,14 +167,15 @@ impl MultiHeadAttention {
         around: Around<'_>,
     ) -> Result<Tensor<3>> {
         let (x, after) = around.split(x);
-        let [q, k, v] = match memory {
+        let (gate, [q, k, v]) = match memory {
             None => self.split(x),
             Some(memory) => {
                 let [k, v] = self.keys_and_values(memory);
-                [self.queries(x), k, v]
+                let (gate, q) = self.queries(x);
+                (gate, [q, k, v])
             }
         };
-        Ok(self.merge(backend::attend(layer, q, k, v, mask)?, after))
+        self.merge(backend::attend(layer, q, k, v, mask)?, gate, after)
     }
 
     /// Cross-attention: queries from `x`, keys and values from `memory`.
@@ -224,8 +231,8 @@ impl MultiHeadAttention {
     pub(crate) fn step_in(&self, x: Tensor<3>, state: &mut AttentionState, around: Around<'_>) -> Result<Tensor<3>> {
         self.check("self-attention step", "x", &x)?;
         let (x, after) = around.split(x);
-        let [q, k, v] = self.split(x);
-        Ok(self.merge(self.attention.step(q, k, v, state)?, after))
+        let (gate, [q, k, v]) = self.split(x);
+        self.merge(self.attention.step(q, k, v, state)?, gate, after)
     }
 
     /// Several tokens of causal self-attention: what [`step`](Self::step) gives one after the other, in the parallel form.
@@ -262,8 +269,8 @@ impl MultiHeadAttention {
             || format!("some, under {}", self.attention.layer().name()),
         )?;
         let (x, after) = around.split(x);
-        let [q, k, v] = self.split(x);
-        Ok(self.merge(self.attention.advance(q, k, v, state)?, after))
+        let (gate, [q, k, v]) = self.split(x);
+        self.merge(self.attention.advance(q, k, v, state)?, gate, after)
     }
 
     /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
@@ -340,21 +347,33 @@ impl MultiHeadAttention {
     ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
         let (x, after) = around.split(x);
-        let q = self.queries(x);
-        Ok(self.merge(self.attention.recall(q, first, memory)?, after))
+        let (gate, q) = self.queries(x);
+        self.merge(self.attention.recall(q, first, memory)?, gate, after)
     }
 
-    /// Queries of `x`, `[batch, heads, tokens, head_dim]`.
-    fn queries(&self, x: Tensor<3>) -> Tensor<4> {
+    /// Heads of queries and of gates.
+    fn query_heads(&self) -> usize {
+        self.heads.heads * (1 + usize::from(self.gated_norm.is_some()))
+    }
+
+    /// Gates, if there are any, and queries of `x`, `[batch, heads, tokens, head_dim]` each.
+    fn queries(&self, x: Tensor<3>) -> (Option<Tensor<4>>, Tensor<4>) {
         let Heads { heads, head_dim, .. } = self.heads;
-        self.project(x, 0, heads, head_dim)
+        let projected = self.project(x, 0, self.query_heads(), head_dim);
+        (self.gate(&projected), projected.narrow(1, 0, heads))
+    }
+
+    /// The gates among projected heads, which stand after the queries.
+    fn gate(&self, projected: &Tensor<4>) -> Option<Tensor<4>> {
+        let Heads { heads, .. } = self.heads;
+        self.gated_norm.as_ref().map(|_| projected.clone().narrow(1, heads, heads))
     }
 
     /// Keys and values of a memory, `[batch, kv_heads, keys, ·]` each: views of one product where they are equally
     /// wide.
     fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
-        let Heads { heads, kv_heads, head_dim } = self.heads;
-        let first = heads * head_dim;
+        let Heads { kv_heads, head_dim, .. } = self.heads;
+        let first = self.query_heads() * head_dim;
         if self.key_dim != head_dim {
             let keys = self.project(memory.clone(), first, kv_heads, self.key_dim);
             return [keys, self.project(memory, first + kv_heads * self.key_dim, kv_heads, head_dim)];
@@ -363,20 +382,23 @@ impl MultiHeadAttention {
         [both.clone().narrow(1, 0, kv_heads), both.narrow(1, kv_heads, kv_heads)]
     }
 
-    /// Queries, keys and values of `x`, `[batch, ·, tokens, ·]` each: views of one product where they are equally wide.
-    fn split(&self, x: Tensor<3>) -> [Tensor<4>; 3] {
+    /// Gates, if there are any, and queries, keys and values of `x`, `[batch, ·, tokens, ·]` each: views of one product where they are
+    /// equally wide.
+    fn split(&self, x: Tensor<3>) -> (Option<Tensor<4>>, [Tensor<4>; 3]) {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         if self.key_dim != head_dim {
             let [keys, values] = self.keys_and_values(x.clone());
-            return [self.queries(x), keys, values];
+            let (gate, queries) = self.queries(x);
+            return (gate, [queries, keys, values]);
         }
         let [batch, tokens, _] = x.dims();
-        let all = heads + 2 * kv_heads;
+        let first = self.query_heads();
+        let all = first + 2 * kv_heads;
         let projected = apply(&self.query_key_value, x, Activation::Identity, After::default())
             .reshape([batch, tokens, all, head_dim]);
         let projected = projected.swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
-        [part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)]
+        (self.gate(&projected), [part(0, heads), part(first, kv_heads), part(first + kv_heads, kv_heads)])
     }
 
     /// `count` heads of `width` numbers from the projection's column `start` on, `[batch, count, tokens, width]`.
@@ -390,11 +412,15 @@ impl MultiHeadAttention {
             .swap_dims(1, 2)
     }
 
-    fn merge(&self, output: Tensor<4>, after: After) -> Tensor<3> {
+    fn merge(&self, output: Tensor<4>, gate: Option<Tensor<4>>, after: After) -> Result<Tensor<3>> {
         let [batch, _, tokens, _] = output.dims();
         let Heads { heads, head_dim, .. } = self.heads;
-        let output = output.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]);
-        apply(&self.output, output, Activation::Identity, after)
+        let side_by_side = |x: Tensor<4>| x.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]);
+        let mut output = side_by_side(output);
+        if let (Some(norm), Some(gate)) = (&self.gated_norm, gate) {
+            output = norm.forward(output, side_by_side(gate))?;
+        }
+        Ok(apply(&self.output, output, Activation::Identity, after))
     }
 
     /// Whether all of it can run as one operation of the CPU backend.
@@ -431,8 +457,13 @@ mod tests {
             (AttentionConfig::softmax(), None, true),
             (AttentionConfig::by_name("aft-conv").unwrap(), None, true),
         ];
-        for (attention, kv_heads, causal) in configs {
-            let config = MultiHeadAttentionConfig::new(8, 4).with_kv_heads(kv_heads).with_attention(attention.clone());
+        for (gated, (attention, kv_heads, causal)) in
+            [false, true].into_iter().flat_map(|gated| configs.clone().map(|config| (gated, config)))
+        {
+            let config = MultiHeadAttentionConfig::new(8, 4)
+                .with_kv_heads(kv_heads)
+                .with_attention(attention.clone())
+                .with_gated(gated);
             let norm = TokenNormConfig::new(8).init(&device).unwrap();
             let part: (MultiHeadAttention, TokenNorm) = disturbed((config.init(&device).unwrap(), norm), &device);
             let (x, d) = (random([2, 9, 8], &device), random([2, 9, 8], &device));
@@ -450,7 +481,12 @@ mod tests {
                         Some(memory) => part.0.cross_attention_in(x, memory.clone(), &mask, around(recompute)).unwrap(),
                     });
                     for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
-                        near(&format!("{attention:?}, normed {normed}, number {n}"), got, expected, 5e-5);
+                        near(
+                            &format!("{attention:?}, normed {normed}, gated {gated}, number {n}"),
+                            got,
+                            expected,
+                            5e-5,
+                        );
                     }
                 }
             }

@@ -12,7 +12,7 @@ use crate::backend::{self, AnyKernel};
 use crate::error::{Error, Result, argument};
 use crate::layers::flex::numbers;
 use crate::layers::gradients::fused::taken;
-use crate::layers::stored::StoredLayer;
+use crate::layers::stored::{StoredGatedNorm, StoredLayer};
 
 /// The tensors of a [`MultiHeadAttention`].
 #[derive(Debug)]
@@ -22,6 +22,7 @@ pub(crate) struct StoredAttention {
     /// What the mechanism has learned, as one.
     parameters: Option<FlexTensor>,
     projection: StoredLayer,
+    gated_norm: Option<StoredGatedNorm>,
     output: StoredLayer,
 }
 
@@ -34,6 +35,7 @@ impl StoredAttention {
             kernel: layer.kernel(),
             parameters: backend::flat(layer, DType::F32)?.map(taken),
             projection: StoredLayer::new(&attention.query_key_value),
+            gated_norm: attention.gated_norm.as_ref().map(StoredGatedNorm::new),
             output: StoredLayer::new(&attention.output),
         })
     }
@@ -76,6 +78,7 @@ impl StoredAttention {
             mask,
             initial_state: None,
             stretches: None,
+            gated_norm: self.gated_norm.as_ref().map(StoredGatedNorm::weights),
             output: self.output.weights(),
             dropout: None,
             residual: true,

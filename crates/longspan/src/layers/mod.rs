@@ -11,6 +11,7 @@ pub(crate) mod dropout;
 mod feed_forward;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+pub(crate) mod gated_norm;
 pub(crate) mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
@@ -25,6 +26,7 @@ pub(crate) use around::Around;
 pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
 pub use dropout::{dropout, with_dropout_seed};
 pub use feed_forward::{FeedForward, FeedForwardConfig};
+pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 pub use gradients::{add_gradients, clip_gradients};
 pub(crate) use linear::apply;
 pub use linear::{Activation, After, linear};

@@ -4,11 +4,11 @@ use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn_flex::FlexTensor;
-use longspan_kernels::layers::{FeedForward as Call, NormWeights, Weights};
+use longspan_kernels::layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
 
 use super::flex::numbers;
 use super::gradients::fused::taken;
-use super::{FeedForward, NormKind, TokenNorm};
+use super::{FeedForward, GatedRmsNorm, NormKind, TokenNorm};
 
 /// A linear layer's tensors, contiguous.
 #[derive(Debug)]
@@ -50,6 +50,23 @@ impl StoredNorm {
     pub fn weights(&self) -> NormWeights<'_> {
         let (gamma, beta) = (numbers(&self.gamma), self.beta.as_ref().map(numbers));
         NormWeights { gamma, beta, centred: self.centred, epsilon: self.epsilon }
+    }
+}
+
+/// A gated norm's tensor.
+#[derive(Debug)]
+pub(crate) struct StoredGatedNorm {
+    gamma: FlexTensor,
+    epsilon: f32,
+}
+
+impl StoredGatedNorm {
+    pub fn new(norm: &GatedRmsNorm) -> Self {
+        Self { gamma: taken(norm.gamma.val()), epsilon: norm.epsilon() as f32 }
+    }
+
+    pub fn weights(&self) -> GatedNormWeights<'_> {
+        GatedNormWeights { gamma: numbers(&self.gamma), epsilon: self.epsilon }
     }
 }
 

@@ -135,6 +135,33 @@ fn norms_are_plain_ones_with_all_gradients() {
     }
 }
 
+#[test]
+fn gated_norms_are_plain_ones_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    for [batch, tokens, heads, head_dim] in [[1, 1, 1, 3], [2, 3, 2, 5], [3, 70, 4, 8], [1, 2, 2, 64]] {
+        let norm = disturbed(GatedRmsNormConfig::new(heads, head_dim).init(&device).unwrap(), &device);
+        let shape = [batch, tokens, heads * head_dim];
+        let [x, gate, d] = [(); 3].map(|()| random(shape, &device));
+        // Either of the two arguments as the one whose gradient is looked at.
+        let of_x = |run: &dyn Fn(Tensor<3>, Tensor<3>) -> Tensor<3>| {
+            let by_x = with_gradients(&norm, &x, &d, |x| run(x, gate.clone()));
+            let by_gate = with_gradients(&norm, &gate, &d, |gate| run(x.clone(), gate));
+            [by_x, by_gate].concat()
+        };
+        let fused = of_x(&|x, gate| norm.forward(x, gate).unwrap());
+        let plain = of_x(&|x, gate| norm.in_tensors(x, gate));
+        assert_eq!(fused.len(), 6);
+        for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
+            near(&format!("{shape:?}, number {n}"), got, expected, 2e-5);
+        }
+        let more = random([batch, tokens + 1, heads * head_dim], &device);
+        let error = norm.forward(x.clone(), more).unwrap_err().to_string();
+        assert!(error.contains("gate: expected ["), "{error}");
+        let error = norm.forward(x.clone().repeat_dim(2, 2), gate.clone()).unwrap_err().to_string();
+        assert!(error.contains("x: expected [batch, tokens, heads·head_dim"), "{error}");
+    }
+}
+
 /// With norm and residual, and alone; keeping what the backward needs, and forming it again.
 #[test]
 fn feed_forward_parts_are_plain_ones_with_all_gradients() {

@@ -77,6 +77,9 @@ pub struct EncoderBlockConfig {
     /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
     #[config(default = false)]
     pub gated: bool,
+    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
+    #[config(default = false)]
+    pub gated_attention: bool,
     /// Whether the backward forms again what it needs beside each part's input: a third more time for the memory of most of a
     /// training step.
     #[config(default = false)]
@@ -98,7 +101,8 @@ impl EncoderBlockConfig {
             FeedForwardConfig::new(self.d_model, self.d_ff).with_activation(self.activation).with_gated(self.gated);
         let attention = MultiHeadAttentionConfig::new(self.d_model, self.heads)
             .with_kv_heads(self.kv_heads)
-            .with_attention(self.attention.clone());
+            .with_attention(self.attention.clone())
+            .with_gated(self.gated_attention);
         Ok(EncoderBlock {
             attention: attention.init(device)?,
             attention_norm: norm.init(device)?,
@@ -244,6 +248,9 @@ pub struct DecoderBlockConfig {
     /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
     #[config(default = false)]
     pub gated: bool,
+    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
+    #[config(default = false)]
+    pub gated_attention: bool,
     /// Whether the backward forms again what it needs beside each part's input: a third more time for the memory of most of a
     /// training step.
     #[config(default = false)]
@@ -270,6 +277,7 @@ impl DecoderBlockConfig {
             MultiHeadAttentionConfig::new(self.d_model, self.heads)
                 .with_kv_heads(self.kv_heads)
                 .with_attention(mechanism.clone())
+                .with_gated(self.gated_attention)
                 .init(device)
         };
         Ok(DecoderBlock {

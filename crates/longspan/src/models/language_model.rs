@@ -55,6 +55,9 @@ pub struct LanguageModelConfig {
     /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
     #[config(default = false)]
     pub gated: bool,
+    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
+    #[config(default = false)]
+    pub gated_attention: bool,
     /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
     /// step's memory less.
     #[config(default = false)]

@@ -18,6 +18,7 @@ macro_rules! block_config {
             .with_norm_kind($model.norm_kind)
             .with_activation($model.activation)
             .with_gated($model.gated)
+            .with_gated_attention($model.gated_attention)
             .with_recompute($model.recompute)
     };
 }

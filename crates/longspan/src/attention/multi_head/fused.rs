@@ -15,10 +15,11 @@ use crate::error::Result;
 use crate::layers::Around;
 use crate::layers::dropout::fused::drawn;
 use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
+use crate::layers::gated_norm::fused::GatedNormSettings;
 use crate::layers::norm::fused::NormSettings;
 
-/// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, and
-/// what the mechanism has learned as one.
+/// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, the gated
+/// norm's, and what the mechanism has learned as one.
 #[derive(Debug, Clone)]
 struct MultiHeadOperation {
     kernel: Arc<dyn AnyKernel>,
@@ -27,6 +28,7 @@ struct MultiHeadOperation {
     crossed: bool,
     norm: Option<NormSettings>,
     biases: [bool; 2],
+    gated_norm: Option<GatedNormSettings>,
     dropout: Option<Dropout>,
     residual: bool,
     recompute: bool,
@@ -48,6 +50,7 @@ pub fn multi_head(
     let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
     let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
     let biases = [&module.query_key_value, &module.output].map(|layer| flex::push_layer(layer, &mut others));
+    let gated_norm = module.gated_norm.as_ref().map(|norm| GatedNormSettings::push(norm, &mut others));
     others.extend(parameters.map(Tensor::into_dispatch));
     let operation = MultiHeadOperation {
         kernel: layer.kernel(),
@@ -56,6 +59,7 @@ pub fn multi_head(
         crossed,
         norm,
         biases,
+        gated_norm,
         dropout: drawn(around.dropout, &x),
         residual: around.residual,
         recompute: around.recompute,
@@ -78,6 +82,7 @@ impl MultiHeadOperation {
         let memory = memory.map(|memory| Memory { numbers: numbers(memory), keys: shape(memory)[1] });
         let norm = self.norm.map(|norm| norm.weights(&mut others));
         let [projection, output] = self.biases.map(|bias| weights(&mut others, bias));
+        let gated_norm = self.gated_norm.map(|norm| norm.weights(&mut others));
         let Heads { heads, kv_heads, head_dim } = self.heads;
         let kernel: &dyn Kernel<f32> = &*self.kernel;
         let keys = memory.map_or(queries, |memory| memory.keys);
@@ -98,6 +103,7 @@ impl MultiHeadOperation {
             mask: self.mask.as_kernel(),
             initial_state: self.states.as_ref().and_then(States::before),
             stretches: self.states.as_ref().and_then(States::stretches),
+            gated_norm,
             output,
             dropout: self.dropout,
             residual: self.residual,
@@ -147,7 +153,7 @@ impl Operation for MultiHeadOperation {
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
         let d_out = d_out.to_contiguous();
         let found = self.with_call(tensors, |call, scratch| call.backward(kept.as_ref(), numbers(&d_out), scratch))?;
-        let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_output } = found;
+        let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_gated_norm, d_output } = found;
         let mut shapes = tensors.iter().map(shape);
         let mut next = |numbers: Vec<f32>| shapes.next().map(|shape| tensor(numbers, shape));
         let mut gradients = vec![next(dx)];
@@ -159,7 +165,9 @@ impl Operation for MultiHeadOperation {
         for (found, biased) in [d_projection, d_output].into_iter().zip(self.biases) {
             gradients.extend(flex::gradients(found, biased, &mut shapes));
         }
-        gradients.extend(shapes.next().map(|shape| Some(tensor(d_parameters, shape))));
+        let gated_norm = self.gated_norm.map(|_| d_gated_norm);
+        let rest = gated_norm.into_iter().chain(std::iter::once(d_parameters));
+        gradients.extend(rest.zip(shapes).map(|(numbers, shape)| Some(tensor(numbers, shape))));
         Ok(gradients)
     }
 }

@@ -1,0 +1,164 @@
+//! The gated RMS norm of heads' outputs.
+
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::Initializer;
+use burn::tensor::{Device, Tensor};
+
+use super::Activation;
+use super::linear::activate;
+use crate::error::{Result, argument, config};
+
+/// Makes a [`GatedRmsNorm`].
+#[derive(Config, Debug, PartialEq)]
+pub struct GatedRmsNormConfig {
+    /// Heads of a token.
+    pub heads: usize,
+    /// Numbers of a head.
+    pub head_dim: usize,
+    /// Keeps the division finite.
+    #[config(default = 1e-5)]
+    pub epsilon: f64,
+}
+
+impl GatedRmsNormConfig {
+    /// Makes the norm: `γ` is 1.
+    ///
+    /// # Errors
+    /// Sizes of 0, an epsilon that is not a positive number.
+    pub fn init(&self, device: &Device) -> Result<GatedRmsNorm> {
+        const NAME: &str = "GatedRmsNormConfig";
+        config(self.heads > 0, NAME, "heads", "at least 1", self.heads)?;
+        config(self.head_dim > 0, NAME, "head_dim", "at least 1", self.head_dim)?;
+        let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
+        config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
+        let gamma = Initializer::Ones.init([self.heads * self.head_dim], device);
+        Ok(GatedRmsNorm { gamma, head_dim: self.head_dim, epsilon: self.epsilon })
+    }
+}
+
+/// `(x / √(mean(x²) + ε)) ⊙ γ ⊙ SiLU(z)` of each head's numbers `x` and a gate `z` of the same size: what stands between attention and its
+/// output layer in RetNet (Sun et al. 2023, §2.2, a group norm there), gated linear attention (Yang et al. 2024) and Mamba-2 (Dao and Gu
+/// 2024). On the CPU backend one operation each way; the backward keeps nothing but `x` and `z`.
+#[derive(Module, Debug)]
+pub struct GatedRmsNorm {
+    /// `[heads·head_dim]`.
+    pub gamma: Param<Tensor<1>>,
+    head_dim: usize,
+    epsilon: f64,
+}
+
+impl GatedRmsNorm {
+    /// What keeps the division finite.
+    pub fn epsilon(&self) -> f64 {
+        self.epsilon
+    }
+
+    /// Of the heads of each token, which stand side by side.
+    ///
+    /// # Shapes
+    /// `x`, `gate` and output: `[batch, tokens, heads·head_dim]`.
+    ///
+    /// # Errors
+    /// Another width, a gate of another shape than `x`.
+    pub fn forward(&self, x: Tensor<3>, gate: Tensor<3>) -> Result<Tensor<3>> {
+        const NAME: &str = "gated norm";
+        let ([batch, tokens, got], [width]) = (x.dims(), self.gamma.dims());
+        let expected = || format!("[batch, tokens, heads·head_dim = {width}]");
+        argument(got == width, NAME, "x", expected, || format!("{:?}", x.dims()))?;
+        let expected = || format!("{:?}, as x", [batch, tokens, width]);
+        argument(gate.dims() == x.dims(), NAME, "gate", expected, || format!("{:?}", gate.dims()))?;
+        #[cfg(feature = "flex")]
+        if super::flex::is_f32(&x) && super::flex::is_f32(&gate) && super::flex::is_f32(&self.gamma.val()) {
+            return fused::gated_norm(self, x, gate);
+        }
+        Ok(self.in_tensors(x, gate))
+    }
+
+    /// [`forward`](Self::forward) in tensor operations.
+    pub(super) fn in_tensors(&self, x: Tensor<3>, gate: Tensor<3>) -> Tensor<3> {
+        let [batch, tokens, width] = x.dims();
+        let heads = x.reshape([batch, tokens, width / self.head_dim, self.head_dim]);
+        let scale = (heads.clone().powi_scalar(2).mean_dim(3) + self.epsilon).sqrt();
+        let normal = (heads / scale).reshape([batch, tokens, width]);
+        normal * self.gamma.val().unsqueeze() * activate(gate, Activation::Silu)
+    }
+}
+
+#[cfg(feature = "flex")]
+pub(crate) mod fused {
+    use burn::backend::DispatchTensor;
+    use burn::tensor::Tensor;
+    use burn_flex::FlexTensor;
+    use longspan_kernels::Error;
+    use longspan_kernels::layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
+
+    use super::GatedRmsNorm;
+    use crate::backend::operation::{Operation, run};
+    use crate::error::Result;
+    use crate::layers::flex::{contiguous, numbers, shape, tensor};
+
+    /// What a gated norm is, beside its tensor `γ`.
+    #[derive(Debug, Clone, Copy)]
+    pub struct GatedNormSettings {
+        head_dim: usize,
+        epsilon: f64,
+    }
+
+    impl GatedNormSettings {
+        /// Of a module, whose tensor is added to those of an operation.
+        pub fn push(norm: &GatedRmsNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
+            tensors.push(norm.gamma.val().into_dispatch());
+            Self { head_dim: norm.head_dim, epsilon: norm.epsilon }
+        }
+
+        /// Takes the norm's tensor from those of an operation.
+        pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> GatedNormWeights<'a> {
+            GatedNormWeights { gamma: tensors.next().map_or(&[][..], numbers), epsilon: self.epsilon as f32 }
+        }
+    }
+
+    pub fn gated_norm(norm: &GatedRmsNorm, x: Tensor<3>, gate: Tensor<3>) -> Result<Tensor<3>> {
+        let mut tensors = vec![gate.into_dispatch()];
+        let settings = GatedNormSettings::push(norm, &mut tensors);
+        Ok(run(settings, x.into_dispatch(), tensors)?)
+    }
+
+    impl GatedNormSettings {
+        /// The kernels' form of a call on `x`, the gate and `γ`.
+        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> GatedNorm<'a> {
+            let [x, gate, others @ ..] = tensors else { unreachable!("x and gate") };
+            let weights = self.weights(&mut others.iter());
+            GatedNorm { x: numbers(x), gate: numbers(gate), head_dim: self.head_dim, weights }
+        }
+    }
+
+    impl Operation for GatedNormSettings {
+        const NAME: &'static str = "gated norms";
+
+        /// The tensors, contiguous.
+        type Kept = Vec<FlexTensor>;
+
+        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+            Ok(self.training(tensors)?.0)
+        }
+
+        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+            let tensors = contiguous(tensors);
+            let out = self.call(&tensors).forward()?;
+            Ok((tensor(out, shape(&tensors[0])), tensors))
+        }
+
+        fn backward(
+            &self,
+            _: &[FlexTensor],
+            tensors: &Self::Kept,
+            d_out: FlexTensor,
+        ) -> Result<Vec<Option<FlexTensor>>, Error> {
+            let found = self.call(tensors).backward(numbers(&d_out.to_contiguous()))?;
+            let GatedNormGradients { dx, d_gate, d_gamma } = found;
+            let shapes = tensors.iter().map(shape);
+            Ok([dx, d_gate, d_gamma].into_iter().zip(shapes).map(|(d, shape)| Some(tensor(d, shape))).collect())
+        }
+    }
+}
