@@ -120,7 +120,8 @@ fn csv_and_forms_of_blocks_and_numbers() {
         })
         .collect();
     place.write("reports.csv", format!("label,text\n{table}").as_bytes());
-    let forms = ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--set", "layers=2"];
+    let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "layers=2"];
+    let forms = forms.map(|form| ["--set", form]).concat();
     let more = [&forms[..], &["--attention", "shaw,softmax"]].concat();
     place.ok(&train("reports.csv", "kept", "6", &more));
     place.ok(&train("reports.tsv", "again", "6", &[&more[..], &["--set", "recompute=true"]].concat()));

@@ -170,6 +170,8 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
             "--set",
             "gated=true",
             "--set",
+            "gated_attention=true",
+            "--set",
             "activation=silu",
             "--set",
             "norm_kind=rms",

@@ -126,8 +126,8 @@ fn gradients_reach_back_over_segments_and_blocks_have_forms() {
     // Tables by position have room for the last step, which goes over the end of `carry`.
     place.ok(&train("table", "5", &["--backpropagate", "2", "--attention", "aft-full"]));
 
-    let forms =
-        ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--attention", "shaw,kernelized"];
+    let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "attention=shaw,kernelized"];
+    let forms = forms.map(|form| ["--set", form]).concat();
     place.ok(&train("forms", "20", &forms));
     place.ok(&train("again", "20", &[&forms[..], &["--set", "recompute=true"]].concat()));
     assert_eq!(place.losses("forms"), place.losses("again"));

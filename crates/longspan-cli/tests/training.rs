@@ -81,14 +81,15 @@ fn every_attention_trains() {
 #[test]
 fn blocks_of_other_forms_train_go_on_and_answer() {
     let place = Place::new();
-    let forms =
-        ["--set", "norm_kind=rms", "--set", "activation=silu", "--set", "gated=true", "--set", "recompute=true"];
+    let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "recompute=true"];
+    let forms = forms.map(|form| ["--set", form]).concat();
     place.ok(&place.train("run", "6", &forms));
     place.ok(&["train", "--resume", "run", "--steps", "9"]);
     assert_eq!(place.losses("run").len(), 9);
     place.write("lines", b"abc\nba\n");
     assert_eq!(place.ok(&["predict", "run", "lines"]).lines().count(), 2);
     assert_eq!(place.info("run")["config"]["gated"], true);
+    assert_eq!(place.info("run")["config"]["gated_attention"], true);
 }
 
 #[test]

@@ -106,6 +106,9 @@ pub struct RunConfig {
     /// Whether a second product multiplies the activations.
     #[serde(default)]
     pub gated: bool,
+    /// Whether heads' outputs go through a gated RMS norm.
+    #[serde(default)]
+    pub gated_attention: bool,
     /// Whether a backward forms again what it can, for less memory.
     #[serde(default)]
     pub recompute: bool,
@@ -208,6 +211,7 @@ impl Default for RunConfig {
             norm_kind: norm_kind(),
             activation: activation(),
             gated: false,
+            gated_attention: false,
             recompute: false,
             seed: 1,
             steps: None,

@@ -47,6 +47,10 @@ pub const KEYS: [(&str, &str); 49] = [
     ("norm_kind", "layer or rms"),
     ("activation", "relu, gelu, gelu-tanh or silu, in feed-forward parts"),
     ("gated", "whether a second product multiplies the activations; with silu this is SwiGLU"),
+    (
+        "gated_attention",
+        "whether heads' outputs go through an RMS norm and a gate, as in RetNet, before they are projected",
+    ),
     ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
     ("seed", "of initial weights, the order of pairs, and dropout"),
     ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less"),

@@ -23,6 +23,7 @@ macro_rules! stack {
             .with_norm_kind($config.norm_kind()?)
             .with_activation($config.activation()?)
             .with_gated($config.gated)
+            .with_gated_attention($config.gated_attention)
             .with_recompute($config.recompute)
     };
 }

@@ -26,6 +26,7 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
         .with_norm_kind(config.norm_kind()?)
         .with_activation(config.activation()?)
         .with_gated(config.gated)
+        .with_gated_attention(config.gated_attention)
         .with_recompute(config.recompute)
         .with_positions(positions))
 }
@@ -51,8 +52,10 @@ pub fn model(config: &RunConfig, sizes: &Seq2SeqConfig, device: &Device) -> Resu
 /// Bytes that training keeps for a token of the source and for one of the target; measured, rounded up.
 pub fn training_bytes(config: &RunConfig) -> [f64; 2] {
     let [d_model, d_ff] = [config.d_model, config.d_ff].map(|size| size as f64);
-    let encoder = config.encoder_layers as f64 * (14.0 * d_model + 2.0 * d_ff);
-    [encoder * NUMBER, config.decoder_layers as f64 * (10.0 * d_model + d_ff) * NUMBER]
+    // Each attention keeps its gates.
+    let gates = if config.gated_attention { d_model } else { 0.0 };
+    let encoder = config.encoder_layers as f64 * (14.0 * d_model + gates + 2.0 * d_ff);
+    [encoder * NUMBER, config.decoder_layers as f64 * (10.0 * d_model + 2.0 * gates + d_ff) * NUMBER]
 }
 
 /// Bytes that answering a source of so many tokens with a beam takes for each of them; measured, rounded up.
@@ -65,7 +68,8 @@ pub fn answering_bytes(config: &RunConfig, beam: usize, tokens: usize) -> f64 {
     // Without positions sums stand for all keys and values; otherwise every layer keeps them, and once more for each prefix.
     let kept =
         if config.attention == "kernelized" { 0 } else { config.decoder_layers * if beam > 1 { 1 + beam } else { 1 } };
-    (6.0 * d_model).max(2.0 * d_model + d_ff).max((2.0 + 2.0 * kept as f64) * d_model) * NUMBER
+    let attention = if config.gated_attention { 7.0 } else { 6.0 };
+    (attention * d_model).max(2.0 * d_model + d_ff).max((2.0 + 2.0 * kept as f64) * d_model) * NUMBER
 }
 
 #[cfg(test)]
