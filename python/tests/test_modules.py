@@ -11,6 +11,7 @@ from torch import nn  # noqa: E402
 import longspan  # noqa: E402
 from longspan import _calls, ops  # noqa: E402
 from longspan.torch import (  # noqa: E402
+    GatedRMSNorm,
     KernelizedAttention,
     MultiheadAttention,
     ShawAttention,
@@ -55,6 +56,64 @@ def test_multi_head_attention(options, is_causal):
     torch.testing.assert_close(out.transpose(0, 1), expected)
     single = module(x[0], x[0], x[0], is_causal=is_causal)[0]
     torch.testing.assert_close(single, by_hand(module, x[:1], is_causal=is_causal)[0])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_gated_attention_is_its_definition(batch_first, crossed):
+    module = MultiheadAttention(12, 3, batch_first=batch_first, gated_attention=True)
+    nn.init.normal_(module.gated_norm.weight)
+    nn.init.normal_(module.gate_proj.bias)
+    plain = MultiheadAttention(12, 3, batch_first=True)
+    plain.load_state_dict(module.state_dict(), strict=False)
+    plain.out_proj = nn.Identity()
+    x = torch.randn(2, 7, 12)
+    memory = torch.randn(2, 5, 12) if crossed else x
+    heads = plain(x, memory, memory, is_causal=not crossed)[0].unflatten(-1, (3, 4))
+    normal = (heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
+    gate = module.gate_proj(x)
+    expected = module.out_proj(normal * module.gated_norm.weight * gate * torch.sigmoid(gate))
+    turn = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
+    query = turn(x)
+    key = turn(memory) if crossed else query
+    got = turn(module(query, key, key, is_causal=not crossed)[0])
+    torch.testing.assert_close(got, expected)
+    assert module(query[0], key[0], key[0])[0].shape == query[0].shape
+    expected.square().sum().backward()
+    wanted = {name: p.grad.clone() for name, p in module.named_parameters() if "proj" not in name or "gate" in name}
+    module.zero_grad()
+    got.square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+        if name in wanted:
+            torch.testing.assert_close(parameter.grad, wanted[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "fourier"}, {"num_kv_heads": 1, "attention": "shaw", "radius": 2}], ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+def test_gated_layers_step(options, learns):
+    encoder = TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True, gated_attention=True, **options).eval()
+    decoder = TransformerDecoderLayer(12, 3, 16, 0.0, batch_first=True, gated_attention=True, **options).eval()
+    x, memory = torch.randn(2, 6, 12), torch.randn(2, 4, 12)
+    with torch.set_grad_enabled(learns):
+        rows = encoder(x, is_causal=True), decoder(x, memory, tgt_is_causal=True)
+        states = [None, None]
+        for t in range(6):
+            one, states[0] = encoder.step(x[:, t], states[0])
+            other, states[1] = decoder.step(x[:, t], memory, states[1])
+            torch.testing.assert_close(one, rows[0][:, t])
+            torch.testing.assert_close(other, rows[1][:, t])
+    assert decoder.multihead_attn.gated_attention and isinstance(decoder.self_attn.gated_norm, GatedRMSNorm)
+
+
+def test_gated_norms_of_wrong_sizes():
+    with pytest.raises(ValueError, match="GatedRMSNorm: head_dim: expected an integer from 1 on, got 0"):
+        GatedRMSNorm(2, 0)
+    norm = GatedRMSNorm(2, 3)
+    with pytest.raises(ValueError, match=r"GatedRMSNorm: x: expected rows of num_heads \* head_dim = 6 numbers, got shape \(4, 5\)"):
+        norm(torch.zeros(4, 5), torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"GatedRMSNorm: gate: expected shape \(4, 6\), as x, got \(1, 6\)"):
+        norm(torch.zeros(4, 6), torch.zeros(1, 6))
 
 
 def test_weights_of_torch_load():

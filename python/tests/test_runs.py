@@ -29,16 +29,21 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}, {run[1]}")
+#: And whether the attention is gated.
+FORMS = [(*run, False) for run in RUNS] + [(name, None, True) for name in ("shaw", "kernelized", "aft-conv")]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: f"{form[0]}, {form[1]}{', gated' if form[2] else ''}")
 def run(request, tmp_path_factory):
     if not Path(COMMAND).exists():
         pytest.skip(f"the command is not built: no {COMMAND}")
-    attention, options = request.param
+    attention, options, gated = request.param
     place = tmp_path_factory.mktemp("run")
     (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
     settings = ["d_model=16", "heads=2", "d_ff=32", "radius=3", "encoder_layers=1", "decoder_layers=2",
                 "max_tokens=30"]  # fmt: skip
     settings += [] if options is None else [f"attention_options={{{options}}}"]
+    settings += ["gated_attention=true"] if gated else []
     subprocess.run(
         [COMMAND, "train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run",
          "--attention", attention, *(part for setting in settings for part in ("--set", setting))],
@@ -147,7 +152,7 @@ CONFIG = {"attention": "shaw", "d_model": 8, "heads": 2, "encoder_layers": 1, "d
 
 
 def test_weights_come_back(tmp_path):
-    other_form = {"norm_kind": "rms", "activation": "silu", "gated": True}
+    other_form = {"norm_kind": "rms", "activation": "silu", "gated": True, "gated_attention": True}
     for config in (CONFIG, {**CONFIG, "attention_options": {"relative": {"shared": True, "raw": True}}, "norm": "post"},
                    {**CONFIG, **other_form}):  # fmt: skip
         one, other = Seq2Seq(config, 7, 9), Seq2Seq(config, 7, 9)

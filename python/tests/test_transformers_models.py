@@ -60,7 +60,7 @@ def copy(model, folder):
     return type(model).from_pretrained(folder)
 
 
-FORMS = ["norm_kind=rms", "activation=silu", "gated=true"]
+FORMS = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_run_of_pairs(settings, tmp_path):
 
 @torch.no_grad()
 def test_a_model_made_here_is_read_there(tmp_path):
-    LongspanForCausalLM(LongspanConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    LongspanForCausalLM(LongspanConfig(**SIZES, gated_attention=True)).save_pretrained(tmp_path / "lm")
     run("generate", tmp_path / "lm", "--prompt", "abc", "--tokens", "5")
     assert "standard input" in run("info", tmp_path / "lm")
     # Labels in an order of their own, which the command must not take for one of its own.

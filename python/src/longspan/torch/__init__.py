@@ -14,6 +14,7 @@ from .._native import State as _State
 from .._native import use_openmp_of as _use_openmp_of
 from ._chunked import chunked_attention
 from ._states import TensorState
+from .gated_norm import GatedRMSNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .mechanisms import (
     AftConv,
@@ -41,6 +42,7 @@ __all__ = [
     "AftLocal",
     "AftSimple",
     "FourierAttention",
+    "GatedRMSNorm",
     "KernelizedAttention",
     "MultiheadAttention",
     "ShawAttention",

@@ -82,6 +82,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         As in torch's layer.
     attention : str or callable
         The mechanism; see `MultiheadAttention`.
+    gated_attention : bool
+        Whether the heads' outputs go through a `GatedRMSNorm`.
     **attention_options
         The mechanism's options, and ``num_kv_heads``.
 
@@ -119,13 +121,15 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         dtype: torch.dtype | None = None,
         *,
         attention: str | Callable[..., nn.Module] = "kernelized",
+        gated_attention: bool = False,
         **attention_options: Any,
     ) -> None:
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 2, place)
         self.self_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, **place, **attention_options
-        )
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, gated_attention=gated_attention,
+            **place, **attention_options,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -238,7 +242,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
 
 def _is_plain(attention: Any) -> bool:
     """Whether it steps as it was made to."""
-    return type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
+    own = type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
+    return own and not attention.gated_attention
 
 
 class TransformerDecoderLayer(_Layer, _Decoder):
@@ -255,6 +260,8 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         As in torch's layer.
     attention, cross_attention : str or callable
         The mechanism of the self-attention, and of the attention to the memory; see `MultiheadAttention`.
+    gated_attention : bool
+        Whether the heads' outputs of both go through a `GatedRMSNorm`.
     **attention_options
         Options of the self-attention's mechanism, and its ``num_kv_heads``.
 
@@ -290,16 +297,19 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         *,
         attention: str | Callable[..., nn.Module] = "kernelized",
         cross_attention: str | Callable[..., nn.Module] = "kernelized",
+        gated_attention: bool = False,
         **attention_options: Any,
     ) -> None:
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 3, place)
         self.self_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, **place, **attention_options
-        )
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, gated_attention=gated_attention,
+            **place, **attention_options,
+        )  # fmt: skip
         self.multihead_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=cross_attention, **place
-        )
+            d_model, nhead, dropout, bias, batch_first=batch_first, attention=cross_attention, gated_attention=gated_attention,
+            **place,
+        )  # fmt: skip
 
     def forward(
         self,

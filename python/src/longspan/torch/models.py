@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import WITHOUT_ORDER, Attention
+from .gated_norm import GatedRMSNorm
 from .mechanisms import (
     AftConv,
     AftFull,
@@ -66,9 +67,12 @@ class Past:
 
 
 class _MultiHead(nn.Module):
-    def __init__(self, d_model: int, heads: int, attention: Attention) -> None:
+    def __init__(self, settings: Settings, attention: Attention) -> None:
         super().__init__()
-        self.widths = (d_model, heads * attention.key_dim, d_model)
+        d_model, heads = settings["d_model"], settings["heads"]
+        self.gated_norm = GatedRMSNorm(heads, d_model // heads) if settings.get("gated_attention", False) else None
+        # Gates stand after the queries.
+        self.widths = (d_model if self.gated_norm is None else 2 * d_model, heads * attention.key_dim, d_model)
         self.query_key_value = nn.Linear(d_model, sum(self.widths))
         self.output = nn.Linear(d_model, d_model)
         self.attention = attention
@@ -78,9 +82,16 @@ class _MultiHead(nn.Module):
         heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return heads
 
+    def _queries(self, own: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, and gates if there are any."""
+        q, gate = (own, None) if self.gated_norm is None else own.chunk(2, -1)
+        return self._split(q), gate
+
     def forward(self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None) -> Tensor:
         """Self-attention, after the tokens that ``past`` remembers."""
-        q, k, v = (self._split(part) for part in self.query_key_value(x).split(self.widths, -1))
+        own, *others = self.query_key_value(x).split(self.widths, -1)
+        q, gate = self._queries(own)
+        k, v = (self._split(part) for part in others)
         if past is None:
             out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=ignored)
         elif q.shape[2] == 1 and (ignored is None or not bool(ignored.any())):
@@ -90,7 +101,7 @@ class _MultiHead(nn.Module):
             out, past.state = self.attention(
                 q, k, v, is_causal=True, key_padding_mask=ignored, initial_state=past.state, output_final_state=True
             )
-        return self._joined(out)
+        return self._joined(out, gate)
 
     def attend_to(self, memory: Tensor | None, x: Tensor, ignored: Tensor | None = None, past: Any = None) -> Tensor:
         """Attention to a memory, whose keys and values ``past`` keeps from the first call on."""
@@ -104,10 +115,14 @@ class _MultiHead(nn.Module):
         else:
             k, v = known
         first = 0 if past is None else past.tokens
-        return self._joined(self.attention(self._split(F.linear(x, *parts[0])), k, v, offset=first, key_padding_mask=ignored))
+        q, gate = self._queries(F.linear(x, *parts[0]))
+        return self._joined(self.attention(q, k, v, offset=first, key_padding_mask=ignored), gate)
 
-    def _joined(self, out: Tensor) -> Tensor:
-        joined: Tensor = self.output(out.transpose(1, 2).flatten(2))
+    def _joined(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        out = out.transpose(1, 2).flatten(2)
+        if self.gated_norm is not None:
+            out = self.gated_norm(out, gate)
+        joined: Tensor = self.output(out)
         return joined
 
 
@@ -133,11 +148,10 @@ class _FeedForward(nn.Module):
 class _Block(nn.Module):
     def __init__(self, settings: Settings, attention: Attention, cross: Attention | None = None) -> None:
         super().__init__()
-        width, heads = settings["d_model"], settings["heads"]
-        self.attention = _MultiHead(width, heads, attention)
+        self.attention = _MultiHead(settings, attention)
         self.attention_norm = _norm(settings)
         if cross is not None:
-            self.cross_attention = _MultiHead(width, heads, cross)
+            self.cross_attention = _MultiHead(settings, cross)
             self.cross_attention_norm = _norm(settings)
         self.feed_forward = _FeedForward(settings)
         self.feed_forward_norm = _norm(settings)

@@ -13,6 +13,7 @@ from .._native import State
 from ._modules import call
 from ._states import TensorState
 from .attention import Attention
+from .gated_norm import GatedRMSNorm
 from .mechanisms import build
 
 
@@ -38,6 +39,8 @@ class MultiheadAttention(nn.Module):
         As in torch's modules.
     attention : str or callable
         The mechanism (``"kernelized"``, ``"shaw"`` ...), or a function of ``(num_heads, head_dim)`` that makes a module.
+    gated_attention : bool
+        Whether the heads' outputs go through a `GatedRMSNorm` before the output projection; its gates are a projection of the queries.
     num_kv_heads : int, optional
         Key/value heads, each shared among ``num_heads / num_kv_heads`` query heads (grouped queries).
     **attention_options
@@ -89,6 +92,7 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         attention: str | Callable[..., nn.Module] = "kernelized",
+        gated_attention: bool = False,
         num_kv_heads: int | None = None,
         **attention_options: Any,
     ) -> None:
@@ -130,6 +134,11 @@ class MultiheadAttention(nn.Module):
             self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), **place))
         else:
             self.register_parameter("in_proj_bias", None)
+        self.gated_attention = gated_attention
+        if gated_attention:
+            # A projection of its own, so that the others are torch's.
+            self.gate_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+            self.gated_norm = GatedRMSNorm(num_heads, self.head_dim, **place)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
         self._reset_parameters()
 
@@ -140,6 +149,10 @@ class MultiheadAttention(nn.Module):
         for bias in (self.in_proj_bias, self.out_proj.bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+        if self.gated_attention:
+            nn.init.xavier_uniform_(self.gate_proj.weight)
+            if self.gate_proj.bias is not None:
+                nn.init.zeros_(self.gate_proj.bias)
 
     def forward(
         self,
@@ -221,6 +234,9 @@ class MultiheadAttention(nn.Module):
         if output_final_state:
             out, state = out
         out = out.transpose(1, 2).flatten(2)
+        if self.gated_attention:
+            gate = self.gate_proj(query)
+            out = self.gated_norm(out, gate if axis == 0 else gate.transpose(0, 1))
         out = F.dropout(out, self.dropout, self.training)
         if axis == 1:
             out = out.transpose(0, 1)
@@ -257,7 +273,10 @@ class MultiheadAttention(nn.Module):
             if isinstance(attention, Attention):
                 done = attention.step_together(together, self._head_counts, self._widths, state)
                 if done is not None:
-                    return call(modules["out_proj"], done[0]), done[1]
+                    out, after = done
+                    if self.gated_attention:
+                        out = self.gated_norm(out, call(modules["gate_proj"], token))
+                    return call(modules["out_proj"], out), after
             projected: Sequence[Tensor] = together.split(self._widths, dim=-1)
         else:
             projected = self._project(token, token, token)
@@ -265,7 +284,10 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
         out, after = attention.step(q, k, v, state, **more)
-        return call(modules["out_proj"], out.flatten(1)), after
+        out = out.flatten(1)
+        if self.gated_attention:
+            out = self.gated_norm(out, call(modules["gate_proj"], token).reshape(out.shape))
+        return call(modules["out_proj"], out), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)

@@ -20,7 +20,8 @@ file                                                          shape             
 
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
 besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts
-have ``inner.weight`` ``[d_model, 2 d_ff]``.
+have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention ``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the
+queries, and ``gated_norm.gamma`` ``[d_model]``, here ``gated_norm.weight``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 
@@ -55,6 +56,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .gated_norm import GatedRMSNorm
 from .mechanisms import AftConv, AftFull, ShawAttention, ToeplitzAttention
 from .models import Seq2Seq
 
@@ -306,7 +308,7 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
     prefix, _, last = name.rpartition(".")
     if isinstance(module, nn.Linear) and last == "weight":
         return name, tensor.T
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, GatedRMSNorm)):
         return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
     if last in ("map_queries", "map_keys"):
         return f"{prefix}.map.{last[4:]}", tensor

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "pooling": "mean", "causal": False, "development": None, "held_out": None, "source_tokens": None, "target_tokens": None,
     "max_tokens": 512, "answer_tokens": None, "attention": "shaw", "attention_options": {}, "feature_map": "elu+1", "radius": 8, "d_model": 128,
     "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "d_ff": 256, "dropout": 0.0, "norm": "pre", "norm_kind": "layer",
-    "activation": "relu", "gated": False, "recompute": False, "seed": 1, "steps": 1, "minutes": None, "batch_size": 64,
+    "activation": "relu", "gated": False, "gated_attention": False, "recompute": False, "seed": 1, "steps": 1, "minutes": None, "batch_size": 64,
     "learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 0.01, "label_smoothing": 0.05, "clip_norm": 1.0,
     "workers": None, "checkpoint_steps": 500, "evaluate": 0,
 }  # fmt: skip
@@ -66,8 +66,8 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         With ``problem_type="regression"``: what the model's number is multiplied by, and added to.
     settings
         ``attention``, ``attention_options``, ``feature_map``, ``radius``, ``d_model``, ``heads``, ``layers``, ``encoder_layers``,
-        ``decoder_layers``, ``d_ff``, ``dropout``, ``norm``, ``norm_kind``, ``activation``, ``gated``, ``pooling``, ``causal``, ...
-        with the command's defaults; ``hidden_size``, ``num_attention_heads`` and ``num_hidden_layers`` stand for ``d_model``,
+        ``decoder_layers``, ``d_ff``, ``dropout``, ``norm``, ``norm_kind``, ``activation``, ``gated``, ``gated_attention``, ``pooling``,
+        ``causal``, ... with the command's defaults; ``hidden_size``, ``num_attention_heads`` and ``num_hidden_layers`` stand for ``d_model``,
         ``heads`` and ``layers``. Others are those of `transformers.PreTrainedConfig`, such as ``id2label``.
 
     Raises
