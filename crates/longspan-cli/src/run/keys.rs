@@ -1,7 +1,7 @@
 //! What settings mean, in words.
 
 /// What each key means, in the order of [`RunConfig`](super::config::RunConfig); for `longspan train --help`.
-pub const KEYS: [(&str, &str); 49] = [
+pub const KEYS: [(&str, &str); 50] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),

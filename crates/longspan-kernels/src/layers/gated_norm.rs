@@ -1,12 +1,13 @@
 //! The gated RMS norm of heads' outputs, between attention and the layer after it.
 //!
 //! `y = (x s) ⊙ γ ⊙ SiLU(z)` with `s = 1/√(mean(x²) + ε)` for the output `x` of each head and a gate `z` of the same size: RetNet's group
-//! norm and swish gate (Sun et al. 2023, §2.2) without mean and shift, as in gated linear attention (Yang et al. 2024) and Mamba-2 (Dao and
-//! Gu 2024). A head's outputs may be of any size, and heads of different sizes: the norm makes them alike, the gate lets a token choose.
-//! `γ` has a number for each column of every head, as group norms and Mamba-2's have; where it is one for all heads, heads have equal ones.
+//! norm and swish gate (Sun et al. 2023, §2.2) without mean and shift, as in code of gated linear attention (Yang et al. 2024).
+//! Mamba-2 (Dao and Gu 2024) gates first and then norms. Outputs of linear attention may be of any size, in each head of another: the
+//! norm makes heads alike, and the gate lets a token choose among them. `γ` has a number for each column of every head, as group norms
+//! have and Mamba-2's; one that heads share is the case of equal ones.
 //!
-//! With `n = x s` and `h = dy ⊙ γ ⊙ SiLU(z)`: `dx = s (h − n mean(h ⊙ n))`, `dz = dy ⊙ n ⊙ γ ⊙ SiLU′(z)`, `dγ = Σ dy ⊙ n ⊙ SiLU(z)`. A backward
-//! forms `s` anew from `x`.
+//! With `n = x s` and `h = dy ⊙ γ ⊙ SiLU(z)`: `dx = s (h − n mean(h ⊙ n))`, `dz = dy ⊙ n ⊙ γ ⊙ SiLU′(z)`,
+//! `dγ = Σ dy ⊙ n ⊙ SiLU(z)`. A backward forms `s` anew from `x`.
 
 use super::activation::{Activation, value_and_slope};
 use super::norm::statistics;

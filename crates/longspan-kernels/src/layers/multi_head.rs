@@ -71,8 +71,8 @@ pub struct MultiHead<'a> {
     pub head_dim: usize,
     /// The norm of `x` that is projected, if not `x` itself.
     pub norm: Option<NormWeights<'a>>,
-    /// `W` and `b`: to `heads · head_dim + kv_heads · (key_dim + head_dim)` columns, and `heads · head_dim` gates after the queries if there
-    /// is a gated norm.
+    /// `W` and `b`: to `heads · head_dim + kv_heads · (key_dim + head_dim)` columns, and `heads · head_dim` gates after the queries if
+    /// there is a gated norm.
     pub projection: Weights<'a>,
     /// `A`.
     pub kernel: &'a dyn Kernel<f32>,

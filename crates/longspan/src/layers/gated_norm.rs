@@ -38,8 +38,8 @@ impl GatedRmsNormConfig {
 }
 
 /// `(x / √(mean(x²) + ε)) ⊙ γ ⊙ SiLU(z)` of each head's numbers `x` and a gate `z` of the same size: what stands between attention and its
-/// output layer in RetNet (Sun et al. 2023, §2.2, a group norm there), gated linear attention (Yang et al. 2024) and Mamba-2 (Dao and Gu
-/// 2024). On the CPU backend one operation each way; the backward keeps nothing but `x` and `z`.
+/// output layer in RetNet (Sun et al. 2023, §2.2, a group norm there) and gated linear attention (Yang et al. 2024). Mamba-2 (Dao and Gu
+/// 2024) gates first and then norms. On the CPU backend one operation each way; the backward keeps nothing but `x` and `z`.
 #[derive(Module, Debug)]
 pub struct GatedRmsNorm {
     /// `[heads·head_dim]`.

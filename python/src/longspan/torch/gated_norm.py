@@ -28,9 +28,9 @@ class GatedRMSNorm(nn.Module):
 
     Notes
     -----
-    It stands between attention and its output projection in RetNet (Sun et al. 2023, section 2.2, where it is a group norm), gated
-    linear attention (Yang et al. 2024) and Mamba-2 (Dao and Gu 2024); ``gated_attention=True`` puts it into `MultiheadAttention`.
-    ``weight``, ``[num_heads * head_dim]``, begins at 1 and has a number for each column of every head.
+    It stands between attention and its output projection in RetNet (Sun et al. 2023, section 2.2, where it is a group norm) and gated
+    linear attention (Yang et al. 2024); Mamba-2 (Dao and Gu 2024) gates first and then norms. ``gated_attention=True`` puts it into
+    `MultiheadAttention`. ``weight``, ``[num_heads * head_dim]``, begins at 1 and has a number for each column of every head.
 
     Examples
     --------
