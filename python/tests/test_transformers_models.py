@@ -60,12 +60,12 @@ def copy(model, folder):
     return type(model).from_pretrained(folder)
 
 
-FORMS = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true"]
+FORMS, GATED = ["norm_kind=rms", "activation=silu", "gated=true"], "gated_attention=true"
 
 
 @pytest.mark.parametrize(
     "settings",
-    [["attention=shaw"], ["attention=shaw,softmax", *FORMS], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
+    [["attention=shaw"], ["attention=shaw,softmax", *FORMS, GATED], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
      ["attention=kernelized", "norm=post", "activation=gelu"]],
     ids=lambda settings: settings[0],
 )  # fmt: skip
@@ -104,7 +104,7 @@ LABELLED = {
 @pytest.mark.parametrize("target", LABELLED)
 @torch.no_grad()
 def test_a_run_of_labelled_texts(target, pooling, tmp_path):
-    form = {"mean": ["attention=kernelized"], "last": ["causal=true", *FORMS], "attention": ["attention=aft-local"]}[pooling]
+    form = {"mean": ["attention=kernelized"], "last": ["causal=true", *FORMS, GATED], "attention": ["attention=aft-local"]}[pooling]
     folder = train(tmp_path, "--labelled", LABELLED[target], f"pooling={pooling}", *form)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model) is LongspanForSequenceClassification
@@ -127,7 +127,7 @@ def test_a_run_of_labelled_texts(target, pooling, tmp_path):
     run("info", tmp_path / "copy")
 
 
-@pytest.mark.parametrize("settings", [["attention=shaw"], ["attention=kernelized", *FORMS], ["attention=aft-full"]],
+@pytest.mark.parametrize("settings", [["attention=shaw", GATED], ["attention=kernelized", *FORMS], ["attention=aft-full"]],
                          ids=lambda settings: settings[0])  # fmt: skip
 @torch.no_grad()
 def test_a_run_of_pairs(settings, tmp_path):
