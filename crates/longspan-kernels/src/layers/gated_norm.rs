@@ -104,9 +104,17 @@ pub(super) struct Gates<'a> {
     pub stride: usize,
 }
 
+impl Gates<'_> {
+    /// Whether there are some for all these rows.
+    fn are_for(&self, rows: &[f32], width: usize) -> bool {
+        rows.is_empty() || (rows.len() / width - 1) * self.stride + width <= self.numbers.len()
+    }
+}
+
 impl GatedNormWeights<'_> {
     /// The gated norms of rows.
     pub(super) fn of(&self, x: &[f32], gate: Gates<'_>, head_dim: usize) -> Result<Vec<f32>, Error> {
+        assert!(gate.are_for(x, self.gamma.len()));
         let mut out = Fresh::new(x.len())?;
         if !x.is_empty() {
             let block = ROWS * self.gamma.len();
@@ -122,6 +130,7 @@ impl GatedNormWeights<'_> {
 
     /// Replaces rows by their gated norms.
     pub(super) fn apply(&self, rows: &mut [f32], gate: Gates<'_>, head_dim: usize) {
+        assert!(gate.are_for(rows, self.gamma.len()));
         if !rows.is_empty() {
             let blocks = rows.chunks_mut(ROWS * self.gamma.len()).zip(gate.numbers.chunks(ROWS * gate.stride));
             share(blocks, |(rows, numbers)| {
@@ -141,6 +150,7 @@ impl GatedNormWeights<'_> {
         d_gate: &mut [f32],
     ) -> Vec<f32> {
         let width = self.gamma.len();
+        assert!(gate.are_for(x, width) && d.len() == x.len() && d_gate.len() == gate.numbers.len());
         let mut d_gamma = vec![0.0; width];
         if !x.is_empty() {
             let (block, gates) = (ROWS * width, ROWS * gate.stride);
