@@ -23,6 +23,7 @@ from .mechanisms import (
     FourierAttention,
     KernelizedAttention,
     ShawAttention,
+    ShortConvolution,
     SoftmaxAttention,
     ToeplitzAttention,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "KernelizedAttention",
     "MultiheadAttention",
     "ShawAttention",
+    "ShortConvolution",
     "SoftmaxAttention",
     "TensorState",
     "ToeplitzAttention",
