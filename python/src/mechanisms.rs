@@ -9,7 +9,7 @@ use std::sync::Arc;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
     Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions,
-    RelativeMap, Score, Shaw, SoftmaxAttention, Toeplitz, Wave,
+    RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
@@ -88,6 +88,13 @@ pub const TABLE: &[Entry] = &[
         states: &["aft-conv"],
         example: r#"{"taps": 1}"#,
         build: aft_conv,
+    },
+    Entry {
+        name: "short-convolution",
+        summary: "q_i ⊙ SiLU(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t}), a few learned taps over the latest tokens",
+        states: &["short-convolution"],
+        example: r#"{"width": 1}"#,
+        build: short_convolution,
     },
     Entry {
         name: "softmax",
@@ -412,6 +419,19 @@ fn aft_conv(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
         }
     };
     Ok(Arc::new(Aft::new(variant)))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ShortConvolutionOptions {
+    width: usize,
+    #[serde(default = "yes")]
+    silu: bool,
+}
+
+fn short_convolution(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
+    let ShortConvolutionOptions { width, silu } = read(options)?;
+    Ok(Arc::new(ShortConvolution { width, silu }))
 }
 
 #[derive(Deserialize)]

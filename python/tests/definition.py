@@ -153,6 +153,20 @@ def aft(q, k, v, w=None, *, is_causal=False, offset=0, key_padding_mask=None):
     return means / (1 + np.exp(-q))
 
 
+def short_convolution(q, k, v, taps, *, silu=True, is_causal=False, offset=0, key_padding_mask=None):
+    """The sum of the latest products, row after row."""
+    u = k * v
+    if key_padding_mask is not None:
+        u = np.where(key_padding_mask[:, None, :, None], 0, u)
+    sums = np.zeros((q.shape[0], k.shape[1], *q.shape[2:]))
+    for i in range(q.shape[2]):
+        for t in range(taps.shape[1]):
+            if 0 <= i + offset - t < k.shape[2]:
+                sums[:, :, i] += taps[:, t] * u[:, :, i + offset - t]
+    sums = sums / (1 + np.exp(-sums)) if silu else sums
+    return q * sums.repeat(q.shape[1] // k.shape[1], 1)
+
+
 def conv_biases(w, queries, keys, is_causal, offset=0):
     """``[H, Lq, Lk]`` from the taps of `longspan.ops.aft_conv`."""
     taps = w.shape[1]

@@ -59,6 +59,16 @@ WRONG = [
         "bias: expected entries for the distances -12 to 0, or a clipped bias, got a table from -3 to 3",
         lambda: ops.toeplitz_attention(Q, K, V, np.zeros((4, 7), np.float32), is_causal=True, output_final_state=True),
     ),
+    (
+        ValueError,
+        r"short_convolution: taps: expected shape \(kv_heads, width, head_dim\), got shape \(2, 5\)",
+        lambda: ops.short_convolution(Q, K, K, np.zeros((2, 5), np.float32)),
+    ),
+    (
+        ValueError,
+        "width: expected between 1 and 64, got 65",
+        lambda: ops.short_convolution(Q, K, K, np.zeros((2, 65, 5), np.float32)),
+    ),
     (ValueError, "unknown algorithm", lambda: ops.kernelized_attention(Q, K, V, algorithm="magic")),
     (TypeError, "normalize: expected bool", lambda: ops.kernelized_attention(Q, K, V, normalize="yes")),
     (TypeError, "is_causal", lambda: ops.kernelized_attention(Q, K, V, is_causal="yes")),
@@ -361,7 +371,8 @@ def test_fuzz():
     seed = int(os.environ.get("LONGSPAN_FUZZ_SEED", "0"))
     calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "4000"))
     draw = random.Random(seed)
-    names = ("kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax")
+    names = ("kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
+             "short-convolution")  # fmt: skip
     counts = {name: {"answer": 0, "error": 0} for name in names}
 
     def size():
@@ -412,6 +423,9 @@ def test_fuzz():
         if name == "aft-conv":
             more = {"gamma": array(heads), "beta": array(heads)} if draw.random() < 0.5 else {}
             return ops.aft_conv, [array(heads, size())], more
+        if name == "short-convolution":
+            more = {"silu": draw.choice([True, False, "x"])} if draw.random() < 0.3 else {}
+            return ops.short_convolution, [array(kv_heads, draw.choice([1, 4, 4, 65]), dim)], more
         if name == "softmax":
             more = {"scale": draw.choice([None, 0.5, -1.0, float("nan"), "x"]), "capacity": draw.choice([4096, 0, -1, "x"])}
             return ops.softmax_attention, [], more if draw.random() < 0.3 else {}
@@ -422,7 +436,7 @@ def test_fuzz():
         batch, kv_heads, queries, keys, dim, value_dim = size(), size(), size(), size(), size(), size()
         if batch * kv_heads * (queries + keys) * (dim + value_dim) > 100_000:
             continue
-        if name.startswith("aft") and draw.random() < 0.95:
+        if name.startswith(("aft", "short")) and draw.random() < 0.95:
             value_dim = dim
         heads = kv_heads * draw.choice([1, 1, 2])
         q, k, v = array(batch, heads, queries, dim), array(batch, kv_heads, keys, dim), array(batch, kv_heads, keys, value_dim)

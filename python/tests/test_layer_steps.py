@@ -179,6 +179,7 @@ MECHANISMS = [
     {"attention": "kernelized", "num_kv_heads": 2, "decay": 0.9}, {"attention": "kernelized", "feature_map": "hedgehog"},
     {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz", "radius": 2},
     {"attention": "aft-conv"}, {"attention": "aft-simple"}, {"attention": "softmax"},
+    {"attention": "short-convolution"},
 ]  # fmt: skip
 
 

@@ -78,6 +78,17 @@ def test_toeplitz_kinds_are_tables_of_all_distances():
 
 @pytest.mark.parametrize("options", MASKS)
 @pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (130, 70)])
+def test_short_convolution_is_the_definition(lengths, options):
+    q, k, v = inputs(queries=lengths[0], keys=lengths[1], kv_heads=2, value_dim=5)
+    padding = np.random.default_rng(1).random((2, lengths[1])) < 0.3
+    for width, silu, mask in [(1, True, None), (4, True, padding), (7, False, None)]:
+        how = dict(options, key_padding_mask=mask, silu=silu)
+        taps = draw(2, width, 5)
+        close(ops.short_convolution(q, k, v, taps, **how), definition.short_convolution(q, k, v, taps, **how))
+
+
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("lengths", [(9, 9), (70, 130), (130, 70)])
 def test_aft_is_the_definition(lengths, options):
     q, k, v = inputs(queries=lengths[0], keys=lengths[1], kv_heads=4, value_dim=5)
     padding = np.random.default_rng(1).random((2, lengths[1])) < 0.3
@@ -170,6 +181,10 @@ STREAMS = {
     "aft_full of two factors": (
         lambda q, k, v, **o: ops.aft_full(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, is_causal=True, **o),
         lambda q, k, v, s: ops.aft_full_step(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, state=s),
+    ),
+    "short_convolution": (
+        lambda q, k, v, **o: ops.short_convolution(q, k, v, draw(k.shape[1], 4, 4), is_causal=True, **o),
+        lambda q, k, v, s: ops.short_convolution_step(q, k, v, draw(k.shape[1], 4, 4), s),
     ),
     "aft_simple": (
         lambda q, k, v, **o: ops.aft_simple(q, k, v, is_causal=True, **o),

@@ -144,6 +144,9 @@ SUMS = {
     "fourier": (lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 5, 1), draw(4, 5), **o),
                 {"parameters": [draw(4, 5, 1)]}),
     "toeplitz": (lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 119), **o), {"shape": [119]}),
+    "short-convolution": (
+        lambda q, k, v, **o: ops.short_convolution(q, k, v, draw(k.shape[1], 4, 5), **o), {"width": 4},
+    ),
     "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), {}),
     "aft-conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), **o), {"taps": 5}),
     "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=99, **o), {"capacity": 99}),

@@ -87,6 +87,8 @@ CASES = {
     "fourier, rotary": (fourier("a", normalizer="unrotated", wave="pairs"), lambda: [A()[:, : WIDTH // 2]]),
     "fourier, decay": (fourier("ab", decay=[0.9, 0.99]), lambda: [A(), EACH(3)]),
     "fourier, at positions": (at_positions, lambda: [draw(HEADS, WIDTH, 2), EACH(3)]),
+    "short-convolution": (plain("short_convolution"), lambda: [draw(HEADS, 4, WIDTH, seed=6)]),
+    "short-convolution, one tap": (plain("short_convolution"), lambda: [draw(HEADS, 1, WIDTH, seed=6)]),
     "aft-simple": (plain("aft_simple"), list),
     "aft-local": (plain("aft_local"), lambda: [draw(LENGTH, 2 * RADIUS + 1)]),
     "aft-conv": (one_key, lambda: [draw(HEADS, 6), positive(HEADS), draw(HEADS)]),
@@ -208,6 +210,8 @@ def numbers(name, both_ways):
         return 2 * state(d * (d + 1) + d + (r + 1) * (d + 2)) if both_ways else state(d * d + d + (r + 1) * (d + 1))
     if name == "fourier":
         return state(3 * d * d + 3 * d)
+    if name == "short-convolution":
+        return 3 * d + 1
     if name == "aft-simple":
         return (2 if both_ways else 1) * (2 * d + 1)
     if name == "aft-local":
@@ -225,7 +229,7 @@ def bytes_are_those_of_the_page(rank, world):
         return gather(out, tensor, **more)
 
     dist.all_gather_into_tensor = counted
-    for name in ("kernelized", "shaw", "fourier", "aft-simple", "aft-local", "aft-conv"):
+    for name in ("kernelized", "shaw", "fourier", "short-convolution", "aft-simple", "aft-local", "aft-conv"):
         for both_ways in (False, True):
             for length in (20, LENGTH):
                 function, tensors, parameters = inputs(name)

@@ -24,7 +24,8 @@ from longspan.transformers._config import SETTINGS  # noqa: E402
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(Path(__file__).parents[2] / "target/release/longspan"))
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
-STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax"]
+STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
+            "short-convolution"]  # fmt: skip
 TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "worst", "age") for thing in ("sea", "sun", "hill"))
 WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
 

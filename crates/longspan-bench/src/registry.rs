@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Fourier, Kernel, KernelizedAttention, Score, Shaw, SoftmaxAttention, Toeplitz,
+    Aft, Algorithm, Bias, Fourier, Kernel, KernelizedAttention, Score, Shaw, ShortConvolution, SoftmaxAttention,
+    Toeplitz,
 };
 
 use crate::error::Error;
@@ -39,6 +40,7 @@ pub fn registry() -> Vec<Entry> {
             ..SoftmaxAttention::default()
         })
         .on_request(),
+        Entry::new("short-convolution", "Short convolution, 4 taps", |_, _| ShortConvolution::default()).on_request(),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),

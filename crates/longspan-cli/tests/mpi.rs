@@ -122,7 +122,7 @@ fn processes_learn_what_one_learns() {
 fn split_sequences_learn_what_whole_ones_do() {
     let place = place();
     let options: [&[&str]; 4] = [
-        &["--attention", "kernelized,shaw"],
+        &["--attention", "kernelized,short-convolution,shaw"],
         &["--attention", "fourier", "--set", "recompute=true"],
         &["--set", "radius=12", "--set", "feature_map=exp"],
         &["--attention", "kernelized", "--set", "feature_map=hedgehog", "--backpropagate", "3"],

@@ -2,12 +2,13 @@
 //!
 //! Reading order: [`Dims`], [`View`] and [`Mask`] say what a call works on; [`Mechanism`] and its [`Kernel`]s are the way to call it;
 //! [`KernelizedAttention`], with [`Shaw`]'s or [`Fourier`] positions, [`Toeplitz`] and [`Aft`] are the mechanisms,
-//! [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
+//! [`ShortConvolution`] what stands between them, [`SoftmaxAttention`] the baseline; [`State`] is what streaming carries; [`Algorithm`] and [`Plan`] say how a call is
 //! computed and why; [`half`] brings two-byte numbers in and out;
 //! [`threads`] runs calls on other threads than rayon's.
 
 pub mod aft;
 mod call;
+pub mod convolution;
 mod error;
 mod feature_map;
 pub mod fourier;
@@ -26,6 +27,7 @@ pub use call::{
     AnyKernel, Call, CombineGradients, Cotangent, Dims, Gradients, Kernel, Keys, Mask, Mechanism, Order, Output,
     Parameter, Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut,
 };
+pub use convolution::ShortConvolution;
 pub use error::Error;
 pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};

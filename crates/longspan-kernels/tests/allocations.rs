@@ -7,7 +7,7 @@ use std::cell::Cell;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
     Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, Kernel, KernelizedAttention, Mask,
-    Mechanism, Output, Real, Score, Scratch, Shaw, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
+    Mechanism, Output, Real, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
 };
 
 /// Counts what this thread asks for.
@@ -150,6 +150,11 @@ fn steps_of_attention_free_transformers() {
     check("AFT-simple", Aft::new(Variant::Simple));
     check("AFT-local", Aft::new(Variant::Local { window: 64, length: Some(1000) }));
     check("AFT-conv", Aft::new(Variant::Conv { taps: 33, normalized: true }));
+}
+
+#[test]
+fn steps_of_short_convolutions() {
+    check("short convolution", ShortConvolution::default());
 }
 
 #[test]

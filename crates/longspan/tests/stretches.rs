@@ -145,6 +145,7 @@ fn stretches_have_the_gradients_of_the_whole() {
         config(r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"decay": [0.9, 0.99]}}"#),
         config(r#"{"mechanism": "shaw", "relative": {"radius": 40}}"#).with_recompute(true).with_gated_attention(true),
         config(r#"{"mechanism": "fourier"}"#),
+        config(r#"{"mechanism": "short-convolution", "width": 6}"#).with_kv_heads(Some(1)),
         config(r#"{"mechanism": "fourier", "kernel": {"decay": [0.9, 0.99]}}"#),
     ];
     for config in configs {

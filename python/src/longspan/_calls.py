@@ -24,6 +24,7 @@ _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
     "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
     "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
     "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
+    "short-convolution": lambda q, offset, taps: {"width": taps.shape[1]},
     "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
 }
 
@@ -77,7 +78,8 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
 BFLOAT16 = np.dtype("V2")
 
 
-_PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta")}
+_PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta"),
+               "short-convolution": ("taps",)}  # fmt: skip
 
 
 def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:

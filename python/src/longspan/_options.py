@@ -244,6 +244,12 @@ def aft_conv(
     return k[..., None], (w, gamma, beta) if normalized else (w,), options
 
 
+def short_convolution(operation: str, taps: Any, silu: bool) -> str:
+    expect_axes(operation, "taps", taps, 3, "(kv_heads, width, head_dim)")
+    expect_type(operation, "silu", silu, bool)
+    return as_object(silu=silu)
+
+
 def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
     """Parameters of a feature map that learns; they come after those of positions."""
     learned = isinstance(feature_map, str) and feature_map.startswith("hedgehog")

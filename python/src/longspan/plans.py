@@ -59,11 +59,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aft-local": ops.aft_local,
     "aft-simple": ops.aft_simple,
     "aft-conv": ops.aft_conv,
+    "short-convolution": ops.short_convolution,
     "softmax": ops.softmax_attention,
 }
 
 #: Options without which a mechanism cannot be explained, and what stands for them.
-_EXPLAINED: dict[str, dict[str, Any]] = {"shaw": {"radius": 16}, "aft-local": {"window": 32}, "aft-conv": {"taps": 33}}
+_EXPLAINED: dict[str, dict[str, Any]] = {"shaw": {"radius": 16}, "aft-local": {"window": 32}, "aft-conv": {"taps": 33},
+                                         "short-convolution": {"width": 4}}  # fmt: skip
 
 
 def mechanisms() -> dict[str, MechanismInfo]:
@@ -78,7 +80,7 @@ def mechanisms() -> dict[str, MechanismInfo]:
     --------
     >>> import longspan
     >>> sorted(longspan.mechanisms())
-    ['aft-conv', 'aft-full', 'aft-local', 'aft-simple', 'fourier', 'kernelized', 'shaw', 'softmax', 'toeplitz']
+    ['aft-conv', 'aft-full', 'aft-local', 'aft-simple', 'fourier', 'kernelized', 'shaw', 'short-convolution', 'softmax', 'toeplitz']
     """
     found = {}
     for name, summary, algorithms in _native.mechanisms():

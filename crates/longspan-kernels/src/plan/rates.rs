@@ -125,6 +125,12 @@ rates! {
     SoftmaxWeight = "softmax.tiled.weight", [333e-12, 1.01e-9];
     /// A floating-point operation.
     SoftmaxFlop = "softmax.tiled.flop", [3.4e-12, 11.3e-12];
+    /// A call.
+    ConvolutionCall = "convolution.chunked.call", [458e-9, 989e-9];
+    /// A number of queries, keys, values and outputs.
+    ConvolutionNumber = "convolution.chunked.number", [142e-12, 516e-12];
+    /// A tap of a query, for a channel.
+    ConvolutionTap = "convolution.chunked.tap", [30e-12, 90e-12];
 }
 
 impl fmt::Display for Rate {

@@ -3,6 +3,7 @@
 mod aft;
 mod blocks;
 mod choice;
+mod convolution;
 mod feature_maps;
 mod fourier;
 mod instruction_sets;

@@ -4,7 +4,7 @@
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
     Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, Kernel, KernelizedAttention, Keys, Mask, Order,
-    Output, Score, Scratch, Shaw, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
+    Output, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
 };
 use longspan_testing::{Assumptions, Case, KeyMask, Subject, accuracy, execute, memory};
 use proptest::prelude::*;
@@ -141,7 +141,7 @@ proptest! {
 }
 
 /// Mechanisms for calls that need not make sense.
-const WRONG: usize = 9;
+const WRONG: usize = 10;
 
 fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
     let shaw = Score::Combined(Shaw::new(2));
@@ -156,6 +156,7 @@ fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
         5 => Box::new(SoftmaxAttention { capacity: 5, ..Default::default() }),
         6 => Box::new(Toeplitz::new(Bias::clipped(3))),
         7 => Box::new(SoftmaxAttention { window: Some(3), ..Default::default() }),
+        8 => Box::new(ShortConvolution::default()),
         _ => Box::new(Aft::new(Variant::Local { window: 2, length: None })),
     }
 }

@@ -9,6 +9,7 @@
 
 mod aft;
 mod by_name;
+mod convolution;
 mod feature_map;
 mod fourier;
 mod heads;
@@ -26,6 +27,7 @@ mod toeplitz;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, ImageOptions};
+pub use convolution::{ShortConvolution, ShortConvolutionOptions};
 pub use feature_map::LearnedMap;
 pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
 pub use heads::Heads;

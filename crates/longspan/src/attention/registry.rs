@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::{
     AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState,
     FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
-    SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions, StoredState, ToeplitzAttention, ToeplitzOptions,
-    index_tensor,
+    ShortConvolution, ShortConvolutionOptions, SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions, StoredState,
+    ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Error, Result, argument};
@@ -184,6 +184,8 @@ mechanisms! {
     AftSimple = aft_simple "aft-simple" (AftSimpleOptions) -> AftAttention;
     /// AFT with one key a head and biases by distance.
     AftConv = aft_conv "aft-conv" (AftConvOptions) -> AftAttention;
+    /// Gated short convolution: a few taps over the latest tokens, to stand between layers of attention.
+    ShortConvolution = short_convolution "short-convolution" (ShortConvolutionOptions) -> ShortConvolution;
     /// Scaled dot-product attention without positions: the baseline, of quadratic cost.
     Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
     /// The same over the keys within a window: sliding-window attention, of linear cost.

@@ -60,6 +60,8 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "aft-conv", "taps": 4, "normalized": false}"#,
         r#"{"mechanism": "aft-conv", "taps": 4, "image": {"height": 7, "width": 10, "tap_rows": 3}}"#,
         r#"{"mechanism": "aft-local", "window": 1}"#,
+        r#"{"mechanism": "short-convolution", "width": 1, "silu": false}"#,
+        r#"{"mechanism": "short-convolution", "width": 20}"#,
         r#"{"mechanism": "aft-full", "length": 200, "rank": null}"#,
     ] {
         configs.push(serde_json::from_str(options).unwrap());

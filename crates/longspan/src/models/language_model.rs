@@ -176,7 +176,7 @@ impl LanguageModel {
     /// gradient; the state takes all tokens in.
     ///
     /// A process sends each other one its blocks' states in the forward and as many numbers again in the backward, however many tokens
-    /// there are. Kernelized attention, also with Shaw's and Fourier's positions, on the CPU backend.
+    /// there are. Kernelized attention, also with Shaw's and Fourier's positions, and short convolutions, on the CPU backend.
     ///
     /// # Errors
     /// As [`loss_from`](Self::loss_from), and a mechanism whose states have no sum with a gradient.

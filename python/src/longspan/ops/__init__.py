@@ -51,6 +51,7 @@ True
 
 from .._native import State
 from ._aft import aft_conv, aft_conv_step, aft_full, aft_full_step, aft_local, aft_local_step, aft_simple, aft_simple_step
+from ._convolution import short_convolution, short_convolution_step
 from ._fourier import fourier_attention, fourier_attention_step
 from ._kernelized import kernelized_attention, kernelized_attention_step
 from ._shaw import shaw_attention, shaw_attention_step
@@ -73,6 +74,8 @@ __all__ = [
     "kernelized_attention_step",
     "shaw_attention",
     "shaw_attention_step",
+    "short_convolution",
+    "short_convolution_step",
     "softmax_attention",
     "softmax_attention_step",
     "toeplitz_attention",

@@ -30,6 +30,8 @@ __all__ = [
     "kernelized_attention_step",
     "shaw_attention",
     "shaw_attention_step",
+    "short_convolution",
+    "short_convolution_step",
     "softmax_attention",
     "softmax_attention_step",
     "toeplitz_attention",
@@ -369,6 +371,40 @@ def aft_simple(
     output_final_state: Literal[True],
 ) -> tuple[_Array, State]: ...
 def aft_simple_step(q: _Array, k: _Array, v: _Array, state: _State | None = None) -> tuple[_Array, State]: ...
+
+@overload
+def short_convolution(
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    taps: _Array,
+    *,
+    silu: bool = True,
+    is_causal: bool = False,
+    offset: int = 0,
+    key_padding_mask: _Array | None = None,
+    cu_seqlens: _Packed | None = None,
+    initial_state: _State | None = None,
+    output_final_state: Literal[False] = False,
+) -> _Array: ...
+@overload
+def short_convolution(
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    taps: _Array,
+    *,
+    silu: bool = True,
+    is_causal: bool = False,
+    offset: int = 0,
+    key_padding_mask: _Array | None = None,
+    cu_seqlens: _Packed | None = None,
+    initial_state: _State | None = None,
+    output_final_state: Literal[True],
+) -> tuple[_Array, State]: ...
+def short_convolution_step(
+    q: _Array, k: _Array, v: _Array, taps: _Array, state: _State | None = None, *, silu: bool = True
+) -> tuple[_Array, State]: ...
 
 @overload
 def aft_conv(

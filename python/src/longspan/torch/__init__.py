@@ -24,6 +24,7 @@ from .mechanisms import (
     FourierAttention,
     KernelizedAttention,
     ShawAttention,
+    ShortConvolution,
     SoftmaxAttention,
     ToeplitzAttention,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "KernelizedAttention",
     "MultiheadAttention",
     "ShawAttention",
+    "ShortConvolution",
     "SoftmaxAttention",
     "TensorState",
     "ToeplitzAttention",

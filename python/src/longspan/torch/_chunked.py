@@ -791,12 +791,38 @@ def _softmax(
     return torch.cat(pieces, 2)
 
 
+def _short_convolution(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor],
+    settings: dict[str, Any],
+    is_causal: bool,
+    offset: int,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
+    """`longspan.ops.short_convolution`."""
+    (taps,) = parameters
+    queries, keys, before = q.shape[2], k.shape[2], taps.shape[1] - 1
+    products = k * v
+    if key_padding_mask is not None:
+        products = products.masked_fill(key_padding_mask[:, None, :, None], 0)
+    # Further away from the keys than this makes no difference.
+    first = min(max(offset, -queries), keys + before) - before
+    padded = F.pad(products, (0, 0, max(-first, 0), max(first + before + queries - keys, 0)))
+    start = max(first, 0) + before
+    sums = sum(taps[:, t, None] * padded[:, :, start - t : start - t + queries] for t in range(before + 1))
+    out: Tensor = F.silu(sums) if settings["silu"] else sums
+    return q * out.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
+
+
 _FORMULATIONS = {
     "softmax": _softmax,
     "kernelized": _kernelized,
     "shaw": _kernelized,
     "fourier": _fourier,
     "toeplitz": _toeplitz,
+    "short-convolution": _short_convolution,
     "aft-full": _aft(_full_biases),
     "aft-local": _aft(_local_biases),
     "aft-simple": _aft(lambda *_: None),

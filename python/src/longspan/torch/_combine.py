@@ -1,7 +1,7 @@
 """Sums of states with gradients: those of the formulas that the kernels compute, with exponents, places and counts as constants.
 
-What each part of a state means, and how two become one, is in ``state.rs`` of ``kernelized/``, ``toeplitz/``, ``aft/`` and
-``softmax/`` in ``crates/longspan-kernels/src``.
+What each part of a state means, and how two become one, is in ``state.rs`` of ``kernelized/``, ``toeplitz/``, ``aft/``,
+``convolution/`` and ``softmax/`` in ``crates/longspan-kernels/src``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def combine(
     elif kind == "toeplitz":
         shape = chosen.get("shape") or parameters[0].shape[1:]
         formula = _toeplitz(a, b, sum_of_both, _near(a, shape, None if chosen.get("centred") else chosen.get("first")))
+    elif kind == "short-convolution":
+        formula = _short_convolution(a, b, sum_of_both, chosen["width"] - 1)
     elif kind.startswith("aft-"):
         formula = _aft(a, b, sum_of_both)
     else:
@@ -185,6 +187,16 @@ def _aft(first: Parts, second: Parts, summed: Parts) -> Parts:
     own = (later_marks[..., 0, None] - back) % rows
     ring = [torch.where((back <= held)[..., None], _rows(b, own, rows), a) for a, b in zip((k, v), second[3:5])]
     return numerator, denominator, torch.zeros_like(exponents[0]), *ring, torch.zeros_like(marks)
+
+
+def _short_convolution(first: Parts, second: Parts, both: Parts, before: int) -> Parts:
+    if not before:
+        return both
+    slot = torch.arange(before, device=first[0].device)
+    new = second[2].long()
+    older = _rows(first[0], (slot + new).clamp(max=before - 1), before)
+    newer = second[0].unflatten(-1, (before, -1))
+    return [torch.where((slot < before - new)[..., None], older, newer), *both[1:]]
 
 
 def _softmax(first: Parts, second: Parts, capacity: int) -> Parts:

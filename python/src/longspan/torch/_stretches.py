@@ -224,6 +224,45 @@ class Sums:
         ], 2)  # fmt: skip
 
 
+class Latest:
+    """Stretches of a short convolution: the last products ``k * v`` and how many of them are there, as in its states."""
+
+    two_passes = False
+
+    def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
+        self.original = attention
+        # It looks back under every mask.
+        self.sides = [self]
+        _, state = attention.call(q[:, :, :0].detach(), keys.part(0, 0), True, final=True)
+        self.shape = (state.mechanism, state.options, state.parts)
+        self.before = attention.parameters[0].shape[1] - 1
+        self.blank = keys.k.new_zeros((*keys.k.shape[:2], sum(state.parts)))
+
+    def form(self, keys: Tokens) -> Tensor:
+        """The numbers of a stretch of its own."""
+        last = keys.part(max(keys.count - self.before, 0), keys.count)
+        products = last.k * last.v
+        if last.ignored is not None:
+            products = products.masked_fill(last.ignored[:, None, :, None], 0)
+        missing = products.new_zeros((*products.shape[:2], self.before - last.count, products.shape[3]))
+        count = products.new_full((*products.shape[:2], 1), last.count)
+        return torch.cat([torch.cat([missing, products], 2).flatten(2), count], 2)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """The numbers of two stretches, one after the other."""
+        new = int(second[:1, :1, -1:].sum())
+        width = (first.shape[2] - 1) // max(self.before, 1)
+        count = (first[..., -1:] + second[..., -1:]).clamp(max=self.before)
+        return torch.cat([first[..., new * width : -1], second[..., (self.before - new) * width : -1], count], 2)
+
+    def read(
+        self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, _start: int
+    ) -> Tensor:
+        """Outputs of a stretch after what is before it."""
+        out: Tensor = self.original.call(q, keys, True, initial=TensorState(*self.shape, before))
+        return out
+
+
 class Windows:
     """Stretches of AFT, whose biases reach ``reach`` keys to one side of a query and are 0 farther away.
 

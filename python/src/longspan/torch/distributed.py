@@ -21,7 +21,7 @@ from .. import __version__, _calls
 from .. import ops as _ops
 from . import _dispatch
 from ._exchange import Exchange, agree, refuse
-from ._stretches import Attention, Sums, Tokens, WindowsBetween
+from ._stretches import Attention, Latest, Sums, Tokens, WindowsBetween
 from .attention import Attention as AttentionModule
 from .multi_head import MultiheadAttention
 
@@ -34,12 +34,14 @@ __all__ = [
     "kernelized_attention",
     "mean_loss",
     "shaw_attention",
+    "short_convolution",
     "stretch",
 ]
 
 _FORMS: dict[str, Any] = {
     "kernelized": Sums, "shaw": Sums, "fourier": Sums,
     "aft-simple": WindowsBetween, "aft-local": WindowsBetween, "aft-conv": WindowsBetween,
+    "short-convolution": Latest,
 }  # fmt: skip
 
 #: Why a mechanism needs the whole sequence on every rank.
@@ -322,6 +324,7 @@ _QKV = "*torch.randn(3, 1, 2, 100, 8)"
 kernelized_attention = _over(_ops.kernelized_attention, f"[{_QKV}]")
 shaw_attention = _over(_ops.shaw_attention, f"[{_QKV}, torch.randn(2, 33, 8)]")
 fourier_attention = _over(_ops.fourier_attention, f"[{_QKV}, torch.randn(2, 8, 1), torch.randn(2, 8)]")
+short_convolution = _over(_ops.short_convolution, f"[{_QKV}, torch.randn(2, 4, 8)]")
 aft_simple = _over(_ops.aft_simple, f"[{_QKV}]")
 aft_local = _over(_ops.aft_local, f"[{_QKV}, torch.randn(100, 7)]")
 aft_conv = _over(

@@ -529,6 +529,66 @@ class AftSimple(Attention):
         self._check()
 
 
+class ShortConvolution(Attention):
+    """`longspan.ops.short_convolution` as a module. It learns ``taps``, ``[num_kv_heads, width, head_dim]``.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    width : int
+        Taps: how many tokens a query sees, its own place among them, and no later one.
+    silu : bool
+        Whether the sum of the taps goes through SiLU before the query gates it.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import ShortConvolution
+    >>> convolution = ShortConvolution(4, 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> convolution(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
+
+    mechanism = "short-convolution"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        width: int = 4,
+        silu: bool = True,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(width, int) or not 1 <= width <= 64:
+            raise ValueError(f"ShortConvolution: width: expected an integer from 1 to 64, got {width!r}")
+        taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), device=device, dtype=dtype)
+        super().__init__(num_heads, head_dim, _options.short_convolution("ShortConvolution", taps, silu), num_kv_heads)
+        self.taps = nn.Parameter(taps)
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
+        most = self.taps.shape[1] ** -0.5
+        nn.init.uniform_(self.taps, -most, most)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.taps,)
+
+
 class AftConv(Attention):
     """`longspan.ops.aft_conv` as a module.
 
@@ -662,7 +722,7 @@ MODULES: dict[str, type[Attention]] = {
     module.mechanism: module
     for module in (
         KernelizedAttention, ShawAttention, FourierAttention, ToeplitzAttention, AftFull, AftLocal, AftSimple, AftConv,
-        SoftmaxAttention,
+        ShortConvolution, SoftmaxAttention,
     )
 }  # fmt: skip
 

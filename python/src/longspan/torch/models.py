@@ -25,6 +25,7 @@ from .mechanisms import (
     FourierAttention,
     KernelizedAttention,
     ShawAttention,
+    ShortConvolution,
     SoftmaxAttention,
     ToeplitzAttention,
 )
@@ -236,6 +237,7 @@ _MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict
     "aft-local": (AftLocal, _by_position),
     "aft-simple": (AftSimple, _as_they_are),
     "aft-conv": (AftConv, _as_they_are),
+    "short-convolution": (ShortConvolution, _as_they_are),
     "softmax": (SoftmaxAttention, _softmax),
     "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
 }
@@ -403,9 +405,9 @@ class Seq2Seq(nn.Module):
         self.target_embedding = nn.Embedding(target_vocab, width)
 
         def cross() -> Attention:
-            # AFT's queries only gate a mean that all of them share: it cannot select anything from a memory. A window is a place
-            # in the own sequence.
-            other = "shaw" if name.startswith("aft-") else "softmax" if name == "softmax-window" else None
+            # AFT's queries only gate a mean that all of them share, and those of a convolution what stands near: they cannot select
+            # anything from a memory. A window is a place in the own sequence.
+            other = "shaw" if name.startswith("aft-") or name == "short-convolution" else "softmax" if name == "softmax-window" else None
             if other is None:
                 return _attention(settings, name)
             return _attention({"heads": settings["heads"], "d_model": width, "attention": other}, other)

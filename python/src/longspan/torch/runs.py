@@ -32,11 +32,12 @@ toeplitz        ``bias`` ``[heads, entries]``; a grid's is ``[heads, rows, colum
 aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense: ``w`` ``[length, length]``
 aft-local       ``w`` ``[length, 2 window - 1]``
 aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
+short-conv.     ``taps`` ``[heads, width, d]``
 others          nothing
 hedgehog        in every mechanism ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================
 
-A decoder with AFT attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
+A decoder with AFT or a short convolution attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
 itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window) get sines and cosines.
 """
 

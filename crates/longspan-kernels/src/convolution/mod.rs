@@ -1,0 +1,168 @@
+//! Gated short convolution: `out_i = q_i ⊙ a(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t})` over the last `w` tokens, channel by channel.
+//!
+//! One head's [`State`] holds the last `w − 1` products `k ⊙ v`, oldest first, as its first part (`(w − 1) × head_dim`), and how
+//! many tokens there were, up to `w − 1`, as its third (1). The derivation stands in this folder's `README.md`.
+
+mod backward;
+mod forward;
+mod problem;
+mod reference;
+mod state;
+mod step;
+mod taps;
+
+use problem::Problem;
+
+use crate::call::{
+    Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
+    Parameters, Reference, Scratch, Sink, State, Token, check_gradients, check_output, kernels,
+};
+use crate::error::{Error, expect};
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::simd::Real;
+
+/// A causal convolution of a few taps over channels, between two gates. It takes keys and values as wide as queries.
+///
+/// It has one parameter, the taps `c`, `[kv_heads, width, head_dim]`: tap `t` weighs the token `t` places back.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShortConvolution {
+    /// `w`: how many tokens a query sees, its own place among them; under any mask, no later one.
+    pub width: usize,
+    /// Whether `a` is SiLU, `x·σ(x)`; else it is the identity.
+    pub silu: bool,
+}
+
+impl Default for ShortConvolution {
+    fn default() -> Self {
+        Self { width: 4, silu: true }
+    }
+}
+
+impl ShortConvolution {
+    /// The largest width. What is longer is no longer short: its transforms would be faster.
+    pub const LARGEST_WIDTH: usize = 64;
+
+    /// Tokens before a query's own that it sees.
+    fn before(&self) -> usize {
+        self.width - 1
+    }
+}
+
+fn check_options(convolution: &ShortConvolution, dims: &Dims) -> Result<(), Error> {
+    let (operation, range) = (convolution.name(), 1..=ShortConvolution::LARGEST_WIDTH);
+    let expected = || format!("between 1 and {}", range.end());
+    expect(range.contains(&convolution.width), operation, "width", expected, || convolution.width.to_string())?;
+    let expected = || format!("head_dim = {}: keys gate values", dims.head_dim);
+    expect(dims.value_dim == dims.head_dim, operation, "value_dim", expected, || dims.value_dim.to_string())
+}
+
+impl Mechanism for ShortConvolution {
+    fn name(&self) -> &'static str {
+        "short-convolution"
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        &[Algorithm::Chunked]
+    }
+
+    fn parameters(&self, dims: &Dims) -> Parameters {
+        [Parameter::new("taps", [dims.kv_heads, self.width, dims.head_dim])].into_iter().collect()
+    }
+
+    fn plan(&self, dims: &Dims, _: &Mask<'_>) -> Plan {
+        let (heads, width) = ((dims.batch * dims.heads) as f64, dims.head_dim as f64);
+        let taps = dims.queries as f64 * self.width as f64 * width;
+        let counts = [
+            (Rate::ConvolutionNumber, (2 * dims.queries + 2 * dims.keys) as f64 * width),
+            (Rate::ConvolutionTap, taps),
+        ];
+        let estimate = Estimate {
+            algorithm: Algorithm::Chunked,
+            flops: heads * (2.0 * taps + 2.0 * dims.queries as f64 * width),
+            published_elements: dims.queries as f64 * width,
+            scratch_bytes: 4.0 * (2 * problem::ROWS + 3 * self.width) as f64 * width,
+            work: Work::new(heads, Rate::ConvolutionCall, counts),
+            automatic: true,
+        };
+        Plan::new(Algorithm::Auto, vec![estimate])
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(ShortConvolution);
+
+impl Compute for ShortConvolution {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn forward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        output: Output<'_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_output(self, &problem.dims, &output)?;
+        let Output { mut out, denominators, final_state } = output;
+        if let Some(to) = &final_state {
+            problem.check_final_state(to, "final_state")?;
+        }
+        let sink = Sink::new(&mut out, denominators, &problem.dims);
+        forward::forward(&problem, sink, scratch);
+        if let Some(to) = final_state {
+            forward::final_state(&problem, to);
+        }
+        Ok(())
+    }
+
+    fn backward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        if let Some(state) = cotangent.final_state {
+            problem.check_final_state(state, "gradient of the final state")?;
+        }
+        if let Some(to) = &gradients.initial_state {
+            problem.check_initial_gradient(to)?;
+        }
+        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        backward::backward(&problem, cotangent, sink, (&mut *parameters[0], initial_state), scratch);
+        Ok(())
+    }
+
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        check_options(self, dims)?;
+        State::zeros(state::shape(self, dims))
+    }
+
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        step::step(self, token, state, out)
+    }
+
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
+    }
+
+    fn combine_backward<T: Real>(
+        &self,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&[T]],
+        d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        let (earlier, later) = state::combine_backward(self, earlier, later, d_combined)?;
+        let parameters = parameters.iter().map(|taps| vec![T::ZERO; taps.len()]).collect();
+        Ok(CombineGradients { earlier, later, parameters })
+    }
+}

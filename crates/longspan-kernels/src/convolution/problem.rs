@@ -1,0 +1,99 @@
+//! A checked call, with what its tasks share.
+
+use std::ops::Range;
+
+use super::{ShortConvolution, check_options, state};
+use crate::call::{
+    Call, Dims, Mechanism, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
+};
+use crate::error::Error;
+use crate::simd::Real;
+use crate::simd::block::{multiply, store};
+use crate::simd::rows::padded;
+
+/// Tokens of a task: many beside the taps, few enough for the second-level cache.
+pub(super) const ROWS: usize = 256;
+
+/// A checked call.
+pub(super) struct Problem<'a, T: 'static> {
+    pub convolution: &'a ShortConvolution,
+    pub call: &'a Call<'a, T>,
+    pub dims: Dims,
+    pub sequences: Vec<Sequence<'a>>,
+    /// Length of a row in blocks: whole cache lines.
+    pub row: usize,
+}
+
+impl<'a, T: Real> Problem<'a, T> {
+    /// Checks everything but the outputs.
+    pub fn new(convolution: &'a ShortConvolution, call: &'a Call<'a, T>) -> Result<Self, Error> {
+        let dims = call.dims;
+        // Before what asks for the sizes of parameters.
+        check_options(convolution, &dims)?;
+        check_call(convolution, call)?;
+        if let Some(initial) = call.initial_state {
+            state::check(convolution, &dims, initial, "initial_state")?;
+            check_initial_mask(convolution.name(), &call.mask)?;
+        }
+        Ok(Self { convolution, call, dims, sequences: call.mask.sequences(&dims), row: padded::<T>(dims.head_dim) })
+    }
+
+    /// Whether the call may have a final state, or the gradient of one, of this shape.
+    pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state.check(self.convolution.name(), argument, state::shape(self.convolution, &self.dims))?;
+        check_final_mask(self.convolution.name(), &self.call.mask)
+    }
+
+    /// Whether the gradient of the initial state can be had, and fits its place.
+    pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
+        let expected = state::shape(self.convolution, &self.dims);
+        to.check(self.convolution.name(), "gradient of the initial state", expected)?;
+        check_initial_gradient(self.convolution.name(), self.call)
+    }
+
+    /// A head's taps as rows of a block.
+    pub fn load_taps(&self, kv_head: usize, block: &mut [T]) {
+        let width = self.dims.head_dim;
+        let rows = self.call.parameters[0].chunks_exact(width.max(1)).skip(kv_head * self.convolution.width);
+        for (from, to) in rows.zip(block.chunks_exact_mut(self.row.max(1)).take(self.convolution.width)) {
+            to[..width].copy_from_slice(from);
+        }
+    }
+
+    /// The products `k ⊙ v` at positions, where a call's own first key is at 0, as rows of a block of so many numbers.
+    pub fn load_products(
+        &self,
+        sequence: &Sequence<'_>,
+        kv_head: usize,
+        positions: Range<isize>,
+        (block, row): (&mut [T], usize),
+    ) {
+        let (width, before) = (self.dims.head_dim, self.convolution.before() as isize);
+        let keys = self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start);
+        let values = self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start);
+        let past = self.call.initial_state.map(|state| state.head(sequence.batch, kv_head)[0]);
+        for (position, to) in positions.zip(block.chunks_exact_mut(row.max(1))) {
+            let to = &mut to[..width];
+            match (usize::try_from(position), past) {
+                (Ok(key), _) if is_there(sequence, key) => {
+                    store(keys.row(key, width), T::ONE, to);
+                    multiply(to, values.row(key, width));
+                }
+                (Err(_), Some(past)) if position >= -before => {
+                    to.copy_from_slice(&past[(position + before) as usize * width..][..width]);
+                }
+                _ => to.fill(T::ZERO),
+            }
+        }
+    }
+
+    /// The query at a position.
+    pub fn query(&self, sequence: &Sequence<'_>, position: isize) -> Option<usize> {
+        usize::try_from(position - self.call.mask.offset).ok().filter(|&row| row < sequence.queries)
+    }
+}
+
+/// Whether a sequence has this key, and does not ignore it.
+pub(super) fn is_there(sequence: &Sequence<'_>, key: usize) -> bool {
+    key < sequence.keys && sequence.padding.is_none_or(|ignored| !ignored[key])
+}

@@ -1,0 +1,98 @@
+//! The state of a short convolution: its latest products, and how many tokens there were.
+
+use super::{ShortConvolution, check_options};
+use crate::call::{Dims, Mechanism, State, StateShape, VERSION, fingerprint};
+use crate::error::{Error, expect};
+use crate::simd::Real;
+
+/// The sizes of the state for calls of these sizes, which were checked.
+pub(super) fn shape(convolution: &ShortConvolution, dims: &Dims) -> StateShape {
+    StateShape {
+        mechanism: convolution.name(),
+        version: VERSION,
+        options: fingerprint(&convolution.width),
+        batch: dims.batch,
+        kv_heads: dims.kv_heads,
+        parts: [convolution.before().saturating_mul(dims.head_dim), 0, 1, 0, 0, 0],
+    }
+}
+
+/// How many tokens a state that was checked has seen, up to those that it holds.
+pub(super) fn tokens<T: Real>(state: &State<T>, batch: usize, kv_head: usize) -> usize {
+    state.head(batch, kv_head)[2][0].to_f64() as usize
+}
+
+/// Checks sizes and counts of a state that a caller gives.
+pub(super) fn check<T: Real>(
+    convolution: &ShortConvolution,
+    dims: &Dims,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    check_options(convolution, dims)?;
+    state.check(convolution.name(), argument, shape(convolution, dims))?;
+    let most = convolution.before() as f64;
+    let wrong = state.each(2).map(|tokens| tokens[0].to_f64()).find(|n| !(0.0..=most).contains(n) || n.fract() != 0.0);
+    expect(
+        wrong.is_none(),
+        convolution.name(),
+        argument,
+        || format!("a whole number up to {most} as the number of tokens"),
+        || wrong.unwrap_or(0.0).to_string(),
+    )
+}
+
+/// Checks two states that follow each other, and gives the numbers of a product and of products.
+fn check_both<T: Real>(
+    convolution: &ShortConvolution,
+    earlier: &State<T>,
+    later: &State<T>,
+) -> Result<[usize; 2], Error> {
+    let shape = earlier.shape();
+    later.check(convolution.name(), "later state", shape)?;
+    let before = convolution.width.saturating_sub(1);
+    // The width of a head follows from a state only where it holds products.
+    let head_dim = shape.parts[0].checked_div(before).unwrap_or(0);
+    let (heads, kv_heads) = (shape.kv_heads, shape.kv_heads);
+    let dims = Dims { batch: shape.batch, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
+    check(convolution, &dims, earlier, "earlier state")?;
+    check(convolution, &dims, later, "later state")?;
+    Ok([head_dim, before])
+}
+
+/// The tokens of `earlier`, then those of `later`.
+pub(super) fn combine<T: Real>(
+    convolution: &ShortConvolution,
+    earlier: &State<T>,
+    later: &State<T>,
+) -> Result<State<T>, Error> {
+    let [width, before] = check_both(convolution, earlier, later)?;
+    let mut both = later.try_clone()?;
+    for ([products, _, held, ..], [older, _, earlier, ..]) in both.heads_mut().zip(earlier.heads()) {
+        let tokens = held[0].to_f64() as usize;
+        let kept = (before - tokens) * width;
+        products[..kept].copy_from_slice(&older[tokens * width..]);
+        held[0] = T::from_f64((tokens as f64 + earlier[0].to_f64()).min(before as f64));
+    }
+    Ok(both)
+}
+
+/// The gradients of both states from that of their sum.
+pub(super) fn combine_backward<T: Real>(
+    convolution: &ShortConvolution,
+    earlier: &State<T>,
+    later: &State<T>,
+    d_combined: &State<T>,
+) -> Result<(State<T>, State<T>), Error> {
+    let [width, before] = check_both(convolution, earlier, later)?;
+    d_combined.check(convolution.name(), "gradient of the sum", earlier.shape())?;
+    let (mut d_earlier, mut d_later) = (State::zeros(earlier.shape())?, State::zeros(earlier.shape())?);
+    let heads = d_earlier.heads_mut().zip(d_later.heads_mut()).zip(later.heads().zip(d_combined.heads()));
+    for (([to_earlier, ..], [to_later, ..]), ([_, _, held, ..], [d, ..])) in heads {
+        let tokens = held[0].to_f64() as usize;
+        let kept = (before - tokens) * width;
+        to_earlier[tokens * width..].copy_from_slice(&d[..kept]);
+        to_later[kept..].copy_from_slice(&d[kept..]);
+    }
+    Ok((d_earlier, d_later))
+}

@@ -1,0 +1,116 @@
+//! The conformance suite over gated short convolutions.
+
+use longspan_kernels::{Dims, Kernel, ShortConvolution, State, Token};
+use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::{
+    Assumptions, Case, KeyMask, Subject, accuracy, grid, isolation, rejection, state_gradients, threads,
+};
+
+fn subject(width: usize, silu: bool) -> Subject {
+    let assumptions = Assumptions {
+        signed_features: true,
+        signed_parameters: 1,
+        content: true,
+        positions: true,
+        true_denominators: true,
+        ..Default::default()
+    };
+    Subject::new(ShortConvolution { width, silu }, assumptions)
+}
+
+/// Runs a check over cases, with one tap, the usual four, more than short sequences have tokens, and the most.
+fn over(cases: &[Case], check: Check) {
+    let subjects: Vec<_> =
+        [1, 2, 4, 7, 64].into_iter().flat_map(|width| [true, false].map(|silu| subject(width, silu))).collect();
+    assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
+}
+
+/// Lengths around the kernels' pieces of 256 tokens too.
+const LENGTHS: [usize; 8] = [0, 1, 3, 13, 65, 255, 257, 600];
+
+fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+    grid::channels(seed, count, lengths)
+}
+
+fn streams(seed: u64, count: usize) -> Vec<Case> {
+    let stream = |case: Case| {
+        let dims = Dims { keys: case.dims.queries, ..case.dims };
+        Case { dims, causal: true, offset: 0, keys: KeyMask::All, ..case }
+    };
+    cases(seed, count, &grid::LENGTHS[1..]).into_iter().map(stream).collect()
+}
+
+longspan_testing::shared_tests!(over, cases, streams);
+
+#[test]
+fn forward_is_the_definition() {
+    over(&cases(51, 300, &grid::LENGTHS), accuracy::forward::<f32>);
+    over(&cases(52, 300, &grid::LENGTHS), accuracy::forward::<f64>);
+    over(&cases(53, 60, &LENGTHS), accuracy::forward::<f64>);
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    over(&cases(54, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
+    over(&cases(55, 40, &LENGTHS), accuracy::gradient);
+}
+
+#[test]
+fn gradients_in_f32_are_those_in_f64() {
+    over(&cases(56, 300, &grid::LENGTHS), accuracy::gradient_in_f32);
+}
+
+#[test]
+fn packed_is_looped() {
+    over(&cases(57, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
+    over(&cases(58, 200, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
+}
+
+#[test]
+fn threads_do_not_matter() {
+    over(&cases(59, 60, &LENGTHS), threads::threads_do_not_matter::<f32>);
+    over(&streams(60, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+}
+
+#[test]
+fn gradients_of_states_are_difference_quotients() {
+    over(&cases(61, 200, &grid::SHORT_LENGTHS), state_gradients::state_gradients_are_difference_quotients);
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 3 };
+    let case = Case::new(dims, true);
+    rejection::wrong_calls::<f32>(&subject(4, true), &case).unwrap_or_else(|failure| panic!("{failure}"));
+    for width in [0, 65] {
+        let refused = rejection::refuses::<f32>(&subject(width, true), &case, "width");
+        refused.unwrap_or_else(|failure| panic!("{failure}"));
+        let convolution = ShortConvolution { width, silu: true };
+        let error = Kernel::<f32>::empty_state(&convolution, &dims).unwrap_err().to_string();
+        assert!(error.contains("width"), "{error}");
+    }
+    let wide = Case::new(Dims { value_dim: 4, ..dims }, true);
+    let refused = rejection::refuses::<f32>(&subject(4, true), &wide, "value_dim");
+    refused.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// States of another width, and counts that no step writes.
+#[test]
+fn foreign_states_are_refused() {
+    let [three, four] = [3, 4].map(|width| ShortConvolution { width, silu: false });
+    let state = Kernel::<f32>::empty_state(&three, &Dims::square(1, 1, 1, 2)).unwrap();
+    let taps = [&[0.5f32; 8][..]];
+    let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &taps };
+    let error = four.step(&token, &mut state.clone(), &mut [0.0; 2]).unwrap_err().to_string();
+    assert!(error.contains("state"), "{error}");
+    let taps = [&[0.5f32; 6][..]];
+    let token = Token { parameters: &taps, ..token };
+    three.step(&token, &mut state.clone(), &mut [0.0; 2]).unwrap();
+    for count in [3.0, 0.5, -1.0, f32::NAN] {
+        let mut numbers = state.numbers().to_vec();
+        numbers[4] = count;
+        let mut wrong = State::from_numbers(state.shape(), numbers).unwrap();
+        let error = three.step(&token, &mut wrong, &mut [0.0; 2]).unwrap_err().to_string();
+        assert!(error.contains("number of tokens"), "{error}");
+    }
+}

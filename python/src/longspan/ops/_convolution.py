@@ -1,0 +1,119 @@
+"""Gated short convolution: what looks at neighbours, between layers of attention."""
+
+from __future__ import annotations
+
+from .. import _options
+from .._route import attend, step
+
+
+def short_convolution(
+    q, k, v, taps, *, silu=True, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
+    output_final_state=False,
+):  # fmt: skip
+    """A few learned taps over the latest tokens, channel by channel, between two gates.
+
+    ``out_i = q_i * silu(sum_t taps_t * k_j * v_j)`` with ``j = i + offset - t``, for ``t`` from 0 to ``width - 1``.
+
+    Parameters
+    ----------
+    q : array ``[B, H, Lq, d]``
+        What gates the result.
+    k, v : array ``[B, Hkv, Lk, d]``
+        The values, and what gates them.
+    taps : array ``[Hkv, width, d]``
+        ``taps[:, t]`` weighs the token ``t`` places back. Up to 64 of them.
+    silu : bool
+        Without it the sum of the taps is gated as it is.
+    is_causal, offset : bool, int
+        Query ``i`` stands at key ``i + offset``. It looks back under every mask, so ``is_causal`` changes nothing but that states are
+        taken and given.
+    key_padding_mask : array of bool ``[B, Lk]``, optional
+        True is ignored: such a key counts as 0.
+    cu_seqlens : sequence of int, or a pair of them, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. Causal only, on the CPU.
+
+    Returns
+    -------
+    array ``[B, H, Lq, d]``, or ``(array, State)``
+
+    Raises
+    ------
+    ValueError
+        For values that are not as wide as queries.
+
+    Notes
+    -----
+    O(L width d) time. A state holds the last ``width - 1`` products ``k * v``.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Arora et al., *Zoology: measuring and improving recall in efficient language models*, 2023 (arXiv:2312.04927); with SiLU: Gu, Dao,
+    *Mamba*, 2023 (arXiv:2312.00752).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 100, 8), np.float32)
+    >>> taps = np.random.default_rng(1).standard_normal((2, 3, 8), np.float32)
+    >>> out = ops.short_convolution(q, k, v, taps)
+
+    The definition:
+
+    >>> u = np.pad(k * v, ((0, 0), (0, 0), (2, 0), (0, 0)))
+    >>> s = sum(taps[:, t, None] * u[:, :, 2 - t : 102 - t] for t in range(3))
+    >>> np.allclose(out, q * s / (1 + np.exp(-s)), atol=1e-4)
+    True
+    """
+    operation = "short_convolution"
+    return attend(
+        operation, "short-convolution", _options.short_convolution(operation, taps, silu), q, k, v, (taps,),
+        is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
+    """One token of `short_convolution`.
+
+    Parameters
+    ----------
+    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, d]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    taps : array ``[Hkv, width, d]``
+        As in `short_convolution`.
+    state : `State`, optional
+        What `short_convolution` or the last step returned; changed in place. ``None`` starts a sequence.
+    silu : bool
+        As in `short_convolution`, and the same for all tokens of a state.
+
+    Returns
+    -------
+    array ``[B, H, d]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Raises
+    ------
+    ValueError
+        For a state of another width.
+
+    Notes
+    -----
+    O(width d), however many tokens came before.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
+    >>> out, state = ops.short_convolution_step(x, x, x, taps, silu=False)
+    >>> out, state = ops.short_convolution_step(x, x, x, taps, state, silu=False)
+    >>> float(out[0, 0, 0])
+    2.0
+    """
+    operation = "short_convolution_step"
+    options = _options.short_convolution(operation, taps, silu)
+    return step(operation, "short-convolution", options, q, k, v, (taps,), state)
