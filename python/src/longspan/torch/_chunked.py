@@ -811,8 +811,9 @@ def _short_convolution(
     first = min(max(offset, -queries), keys + before) - before
     padded = F.pad(products, (0, 0, max(-first, 0), max(first + before + queries - keys, 0)))
     start = max(first, 0) + before
-    sums = sum(taps[:, t, None] * padded[:, :, start - t : start - t + queries] for t in range(before + 1))
-    out: Tensor = F.silu(sums) if settings["silu"] else sums
+    terms = (taps[:, t, None] * padded[:, :, start - t : start - t + queries] for t in range(before + 1))
+    sums = functools.reduce(torch.add, terms)
+    out = F.silu(sums) if settings["silu"] else sums
     return q * out.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
 
 
