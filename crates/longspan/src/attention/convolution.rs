@@ -38,6 +38,9 @@ impl Default for ShortConvolutionOptions {
 pub struct ShortConvolution {
     /// `[kv_heads, width, head_dim]`: tap `t` weighs the token `t` places back.
     pub taps: Param<Tensor<3>>,
+    /// Said twice, because whoever asks the taps for it draws them.
+    #[module(skip)]
+    width: usize,
     #[module(skip)]
     silu: bool,
     #[module(skip)]
@@ -54,7 +57,8 @@ impl Options for ShortConvolutionOptions {
         // As convolutions are initialised everywhere: by the number of terms.
         let most = (width as f64).powf(-0.5);
         let initializer = Initializer::Uniform { min: -most, max: most };
-        Ok(ShortConvolution { taps: initializer.init([heads.kv_heads, width, heads.head_dim], device), silu, heads })
+        let taps = initializer.init([heads.kv_heads, width, heads.head_dim], device);
+        Ok(ShortConvolution { taps, width, silu, heads })
     }
 
     fn sees_order(&self) -> bool {
@@ -69,19 +73,13 @@ impl Options for ShortConvolutionOptions {
 
 attention_module!(ShortConvolution);
 
-impl ShortConvolution {
-    fn width(&self) -> usize {
-        self.taps.dims()[1]
-    }
-}
-
 impl Layer for ShortConvolution {
     fn name(&self) -> &'static str {
         "short-convolution"
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        Arc::new(kernels::ShortConvolution { width: self.width(), silu: self.silu })
+        Arc::new(kernels::ShortConvolution { width: self.width, silu: self.silu })
     }
 
     fn heads(&self) -> Heads {
@@ -94,7 +92,7 @@ impl Layer for ShortConvolution {
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let (dtype, [batch, heads, queries, dim]) = (q.dtype(), q.dims());
-        let (keys, kv_heads, before) = (k.dims()[2], k.dims()[1], self.width() - 1);
+        let (keys, kv_heads, before) = (k.dims()[2], k.dims()[1], self.width - 1);
         let q = widen(q);
         let products = Pairs::new(&q, keys, mask).without_ignored(widen(k) * widen(v));
         // The first position that a query sees. Further away from the keys than this makes no difference.

@@ -71,6 +71,32 @@ fn modules() -> Vec<(&'static str, Attention)> {
     configs.into_iter().map(make).collect()
 }
 
+/// Weights are drawn when they are first looked at: after the seed that a user sets behind `init`, and not by `init` itself.
+#[test]
+fn making_attention_draws_nothing() {
+    #[derive(Default)]
+    struct There(Vec<f64>);
+    impl ModuleVisitor for There {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if param.is_initialized() {
+                self.0.extend(param.val().try_into_vec_as::<f64>().unwrap());
+            }
+        }
+    }
+    for name in AttentionConfig::NAMES {
+        let attention = AttentionConfig::by_name(name).unwrap();
+        let config =
+            super::MultiHeadAttentionConfig::new(HEADS * DIM, HEADS).with_attention(attention).with_gated(true);
+        // What is there is no draw: twice the same, whatever the generator gives.
+        let [one, other] = [(); 2].map(|()| {
+            let mut there = There::default();
+            config.init(&Device::flex()).unwrap().visit(&mut there);
+            there.0
+        });
+        assert_eq!(one, other, "{name}");
+    }
+}
+
 fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
     let mut all = Vec::new();
     for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
