@@ -1,5 +1,7 @@
 //! A model of series sees values and times, whatever stands in the padding, and learns from times alone.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Tensor, TensorData};
@@ -36,6 +38,12 @@ fn logits(model: &SeriesModel, rows: &[Series], pad: f32) -> Vec<f32> {
     model.forward(values, times, &lengths).unwrap().try_into_vec_as::<f32>().unwrap()
 }
 
+/// The backend has one generator a process: a test whose weights are to be the same each time draws alone.
+fn alone() -> MutexGuard<'static, ()> {
+    static GENERATOR: Mutex<()> = Mutex::new(());
+    GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn near(name: &str, got: &[f32], expected: &[f32], tolerance: f32) {
     assert_eq!(got.len(), expected.len(), "{name}");
     for (a, b) in got.iter().zip(expected) {
@@ -45,6 +53,7 @@ fn near(name: &str, got: &[f32], expected: &[f32], tolerance: f32) {
 
 #[test]
 fn a_series_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
+    let _alone = alone();
     let rows = [series(9, 1), series(1, 2), series(4, 3)];
     for name in AttentionConfig::NAMES {
         for pooling in [Pooling::Mean, Pooling::Last, Pooling::Attention] {
@@ -62,6 +71,7 @@ fn a_series_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
 
 #[test]
 fn only_differences_of_times_count_and_only_for_fourier() {
+    let _alone = alone();
     let row = series(12, 5);
     let moved = |shift: f32, scale: f32| (row.0.clone(), row.1.iter().map(|t| t * scale + shift).collect::<Vec<_>>());
     for (name, sees) in [("fourier", true), ("shaw", false)] {
@@ -77,6 +87,7 @@ fn only_differences_of_times_count_and_only_for_fourier() {
 
 #[test]
 fn positions_that_count_are_those_of_self_attention() {
+    let _alone = alone();
     let device = Device::flex().autodiff();
     let attention = AttentionConfig::fourier();
     assert!(attention.takes_positions() && !AttentionConfig::shaw().takes_positions());
@@ -106,6 +117,7 @@ fn positions_that_count_are_those_of_self_attention() {
 
 #[test]
 fn it_learns_from_irregular_times_what_counted_points_do_not_tell() {
+    let _alone = alone();
     // A wave of one of two frequencies, seen at random times: its values alone, in their order, are alike.
     let mut state = 1u64;
     let mut random = move || {
@@ -144,6 +156,7 @@ fn it_learns_from_irregular_times_what_counted_points_do_not_tell() {
 
 #[test]
 fn mistakes_are_errors() {
+    let _alone = alone();
     let error = |config: SeriesModelConfig| config.init(&Device::flex()).map(drop).unwrap_err().to_string();
     assert!(error(SeriesModelConfig::new(0, 2)).contains("channels"));
     assert!(error(config().with_attention(Vec::new())).contains("attention"));
