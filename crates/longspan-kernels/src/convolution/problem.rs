@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
+use super::taps::set_products;
 use super::{ShortConvolution, check_options, state};
 use crate::call::{
     Call, Dims, Mechanism, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
 };
 use crate::error::Error;
 use crate::simd::Real;
-use crate::simd::block::{multiply, store};
 use crate::simd::rows::padded;
 
 /// Tokens of a task: many beside the taps, few enough for the second-level cache.
@@ -76,8 +76,7 @@ impl<'a, T: Real> Problem<'a, T> {
             let to = &mut to[..width];
             match (usize::try_from(position), past) {
                 (Ok(key), _) if is_there(sequence, key) => {
-                    store(keys.row(key, width), T::ONE, to);
-                    multiply(to, values.row(key, width));
+                    set_products(keys.row(key, width), values.row(key, width), to);
                 }
                 (Err(_), Some(past)) if position >= -before => {
                     to.copy_from_slice(&past[(position + before) as usize * width..][..width]);

@@ -1,6 +1,6 @@
 //! The loops over taps and channels. Blocks have rows of whole registers.
 
-use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive};
+use crate::simd::{self, Operation, Real, Vector, dispatch};
 
 /// `to[r] = Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`.
 struct Convolve<'a, T> {
@@ -103,15 +103,10 @@ impl<T: Real> Operation for Silu<'_, T> {
             // SAFETY: whole registers lie in both slices.
             unsafe {
                 let place = self.numbers.as_mut_ptr().add(at);
-                let (zero, one) = (V::splat(T::ZERO), V::splat(T::ONE));
-                let s = V::load(place);
-                // Both exponents are at most 0; the first is 0 where s is positive.
-                let rest = exp_nonpositive(zero.sub(s.abs()));
-                let sigmoid = exp_nonpositive(s.min(zero)).div(one.add(rest));
-                let y = s.mul(sigmoid);
-                y.store(place);
+                let (value, slope) = simd::silu(V::load(place));
+                value.store(place);
                 if let Some(slopes) = &mut self.slopes {
-                    one.sub(sigmoid).mul_add(y, sigmoid).store(slopes.as_mut_ptr().add(at));
+                    slope.store(slopes.as_mut_ptr().add(at));
                 }
             }
         }

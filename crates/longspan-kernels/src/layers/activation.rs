@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Real, Vector, exp_nonpositive};
+use crate::simd::{Operation, Real, Vector, exp_nonpositive, sigmoid, silu};
 
 /// What a linear layer does to each of its sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -67,17 +67,6 @@ impl Activation {
     }
 }
 
-/// `σ(x)`.
-#[inline(always)]
-unsafe fn sigmoid<V: Vector>(x: V) -> V {
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        let one = V::splat(V::Element::from_f64(1.0));
-        let small = exp_nonpositive(V::splat(V::Element::from_f64(0.0)).sub(x.abs()));
-        x.if_positive(one, small).div(one.add(small))
-    }
-}
-
 /// `Φ(x)` and `e^{−x²/2}`.
 ///
 /// `erfc(z) = e^{−z²} t p(t)` with `t = 1/(1 + 0.36 z)` for `z ≥ 0`, where `p` interpolates at Chebyshev's nodes: relative error
@@ -134,10 +123,7 @@ pub(super) unsafe fn value_and_slope<V: Vector>(activation: Activation, x: V) ->
                 let inner = square.mul_add(constant(3.0 * TANH_CUBE * TANH_SCALE), constant(TANH_SCALE));
                 (x.mul(s), x.mul(s).mul(one.sub(s)).mul_add(inner, s))
             }
-            Activation::Silu => {
-                let s = sigmoid(x);
-                (x.mul(s), x.mul(s).mul_add(one.sub(s), s))
-            }
+            Activation::Silu => silu(x),
         }
     }
 }

@@ -21,7 +21,7 @@ mod x86;
 use std::sync::OnceLock;
 
 pub use real::Real;
-pub(crate) use vector::{Constants, Vector, exp_nonpositive, ln_1p_unit};
+pub(crate) use vector::{Constants, Vector, exp_nonpositive, ln_1p_unit, sigmoid, silu};
 
 use crate::error::Error;
 

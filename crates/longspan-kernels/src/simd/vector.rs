@@ -169,6 +169,33 @@ pub(crate) unsafe fn exp_nonpositive<V: Vector>(x: V) -> V {
     unsafe { x.exp_nonpositive() }
 }
 
+/// `σ(x)`.
+///
+/// # Safety
+/// As for [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn sigmoid<V: Vector>(x: V) -> V {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let one = V::splat(V::Element::ONE);
+        let small = V::splat(V::Element::ZERO).sub(x.abs()).exp_nonpositive();
+        x.if_positive(one, small).div(one.add(small))
+    }
+}
+
+/// `SiLU(x) = x·σ(x)` and its slope.
+///
+/// # Safety
+/// As for [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn silu<V: Vector>(x: V) -> (V, V) {
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        let s = sigmoid(x);
+        (x.mul(s), x.mul(s).mul_add(V::splat(V::Element::ONE).sub(s), s))
+    }
+}
+
 /// `log(1 + y)` for `0 ≤ y ≤ 1`, as `2 atanh(y / (2 + y))`.
 ///
 /// # Safety
