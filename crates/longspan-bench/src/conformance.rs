@@ -89,9 +89,11 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
     let (single, double) = (&*single, &*double);
     let inputs = Inputs::random(double, dims, Mask { order, ..Mask::default() });
     let expected = inputs.call(|call| double.reference(call))?.out;
-    // With the values' magnitudes the definition gives the sum of the magnitudes of the terms of each output.
+    // With the values' magnitudes, and those of all that gives weights a sign, the definition gives the sum of the magnitudes of the
+    // terms of each output.
     let mut positive = inputs.clone();
-    positive.tensors[2].iter_mut().for_each(|x| *x = x.abs());
+    let signed = positive.tensors.iter_mut().enumerate().filter(|(which, _)| candidate.signed || *which == 2);
+    signed.for_each(|(_, tensor)| tensor.iter_mut().for_each(|x| *x = x.abs()));
     let scale = positive.call(|call| double.reference(call))?.out;
     let terms = (dims.keys + dims.head_dim) as f64;
 

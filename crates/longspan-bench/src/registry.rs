@@ -40,7 +40,9 @@ pub fn registry() -> Vec<Entry> {
             ..SoftmaxAttention::default()
         })
         .on_request(),
-        Entry::new("short-convolution", "Short convolution, 4 taps", |_, _| ShortConvolution::default()).on_request(),
+        Entry::new("short-convolution", "Short convolution, 4 taps", |_, _| ShortConvolution::default())
+            .signed()
+            .on_request(),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
@@ -70,6 +72,7 @@ pub struct Entry {
     pub title: &'static str,
     /// Whether it is measured when no mechanisms are named.
     pub usual: bool,
+    signed: bool,
     make: Make,
 }
 
@@ -92,7 +95,7 @@ impl Entry {
         // Built twice, so that a mechanism need not be `Clone`.
         let make =
             move |algorithm, reach| -> Pair { (Arc::new(make(algorithm, reach)), Arc::new(make(algorithm, reach))) };
-        Self { name, title, usual: true, make: Arc::new(make) }
+        Self { name, title, usual: true, signed: false, make: Arc::new(make) }
     }
 
     /// Measured only if asked for.
@@ -101,11 +104,20 @@ impl Entry {
         Self { usual: false, ..self }
     }
 
+    /// Of weights that are linear in queries, keys and what is learned, and so have either sign.
+    #[must_use]
+    pub fn signed(self) -> Self {
+        Self { signed: true, ..self }
+    }
+
     /// The mechanism by each algorithm that can be forced.
     pub fn candidates(&self) -> Vec<Candidate> {
         // Which algorithms there are does not depend on the length.
         let (single, _) = (self.make)(Algorithm::Auto, 1);
-        let candidate = |&algorithm| Candidate { name: self.name, algorithm, make: Arc::clone(&self.make) };
+        let candidate = |&algorithm| {
+            let Self { name, signed, .. } = *self;
+            Candidate { name, algorithm, signed, make: Arc::clone(&self.make) }
+        };
         single.algorithms().iter().map(candidate).collect()
     }
 }
@@ -117,6 +129,8 @@ pub struct Candidate {
     pub name: &'static str,
     /// The algorithm that is forced.
     pub algorithm: Algorithm,
+    /// As [`Entry::signed`] says.
+    pub(crate) signed: bool,
     make: Make,
 }
 

@@ -128,9 +128,9 @@ rates! {
     /// A call.
     ConvolutionCall = "convolution.chunked.call", [458e-9, 989e-9];
     /// A number of queries, keys, values and outputs.
-    ConvolutionNumber = "convolution.chunked.number", [142e-12, 516e-12];
+    ConvolutionNumber = "convolution.chunked.number", [212e-12, 686e-12];
     /// A tap of a query, for a channel.
-    ConvolutionTap = "convolution.chunked.tap", [30e-12, 90e-12];
+    ConvolutionTap = "convolution.chunked.tap", [45e-12, 120e-12];
 }
 
 impl fmt::Display for Rate {
