@@ -2,12 +2,13 @@
 //!
 //! With `z = h·W + b` and `p = softmax(z)` of a row whose target is `t`: `plain = −log p_t`, and with label smoothing `ε` over `V`
 //! entries `smoothed = (1 − ε) plain − ε mean_v log p_v` (Szegedy et al. 2016). The gradient of `smoothed` by `z` is
-//! `p − (1 − ε) 1_t − ε/V`. Logits are formed, used and forgotten a piece of rows at a time; gradients are formed beside the loss,
-//! for a cotangent of 1, since both need the same logits.
+//! `p − (1 − ε) 1_t − ε/V`. Logits are formed, used and forgotten a piece of rows at a time, and only for rows that count; gradients
+//! are formed beside the loss, for a cotangent of 1, since both need the same logits.
 
+use std::borrow::Cow;
 use std::mem::MaybeUninit;
 
-use super::products::{Fresh, Matrix, add_product, add_rows, product, sum_parts};
+use super::products::{Fresh, Matrix, add_product, add_rows, product, sum_parts, try_zeros};
 use crate::error::{Error, expect};
 use crate::simd::rows::{load_part, store_part};
 use crate::simd::{Operation, Vector, dispatch, exp_nonpositive};
@@ -97,7 +98,7 @@ impl CrossEntropy<'_> {
     /// Lengths that do not fit, a smoothing outside [0, 1), targets beyond the vocabulary, memory that is not there.
     pub fn loss(&self) -> Result<Loss, Error> {
         self.check()?;
-        self.run(None)
+        self.counted()?.run(None)
     }
 
     /// The loss and its gradients.
@@ -106,33 +107,72 @@ impl CrossEntropy<'_> {
     /// As [`loss`](Self::loss).
     pub fn training(&self) -> Result<(Loss, LossGradients), Error> {
         self.check()?;
-        let (width, vocabulary, rows) = (self.width, self.vocabulary, self.targets.len());
-        let mut dh = Fresh::new(rows * width)?;
+        let (loss, gradients) = self.counted()?.training()?;
+        let (width, all) = (self.width, self.targets.len());
+        if gradients.dh.len() == all * width {
+            return Ok((loss, gradients));
+        }
+        let mut dh = try_zeros(all * width)?;
+        let counted = (0..all).filter(|&row| self.targets[row].is_some());
+        for (row, part) in counted.zip(gradients.dh.chunks_exact(width.max(1))) {
+            dh[row * width..][..width].copy_from_slice(part);
+        }
+        Ok((loss, LossGradients { dh, ..gradients }))
+    }
+
+    /// The rows that count, side by side.
+    fn counted(&self) -> Result<Counted<'_>, Error> {
+        let targets: Vec<u32> = self.targets.iter().flatten().copied().collect();
+        if targets.len() == self.targets.len() {
+            return Ok(Counted { call: self, h: Cow::Borrowed(self.h), targets });
+        }
+        let mut h = Vec::new();
+        let len = targets.len() * self.width;
+        h.try_reserve_exact(len).map_err(|_| Error::Memory { bytes: len.saturating_mul(size_of::<f32>()) })?;
+        for (row, _) in self.targets.iter().enumerate().filter(|(_, target)| target.is_some()) {
+            h.extend_from_slice(&self.h[row * self.width..][..self.width]);
+        }
+        Ok(Counted { call: self, h: Cow::Owned(h), targets })
+    }
+}
+
+/// The rows of a call that count.
+struct Counted<'a> {
+    call: &'a CrossEntropy<'a>,
+    h: Cow<'a, [f32]>,
+    targets: Vec<u32>,
+}
+
+impl Counted<'_> {
+    /// The loss and its gradients, `dh` for these rows.
+    fn training(&self) -> Result<(Loss, LossGradients), Error> {
+        let &CrossEntropy { weight, width, vocabulary, .. } = self.call;
+        let mut dh = Fresh::new(self.targets.len() * width)?;
         let part = self.part();
         let mut sinks = Vec::new();
         if width > 0 {
             for dh in dh.room().chunks_mut(part * width) {
                 let mut d_weight = Vec::new();
-                let bytes = size_of_val(self.weight);
-                d_weight.try_reserve_exact(self.weight.len()).map_err(|_| Error::Memory { bytes })?;
-                d_weight.resize(self.weight.len(), 0.0);
+                let bytes = size_of_val(weight);
+                d_weight.try_reserve_exact(weight.len()).map_err(|_| Error::Memory { bytes })?;
+                d_weight.resize(weight.len(), 0.0);
                 sinks.push(Sink { dh, d_weight, d_bias: vec![0.0; vocabulary] });
             }
         }
         let loss = self.run(Some(&mut sinks))?;
         let sums = sum_parts(sinks.into_iter().map(|sink| (sink.d_weight, sink.d_bias)));
-        let (d_weight, d_bias) = sums.unwrap_or_else(|| (vec![0.0; self.weight.len()], vec![0.0; vocabulary]));
+        let (d_weight, d_bias) = sums.unwrap_or_else(|| (vec![0.0; weight.len()], vec![0.0; vocabulary]));
         // SAFETY: every part wrote all of its rows.
         Ok((loss, LossGradients { dh: unsafe { dh.written() }, d_weight, d_bias }))
     }
 
     /// Rows of a part: cut by sizes alone, so that sums have the same order on any number of threads.
     fn part(&self) -> usize {
-        let parts = (SUMS / self.weight.len().max(1)).clamp(1, PARTS);
+        let parts = (SUMS / self.call.weight.len().max(1)).clamp(1, PARTS);
         self.targets.len().div_ceil(parts).max(64)
     }
 
-    /// A checked call.
+    /// The loss, and the gradients if there is where to write them.
     fn run(&self, sinks: Option<&mut [Sink<'_>]>) -> Result<Loss, Error> {
         let part = self.part();
         let count = self.targets.len().div_ceil(part);
@@ -157,19 +197,12 @@ impl CrossEntropy<'_> {
     }
 
     /// The loss of the rows from `first` on.
-    fn rows(&self, first: usize, targets: &[Option<u32>], mut sink: Option<&mut Sink<'_>>) -> Result<Loss, Error> {
-        let Self { width, vocabulary, bias, smoothing, .. } = *self;
+    fn rows(&self, first: usize, targets: &[u32], mut sink: Option<&mut Sink<'_>>) -> Result<Loss, Error> {
+        let &CrossEntropy { weight, width, vocabulary, bias, smoothing, .. } = self.call;
         let mut sum = Loss::default();
-        if vocabulary == 0 {
-            // No row can have a target.
-            if let Some(sink) = sink {
-                sink.dh.fill(MaybeUninit::new(0.0));
-            }
-            return Ok(sum);
-        }
-        let piece = (PIECE / vocabulary).clamp(8, 512).min(targets.len());
+        let piece = (PIECE / vocabulary).clamp(64, 512).min(targets.len());
         let mut memory = Fresh::new(piece * vocabulary)?;
-        let weight = Matrix::rows(self.weight, vocabulary);
+        let weight = Matrix::rows(weight, vocabulary);
         for (n, targets) in targets.chunks(piece).enumerate() {
             let rows = targets.len();
             let h = Matrix::rows(&self.h[(first + n * piece) * width..][..rows * width], width);
@@ -198,7 +231,7 @@ impl CrossEntropy<'_> {
 struct RowLosses<'a> {
     logits: &'a mut [f32],
     bias: Option<&'a [f32]>,
-    targets: &'a [Option<u32>],
+    targets: &'a [u32],
     smoothing: f32,
     gradients: bool,
 }
@@ -213,11 +246,7 @@ impl Operation for RowLosses<'_> {
         let width = logits.len() / targets.len().max(1);
         assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
         let mut sum = Loss::default();
-        for (row, target) in logits.chunks_exact_mut(width).zip(targets) {
-            let Some(target) = *target else {
-                row.fill(0.0);
-                continue;
-            };
+        for (row, &target) in logits.chunks_exact_mut(width).zip(targets) {
             // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
             unsafe {
                 let (mut most, mut total) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
