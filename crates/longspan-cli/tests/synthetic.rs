@@ -29,7 +29,7 @@ fn a_run_learns_to_copy_what_was_said_and_is_scored() {
     let output = place.run(&train("recall:pairs=2,length=12,vocabulary=4", "run", "600", &more));
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{stderr}");
-    assert!(stderr.contains("recall:pairs=2,length=12,vocabulary=4: sequences of 12 tokens"), "{stderr}");
+    assert!(stderr.contains("recall:pairs=2,length=12,vocabulary=4,noise=0: sequences of up to 12 tokens"), "{stderr}");
     assert!(stdout.contains("1000 sequences, ") && stdout.contains("recalled  "), "{stdout}");
     let info = place.info("run");
     assert!(info["held_out"]["recalled"]["rate"].as_f64().unwrap() > 0.9, "{info}");
@@ -61,7 +61,14 @@ fn every_mechanism_and_task_trains_and_goes_on() {
     let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
     for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
         let name = facts["name"].as_str().unwrap();
-        let spec = [SPEC, "recall:pairs=3,length=20,vocabulary=8", "copying:pairs=4,length=20"][n % 3];
+        let spec = [
+            SPEC,
+            "recall:pairs=3,length=20,vocabulary=8,noise=30",
+            "copying:pairs=4,length=20",
+            "fuzzy:motif=2,length=24,vocabulary=8",
+            "memorization:length=8,vocabulary=12",
+            "listops:shortest=8,length=24,depth=3",
+        ][n % 6];
         place.ok(&train(spec, name, "4", &["--attention", name]));
         place.ok(&["train", "--resume", name, "--steps", "6"]);
         assert_eq!(place.losses(name).len(), 6, "{name}");
@@ -91,7 +98,7 @@ fn a_killed_run_goes_on_to_the_same_bits() {
 #[test]
 fn tasks_that_there_are_not_are_named_and_no_run_is_made() {
     let place = Place::new();
-    place.fails(&train("mqr", "run", "3", &[]), &["unknown synthetic task \"mqr\"", "mqar, recall, copying"]);
+    place.fails(&train("mqr", "run", "3", &[]), &["unknown synthetic task \"mqr\"", "mqar, recall, fuzzy"]);
     place.fails(&train("mqar:pairs=9,length=16", "run", "3", &[]), &["9 pairs need length=36 or more"]);
     place.fails(&train(SPEC, "run", "3", &["--held-out", "x"]), &["synthetic is given along with"]);
     place.fails(&train(SPEC, "run", "3", &["--set", "series=x"]), &["series is given along with synthetic"]);

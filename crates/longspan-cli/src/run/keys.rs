@@ -6,7 +6,10 @@ pub const KEYS: [(&str, &str); 50] = [
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
     ("series", "a .jsonl, .csv, .ts or .tsv of numeric series and labels, instead of pairs"),
-    ("synthetic", "mqar, recall or copying, with sizes: mqar:pairs=16,length=256,vocabulary=8192"),
+    (
+        "synthetic",
+        "mqar, recall, fuzzy, copying, memorization or listops, with sizes: mqar:pairs=16,length=256,vocabulary=8192",
+    ),
     ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
     ("missing", "mask or refuse: what becomes of missing values of a series"),
     (

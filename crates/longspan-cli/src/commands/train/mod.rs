@@ -53,7 +53,8 @@ pub struct Arguments {
     /// .tsv of the UEA and UCR archives, also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text", "labelled"])]
     series: Option<PathBuf>,
-    /// Sequences to draw and learn to recall from: mqar, recall or copying, with sizes such as mqar:pairs=16,length=256,vocabulary=8192
+    /// Sequences to draw and learn from: mqar, recall, fuzzy, copying, memorization or listops, with sizes such as
+    /// mqar:pairs=16,length=256,vocabulary=8192
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
     synthetic: Option<String>,
     /// Segments of a text that a step learns from; gradients reach back so far

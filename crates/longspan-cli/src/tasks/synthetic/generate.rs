@@ -1,4 +1,4 @@
-//! Sequences that are drawn: what is to be recalled stands in them.
+//! Sequences that are drawn: what is to be told stands in them, or in all that came before them.
 
 use std::collections::HashMap;
 use std::fmt::{self, Display};
@@ -6,41 +6,59 @@ use std::str::FromStr;
 
 use anyhow::{Error, Result, anyhow, bail};
 
+use super::listops;
 use crate::tasks::batches::Random;
 
-/// The least and the largest size.
-const SIZES: std::ops::RangeInclusive<usize> = 1..=1 << 20;
+/// The largest size.
+const LARGEST: usize = 1 << 20;
+
+/// Tokens of their own that noise is drawn from.
+const NOISE: usize = 16;
 
 /// A task with its sizes, such as `mqar:pairs=16,length=256,vocabulary=8192`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Recall {
-    pub kind: Kind,
-    /// Pairs of key and value, or tokens to copy.
-    pub pairs: usize,
-    /// Tokens of a sequence.
-    pub length: usize,
-    /// Tokens that keys and values, or contents, are drawn from.
-    pub vocabulary: usize,
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spec {
+    kind: Kind,
+    /// By name, in the order in which they are written.
+    sizes: Vec<(&'static str, usize)>,
 }
 
-/// What is to be recalled.
+/// What is to be told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+enum Kind {
     /// Multi-query associative recall (Arora et al. 2024): `k₁ v₁ … kₙ vₙ`, then each key once more among random tokens, where its
     /// value is to be given. Keys come from the first half of the vocabulary, values from the second. Near places are likelier: the
     /// `x`-th has the weight `x^(a−1)` with `a = 0.01`.
     Mqar,
     /// In-context recall (Poli et al. 2024): pairs of a key and its value up to the end of the sequence, keys drawn from `pairs` many;
-    /// the value of a key that has come before is to be given.
+    /// the value of a key that has come before is to be given. So many percent of the pairs are two tokens of noise instead.
     Recall,
+    /// Fuzzy in-context recall (Poli et al. 2024): the same where keys and values are 1 to `motif` tokens long. Those of the sequences
+    /// held out have the longest keys.
+    Fuzzy,
     /// Selective copying (Gu and Dao 2023): tokens at random places among blanks, then as many markers, where these tokens are to be
     /// given in their order.
     Copying,
+    /// Memorization (Poli et al. 2024): keys, and after each a marker, where its value is to be given: the same one in every
+    /// sequence, so that weights must hold it.
+    Memorization,
+    /// Nested lists of operations on digits (Nangia and Bowman 2018) as in Long Range Arena (Tay et al. 2021): the value of the whole
+    /// is to be given at its end.
+    ListOps,
 }
 
-impl Kind {
-    const ALL: [(&str, Self); 3] = [("mqar", Self::Mqar), ("recall", Self::Recall), ("copying", Self::Copying)];
-}
+/// A size: its name, what it is if nobody says, the least it can be.
+type Size = (&'static str, usize, usize);
+
+/// Every task.
+const ALL: [(&str, Kind, &[Size]); 6] = [
+    ("mqar", Kind::Mqar, &[("pairs", 8, 1), ("length", 128, 1), ("vocabulary", 256, 1)]),
+    ("recall", Kind::Recall, &[("pairs", 16, 1), ("length", 128, 1), ("vocabulary", 64, 1), ("noise", 0, 0)]),
+    ("fuzzy", Kind::Fuzzy, &[("motif", 3, 1), ("length", 128, 1), ("vocabulary", 16, 1)]),
+    ("copying", Kind::Copying, &[("pairs", 16, 1), ("length", 128, 1), ("vocabulary", 16, 1)]),
+    ("memorization", Kind::Memorization, &[("length", 32, 2), ("vocabulary", 256, 2)]),
+    ("listops", Kind::ListOps, &[("shortest", 500, 4), ("length", 2000, 4), ("depth", 10, 2), ("arguments", 10, 2)]),
+];
 
 /// A sequence, and what is to be given at each place of it, if anything is.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,99 +67,135 @@ pub struct Sequence {
     pub right: Vec<Option<u32>>,
 }
 
-impl FromStr for Recall {
+impl FromStr for Spec {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
         let (name, options) = text.split_once(':').unwrap_or((text, ""));
-        let Some((_, kind)) = Kind::ALL.into_iter().find(|(known, _)| *known == name.trim()) else {
-            bail!("unknown synthetic task {name:?}; known are {}", Kind::ALL.map(|(name, _)| name).join(", "));
+        let Some((_, kind, known)) = ALL.into_iter().find(|(known, ..)| *known == name.trim()) else {
+            bail!("unknown synthetic task {name:?}; known are {}", ALL.map(|(name, ..)| name).join(", "));
         };
-        let (pairs, length, vocabulary) = match kind {
-            Kind::Mqar => (8, 128, 256),
-            Kind::Recall => (16, 128, 64),
-            Kind::Copying => (16, 128, 16),
-        };
-        let mut found = Self { kind, pairs, length, vocabulary };
+        let mut found = Self { kind, sizes: known.iter().map(|&(name, size, _)| (name, size)).collect() };
         for option in options.split(',').filter(|option| !option.trim().is_empty()) {
-            let wrong = || anyhow!("--synthetic {text}: {option:?}; expected pairs=N, length=N or vocabulary=N");
+            let wrong = || {
+                let expected: Vec<String> = known.iter().map(|(name, ..)| format!("{name}=N")).collect();
+                anyhow!("--synthetic {text}: {option:?}; expected {}", expected.join(", "))
+            };
             let (key, value) = option.split_once('=').ok_or_else(wrong)?;
             let value: usize = value.trim().parse().map_err(|_| wrong())?;
-            if !SIZES.contains(&value) {
-                bail!("--synthetic {text}: {option:?}; expected a size from {} to {}", SIZES.start(), SIZES.end());
+            let at = known.iter().position(|(name, ..)| *name == key.trim()).ok_or_else(wrong)?;
+            let least = known[at].2;
+            if !(least..=LARGEST).contains(&value) {
+                bail!("--synthetic {text}: {option:?}; expected a size from {least} to {LARGEST}");
             }
-            match key.trim() {
-                "pairs" => found.pairs = value,
-                "length" => found.length = value,
-                "vocabulary" => found.vocabulary = value,
-                _ => return Err(wrong()),
-            }
+            found.sizes[at].1 = value;
         }
         found.check().map_err(|problem| anyhow!("--synthetic {found}: {problem}"))?;
         Ok(found)
     }
 }
 
-impl Display for Recall {
+impl Display for Spec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Kind::ALL.iter().find(|(_, kind)| *kind == self.kind).map_or("", |(name, _)| name);
-        write!(f, "{name}:pairs={},length={},vocabulary={}", self.pairs, self.length, self.vocabulary)
+        let name = ALL.iter().find(|(_, kind, _)| *kind == self.kind).map_or("", |(name, ..)| name);
+        let sizes: Vec<String> = self.sizes.iter().map(|(name, size)| format!("{name}={size}")).collect();
+        write!(f, "{name}:{}", sizes.join(","))
     }
 }
 
-impl Recall {
+impl Spec {
+    /// A size; 0 where the task has none of this name.
+    fn size(&self, name: &str) -> usize {
+        self.sizes.iter().find(|(known, _)| *known == name).map_or(0, |(_, size)| *size)
+    }
+
+    /// Tokens of the longest sequence.
+    pub fn length(&self) -> usize {
+        self.size("length")
+    }
+
     /// Whether the sizes have room for each other.
     fn check(&self) -> Result<(), String> {
-        let Self { kind, pairs, length, vocabulary } = *self;
-        if kind != Kind::Copying && vocabulary < 2 * pairs {
+        let [pairs, length, vocabulary, motif] = ["pairs", "length", "vocabulary", "motif"].map(|name| self.size(name));
+        if matches!(self.kind, Kind::Mqar | Kind::Recall) && vocabulary < 2 * pairs {
             return Err(format!("{pairs} different keys and their values need vocabulary={} or more", 2 * pairs));
         }
-        let least = match kind {
-            Kind::Mqar => 4 * pairs,
-            Kind::Recall => 2 * pairs + 2,
-            Kind::Copying => 2 * pairs,
-        };
-        if kind == Kind::Recall && !length.is_multiple_of(2) {
+        if self.kind == Kind::Fuzzy && vocabulary < 2 * motif {
+            return Err(format!("motifs of {motif} different tokens need vocabulary={} or more", 2 * motif));
+        }
+        if self.size("noise") > 90 {
+            return Err("noise is the percentage of pairs that are noise; expected 0 to 90".into());
+        }
+        if self.kind == Kind::ListOps {
+            let [shortest, depth, arguments] = ["shortest", "depth", "arguments"].map(|name| self.size(name));
+            if shortest > length {
+                return Err(format!("the longest is to be of at least length={shortest}"));
+            }
+            if !listops::can_be(shortest..=length, depth, arguments) {
+                return Err("lists of such a length do not turn up; give a greater depth or more arguments".into());
+            }
+        }
+        if matches!(self.kind, Kind::Recall | Kind::Memorization) && !length.is_multiple_of(2) {
             return Err(format!("pairs fill an even length, such as length={}", length + 1));
         }
+        let (what, least) = match self.kind {
+            Kind::Mqar => (format!("{pairs} pairs"), 4 * pairs),
+            Kind::Recall => (format!("{pairs} pairs"), 2 * pairs + 2),
+            Kind::Copying => (format!("{pairs} pairs"), 2 * pairs),
+            Kind::Fuzzy => (format!("motifs of {motif} tokens"), 8 * motif),
+            Kind::Memorization | Kind::ListOps => return Ok(()),
+        };
         if length < least {
-            return Err(format!("{pairs} pairs need length={least} or more"));
+            return Err(format!("{what} need length={least} or more"));
         }
         Ok(())
     }
 
     /// Number of tokens, those of the task's own included.
     pub fn tokens(&self) -> usize {
-        self.vocabulary + if self.kind == Kind::Copying { 2 } else { 0 }
+        let own = match self.kind {
+            Kind::Mqar => 0,
+            Kind::Recall if self.size("noise") == 0 => 0,
+            Kind::Recall => NOISE,
+            Kind::Fuzzy | Kind::Memorization => 1,
+            Kind::Copying => 2,
+            Kind::ListOps => listops::TOKENS,
+        };
+        self.size("vocabulary") + own
     }
 
-    /// Draws a sequence.
-    pub fn draw(&self, random: &mut Random) -> Sequence {
+    /// Draws a sequence, to learn from or to be held out.
+    pub fn draw(&self, random: &mut Random, held_out: bool) -> Sequence {
         match self.kind {
             Kind::Mqar => self.mqar(random),
             Kind::Recall => self.recall(random),
+            Kind::Fuzzy => self.fuzzy(random, held_out),
             Kind::Copying => self.copying(random),
+            Kind::Memorization => self.memorization(random),
+            Kind::ListOps => self.listops(random),
         }
     }
 
     /// So many different keys, and a value for each.
     fn keys_and_values(&self, random: &mut Random) -> (Vec<u32>, Vec<u32>) {
-        let half = self.vocabulary / 2;
-        let keys = distinct(random, half, self.pairs);
-        let values = distinct(random, self.vocabulary - half, self.pairs);
+        let (pairs, vocabulary) = (self.size("pairs"), self.size("vocabulary"));
+        let half = vocabulary / 2;
+        let keys = distinct(random, half, pairs);
+        let values = distinct(random, vocabulary - half, pairs);
         (keys, values.into_iter().map(|value| value + half as u32).collect())
     }
 
     fn mqar(&self, random: &mut Random) -> Sequence {
+        let (pairs, length) = (self.size("pairs"), self.length());
         let (keys, values) = self.keys_and_values(random);
-        let mut tokens: Vec<u32> = (0..self.length).map(|_| below(random, self.vocabulary)).collect();
-        let mut right = vec![None; self.length];
+        let mut tokens: Vec<u32> = (0..length).map(|_| below(random, self.size("vocabulary"))).collect();
+        let mut right = vec![None; length];
         for (n, (&key, &value)) in keys.iter().zip(&values).enumerate() {
             (tokens[2 * n], tokens[2 * n + 1]) = (key, value);
         }
         // A draw without replacement by weights: the largest of ln(u)/w (Efraimidis and Spirakis 2006).
-        let first = 2 * self.pairs;
-        let mut places: Vec<(f64, usize)> = (0..(self.length - first) / 2)
+        let first = 2 * pairs;
+        let mut places: Vec<(f64, usize)> = (0..(length - first) / 2)
             .map(|x| (unit(random).ln() / ((x + 1) as f64).powf(0.01 - 1.0), first + 2 * x))
             .collect();
         places.sort_by(|a, b| b.0.total_cmp(&a.0));
@@ -152,13 +206,19 @@ impl Recall {
     }
 
     fn recall(&self, random: &mut Random) -> Sequence {
+        let (length, vocabulary, noise) = (self.length(), self.size("vocabulary"), self.size("noise"));
         let (keys, values) = self.keys_and_values(random);
         let (mut known, mut begun) = (HashMap::new(), None);
         let (mut tokens, mut right) = (Vec::new(), Vec::new());
-        while tokens.len() + 2 <= self.length {
+        while tokens.len() + 2 <= length {
             // The last pair asks for one that has come, so that no sequence is without a question.
-            let last = tokens.len() + 4 > self.length;
-            let n = if last { begun.unwrap_or(0) } else { below(random, self.pairs) as usize };
+            let last = tokens.len() + 4 > length;
+            if begun.is_some() && !last && noise > 0 && below(random, 100) < noise as u32 {
+                tokens.extend([0, 1].map(|_| vocabulary as u32 + below(random, NOISE)));
+                right.extend([None, None]);
+                continue;
+            }
+            let n = if last { begun.unwrap_or(0) } else { below(random, keys.len()) as usize };
             begun.get_or_insert(n);
             right.extend([known.insert(keys[n], values[n]), None]);
             tokens.extend([keys[n], values[n]]);
@@ -166,25 +226,91 @@ impl Recall {
         Sequence { tokens, right }
     }
 
+    fn fuzzy(&self, random: &mut Random, held_out: bool) -> Sequence {
+        let (length, vocabulary, motif) = (self.length(), self.size("vocabulary"), self.size("motif"));
+        let half = vocabulary / 2;
+        let some = |random: &mut Random| 1 + below(random, motif) as usize;
+        let mut known: HashMap<Vec<u32>, Vec<u32>> = HashMap::new();
+        let mut begun = None;
+        let (mut tokens, mut right) = (Vec::new(), Vec::new());
+        loop {
+            let room = length - tokens.len();
+            // As in `recall`, the last pair has come before.
+            let last = room < 4 * motif;
+            let key = match &begun {
+                Some(key) if last => Vec::clone(key),
+                _ => {
+                    let len = if held_out { motif } else { some(random) };
+                    distinct(random, half, len)
+                }
+            };
+            begun.get_or_insert_with(|| key.clone());
+            let asked = known.get(&key).cloned();
+            let value = asked.clone().unwrap_or_else(|| {
+                let len = some(random);
+                distinct(random, vocabulary - half, len).iter().map(|token| token + half as u32).collect()
+            });
+            // A token is told at the one before it.
+            right.resize(tokens.len() + key.len() - 1, None);
+            right.extend(value.iter().map(|&token| asked.is_some().then_some(token)));
+            tokens.extend_from_slice(&key);
+            tokens.extend_from_slice(&value);
+            right.resize(tokens.len(), None);
+            known.insert(key, value);
+            if last {
+                break;
+            }
+        }
+        // What room is left stands before it all.
+        let room = length - tokens.len();
+        tokens.splice(0..0, std::iter::repeat_n(vocabulary as u32, room));
+        right.splice(0..0, std::iter::repeat_n(None, room));
+        Sequence { tokens, right }
+    }
+
+    fn memorization(&self, random: &mut Random) -> Sequence {
+        let vocabulary = self.size("vocabulary");
+        let half = vocabulary / 2;
+        // The same pairs in every run and sequence.
+        let values = distinct(&mut Random::new(0, 0), half, half);
+        let (mut tokens, mut right) = (Vec::new(), Vec::new());
+        for _ in 0..self.length() / 2 {
+            let key = below(random, half);
+            tokens.extend([key, vocabulary as u32]);
+            right.extend([None, Some(values[key as usize] + half as u32)]);
+        }
+        Sequence { tokens, right }
+    }
+
+    fn listops(&self, random: &mut Random) -> Sequence {
+        let [shortest, longest, depth, arguments] =
+            ["shortest", "length", "depth", "arguments"].map(|name| self.size(name));
+        let (tokens, value) = listops::draw(random, shortest..=longest, depth, arguments);
+        let mut right = vec![None; tokens.len()];
+        right[tokens.len() - 1] = Some(value);
+        Sequence { tokens, right }
+    }
+
     fn copying(&self, random: &mut Random) -> Sequence {
-        let [blank, marker] = [0, 1].map(|n| (self.vocabulary + n) as u32);
-        let room = self.length - self.pairs;
-        let mut places = distinct(random, room, self.pairs);
+        let (pairs, length, vocabulary) = (self.size("pairs"), self.length(), self.size("vocabulary"));
+        let [blank, marker] = [0, 1].map(|n| (vocabulary + n) as u32);
+        let room = length - pairs;
+        let mut places = distinct(random, room, pairs);
         places.sort_unstable();
         let mut tokens = vec![blank; room];
         let mut right = vec![None; room];
         for place in places {
-            let token = below(random, self.vocabulary);
+            let token = below(random, vocabulary);
             tokens[place as usize] = token;
             right.push(Some(token));
         }
-        tokens.resize(self.length, marker);
+        tokens.resize(length, marker);
         Sequence { tokens, right }
     }
 }
 
 /// A number below `limit`.
-fn below(random: &mut Random, limit: usize) -> u32 {
+pub fn below(random: &mut Random, limit: usize) -> u32 {
     (random.next() % limit as u64) as u32
 }
 
@@ -210,52 +336,108 @@ fn distinct(random: &mut Random, limit: usize, count: usize) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    fn drawn(spec: &str, seed: u64) -> (Recall, Sequence) {
-        let recall: Recall = spec.parse().unwrap();
-        let sequence = recall.draw(&mut Random::new(seed, 1));
-        assert_eq!((sequence.tokens.len(), sequence.right.len()), (recall.length, recall.length), "{spec}");
-        assert!(sequence.tokens.iter().all(|&token| (token as usize) < recall.tokens()), "{spec}");
-        (recall, sequence)
+    fn drawn(text: &str, seed: u64) -> (Spec, Sequence) {
+        let spec: Spec = text.parse().unwrap();
+        let sequence = spec.draw(&mut Random::new(seed, 1), false);
+        assert_eq!((sequence.tokens.len(), sequence.right.len()), (spec.length(), spec.length()), "{text}");
+        assert!(sequence.tokens.iter().all(|&token| (token as usize) < spec.tokens()), "{text}");
+        assert!(sequence.right.iter().any(Option::is_some), "{text}");
+        (spec, sequence)
     }
 
     #[test]
     fn what_is_asked_stands_in_the_sequence() {
         for seed in 0..50 {
-            for spec in ["mqar", "mqar:pairs=4,length=16,vocabulary=8", "mqar:pairs=64,length=512,vocabulary=8192"] {
-                let (recall, Sequence { tokens, right }) = drawn(spec, seed);
-                let context: HashMap<u32, u32> =
-                    tokens[..2 * recall.pairs].chunks(2).map(|pair| (pair[0], pair[1])).collect();
-                assert_eq!(context.len(), recall.pairs, "keys differ");
-                let asked: Vec<usize> = (0..recall.length).filter(|&at| right[at].is_some()).collect();
-                assert!(asked.len() == recall.pairs && asked[0] >= 2 * recall.pairs);
+            for text in ["mqar", "mqar:pairs=4,length=16,vocabulary=8", "mqar:pairs=64,length=512,vocabulary=8192"] {
+                let (spec, Sequence { tokens, right }) = drawn(text, seed);
+                let pairs = spec.size("pairs");
+                let context: HashMap<u32, u32> = tokens[..2 * pairs].chunks(2).map(|pair| (pair[0], pair[1])).collect();
+                assert_eq!(context.len(), pairs, "keys differ");
+                let asked: Vec<usize> = (0..spec.length()).filter(|&at| right[at].is_some()).collect();
+                assert!(asked.len() == pairs && asked[0] >= 2 * pairs);
                 assert!(asked.iter().all(|&at| right[at] == context.get(&tokens[at]).copied()));
-                let half = recall.vocabulary as u32 / 2;
+                let half = spec.size("vocabulary") as u32 / 2;
                 assert!(context.iter().all(|(&key, &value)| key < half && value >= half));
             }
-            let (_, Sequence { tokens, right }) = drawn("recall:pairs=6,length=30,vocabulary=12", seed);
-            assert!(right.iter().any(Option::is_some));
-            for at in (0..30).step_by(2) {
-                let before = (0..at).step_by(2).find(|&earlier| tokens[earlier] == tokens[at]);
-                assert_eq!(right[at], before.map(|earlier| tokens[earlier + 1]));
-                assert!(before.is_none_or(|earlier| tokens[earlier + 1] == tokens[at + 1]));
-                assert_eq!(right[at + 1], None);
+            for text in ["recall:pairs=6,length=30,vocabulary=12", "recall:pairs=6,length=60,vocabulary=12,noise=50"] {
+                let (_, Sequence { tokens, right }) = drawn(text, seed);
+                for at in (0..tokens.len()).step_by(2) {
+                    let before = (0..at).step_by(2).find(|&earlier| tokens[earlier] == tokens[at] && tokens[at] < 12);
+                    assert_eq!(right[at], before.map(|earlier| tokens[earlier + 1]));
+                    assert!(before.is_none_or(|earlier| tokens[earlier + 1] == tokens[at + 1]));
+                    assert_eq!(right[at + 1], None);
+                }
+                assert_eq!(text.contains("noise"), tokens.iter().any(|&token| token >= 12), "seed {seed}");
             }
-            let (recall, Sequence { tokens, right }) = drawn("copying:pairs=5,length=20,vocabulary=3", seed);
+            let (spec, Sequence { tokens, right }) = drawn("copying:pairs=5,length=20,vocabulary=3", seed);
             let contents: Vec<u32> = tokens[..15].iter().copied().filter(|&token| token < 3).collect();
             let asked: Vec<u32> = right.into_iter().flatten().collect();
-            assert!(contents.len() == 5 && contents == asked && tokens[15..] == [recall.vocabulary as u32 + 1; 5]);
+            assert!(
+                contents.len() == 5 && contents == asked && tokens[15..] == [spec.size("vocabulary") as u32 + 1; 5]
+            );
         }
         assert_eq!(drawn("mqar", 3), drawn("mqar", 3));
         assert_ne!(drawn("mqar", 3).1, drawn("mqar", 4).1);
     }
 
     #[test]
+    fn fuzzy_keys_and_values_are_motifs_of_several_tokens() {
+        let spec: Spec = "fuzzy:motif=3,length=60,vocabulary=12".parse().unwrap();
+        let mut lengths = std::collections::HashSet::new();
+        for seed in 0..50 {
+            for held_out in [false, true] {
+                let Sequence { tokens, right } = spec.draw(&mut Random::new(seed, 1), held_out);
+                assert_eq!((tokens.len(), right.len()), (60, 60));
+                // What is to be given comes next.
+                assert!((0..60).all(|at| right[at].is_none_or(|token| tokens[at + 1] == token)));
+                let begin = tokens.iter().position(|&token| token < 12).unwrap();
+                let mut known: HashMap<&[u32], &[u32]> = HashMap::new();
+                for pair in tokens[begin..].chunk_by(|&a, &b| a < 6 || b >= 6) {
+                    let cut = pair.iter().position(|&token| token >= 6).unwrap();
+                    let (key, value) = pair.split_at(cut);
+                    assert!(key.len() <= 3 && value.len() <= 3 && (!held_out || key.len() == 3));
+                    lengths.insert((key.len(), value.len()));
+                    assert_eq!(*known.entry(key).or_insert(value), value, "a key has one value");
+                }
+                assert!(right.iter().any(Option::is_some), "seed {seed}");
+            }
+        }
+        assert_eq!(lengths.len(), 9, "every length of keys and values");
+    }
+
+    #[test]
+    fn what_is_to_be_memorized_is_the_same_in_every_sequence() {
+        let mut known = HashMap::new();
+        for seed in 0..50 {
+            let (_, Sequence { tokens, right }) = drawn("memorization", seed);
+            for at in (0..32).step_by(2) {
+                assert_eq!((tokens[at + 1], right[at]), (256, None));
+                let value = right[at + 1].unwrap();
+                assert!(tokens[at] < 128 && (128..256).contains(&value));
+                assert_eq!(*known.entry(tokens[at]).or_insert(value), value);
+            }
+        }
+        assert!(known.len() > 100);
+    }
+
+    #[test]
+    fn lists_are_asked_at_their_end() {
+        let spec: Spec = "listops:shortest=20,length=60".parse().unwrap();
+        for seed in 0..20 {
+            let Sequence { tokens, right } = spec.draw(&mut Random::new(seed, 1), false);
+            assert!((20..=60).contains(&tokens.len()));
+            let asked: Vec<usize> = (0..tokens.len()).filter(|&at| right[at].is_some()).collect();
+            assert!(asked == [tokens.len() - 1] && right[asked[0]].unwrap() < 10);
+        }
+    }
+
+    #[test]
     fn near_places_are_asked_more_often() {
-        let recall: Recall = "mqar:pairs=4,length=128,vocabulary=64".parse().unwrap();
+        let spec: Spec = "mqar:pairs=4,length=128,vocabulary=64".parse().unwrap();
         let mut random = Random::new(1, 1);
         let mut near = 0;
         for _ in 0..500 {
-            let right = recall.draw(&mut random).right;
+            let right = spec.draw(&mut random, false).right;
             near += right[8..20].iter().flatten().count();
         }
         // Six of 60 places, which evenly would have a tenth of all 2,000.
@@ -264,21 +446,30 @@ mod tests {
 
     #[test]
     fn sizes_that_do_not_fit_are_named() {
-        for (spec, part) in [
-            ("mqr", "unknown synthetic task \"mqr\"; known are mqar, recall, copying"),
-            ("mqar:pairs", "expected pairs=N, length=N or vocabulary=N"),
+        for (text, part) in [
+            ("mqr", "unknown synthetic task \"mqr\"; known are mqar, recall, fuzzy"),
+            ("mqar:pairs", "expected pairs=N, length=N, vocabulary=N"),
             ("mqar:pairs=x", "expected pairs=N"),
             ("mqar:width=3", "expected pairs=N"),
+            ("mqar:noise=3", "expected pairs=N"),
             ("mqar:pairs=0", "expected a size from 1"),
             ("mqar:pairs=16,length=60", "16 pairs need length=64 or more"),
             ("mqar:pairs=16,vocabulary=30", "need vocabulary=32 or more"),
             ("recall:length=35", "pairs fill an even length, such as length=36"),
+            ("recall:noise=95", "expected 0 to 90"),
             ("copying:pairs=65", "65 pairs need length=130"),
+            ("fuzzy:motif=9", "motifs of 9 different tokens need vocabulary=18"),
+            ("fuzzy:length=20", "motifs of 3 tokens need length=24"),
+            ("memorization:length=7", "such as length=8"),
+            ("listops:shortest=3000", "at least length=3000"),
+            ("listops:arguments=2", "lists of such a length do not turn up"),
         ] {
-            let error = spec.parse::<Recall>().unwrap_err().to_string();
-            assert!(error.contains(part), "{spec}: {error}");
+            let error = text.parse::<Spec>().unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
         }
-        let again: Recall = "recall:length=64".parse().unwrap();
-        assert_eq!(again.to_string().parse::<Recall>().unwrap(), again);
+        for (name, ..) in ALL {
+            let spec: Spec = name.parse().unwrap();
+            assert_eq!(spec.to_string().parse::<Spec>().unwrap(), spec);
+        }
     }
 }

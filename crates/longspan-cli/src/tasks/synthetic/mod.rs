@@ -1,6 +1,7 @@
-//! Synthetic recall: sequences that are drawn from a seed, in which a language model is to find again what they hold.
+//! Synthetic tasks: sequences that are drawn from a seed, about which a language model is to tell something.
 
 mod generate;
+mod listops;
 
 use std::fmt::{self, Display};
 use std::path::Path;
@@ -23,7 +24,7 @@ use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::terminal::shell;
-use generate::{Recall, Sequence};
+use generate::{Sequence, Spec};
 
 /// Sequences of the development loss, and those held out.
 const DEVELOPMENT: u64 = 256;
@@ -39,12 +40,12 @@ const FOR_SCORES: u64 = 2;
 
 /// A run on drawn sequences.
 pub struct Synthetic {
-    recall: Recall,
+    spec: Spec,
 }
 
 /// Sequences drawn anew for every step, from the seed and the step alone.
 pub struct Drawn {
-    recall: Recall,
+    spec: Spec,
     seed: u64,
     batch: Vec<Sequence>,
     batch_size: usize,
@@ -59,7 +60,7 @@ impl Feed for Drawn {
 
     fn batch(&mut self, step: usize) -> Result<Vec<&Sequence>> {
         let first = step as u64 * self.batch_size as u64;
-        self.batch = (0..self.batch_size as u64).map(|n| draw(&self.recall, self.seed, TRAINING, first + n)).collect();
+        self.batch = (0..self.batch_size as u64).map(|n| draw(&self.spec, self.seed, TRAINING, first + n)).collect();
         Ok(self.batch.iter().collect())
     }
 
@@ -69,8 +70,8 @@ impl Feed for Drawn {
 }
 
 /// Sequence `n` of a use.
-fn draw(recall: &Recall, seed: u64, what_for: u64, n: u64) -> Sequence {
-    recall.draw(&mut Random::new(seed, 3 * n + what_for))
+fn draw(spec: &Spec, seed: u64, what_for: u64, n: u64) -> Sequence {
+    spec.draw(&mut Random::new(seed, 3 * n + what_for), what_for == FOR_SCORES)
 }
 
 /// How often what was asked was given.
@@ -103,7 +104,7 @@ impl Task for Synthetic {
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
         let task = Self::of(config)?;
-        config.synthetic = Some(task.recall.to_string());
+        config.synthetic = Some(task.spec.to_string());
         let data = task.data(config)?;
         Ok((task, data))
     }
@@ -117,15 +118,15 @@ impl Task for Synthetic {
     }
 
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        let (recall, seed) = (self.recall, config.seed);
-        let some = |what_for, count| (0..count).map(|n| draw(&recall, seed, what_for, n)).collect();
-        let sha256 = Sha256::digest(format!("{recall} {seed}")).iter().map(|byte| format!("{byte:02x}")).collect();
+        let (spec, seed) = (&self.spec, config.seed);
+        let some = |what_for, count| (0..count).map(|n| draw(spec, seed, what_for, n)).collect();
+        let sha256 = Sha256::digest(format!("{spec} {seed}")).iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Data {
-            train: Drawn { recall, seed, batch: Vec::new(), batch_size: config.batch_size },
+            train: Drawn { spec: spec.clone(), seed, batch: Vec::new(), batch_size: config.batch_size },
             development: some(FOR_DEVELOPMENT, DEVELOPMENT),
             held_out: some(FOR_SCORES, HELD_OUT),
             too_long: 0,
-            longest: recall.length,
+            longest: spec.length(),
             sha256,
         })
     }
@@ -157,14 +158,14 @@ impl Task for Synthetic {
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
-        vec![Vocabulary { side: "sequence", kind: "numbers", size: self.recall.tokens() }]
+        vec![Vocabulary { side: "sequence", kind: "numbers", size: self.spec.tokens() }]
     }
 
     fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
         const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
-        let attention = attention::of_layers(config, self.recall.length)?;
+        let attention = attention::of_layers(config, self.spec.length())?;
         let positions = stack::positions(&attention);
-        let sizes = stack!(LanguageModelConfig::new(self.recall.tokens()), config, attention).with_positions(positions);
+        let sizes = stack!(LanguageModelConfig::new(self.spec.tokens()), config, attention).with_positions(positions);
         let one = sizes.clone().with_layers(1).init(device)?;
         stack::check(&one, &one.blocks, config, device, LOWER)?;
         Ok(sizes.init(device)?)
@@ -178,7 +179,12 @@ impl Task for Synthetic {
     fn loss(&self, model: &LanguageModel, batch: &[&Sequence], smoothing: f64, device: &Device) -> Result<Loss> {
         let rows: Vec<&[u32]> = batch.iter().map(|sequence| sequence.tokens.as_slice()).collect();
         let (tokens, _) = padded(&rows, device);
-        let right = batch.iter().flat_map(|sequence| sequence.right.iter().copied()).collect();
+        let longest = tokens.dims()[1];
+        let right = |sequence: &&Sequence| {
+            let beyond = longest - sequence.right.len();
+            sequence.right.clone().into_iter().chain(std::iter::repeat_n(None, beyond))
+        };
+        let right = batch.iter().flat_map(right).collect();
         let CrossEntropyLoss { plain, smoothed } = model.loss(tokens, right, smoothing)?;
         Ok(Loss { plain, smoothed })
     }
@@ -210,7 +216,7 @@ impl Task for Synthetic {
             let tokens = sequence.tokens.iter().chain(sequence.right.iter().flatten()).copied().collect();
             self.known(tokens).map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
         }
-        let vocabulary = self.recall.tokens();
+        let vocabulary = self.spec.tokens();
         let found = how.workers.run(sequences, |_, part| {
             let mut found = Vec::new();
             for batch in part.chunks(BATCH) {
@@ -239,8 +245,11 @@ impl Task for Synthetic {
     }
 
     fn introduce(&self, config: &RunConfig, _: &Data<Self>) -> String {
-        let Recall { length, .. } = self.recall;
-        format!("{}: sequences of {length} tokens, drawn anew for every step; {HELD_OUT} held out", config.data_name())
+        let length = self.spec.length();
+        format!(
+            "{}: sequences of up to {length} tokens, drawn anew for every step; {HELD_OUT} held out",
+            config.data_name()
+        )
     }
 
     fn blocks(config: &RunConfig) -> String {
@@ -255,12 +264,12 @@ impl Task for Synthetic {
 impl Synthetic {
     fn of(config: &RunConfig) -> Result<Self> {
         let Some(spec) = &config.synthetic else { bail!("no synthetic task is given; name it with --synthetic") };
-        Ok(Self { recall: spec.parse()? })
+        Ok(Self { spec: spec.parse()? })
     }
 
     /// Tokens of this task, and no others.
     fn known(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
-        let limit = self.recall.tokens();
+        let limit = self.spec.tokens();
         match tokens.iter().find(|&&token| token as usize >= limit) {
             Some(token) => bail!("the token {token} is unknown; those of this run are 0 to {}", limit - 1),
             None => Ok(tokens),
