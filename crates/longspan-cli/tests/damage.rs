@@ -121,23 +121,18 @@ fn changed_bytes_in_any_file_of_a_run_are_refused_or_harmless() {
     assert!(tried == 0 || (refusals > 0 && refusals < tried));
 }
 
-#[test]
-fn kills_at_random_moments_lose_nothing() {
-    let place = Place::new();
-    let kills = number("LONGSPAN_KILLS", 5);
-    let mut random = Random::new();
-    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
-    let steps = (60 * kills).min(2000).to_string();
-    place.ok(&place.train("whole", &steps, &more));
-    place.write("lines", "abc\n".repeat(3000).as_bytes());
-
-    // While training: from the first file to the last score.
+/// Trains `run` to its end in spite of so many kills at random moments, from the first file to the last score; `arguments` begin it
+/// anew. Its steps must be those of `whole`, which nobody kills.
+fn train_in_spite_of(place: &Place, arguments: &dyn Fn(&str) -> Vec<String>, kills: u64, random: &mut Random) {
+    let run = |arguments: &[String]| {
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts")
+    };
+    let resume = ["train", "--resume", "run"].map(String::from);
+    assert!(run(&arguments("whole")).wait().expect("its end").success(), "{:?}", arguments("whole"));
     let (mut killed, mut ended) = (0, 0);
     while killed < kills {
-        let exists = place.path("run").exists();
-        let arguments = if exists { vec!["train", "--resume", "run"] } else { place.train("run", &steps, &more) };
-        let mut child =
-            place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+        let mut child = if place.path("run").exists() { run(&resume) } else { run(&arguments("run")) };
         // Most of them while it starts and writes its first files, some later.
         let most = if random.below(3) == 0 { 400 } else { 60 };
         std::thread::sleep(Duration::from_millis(random.below(most) as u64));
@@ -156,11 +151,29 @@ fn kills_at_random_moments_lose_nothing() {
     }
     println!("{killed} kills while training, {ended} runs came to their end between them");
     if !place.path("run").exists() {
-        place.ok(&place.train("run", &steps, &more));
+        assert!(run(&arguments("run")).wait().expect("its end").success());
     }
     place.ok(&["train", "--resume", "run"]);
     assert_eq!(place.losses("run"), place.losses("whole"));
+    assert_eq!(place.read("run/model.safetensors"), place.read("whole/model.safetensors"));
     assert!(!place.names("run").iter().any(|name| name.ends_with(".tmp")), "{:?}", place.names("run"));
+}
+
+/// Steps of a run that so many kills are aimed at.
+fn steps(kills: u64) -> String {
+    (60 * kills).min(2000).to_string()
+}
+
+#[test]
+fn kills_at_random_moments_lose_nothing() {
+    let place = Place::new();
+    let kills = number("LONGSPAN_KILLS", 5);
+    let mut random = Random::new();
+    place.write("lines", "abc\n".repeat(3000).as_bytes());
+    let steps = steps(kills);
+    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+    let arguments = |out: &str| place.train(out, &steps, &more).into_iter().map(String::from).collect();
+    train_in_spite_of(&place, &arguments, kills, &mut random);
     let answers = |run: &str| place.ok(&["predict", run, "pairs.tsv", "--json"]);
     assert_eq!(answers("run"), answers("whole"));
 
@@ -186,4 +199,39 @@ fn kills_at_random_moments_lose_nothing() {
         }
     }
     println!("{} kills of predict, eval, info and info --accept-changes", kills * commands.len() as u64);
+}
+
+#[test]
+fn every_task_survives_kills_at_random_moments() {
+    let kills = number("LONGSPAN_KILLS", 2);
+    let mut random = Random::new();
+    let verses: String = (0..200).map(|n| format!("and line {n} of {} came\n", n * n % 17)).collect();
+    let reports: String = (0..200).map(|n| format!("report {n} says {}\t{}\n", n % 7, ["a", "b"][n % 2])).collect();
+    let series: String = (0..120)
+        .map(|n| {
+            let [times, values] = [0.7, 0.1].map(|step| [1.0, 2.5, 4.0, 4.5].map(|at| at * step * (n % 9 + 1) as f64));
+            format!("{{\"times\": {times:?}, \"values\": {values:?}, \"label\": \"{}\"}}\n", n % 2)
+        })
+        .collect();
+    for task in [
+        ["--text", "verses.txt", "--set", "segment=16", "--set", "carry=3", "--set", "backpropagate=2"].as_slice(),
+        &["--labelled", "reports.tsv"],
+        &["--series", "series.jsonl"],
+        &["--synthetic", "mqar:pairs=2,length=16,vocabulary=12"],
+    ] {
+        let place = Place::new();
+        for (name, contents) in [("verses.txt", &verses), ("reports.tsv", &reports), ("series.jsonl", &series)] {
+            place.write(name, contents.as_bytes());
+        }
+        let steps = steps(kills);
+        let arguments = |out: &str| {
+            let tiny = ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8"];
+            let more = ["checkpoint_steps=3", "dropout=0.1"];
+            let settings = tiny.iter().chain(&more).flat_map(|setting| ["--set", setting]);
+            let all =
+                ["train", "--out", out, "--steps", &steps].into_iter().chain(task.iter().copied()).chain(settings);
+            all.map(String::from).collect()
+        };
+        train_in_spite_of(&place, &arguments, kills, &mut random);
+    }
 }
