@@ -1,0 +1,170 @@
+"""What docs/quality.md shows: tables of runs, each a command or a peer, with a score."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run. In `arguments`, `{name}` is a file that `data.py` makes and `{seed}` the seed; a row with a `peer` calls that function
+    of `peers.py` with them instead of `longspan train`."""
+
+    name: str
+    arguments: str
+    seeds: tuple[int, ...] = (1,)
+    column: str = ""
+    peer: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs that answer one question. `score` is where `longspan info --json` has it below `held_out`."""
+
+    key: str
+    title: str
+    text: str
+    score: str
+    metric: str
+    rows: list[Row]
+    after: str = ""
+    scale: float = 100.0
+    digits: int = 1
+
+
+def _name(attention: str, feature_map: str) -> str:
+    words = {"short-convolution": "short convolution", "kernelized": f"kernelized (`{feature_map}`)"}
+    return ", then ".join(words.get(one, one) for one in attention.split(","))
+
+
+def _synthetic(task: str, attention: str, more: str, heads: int = 2, feature_map: str = "elu+1", **row) -> Row:
+    mapped = f" --set feature_map={feature_map}" if "kernelized" in attention else ""
+    settings = f"--set layers=2 --set d_model=128 --set d_ff=256 --set heads={heads}{mapped}"
+    name = row.pop("name", _name(attention, feature_map))
+    return Row(name, f"--synthetic {task} --attention {attention} {more} {settings} --seed {{seed}}", **row)
+
+
+_MQAR = "mqar:pairs=16,length=256,vocabulary=8192"
+_LINEAR = {"attention": "short-convolution,kernelized", "heads": 8, "feature_map": "taylor2"}
+
+MQAR = Table(
+    "mqar",
+    "Recall: 16 pairs in 256 tokens",
+    "Multi-query associative recall (Arora et al. 2024, *Zoology*): 16 keys and their values out of 8,192 tokens stand first, then each "
+    "key comes once more, and its value is to be given. Two blocks of width 128, 3,000 steps of 64 sequences that are drawn anew. "
+    "Published: attention recalls everything at this size, linear attention as it is does not.",
+    "recalled",
+    "recalled, %",
+    [
+        _synthetic(_MQAR, more="--steps 3000", **_LINEAR),
+        _synthetic(_MQAR, "kernelized", "--steps 3000", heads=8, feature_map="taylor2"),
+        _synthetic(_MQAR, "short-convolution,kernelized", "--steps 3000"),
+        _synthetic(_MQAR, "short-convolution,softmax", "--steps 3000"),
+        _synthetic(_MQAR, "softmax", "--steps 3000"),
+    ],
+)
+
+_MAD = {
+    "recall": "recall:pairs=8,length=128,vocabulary=16",
+    "noisy recall": "recall:pairs=8,length=128,vocabulary=16,noise=20",
+    "fuzzy recall": "fuzzy:motif=3,length=128,vocabulary=16",
+    "selective copying": "copying:pairs=16,length=256,vocabulary=16",
+    "memorization": "memorization:length=32,vocabulary=256",
+}
+
+MAD = Table(
+    "mad",
+    "MAD's tasks",
+    "The tasks of Poli et al. (2024) at their small sizes, without compression, which is not a task of a language model. Two blocks of "
+    "width 128, 2,000 steps of 64 sequences. Not the published setting: sequences are drawn anew and only what is asked is learned, "
+    "where MAD takes 200 passes over 12,800 sequences and learns every token. Published there for a Transformer (Yang et al. 2024, "
+    "*DeltaNet*): 94.1, 86.8, 29.8, 99.6, 85.2; for Mamba 90.4, 90.1, 6.7, 86.3, 89.5.",
+    "recalled",
+    "right, %",
+    [
+        row
+        for task, spec in _MAD.items()
+        for row in (
+            _synthetic(spec, more="--steps 2000", column=task, **_LINEAR),
+            _synthetic(spec, "short-convolution,softmax", "--steps 2000", column=task),
+            _synthetic(spec, "softmax", "--steps 2000", column=task),
+        )
+    ],
+)
+
+LISTOPS = Table(
+    "listops",
+    "ListOps: 500 to 2,000 tokens",
+    "Nested lists of operations as in Long Range Arena (Tay et al. 2021), told by a causal model at the last token; two blocks of width "
+    "128, 15 minutes each, a fraction of the published 5,000 steps of 32. Published: Transformer 36.4, Linear Transformer 16.1, Performer "
+    "18.0. Such comparisons from scratch exaggerate differences (Amos et al. 2024).",
+    "recalled",
+    "right, %",
+    [
+        _synthetic("listops", more="--minutes 15 --batch-size 16", **_LINEAR),
+        _synthetic("listops", "short-convolution,softmax", "--minutes 15 --batch-size 16"),
+    ],
+)
+
+
+def _text(attention: str, more: str, heads: int = 4, feature_map: str = "elu+1", **row) -> Row:
+    mapped = f" --set feature_map={feature_map}" if "kernelized" in attention else ""
+    return Row(
+        row.pop("name", _name(attention, feature_map)),
+        f"--text {{kjv.txt}} --attention {attention} {more} --set heads={heads}{mapped} --seed {{seed}}",
+        **row,
+    )
+
+
+_MIX = "short-convolution,kernelized,short-convolution,kernelized"
+
+TEXT = Table(
+    "text",
+    "Language: the King James text",
+    "4.1 MB of English, characters, of which the last 5 % are held out; four blocks of width 128. `xz -9e` takes 1.75 bits a byte of it "
+    "all. Every segment begins anew (`carry=1`), so that softmax has its whole context. At 512 tokens all take 2,000 steps, at the "
+    "others 10 minutes.",
+    "bits_per_byte",
+    "bits per byte",
+    [
+        row
+        for tokens, more in (("512", "--steps 2000 --batch-size 8"), ("4096", "--minutes 10 --batch-size 2"), ("16384", "--minutes 10 --batch-size 1"))
+        for row in (
+            _text(_MIX, f"{more} --set segment={tokens} --set carry=1", 8, "taylor2", column=tokens),
+            _text("short-convolution,softmax", f"{more} --set segment={tokens} --set carry=1", column=tokens),
+            _text("softmax", f"{more} --set segment={tokens} --set carry=1", column=tokens),
+        )
+    ],
+    scale=1.0,
+    digits=3,
+)
+
+
+def _series(name: str, positions: str, peer: str = "") -> list[Row]:
+    rows = []
+    for dropped in (0, 30, 60):
+        train, held_out = (f"{{{name}-{dropped}-{{seed}}-{positions}-{part}.jsonl}}" for part in ("train", "test"))
+        words = {"times": "Fourier positions at the times", "index": "the same, points counted", "gru": "GRU with time differences"}
+        files = f"--series {train} --held-out {held_out}".replace("-gru-", "-times-")
+        settings = "" if peer else " --attention fourier --set layers=2 --set d_model=64 --set d_ff=128 --steps 1500"
+        rows.append(
+            Row(f"{name}: {words[positions]}", f"{files}{settings} --seed {{seed}}", (1, 2, 3), f"{dropped} % dropped", peer)
+        )
+    return rows
+
+
+SERIES = Table(
+    "series",
+    "Irregular series",
+    "Sets of the UCR and UEA archives as the package `aeon` ships them, with their own split; of each series 0, 30 or 60 % of the points "
+    "are dropped at random, in training and held out alike. Two blocks of width 64 against the same blocks that count points, and a GRU "
+    "of about as many parameters that gets the time since the last point. Three seeds, for what is dropped and for weights.",
+    "accuracy",
+    "accuracy, %",
+    [
+        row
+        for name in ("ItalyPowerDemand", "GunPoint", "JapaneseVowels")
+        for positions, peer in (("times", ""), ("index", ""), ("gru", "gru"))
+        for row in _series(name, positions, peer)
+    ],
+)
+
+TABLES = [MQAR, MAD, LISTOPS, TEXT, SERIES]
