@@ -7,6 +7,8 @@ pytest.importorskip("onnxscript")
 
 from longspan import ops  # noqa: E402
 from longspan.torch import MultiheadAttention, chunked_attention  # noqa: E402
+from longspan.torch._chunked import RECURRENCE  # noqa: E402
+from longspan.torch.onnx import export as linear_export  # noqa: E402
 
 
 class Call(torch.nn.Module):
@@ -29,11 +31,11 @@ def export(function, *arguments):
 
 @pytest.mark.parametrize("function, message", [
     (lambda q, k, v: ops.kernelized_attention(q, k, v, is_causal=True),
-     "kernelized_attention: .* LinearAttention, is of opset 27, .*; for ONNX call longspan.torch.chunked_attention"),
+     "kernelized_attention: torch.onnx.export: expected longspan.torch.onnx.export, which writes the operator LinearAttention"),
     (lambda q, k, v: ops.aft_simple(q, k, v), "aft_simple: .* ONNX has no operator for aft-simple"),
     (lambda q, k, v: ops.softmax_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0])[0],
      "softmax_attention_step: .* ONNX has no operator for softmax"),
-    (lambda q, k, v: MultiheadAttention(8, 2)(q[0], k[0], v[0])[0], "KernelizedAttention: .* LinearAttention"),
+    (lambda q, k, v: MultiheadAttention(8, 2)(q[0], k[0], v[0])[0], "KernelizedAttention: .* longspan.torch.onnx.export"),
 ])  # fmt: skip
 def test_the_operators_are_refused(function, message):
     with pytest.raises(Exception, match="(?s)" + message):
@@ -53,3 +55,53 @@ def test_the_formulation_in_torch_agrees_in_onnx_runtime(mechanism, options, tmp
     session = onnxruntime.InferenceSession(tmp_path / "call.onnx")
     (got,) = session.run(None, {name: tensor.numpy() for name, tensor in zip("qkv", tensors)})
     torch.testing.assert_close(torch.from_numpy(got), attend(*tensors), rtol=1e-4, atol=1e-5)
+
+
+class Model(torch.nn.Module):
+    """A layer of attention between others."""
+
+    def __init__(self, is_causal, **options):
+        super().__init__()
+        self.norm, self.is_causal = torch.nn.LayerNorm(16), is_causal
+        self.attention = MultiheadAttention(16, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + torch.nn.functional.gelu(self.attention(x, x, x, is_causal=self.is_causal, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("is_causal, options", [
+    (True, {}), (True, {"feature_map": "taylor2"}), (True, {"feature_map": "prf:16:seed=1"}), (True, {"decay": [0.5, 0.9]}),
+    (True, {"feature_map": "softplus", "normalize": False}), (True, {"num_kv_heads": 1}), (False, {}),
+])  # fmt: skip
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+def test_kernelized_attention_becomes_the_operator_of_onnx(domain, is_causal, options):
+    reference = pytest.importorskip("onnx.reference")
+    torch.manual_seed(1)
+    model, x = Model(is_causal, **options).eval(), torch.randn(2, 40, 16)
+    tokens = torch.export.Dim("tokens", min=2)
+    exported = linear_export(model, (x,), domain=domain, dynamic_shapes=({1: tokens},))
+    assert [node.domain for node in exported.graph.node if node.op_type == "LinearAttention"] == [domain] * is_causal
+    if domain:
+        runtime = pytest.importorskip("onnxruntime")
+        session = runtime.InferenceSession(exported.SerializeToString())
+    else:
+        session = reference.ReferenceEvaluator(exported)
+    for tensor in (x, torch.randn(2, 57, 16)):
+        (got,) = session.run(None, {exported.graph.input[0].name: tensor.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), model(tensor).detach(), rtol=2e-5, atol=2e-5)
+
+
+def test_exports_that_cannot_be_are_refused():
+    model, x = Model(True).eval(), torch.randn(2, 9, 16)
+    with_state = Call(lambda q, k, v: ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)[0]).eval()
+    with pytest.raises(ValueError, match="export: domain: expected '' or 'com.microsoft', got 'ai.onnx'"):
+        linear_export(model, (x,), domain="ai.onnx")
+    with pytest.raises(ValueError, match="export: opset_version: expected to be left out, .* got 18"):
+        linear_export(model, (x,), opset_version=18)
+    with pytest.raises(Exception, match="(?s)aft_simple: .* ONNX has no operator for aft-simple"):
+        linear_export(Call(ops.aft_simple).eval(), inputs())
+    with pytest.raises(Exception, match="(?s)expected longspan.torch.onnx.export, .* without states"):
+        linear_export(with_state, inputs())
+    # Nothing is left behind: calls run by the kernels again.
+    assert RECURRENCE.get() is None

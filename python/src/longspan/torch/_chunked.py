@@ -11,6 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ _FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "identity": lambda x: x,
 }
+
+
+#: What takes the place of the causal recurrence while `longspan.torch.onnx.export` runs: of queries' and keys' features, values and
+#: the decay of each head.
+RECURRENCE: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None] = ContextVar("recurrence", default=None)
 
 
 def chunked_attention(
@@ -314,7 +320,7 @@ def _kernelized(
     if name == "exp" and normalize and keys > 0:
         # Cancels in the division; without it the exponentials overflow.
         q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-        highest = k.amax().detach() if k.numel() else k.new_zeros(())
+        highest = k.flatten().amax(0).detach() if k.numel() else k.new_zeros(())
         if table is not None and same:
             highest = torch.maximum(highest, table.amax().detach())
         k = k - highest
@@ -341,8 +347,14 @@ def _kernelized(
             raise ValueError("decay with a bidirectional mask has no meaning; use a causal mask or leave the decay out")
         gamma = torch.tensor(gamma, dtype=q.dtype, device=q.device).repeat_interleave(group)[:, None, None]
 
+    recurrence = RECURRENCE.get()
+    if recurrence is not None and is_causal and rows is None and offset == 0 and queries == keys:
+        return _divide(recurrence(q, features, values, gamma), normalize)
     walk = _Causal if is_causal else _Bidirectional
     sums = walk(features if content else None, values, rows, radius, gamma)
+    if not is_causal and rows is None:
+        # All rows read the same state.
+        return _divide(sums.chunk(q, 0, queries), normalize)
     pieces = []
     # Without queries one empty chunk runs, so that autograd still reaches all tensors.
     for start in range(0, max(queries, 1), CHUNK):

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from .. import _calls, _native
 from .._native import State
 from . import _operators
-from ._chunked import chunked_attention
+from ._chunked import RECURRENCE, chunked_attention
 from ._operators import as_array
 from ._profile import named
 from ._states import TensorState
@@ -51,7 +51,8 @@ def attend(
         return initial_state.attend(
             operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, output_final_state
         )  # fmt: skip
-    if _transformed(tensors, initial_state):
+    in_onnx = mechanism == "kernelized" and not with_state and RECURRENCE.get() is not None
+    if in_onnx or _transformed(tensors, initial_state):
         if with_state:
             raise _states_in_transform(operation)
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)

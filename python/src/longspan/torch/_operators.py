@@ -218,13 +218,12 @@ def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tenso
 def _refuse_onnx(operation: str, mechanism: str) -> None:
     """Says why a call is not exported to ONNX, and what is. Asked here, because nothing else runs both ways that torch traces."""
     if torch.onnx.is_in_onnx_export():
-        why = f"ONNX has no operator for {mechanism}"
         if mechanism == "kernelized":
-            # torch writes opset 18, from which no release of onnx or onnxscript converts to 27.
-            why = "ONNX's operator for it, LinearAttention, is of opset 27, which torch.onnx.export cannot write"
-        raise RuntimeError(f"{operation}: torch.onnx.export: expected torch.export.export, because {why}, got an export to ONNX; "
-                           "for ONNX call longspan.torch.chunked_attention, which computes the same in operators that ONNX "
-                           "has")  # fmt: skip
+            raise RuntimeError(f"{operation}: torch.onnx.export: expected longspan.torch.onnx.export, which writes the operator "
+                               "LinearAttention of opset 27 without states and packed sequences, got another export to ONNX")  # fmt: skip
+        raise RuntimeError(f"{operation}: torch.onnx.export: expected torch.export.export, because ONNX has no operator for {mechanism}, "
+                           "got an export to ONNX; for ONNX call longspan.torch.chunked_attention, which computes the same in "
+                           "operators that ONNX has")  # fmt: skip
 
 
 @torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
