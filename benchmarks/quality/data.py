@@ -33,13 +33,15 @@ def _king_james() -> str:
 
 
 def _series(folder: Path, name: str) -> str:
-    """`SET-DROPPED-SEED-POSITIONS-PART.jsonl`: a part of a set, so many percent of its points dropped, its times or counted points."""
+    """`SET-DROPPED-SEED-POSITIONS-PART.jsonl`: a part of a set, so many percent of its points dropped (`mixed`: 0 to 90, each series its
+    own share), its times or counted points."""
     data, dropped, seed, positions, part = name.removesuffix(".jsonl").split("-")
     draw = random.Random(f"{data} {dropped} {seed} {part}")
     lines = []
     for label, points in _archive(folder, data, part.upper()):
         count = len(points)
-        kept = sorted(draw.sample(range(count), max(2, round(count * (1 - int(dropped) / 100)))))
+        share = draw.random() * 0.9 if dropped == "mixed" else int(dropped) / 100
+        kept = sorted(draw.sample(range(count), max(2, round(count * (1 - share)))))
         times = kept if positions == "times" else list(range(len(kept)))
         lines.append(json.dumps({"times": times, "values": [points[at] for at in kept], "label": label}))
     return "\n".join(lines) + "\n"

@@ -61,13 +61,15 @@ def run(table: Table, row: Row, seed: int, options) -> dict:
     folder = options.runs / key(table, row, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({"LONGSPAN_THREADS": str(options.threads)} if options.threads else {})
-    if (folder / "config.json").exists():
-        command = ["train", "--resume", folder]
-    else:
-        command = ["train", *arguments, "--out", folder]
-    subprocess.run([options.longspan, *command], check=True, env=environment, stdout=subprocess.DEVNULL)
-    found = subprocess.run([options.longspan, "info", folder, "--json"], check=True, capture_output=True, text=True, env=environment)
-    info = json.loads(found.stdout)
+
+    def longspan(*command) -> str:
+        return subprocess.run([options.longspan, *command], check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+
+    begun = (folder / "config.json").exists()
+    info = json.loads(longspan("info", folder, "--json")) if begun else {}
+    if not info.get("held_out"):
+        longspan(*(["train", "--resume", folder] if begun else ["train", *arguments, "--out", folder]))
+        info = json.loads(longspan("info", folder, "--json"))
     return {"score": info["held_out"][table.score], "parameters": info["parameters"], "seconds": info["seconds"], "steps": info["step"]}
 
 

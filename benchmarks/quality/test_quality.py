@@ -20,7 +20,9 @@ if sys.argv[1] == "train":
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("resumed" if "--resume" in sys.argv else "begun")
     sys.exit(0 if "--resume" in sys.argv else 1)
-print(json.dumps({{"held_out": {{"recalled": {{"rate": 0.5, "low": 0.4, "high": 0.6}}}}, "parameters": 7, "seconds": 60, "step": 3}}))
+ended = (pathlib.Path(sys.argv[2]) / "config.json").read_text() == "resumed"
+scores = {{"recalled": {{"rate": 0.5, "low": 0.4, "high": 0.6}}}}
+print(json.dumps({{"held_out": scores if ended else None, "parameters": 7, "seconds": 60, "step": 3}}))
 """
 
 
@@ -49,6 +51,10 @@ def test_a_run_that_was_interrupted_goes_on(options):
         quality.run(table, row, 1, options)
     found = quality.run(table, row, 1, options) | {"machine": "a machine"}
     assert (options.runs / "some/a-model/1/config.json").read_text() == "resumed"
+    # One that has ended is only read.
+    before = (options.runs / "some/a-model/1/config.json").stat().st_mtime_ns
+    assert quality.run(table, row, 1, options)["parameters"] == 7
+    assert (options.runs / "some/a-model/1/config.json").stat().st_mtime_ns == before
     text = quality.section(table, {quality.key(table, row, 1): found})
     assert "| a model | 7 | 50.0 (40.0–60.0) | 1 |" in text and "longspan train --synthetic mqar --seed 1" in text
     assert "| a model | – | – | – |" in quality.section(table, {})
@@ -62,6 +68,8 @@ def test_points_are_dropped_and_counted(tmp_path, monkeypatch):
         assert [[time] for time in one["times"]] == one["values"] == other["values"]
         assert other["times"] == list(range(20)) and one["label"] == other["label"]
     assert times[0]["times"] != times[1]["times"]
+    mixed = [json.loads(line) for line in data.file(tmp_path, "Set-mixed-1-times-train.jsonl").open()]
+    assert len(mixed[0]["times"]) != len(mixed[1]["times"])
 
 
 def test_the_gru_learns(tmp_path, monkeypatch):

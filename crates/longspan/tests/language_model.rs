@@ -71,6 +71,10 @@ fn segments_and_steps_give_the_rows_of_the_whole() {
         let model = model(&config, &device);
         let whole = model.forward(part(0, TOKENS, &device)).unwrap();
         let rows = |from: usize, to: usize| numbers(whole.clone().narrow(1, from, to - from));
+        let some = model.forward_at(part(0, TOKENS, &device), &[TOKENS + 2, 2]).unwrap();
+        let all = numbers(whole.clone());
+        let expected = [TOKENS + 2, 2].map(|row| &all[row * VOCAB..][..VOCAB]).concat();
+        assert_close(&format!("{name}, some rows"), &numbers(some), &expected);
         let mut state = LanguageState::default();
         for (from, to) in [(0, 1), (1, 9), (9, 17)] {
             let got = model.advance(part(from, to, &device), &mut state).unwrap();
@@ -253,6 +257,8 @@ fn mistakes_are_errors() {
     let mut state = LanguageState::default();
     assert!(model.step(&[VOCAB], &mut state).unwrap_err().to_string().contains("below 11"));
     assert!(model.prefill(part(0, 0, &device), &mut state).unwrap_err().to_string().contains("at least one"));
+    let beyond = model.forward_at(part(0, 3, &device), &[3 * BATCH]).unwrap_err().to_string();
+    assert!(beyond.contains("rows: expected rows below"), "{beyond}");
     model.advance(part(0, 3, &device), &mut state).unwrap();
     assert!(model.step(&[1], &mut state).is_err(), "another batch");
     let other = self::model(&config().with_layers(1), &device);

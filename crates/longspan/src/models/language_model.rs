@@ -144,6 +144,28 @@ impl LanguageModel {
         Ok(apply(&self.output(), self.whole(tokens)?, Activation::Identity, After::default()))
     }
 
+    /// Some rows of what [`forward`](Self::forward) gives: of large vocabularies most of its time and memory are logits.
+    ///
+    /// # Shapes
+    /// `tokens`: `[batch, tokens]`; `rows`: numbers below `batch · tokens`, text after text; output: `[rows, vocab]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and rows beyond the tokens.
+    pub fn forward_at(&self, tokens: Tensor<2, Int>, rows: &[usize]) -> Result<Tensor<2>> {
+        let count = tokens.shape().num_elements();
+        let beyond = rows.iter().find(|&&row| row >= count);
+        argument(
+            beyond.is_none(),
+            NAME,
+            "rows",
+            || format!("rows below {count}"),
+            || beyond.map_or(String::new(), usize::to_string),
+        )?;
+        let x = self.whole(tokens)?.reshape([count, self.d_model]);
+        let x = x.select(0, index_tensor(rows, &self.embedding.weight.device())).unsqueeze_dim::<3>(1);
+        Ok(apply(&self.output(), x, Activation::Identity, After::default()).squeeze_dim(1))
+    }
+
     /// The loss of texts that begin with `tokens`: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives,
     /// which are never held whole.
     ///

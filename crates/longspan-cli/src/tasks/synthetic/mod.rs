@@ -7,8 +7,8 @@ use std::fmt::{self, Display};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
+use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, Tensor};
 use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageModelConfig};
 use serde::Serialize;
@@ -30,8 +30,8 @@ use generate::{Sequence, Spec};
 const DEVELOPMENT: u64 = 256;
 const HELD_OUT: u64 = 1000;
 
-/// Sequences answered together: few, since logits of all their tokens are held.
-const BATCH: usize = 8;
+/// Sequences answered together.
+const BATCH: usize = 16;
 
 /// What the random streams of a seed are for.
 const TRAINING: u64 = 0;
@@ -198,7 +198,7 @@ impl Task for Synthetic {
         for (place, text) in texts.iter().enumerate() {
             let tokens = numbers(text).and_then(|tokens| self.known(tokens));
             let tokens = tokens.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
-            let logits = rows(model, &[&tokens])?.narrow(1, tokens.len() - 1, 1).squeeze_dim::<2>(1);
+            let logits = model.forward_at(padded(&[&tokens], &Device::flex()).0, &[tokens.len() - 1])?;
             let found = values(log_softmax(logits, 1))?;
             let mut order: Vec<usize> = (0..found.len()).collect();
             order.sort_by(|&a, &b| found[b].total_cmp(&found[a]).then(a.cmp(&b)));
@@ -222,12 +222,19 @@ impl Task for Synthetic {
             for batch in part.chunks(BATCH) {
                 let tokens: Vec<&[u32]> = batch.iter().map(|sequence| sequence.tokens.as_slice()).collect();
                 let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
-                let logits = values(rows(model, &tokens)?)?;
-                for (sequence, logits) in batch.iter().zip(logits.chunks((longest * vocabulary).max(1))) {
-                    let asked = sequence.right.iter().zip(logits.chunks(vocabulary));
-                    let asked = asked.filter_map(|(right, row)| Some(likeliest(row) == (*right)? as usize));
-                    let asked: Vec<bool> = asked.collect();
-                    found.push((asked.iter().filter(|&&right| right).count() as f64, asked.len() as f64));
+                let asked = |sequence: &Sequence| {
+                    let places = 0..sequence.right.len();
+                    places.filter_map(|at| Some((at, sequence.right[at]? as usize))).collect::<Vec<_>>()
+                };
+                let asked: Vec<Vec<(usize, usize)>> = batch.iter().map(asked).collect();
+                let rows =
+                    asked.iter().enumerate().flat_map(|(n, asked)| asked.iter().map(move |(at, _)| n * longest + at));
+                let rows: Vec<usize> = rows.collect();
+                let logits = values(model.forward_at(padded(&tokens, &Device::flex()).0, &rows)?)?;
+                let mut told = logits.chunks(vocabulary).map(likeliest);
+                for asked in asked {
+                    let right = asked.iter().zip(&mut told).filter(|((_, right), told)| right == told).count();
+                    found.push((right as f64, asked.len() as f64));
                 }
             }
             Ok(found)
@@ -275,11 +282,6 @@ impl Synthetic {
             None => Ok(tokens),
         }
     }
-}
-
-/// The logits of sequences, `[batch, longest, vocabulary]`.
-fn rows(model: &LanguageModel, sequences: &[&[u32]]) -> Result<Tensor<3>> {
-    Ok(model.forward(padded(sequences, &Device::flex()).0)?)
 }
 
 /// Tokens as numbers with space between them.
