@@ -458,7 +458,7 @@ class SeriesRun:
             some = order[first : first + _BATCH]
             rows[some] = self.model(*self._padded([points[place] for place in some])).double().cpu()
         if not self.labels:
-            return (self.mean + self.deviation * rows[:, 0]).tolist()  # type: ignore[no-any-return]
+            return (self.mean + self.deviation * rows[:, 0]).tolist()
         chances, ids = rows.softmax(-1).sort(descending=True, stable=True)
         return [{self.labels[id]: chance for id, chance in zip(*row)} for row in zip(ids.tolist(), chances.tolist())]
 
