@@ -127,7 +127,7 @@ def test_what_is_learned_here_is_read_there(run, tmp_path):
     assert load_run(tmp_path / "run").predict(data) == after
 
 
-def test_points_are_counted_without_times(tmp_path):
+def test_points_are_counted_without_times():
     run = made()
     values = [1.0, None, 2.5, 4.0]
     counted = {"times": [0, 2, 3], "values": [[1.0], [2.5], [4.0]]}
@@ -137,6 +137,14 @@ def test_points_are_counted_without_times(tmp_path):
     # Only differences of times count, measured in steps.
     later = {"times": [1e9, 1e9 + 2, 1e9 + 3], "values": [1.0, 2.5, 4.0]}
     assert run.predict([later]) == run.predict([counted]) != run.predict([{**counted, "times": [0, 2, 4]}])
+
+
+def test_answers_do_not_depend_on_what_is_answered_together(monkeypatch):
+    run, asked = made(), [[float(n)] * (n % 7 + 1) for n in range(20)]
+    together = run.predict(asked)
+    for points in (1, 20):
+        monkeypatch.setattr("longspan.torch.runs._TOGETHER", points)
+        assert [answer["a"] for answer in run.predict(asked)] == pytest.approx([answer["a"] for answer in together], rel=1e-5)
 
 
 CONFIG = {"attention": "fourier", "d_model": 8, "heads": 2, "layers": 1, "d_ff": 8}

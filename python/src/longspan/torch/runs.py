@@ -21,9 +21,10 @@ file                                                          shape             
 
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
 besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention; one of series is as that of
-labelled texts, with ``input.{weight,bias}``, ``[channels, d_model]``, in the place of the embedding, twice as many channels where the
-scaling is ``masked``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention ``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the
-queries, and ``gated_norm.gamma`` ``[d_model]``, here ``gated_norm.weight``.
+labelled texts, with ``input.{weight,bias}`` in the place of the embedding, ``[channels, d_model]``, or ``[2 channels, d_model]``
+where the scaling is ``masked``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention
+``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the queries, and ``gated_norm.gamma`` ``[d_model]``, here
+``gated_norm.weight``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 
@@ -85,8 +86,8 @@ __all__ = [
 #: Ids that every tokenizer of the command shares; what it knows itself comes after.
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 _SPECIALS = 4
-#: Series answered together.
-_BATCH = 64
+#: Points of series that are answered together.
+_TOGETHER = 16384
 
 
 def read_json(path: Path) -> Any:
@@ -312,9 +313,9 @@ class Scaling:
                                  "values alone where points are counted")  # fmt: skip
             values, times = one["values"], one["times"]
         values = _numbers(f"{where}: values", values)
-        missing = np.isnan(values)
-        if missing.all():
-            raise ValueError(f"{where}: values: expected at least one, got {values.size} and all of them missing; leave the series out")
+        if np.isnan(values).all():
+            raise ValueError(f"{where}: values: expected at least one, got {values.size} and all of them missing; leave the series "
+                             "out")  # fmt: skip
         channels, shape = len(self.means), values.shape
         values = values[:, None] if values.ndim == 1 else values
         if values.shape[1:] != (channels,):
@@ -325,8 +326,8 @@ class Scaling:
             raise ValueError(f"{where}: times: expected shape {values.shape[:1]}, got {times.shape}; give a time to each point")
         for name, wrong in (("times", ~np.isfinite(times)), ("values", np.isinf(values).any(1))):
             if wrong.any():
-                raise ValueError(f"{where}: {name}: expected finite numbers, got another at point {wrong.argmax()}; give one, or leave "
-                                 "the point out")  # fmt: skip
+                raise ValueError(f"{where}: {name}: expected finite numbers, got another at point {wrong.argmax()}; give one, or "
+                                 "leave the point out")  # fmt: skip
         # As the command does: points without any value are left out, the others sorted.
         known = ~np.isnan(values).all(1)
         order = np.flatnonzero(known)[times[known].argsort(kind="stable")]
@@ -336,8 +337,8 @@ class Scaling:
             points = np.where(missing, 0.0, (values - self.means) / self.deviations).astype(np.float32)
             times = ((times - times[0]) / self.step).astype(np.float32)
         if not (np.isfinite(points).all() and np.isfinite(times).all()):
-            raise ValueError(f"{where}: expected values and times as large as those of training, got some beyond all measure; leave "
-                             "the series out")  # fmt: skip
+            raise ValueError(f"{where}: expected values and times as large as those of training, got some beyond all measure; "
+                             "leave the series out")  # fmt: skip
         if self.masked:
             points = np.concatenate([points, missing.astype(np.float32)], 1)
         return torch.from_numpy(points), torch.from_numpy(times)
@@ -419,7 +420,9 @@ class SeriesRun:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError
+            As `predict`.
+        ValueError
             As `predict`, and without any series.
         """
         points = self._points(series)
@@ -453,9 +456,10 @@ class SeriesRun:
         points = self._points(series)
         rows = torch.empty(len(points), self.model.output.out_features, dtype=torch.float64)
         # Series of similar length share a batch, so that little is padded.
-        order = sorted(range(len(points)), key=lambda place: len(points[place][1]))
-        for first in range(0, len(order), _BATCH):
-            some = order[first : first + _BATCH]
+        order = sorted(range(len(points)), key=lambda place: -len(points[place][1]))
+        while order:
+            count = max(1, _TOGETHER // len(points[order[0]][1]))
+            some, order = order[:count], order[count:]
             rows[some] = self.model(*self._padded([points[place] for place in some])).double().cpu()
         if not self.labels:
             return (self.mean + self.deviation * rows[:, 0]).tolist()
