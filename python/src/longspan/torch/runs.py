@@ -454,7 +454,7 @@ class SeriesRun:
         """
         self.model.eval()
         points = self._points(series)
-        rows = torch.empty(len(points), self.model.output.out_features, dtype=torch.float64)
+        rows = torch.zeros(len(points), self.model.output.out_features, dtype=torch.float64)
         # Series of similar length share a batch, so that little is padded.
         order = sorted(range(len(points)), key=lambda place: -len(points[place][1]))
         while order:
