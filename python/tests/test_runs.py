@@ -124,7 +124,7 @@ def test_runs_of_other_tasks_are_named(task, tmp_path):
                    check=True, timeout=300, capture_output=True)  # fmt: skip
     with pytest.raises(ValueError) as error:
         load_run(folder)
-    assert str(error.value) == f"load_run: {folder}: expected a run of pairs, {message}'{folder}'`"
+    assert str(error.value) == f"load_run: {folder}: expected a run of pairs or series, {message}'{folder}'`"
 
 
 @pytest.mark.parametrize("setting", [{"norm_kind": "l2"}, {"activation": "tanh"}])
@@ -134,12 +134,12 @@ def test_blocks_of_unknown_forms_are_named(setting):
         Seq2Seq({**CONFIG, **setting}, 7, 9)
 
 
-@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("series", "a.csv"), ("synthetic", "mqar")])
+@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("synthetic", "mqar")])
 def test_settings_alone_name_the_task(task, value, tmp_path):
     """Without the command: what its settings say, and what they do not."""
     others = {"pairs": None, "text": [], "labelled": None}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others, task: value}))
-    with pytest.raises(ValueError, match=f"expected a run of pairs, got one of .*{tmp_path}`$"):
+    with pytest.raises(ValueError, match=f"expected a run of pairs or series, got one of .*{tmp_path}`$"):
         load_run(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others}))
     with pytest.raises(FileNotFoundError, match="source_tokenizer.json"):

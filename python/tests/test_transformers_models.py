@@ -315,6 +315,6 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "checkpoint.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="save_directory: expected a folder without a training run, got .* which has a checkpoint"):
         model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="series: expected a run of texts"):
+    with pytest.raises(ValueError, match="series: expected a run of texts, .* read it with `longspan.torch.runs.load_run`"):
         (tmp_path / "config.json").write_text(json.dumps({"series": "a.csv"}))
         LongspanConfig.from_pretrained(tmp_path)

@@ -1,6 +1,7 @@
-"""The models of the `longspan` command in PyTorch: a language model, a classifier, and a sequence-to-sequence transformer.
+"""The models of the `longspan` command in PyTorch: a language model, a classifier of texts, one of numeric series, and a
+sequence-to-sequence transformer.
 
-Each is made from the settings of a run (its ``config.json``, as a dictionary) and the sizes of its vocabularies.
+Each is made from the settings of a run (its ``config.json``, as a dictionary) and the sizes of its vocabularies or channels.
 `longspan.torch.runs` reads and writes their weights, and lists the names of these; `longspan.transformers` puts them into models
 of Hugging Face's `transformers`.
 """
@@ -88,13 +89,16 @@ class _MultiHead(nn.Module):
         q, gate = (own, None) if self.gated_norm is None else own.chunk(2, -1)
         return self._split(q), gate
 
-    def forward(self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None) -> Tensor:
-        """Self-attention, after the tokens that ``past`` remembers."""
+    def forward(
+        self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Self-attention, after the tokens that ``past`` remembers, or at ``positions`` if the mechanism does not count tokens."""
         own, *others = self.query_key_value(x).split(self.widths, -1)
         q, gate = self._queries(own)
         k, v = (self._split(part) for part in others)
         if past is None:
-            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=ignored)
+            at = positions if isinstance(self.attention, FourierAttention) else None
+            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=ignored, q_positions=at, k_positions=at)
         elif q.shape[2] == 1 and (ignored is None or not bool(ignored.any())):
             out, past.state = self.attention.step(q[:, :, 0], k[:, :, 0], v[:, :, 0], past.state)
             out = out[:, :, None]
@@ -174,8 +178,9 @@ class _Block(nn.Module):
         past: Any = None,
         memory: Tensor | None = None,
         memory_ignored: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        x = self._residual(x, self.attention_norm, lambda x: self.attention(x, ignored, is_causal, past))
+        x = self._residual(x, self.attention_norm, lambda x: self.attention(x, ignored, is_causal, past, positions))
         if hasattr(self, "cross_attention"):
             attend = self.cross_attention.attend_to
             x = self._residual(x, self.cross_attention_norm, lambda x: attend(memory, x, memory_ignored, past))
@@ -207,7 +212,8 @@ def _fourier(settings: Settings) -> dict[str, Any]:
     if not kernel.pop("normalize", True):
         raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
     normalizer = options.get("normalizer", "one-plus").replace("-", "_")
-    return {"normalizer": normalizer, "wave": "pairs" if options.get("rotary", False) else "each", **kernel}
+    wave = "pairs" if options.get("rotary", False) else "each"
+    return {"normalizer": normalizer, "wave": wave, "axes": settings.get("axes"), **kernel}
 
 
 def _toeplitz(settings: Settings) -> dict[str, Any]:
@@ -287,6 +293,11 @@ def counted(x: Tensor, ignored: Tensor | None, first: int = 0) -> Tensor:
     return ((~ignored).cumsum(1) - 1).clamp(min=0)
 
 
+def _beyond(lengths: Tensor, count: int) -> Tensor:
+    """True for those of ``count`` rows that stand beyond a sequence's length, ``[batch, count]``."""
+    return torch.arange(count, device=lengths.device) >= lengths[:, None]
+
+
 def _forgets(settings: Settings) -> Settings:
     """With the decay that the command gives a model of texts where settings give none: heads look back over 8 to 1,024 tokens."""
     heads = settings["heads"]
@@ -329,14 +340,13 @@ class LanguageModel(nn.Module):
         return F.linear(x, self.embedding.weight)
 
 
-class Classifier(nn.Module):
-    """The model of ``longspan train --labelled``: blocks over a whole text, and one row of all of it."""
+class _Pooled(nn.Module):
+    """What the models that make one row of a whole sequence have in common: all but what stands before the blocks."""
 
-    def __init__(self, settings: Settings, vocab: int, outputs: int) -> None:
+    def __init__(self, settings: Settings, outputs: int) -> None:
         super().__init__()
         settings = {**settings, "positions": settings.get("max_tokens") or 0}
         width = settings["d_model"]
-        self.embedding = nn.Embedding(vocab, width)
         self.blocks = _blocks(settings)
         self.norm = _last_norm(settings)
         self.pooling = settings.get("pooling", "mean")
@@ -348,16 +358,15 @@ class Classifier(nn.Module):
         self.causal = settings.get("causal", False)
         self.sinusoidal = not _sees_order(settings)
 
-    def forward(self, tokens: Tensor, ignored: Tensor | None = None) -> Tensor:
-        """Logits of the classes, or the numbers, ``[batch, outputs]``."""
-        x = self.embedding(tokens)
+    def _outputs(self, x: Tensor, ignored: Tensor | None, positions: Tensor | None = None) -> Tensor:
+        """Logits of the classes, or the numbers, ``[batch, outputs]``, of what is embedded."""
         if self.sinusoidal:
             x = _sinusoidal(x, counted(x, ignored))
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, ignored, self.causal)
+            x = block(x, ignored, self.causal, positions=positions)
         x = x if self.norm is None else self.norm(x)
-        counts = torch.ones_like(tokens, dtype=torch.bool) if ignored is None else ~ignored
+        counts = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if ignored is None else ~ignored
         if self.pooling_query is not None:
             scores = (x * (self.pooling_query * x.shape[2] ** -0.5)).sum(-1)
             weights = scores.masked_fill(~counts, -1e30).softmax(-1)
@@ -367,6 +376,96 @@ class Classifier(nn.Module):
             weights = counts / counts.sum(1, keepdim=True).clamp(min=1)
         out: Tensor = self.output((x * weights[..., None].to(x.dtype)).sum(1))
         return out
+
+
+class Classifier(_Pooled):
+    """The model of ``longspan train --labelled``: blocks over a whole text, and one row of all of it."""
+
+    def __init__(self, settings: Settings, vocab: int, outputs: int) -> None:
+        super().__init__(settings, outputs)
+        self.embedding = nn.Embedding(vocab, settings["d_model"])
+
+    def forward(self, tokens: Tensor, ignored: Tensor | None = None) -> Tensor:
+        """Logits of the classes, or the numbers, ``[batch, outputs]``."""
+        return self._outputs(self.embedding(tokens), ignored)
+
+
+class SeriesModel(_Pooled):
+    """The model of ``longspan train --series``: blocks over points at any times, and one row of all of them.
+
+    The mechanism ``fourier`` sees the times; any other counts points. Let a time of 1 be the usual distance of neighbours, and let
+    series begin near 0.
+
+    Parameters
+    ----------
+    config : dict
+        A run's ``config.json``.
+    channels : int
+        Numbers at each point.
+    outputs : int
+        Classes, or 1 for a number.
+
+    Examples
+    --------
+    Which of two series is denser in time:
+
+    >>> import torch
+    >>> from longspan.torch.runs import SeriesModel
+    >>> _ = torch.manual_seed(0)
+    >>> config = {"attention": "fourier", "d_model": 16, "d_ff": 32, "heads": 2, "layers": 1, "pooling": "attention"}
+    >>> model = SeriesModel(config, channels=1, outputs=2)
+    >>> optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    >>> dense = torch.tensor([0, 1] * 16)
+    >>> for _ in range(60):
+    ...     times = torch.rand(32, 20).cumsum(1) * torch.where(dense == 1, 0.5, 2.0)[:, None]
+    ...     loss = torch.nn.functional.cross_entropy(model(times.sin()[..., None], times), dense)
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    >>> loss.item() < 0.3
+    True
+
+    What stands beyond a series' length does not matter:
+
+    >>> values, lengths = times.sin()[..., None], torch.full((32,), 12)
+    >>> torch.testing.assert_close(model(values, times, lengths), model(values[:, :12], times[:, :12]))
+    """
+
+    def __init__(self, config: Settings, channels: int, outputs: int) -> None:
+        super().__init__({**config, "axes": 1}, outputs)
+        self.input = nn.Linear(channels, config["d_model"])
+
+    def forward(self, values: Tensor, times: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits of the classes, or the numbers.
+
+        Parameters
+        ----------
+        values : Tensor ``[batch, points, channels]``
+            Finite, also beyond the lengths.
+        times : Tensor ``[batch, points]``
+            Likewise.
+        lengths : Tensor ``[batch]``, optional
+            How many points count, at least 1; those after are ignored. By default all count.
+
+        Returns
+        -------
+        Tensor ``[batch, outputs]``
+            A row for each series.
+
+        Raises
+        ------
+        ValueError
+            For other shapes.
+        """
+        channels = self.input.in_features
+        if values.dim() != 3 or values.shape[2] != channels:
+            raise ValueError(f"SeriesModel: values: expected shape (batch, points, {channels}), got {tuple(values.shape)}")
+        others = (("times", times, values.shape[:2]), ("lengths", lengths, values.shape[:1]))
+        for name, given, shape in others:
+            if given is not None and given.shape != shape:
+                raise ValueError(f"SeriesModel: {name}: expected shape {tuple(shape)}, as values have, got {tuple(given.shape)}")
+        ignored = None if lengths is None else _beyond(lengths, values.shape[1])
+        return self._outputs(self.input(values), ignored, times[..., None])
 
 
 class Seq2Seq(nn.Module):
@@ -501,5 +600,5 @@ class Seq2Seq(nn.Module):
         Tensor ``[batch, target_tokens, target_vocab]``
             Logits.
         """
-        ignored = torch.arange(source.shape[1], device=source.device) >= source_lengths[:, None]
+        ignored = _beyond(source_lengths, source.shape[1])
         return self.decode(self.encode(source, ignored), ignored, target)

@@ -1,8 +1,9 @@
-"""Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made of pairs, or write weights that
-it reads. Runs of texts and of labelled texts are read by `longspan.transformers`.
+"""Runs of the `longspan` command in PyTorch: read a folder that ``longspan train`` made of pairs or of numeric series, or write
+weights that it reads. Runs of texts and of labelled texts are read by `longspan.transformers`.
 
-A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``.
-Names in the weights' file, with ``i`` counting blocks from 0:
+A run folder of pairs holds ``config.json``, ``source_tokenizer.json``, ``target_tokenizer.json`` and ``model.safetensors``; one of
+series ``series.json``, a `Scaling`, and ``labels.json`` in the place of the tokenizers. Names in the weights' file, with ``i``
+counting blocks from 0:
 
 ============================================================  ========================  =====================================
 file                                                          shape                     here
@@ -19,9 +20,11 @@ file                                                          shape             
 ============================================================  ========================  =====================================
 
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
-besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention. Gated feed-forward parts
-have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention ``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the
-queries, and ``gated_norm.gamma`` ``[d_model]``, here ``gated_norm.weight``.
+besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention; one of series is as that of
+labelled texts, with ``input.{weight,bias}`` in the place of the embedding, ``[channels, d_model]``, or ``[2 channels, d_model]``
+where the scaling is ``masked``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention
+``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the queries, and ``gated_norm.gamma`` ``[d_model]``, here
+``gated_norm.weight``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 
@@ -45,28 +48,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from .gated_norm import GatedRMSNorm
 from .mechanisms import AftConv, AftFull, ShawAttention, ToeplitzAttention
-from .models import Seq2Seq
+from .models import Seq2Seq, SeriesModel
 
 __all__ = [
     "END",
     "PAD",
     "Run",
     "START",
+    "Scaling",
     "Seq2Seq",
+    "SeriesModel",
+    "SeriesRun",
     "Tokenizer",
     "UNKNOWN",
     "load_run",
@@ -77,6 +86,16 @@ __all__ = [
 #: Ids that every tokenizer of the command shares; what it knows itself comes after.
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 _SPECIALS = 4
+#: Points of series that are answered together.
+_TOGETHER = 16384
+
+
+def read_json(path: Path) -> Any:
+    """What a file of a run's folder says."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -132,7 +151,7 @@ class Tokenizer:
         ValueError
             For a ``tokenizer.json`` of another kind.
         """
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = read_json(Path(path))
         kind = stored.get("kind")
         if kind not in ("characters", "words", "bytes"):
             raise ValueError(f"{path}: kind: expected characters, words or bytes, got {kind!r}; read other tokenizers "
@@ -183,7 +202,7 @@ class Tokenizer:
 
 @dataclass
 class Run:
-    """A run of the command, as `load_run` reads it.
+    """A run of the command on pairs, as `load_run` reads it.
 
     Parameters
     ----------
@@ -238,34 +257,279 @@ class Run:
         return self.target.decode(target)
 
 
-#: Settings that say that a run is not of pairs: what they name, and the command that reads the run.
-_NOT_OF_PAIRS = {
+def _numbers(where: str, given: Any) -> NDArray[np.float64]:
+    """What a person gives as numbers; None is NaN."""
+    try:
+        return np.asarray(given.detach().cpu().double() if isinstance(given, Tensor) else given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: expected an array of numbers, or NaN where one is missing, got what is none: {error}") from error
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the series that a run learned from are like, its ``series.json``: others are given to the model in the same measure.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of the channels, where the data had them.
+    means, deviations : sequence of float
+        Of each channel the mean, which is subtracted, and the standard deviation, by which the rest is divided.
+    step : float
+        The median distance of neighbouring times, which counts as 1.
+    masked : bool
+        Whether the model gets a channel beside each that says which values are missing. The mean stands for these.
+
+    Examples
+    --------
+    >>> from longspan.torch.runs import Scaling
+    >>> Scaling(["heart", "breath"], means=[70, 15], deviations=[9, 3], step=0.5, masked=True).inputs
+    4
+    """
+
+    names: Sequence[str]
+    means: Sequence[float]
+    deviations: Sequence[float]
+    step: float
+    masked: bool
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that the model gets at a point.
+
+        Returns
+        -------
+        int
+            `SeriesModel`'s ``channels``.
+        """
+        return len(self.means) * (2 if self.masked else 1)
+
+    def _points(self, where: str, one: Any) -> tuple[Tensor, Tensor]:
+        """A series as the model gets it: the numbers of its points, and their times from the first one on."""
+        values, times = one, None
+        if isinstance(one, Mapping):
+            if not {"times", "values"} <= one.keys():
+                raise ValueError(f"{where}: expected the keys times and values, got {', '.join(map(str, one)) or 'none'}; give the "
+                                 "values alone where points are counted")  # fmt: skip
+            values, times = one["values"], one["times"]
+        values = _numbers(f"{where}: values", values)
+        if np.isnan(values).all():
+            raise ValueError(f"{where}: values: expected at least one, got {values.size} and all of them missing; leave the series "
+                             "out")  # fmt: skip
+        channels, shape = len(self.means), values.shape
+        values = values[:, None] if values.ndim == 1 else values
+        if values.shape[1:] != (channels,):
+            raise ValueError(f"{where}: values: expected shape (points, {channels}), the channels that the run was trained on, got "
+                             f"{shape}; give as many")  # fmt: skip
+        times = np.arange(len(values), dtype=np.float64) if times is None else _numbers(f"{where}: times", times)
+        if times.shape != values.shape[:1]:
+            raise ValueError(f"{where}: times: expected shape {values.shape[:1]}, got {times.shape}; give a time to each point")
+        for name, wrong in (("times", ~np.isfinite(times)), ("values", np.isinf(values).any(1))):
+            if wrong.any():
+                raise ValueError(f"{where}: {name}: expected finite numbers, got another at point {wrong.argmax()}; give one, or "
+                                 "leave the point out")  # fmt: skip
+        # As the command does: points without any value are left out, the others sorted.
+        known = ~np.isnan(values).all(1)
+        order = np.flatnonzero(known)[times[known].argsort(kind="stable")]
+        values, times = values[order], times[order]
+        missing = np.isnan(values)
+        with np.errstate(over="ignore"):
+            points = np.where(missing, 0.0, (values - self.means) / self.deviations).astype(np.float32)
+            times = ((times - times[0]) / self.step).astype(np.float32)
+        if not (np.isfinite(points).all() and np.isfinite(times).all()):
+            raise ValueError(f"{where}: expected values and times as large as those of training, got some beyond all measure; "
+                             "leave the series out")  # fmt: skip
+        if self.masked:
+            points = np.concatenate([points, missing.astype(np.float32)], 1)
+        return torch.from_numpy(points), torch.from_numpy(times)
+
+
+@dataclass
+class SeriesRun:
+    """A run of the command on numeric series, as `load_run` reads it.
+
+    A series is a dictionary with ``times``, ``[points]``, and ``values``, ``[points, channels]`` or of one channel ``[points]``, where
+    None and NaN are missing; or the values alone, at the times 0, 1, 2, ... Points are sorted by their times.
+
+    Parameters
+    ----------
+    model : SeriesModel
+        With the run's weights.
+    config : dict
+        The run's settings.
+    scaling : Scaling
+        How values and times are measured.
+    labels : tuple of str
+        Those that the run tells, in the order of the model's outputs. Empty where it tells a number.
+    mean, deviation : float
+        Of a number: what the model's is multiplied by the deviation and added to.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch.runs import Scaling, SeriesModel, SeriesRun
+    >>> config = {"attention": "fourier", "d_model": 16, "d_ff": 32, "heads": 2, "layers": 1}
+    >>> scaling = Scaling([], means=[3.0], deviations=[2.0], step=1.0, masked=False)
+    >>> run = SeriesRun(SeriesModel(config, scaling.inputs, 2), config, scaling, ("calm", "storm"))
+    >>> first, second = run.predict([{"times": [0, 0.7, 3.1], "values": [2.5, None, 4.0]}, [1.5, 3.5]])
+    >>> sorted(first)
+    ['calm', 'storm']
+
+    To learn from series, in the same measure:
+
+    >>> series = [[1.0, 5.0, 1.0, 6.0], [3.0, 3.5, 3.0]]
+    >>> optimizer = torch.optim.Adam(run.model.parameters(), 1e-2)
+    >>> for _ in range(30):
+    ...     loss = torch.nn.functional.cross_entropy(run.model(*run.batch(series)), torch.tensor([1, 0]))
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    >>> [max(answer, key=answer.get) for answer in run.predict(series)]
+    ['storm', 'calm']
+    """
+
+    model: SeriesModel
+    config: dict[str, Any]
+    scaling: Scaling
+    labels: tuple[str, ...] = ()
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    def _points(self, series: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+        if isinstance(series, (Mapping, str)):
+            raise TypeError(f"SeriesRun: series: expected a list of series, got one {type(series).__name__}; put it into a list")
+        return [self.scaling._points(f"SeriesRun: series[{place}]", one) for place, one in enumerate(series)]
+
+    def _padded(self, points: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        weight = self.model.input.weight
+        values, times = (pad_sequence(list(some), batch_first=True).to(weight) for some in zip(*points))
+        return values, times, torch.tensor([len(some) for _, some in points], device=weight.device)
+
+    def batch(self, series: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Series as the model takes them: ``run.model(*run.batch(series))`` gives logits, or numbers in their own measure.
+
+        Parameters
+        ----------
+        series : iterable of dict or array
+            As in `predict`, at least one.
+
+        Returns
+        -------
+        Tensor ``[batch, points, inputs]``, Tensor ``[batch, points]``, Tensor ``[batch]``
+            Values, times and lengths.
+
+        Raises
+        ------
+        TypeError
+            As `predict`.
+        ValueError
+            As `predict`, and without any series.
+        """
+        points = self._points(series)
+        if not points:
+            raise ValueError("SeriesRun: series: expected at least one, got none")
+        return self._padded(points)
+
+    @torch.no_grad()
+    def predict(self, series: Iterable[Any]) -> list[dict[str, float]] | list[float]:
+        """What ``longspan predict`` answers.
+
+        Parameters
+        ----------
+        series : iterable of dict or array
+            Of any lengths.
+
+        Returns
+        -------
+        list of dict, or of float
+            For each series the probability of every label, the likeliest first, or the number.
+
+        Raises
+        ------
+        TypeError
+            For what is no list of series, or no numbers.
+        ValueError
+            For a series without a value, of other channels, whose times or values are not finite, or too large beside those of
+            training.
+        """
+        self.model.eval()
+        points = self._points(series)
+        rows = torch.zeros(len(points), self.model.output.out_features, dtype=torch.float64)
+        # Series of similar length share a batch, so that little is padded.
+        order = sorted(range(len(points)), key=lambda place: -len(points[place][1]))
+        while order:
+            count = max(1, _TOGETHER // len(points[order[0]][1]))
+            some, order = order[:count], order[count:]
+            rows[some] = self.model(*self._padded([points[place] for place in some])).double().cpu()
+        if not self.labels:
+            return (self.mean + self.deviation * rows[:, 0]).tolist()
+        chances, ids = rows.softmax(-1).sort(descending=True, stable=True)
+        return [{self.labels[id]: chance for id, chance in zip(*row)} for row in zip(ids.tolist(), chances.tolist())]
+
+
+def _finite(*found: Any) -> bool:
+    return all(isinstance(one, (int, float)) and math.isfinite(one) for one in found)
+
+
+def labels_of(path: Path, found: Any) -> list[str] | dict[str, float]:
+    """What a ``labels.json`` says: labels in the order of their ids, or the mean and the deviation of numbers."""
+    numbers = isinstance(found, dict) and found.keys() == {"mean", "deviation"} and _finite(*found.values())
+    labels = isinstance(found, list) and len(found) > 0 and all(isinstance(label, str) for label in found)
+    if not numbers and not labels:
+        raise ValueError(f"{path}: expected a list of labels, or a mean and a deviation, got something else; the file is damaged: "
+                         "restore it or train again")  # fmt: skip
+    return found  # type: ignore[no-any-return]
+
+
+def _scaling(path: Path) -> Scaling:
+    try:
+        found = Scaling(**read_json(path))
+        lists = all(isinstance(some, list) and _finite(*some) for some in (found.means, found.deviations))
+        whole = lists and len(found.means) == len(found.deviations) > 0 and _finite(found.step) and isinstance(found.masked, bool)
+    except TypeError:
+        whole = False
+    if not whole or min(*found.deviations, found.step) <= 0:
+        raise ValueError(f"{path}: expected names, means and deviations of channels, step and masked, as a run writes them, got "
+                         "something else; the file is damaged: restore it or train again")  # fmt: skip
+    return found
+
+
+def _series_run(folder: Path, config: dict[str, Any]) -> SeriesRun:
+    scaling = _scaling(folder / "series.json")
+    target = labels_of(folder / "labels.json", read_json(folder / "labels.json"))
+    labels, moments = (tuple(target), {}) if isinstance(target, list) else ((), target)
+    model = SeriesModel(config, scaling.inputs, max(len(labels), 1))
+    load_weights(model, folder / "model.safetensors")
+    return SeriesRun(model.eval(), config, scaling, labels, **moments)
+
+
+#: Settings that say that a run is of something else: what they name, and the command that reads the run.
+_OF_OTHERS = {
     "text": ("texts, a language model", "generate"),
     "labelled": ("labelled texts, a classifier", "predict"),
-    "series": ("series, a model of points", "predict"),
     "synthetic": ("synthetic sequences, a language model", "eval"),
 }
 
 
-def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the run in a folder, of pairs.
+def load_run(folder: str | os.PathLike[str]) -> Run | SeriesRun:
+    """Reads the run in a folder, of pairs or of series.
 
     Parameters
     ----------
     folder : path
-        What ``longspan train --pairs ... --out FOLDER`` wrote.
+        What ``longspan train --pairs ... --out FOLDER`` wrote, or ``longspan train --series``.
 
     Returns
     -------
-    Run
-        Model, settings and tokenizers.
+    Run or SeriesRun
+        Model and settings; tokenizers of pairs, scaling and labels of series.
 
     Raises
     ------
     FileNotFoundError
         Where a file is missing.
     ValueError
-        Where one is damaged or of another model, or the run is of something else than pairs.
+        Where one is damaged or of another model, or the run is of something else.
 
     Examples
     --------
@@ -287,13 +551,15 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     True
     """
     folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'}: expected the settings of a run, got {type(config).__name__}")
-    for setting, (kind, command) in _NOT_OF_PAIRS.items():
+    for setting, (kind, command) in _OF_OTHERS.items():
         if config.get(setting):
-            raise ValueError(f"load_run: {folder}: expected a run of pairs, got one of {kind}; read it with "
+            raise ValueError(f"load_run: {folder}: expected a run of pairs or series, got one of {kind}; read it with "
                              f"`longspan {command} {shlex.quote(str(folder))}`")  # fmt: skip
+    if config.get("series"):
+        return _series_run(folder, config)
     source = Tokenizer.load(folder / "source_tokenizer.json")
     target = Tokenizer.load(folder / "target_tokenizer.json")
     model = Seq2Seq(config, len(source), len(target))
@@ -339,7 +605,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     model : Module
-        A `Seq2Seq`, or any part of one with its own file. Nothing in it changes where something is wrong.
+        A `Seq2Seq`, a `SeriesModel`, or any part of one with its own file. Nothing in it changes where something is wrong.
     path : path
         A ``model.safetensors``.
 
@@ -402,7 +668,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     model : Module
-        A `Seq2Seq`.
+        A `Seq2Seq` or a `SeriesModel`.
     path : path
         Where to.
 

@@ -37,8 +37,8 @@ _BYTES = {"kind": "bytes"}
 def architecture_of(settings: dict[str, Any]) -> str:
     """The model of a run with these settings."""
     if settings.get("series"):
-        raise ValueError("LongspanConfig: series: expected a run of texts, labelled texts or pairs, got one of series; read it "
-                         "with `longspan predict`")  # fmt: skip
+        raise ValueError("LongspanConfig: series: expected a run of texts, labelled texts or pairs, got one of series; read it with "
+                         "`longspan.torch.runs.load_run`")  # fmt: skip
     for name, (data, _) in KINDS.items():
         if any(settings.get(key) for key in data):
             return name
@@ -187,10 +187,7 @@ def _size(name: str, given: int | None, tokenizer: dict[str, Any]) -> int:
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: expected a file of a folder that `longspan train` or save_pretrained wrote, got none")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
+    return runs.read_json(path)
 
 
 def _of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +206,7 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     stored = {side: folder / f"{side}_tokenizer.json" for side in sides}
     found["tokenizers"] = {side: _read(path) for side, path in stored.items() if path.exists()}
     if architecture == "LongspanForSequenceClassification":
-        labels = _read(folder / "labels.json")
+        labels = runs.labels_of(folder / "labels.json", _read(folder / "labels.json"))
         if isinstance(labels, dict):
             found.update(num_labels=1, problem_type="regression", target_mean=labels["mean"], target_deviation=labels["deviation"])
         else:
