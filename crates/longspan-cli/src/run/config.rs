@@ -482,7 +482,7 @@ impl RunConfig {
 
     /// The defaults of a run that tells the next values of series.
     pub fn of_forecast() -> Self {
-        Self { learning_rate: 2e-3, evaluate: 2000, ..Self::of_series() }
+        Self { heads: 8, learning_rate: 2e-3, evaluate: 2000, ..Self::of_series() }
     }
 
     /// The defaults of a run on drawn sequences.

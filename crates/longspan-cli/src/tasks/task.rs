@@ -130,7 +130,13 @@ pub trait Task: Sized + Sync {
     }
 
     /// What `predict` prints of each text, without an end, and whether the answer was cut.
-    fn told(&self, model: &Self::Model, texts: &[&str], how: &Answering<'_>, json: bool) -> Result<Vec<(String, bool)>> {
+    fn told(
+        &self,
+        model: &Self::Model,
+        texts: &[&str],
+        how: &Answering<'_>,
+        json: bool,
+    ) -> Result<Vec<(String, bool)>> {
         let answers = self.answer(model, texts, how)?;
         let one = |(text, answers): (&&str, Vec<Answer>)| {
             let best = answers.first();
@@ -288,7 +294,7 @@ pub struct Vocabulary {
 impl Display for Vocabulary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // What has no tokenizer has no tokens.
-        if ["label", "series"].contains(&self.side) {
+        if ["label", "series", "forecast"].contains(&self.side) {
             let one = self.kind.trim_end_matches('s');
             return write!(f, "{} {}", self.size, if self.size == 1 { one } else { self.kind });
         }

@@ -76,9 +76,11 @@ fn the_pinball_loss_is_that_of_its_definition() {
         pinball(y, &numbers, &[0.9]).unwrap().into_scalar::<f32>()
     };
     assert!((0..100).all(|n| at(89.5) <= at(f64::from(n))), "{}", at(89.5));
-    for (targets, quantiles, part) in
-        [(&[1.0][..], &[0.1, 0.8][..], "targets"), (&[1.0; 3], &[0.5], "quantiles"), (&[1.0; 3], &[0.0, 0.5], "quantiles")]
-    {
+    for (targets, quantiles, part) in [
+        (&[1.0][..], &[0.1, 0.8][..], "targets"),
+        (&[1.0; 3], &[0.5], "quantiles"),
+        (&[1.0; 3], &[0.0, 0.5], "quantiles"),
+    ] {
         assert!(pinball(y.clone(), targets, quantiles).unwrap_err().to_string().contains(part), "{part}");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
-use longspan::models::{Pooling, SeriesModel};
+use longspan::models::SeriesModel;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -69,13 +69,19 @@ impl Task for Forecast {
         let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
         let name = config.data_name();
         if config.max_tokens <= told {
-            bail!("forecast = {told} and max_tokens = {}: no point before them is seen; raise --set max_tokens=…", config.max_tokens);
+            bail!(
+                "forecast = {told} and max_tokens = {}: no point before them is seen; raise --set max_tokens=…",
+                config.max_tokens
+            );
         }
         let most = config.max_tokens - told;
         let usual = (4 * told).max(CONTEXT).min(longest.saturating_sub(told)).clamp(1, most);
         let context = *config.context.get_or_insert(usual);
         if context > most {
-            bail!("context = {context} and forecast = {told} are more than max_tokens = {}; change one with --set", config.max_tokens);
+            bail!(
+                "context = {context} and forecast = {told} are more than max_tokens = {}; change one with --set",
+                config.max_tokens
+            );
         }
         let sizes = Sizes { told, context };
         let needed = sizes.least() + told;
@@ -85,6 +91,10 @@ impl Task for Forecast {
                  longer series, or lower --forecast or context",
                 sizes.least()
             );
+        }
+        if config.attention == "fourier" {
+            // Weights that add up to 1 and are never negative give a mean, which goes beyond no value that was seen.
+            config.attention_options.entry("normalizer").or_insert(json!("unrotated"));
         }
         let parts = parts(config, all, sizes)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
@@ -101,7 +111,10 @@ impl Task for Forecast {
     fn load(folder: &RunFolder) -> Result<Self> {
         let config = folder.load_config()?;
         let (Some(told), Some(context)) = (config.forecast, config.context) else {
-            bail!("{}: no context in config.json; the file is damaged: restore it or train again", folder.path().display());
+            bail!(
+                "{}: no context in config.json; the file is damaged: restore it or train again",
+                folder.path().display()
+            );
         };
         Ok(Self { scaling: Scaling::load(folder)?, sizes: Sizes { told, context } })
     }
@@ -116,7 +129,7 @@ impl Task for Forecast {
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
-        let next = Vocabulary { side: "series", kind: "next points", size: self.sizes.told };
+        let next = Vocabulary { side: "forecast", kind: "next points", size: self.sizes.told };
         vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, next]
     }
 
@@ -140,7 +153,7 @@ impl Task for Forecast {
     }
 
     fn usual_steps(_: usize) -> usize {
-        2000
+        1500
     }
 
     fn measure(&self) -> &'static str {
@@ -159,7 +172,13 @@ impl Task for Forecast {
         Ok(Some(all.iter().map(file::to_json).collect()))
     }
 
-    fn told(&self, model: &SeriesModel, texts: &[&str], how: &Answering<'_>, json: bool) -> Result<Vec<(String, bool)>> {
+    fn told(
+        &self,
+        model: &SeriesModel,
+        texts: &[&str],
+        how: &Answering<'_>,
+        json: bool,
+    ) -> Result<Vec<(String, bool)>> {
         let read = |(place, text): (usize, &&str)| {
             let line = (how.line)(place);
             let at = |problem: String| anyhow!("{}, line {line}: {problem}", how.name);
@@ -168,6 +187,16 @@ impl Task for Forecast {
             Ok((one, seen, times))
         };
         let all = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        let far = all
+            .iter()
+            .filter(|(_, seen, _)| seen.points.1.last().is_some_and(|time| *time > 1.5 * self.sizes.told as f32))
+            .count();
+        if far > 0 {
+            note(format_args!(
+                "note: {far} series are told further ahead than the {} points that were learned; intervals may be too narrow there",
+                self.sizes.told
+            ));
+        }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let line = |((one, seen, times), told): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
             let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
@@ -222,9 +251,12 @@ impl Task for Forecast {
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
         let all = read(how.config, path)?;
         for one in &all {
-            self.scaling.check(one).map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
+            self.scaling
+                .check(one)
+                .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
         }
-        let windows: Vec<Window> = all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
+        let windows: Vec<Window> =
+            all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
         if windows.is_empty() {
             bail!(
                 "{}: no series has more than {} points, from which the next are told; give longer ones",
@@ -316,7 +348,11 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes) -> Result<Split<Str
     let (least, told, count) = (sizes.least(), sizes.told, all.len());
     let all: Vec<Series> = all.into_iter().filter(|one| one.times.len() >= least + told).collect();
     if all.len() < count {
-        note(format_args!("{} of {count} series have fewer than {} points and are left out", count - all.len(), least + told));
+        note(format_args!(
+            "{} of {count} series have fewer than {} points and are left out",
+            count - all.len(),
+            least + told
+        ));
     }
     let whole = |all: Vec<Series>| all.into_iter().map(|one| sizes.whole(one)).collect();
     let reader = |path: &Path| read(config, path);
@@ -360,9 +396,14 @@ impl Forecast {
     /// Windows of all stretches.
     fn windows(&self, parts: Split<Stretch>, config: &RunConfig) -> Result<Data<Self>> {
         let mut hash = Sha256::new();
-        for Stretch { series, points } in parts.train.iter().chain(&parts.development).chain(&parts.held_out) {
-            self.scaling.check(series).map_err(|problem| anyhow!("{}, line {}: {problem}", config.data_name(), series.line))?;
-            hash.update(format!("{} {} {}\n", series.key, points.start, points.end));
+        for (part, own) in
+            [(&parts.train, &None), (&parts.development, &config.development), (&parts.held_out, &config.held_out)]
+        {
+            let name = own.as_deref().map_or(config.data_name(), lines::name);
+            for Stretch { series, points } in part {
+                self.scaling.check(series).map_err(|problem| anyhow!("{name}, line {}: {problem}", series.line))?;
+                hash.update(format!("{} {} {}\n", series.key, points.start, points.end));
+            }
         }
         let all = |parts: &[Stretch], stride| -> Vec<Window> {
             parts.iter().flat_map(|part| part.windows(self.sizes, stride)).collect()
@@ -419,10 +460,16 @@ impl Forecast {
     fn quantiles(&self, model: &SeriesModel, seen: &[&Seen], how: &Answering<'_>) -> Result<Vec<Vec<Quantiles>>> {
         let most = seen.iter().map(|seen| seen.told).max().unwrap_or(0);
         let width = most * self.outputs();
-        let rows = labels::outputs(seen, |seen| seen.points.1.len(), width, how, |batch| {
-            let rows = self.rows(model, batch.iter().copied().copied(), Some(most), &Device::flex())?;
-            Ok(rows.reshape([batch.len(), width]))
-        })?;
+        let rows = labels::outputs(
+            seen,
+            |seen| seen.points.1.len(),
+            width,
+            how,
+            |batch| {
+                let rows = self.rows(model, batch.iter().copied().copied(), Some(most), &Device::flex())?;
+                Ok(rows.reshape([batch.len(), width]))
+            },
+        )?;
         let of = |seen: &Seen, row: &[f32]| {
             let values = row.chunks(QUANTILES.len()).take(seen.told * self.scaling.channels()).enumerate();
             let values = values.map(|(n, told)| {

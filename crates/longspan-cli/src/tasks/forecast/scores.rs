@@ -91,7 +91,7 @@ impl Display for Scores {
         writeln!(f, "{} series, {} windows, {} values", self.series, self.windows, self.values)?;
         let unit = if self.several { ", in deviations of the channels" } else { "" };
         let line = |f: &mut fmt::Formatter<'_>, name: &str, found: &Interval, end: &str| {
-            writeln!(f, "{name:<22} {:.4}{}{end}", found.rate, found.confidence(4))
+            writeln!(f, "{name:<27} {:.4}{}{end}", found.rate, found.confidence(4))
         };
         line(f, "mean absolute error", &self.mean_absolute_error, unit)?;
         for (name, found) in [("last value", &self.error_over_last), ("mean", &self.error_over_mean)] {
@@ -104,6 +104,6 @@ impl Display for Scores {
         let percent = |x: f64| 100.0 * x;
         let Interval { rate, low, high } = self.coverage;
         let coverage = Interval { rate: percent(rate), low: low.map(percent), high: high.map(percent) };
-        writeln!(f, "{:<22} {:.1} %{}", "80 % interval holds", coverage.rate, coverage.confidence(1))
+        writeln!(f, "{:<27} {:.1} %{}", "80 % interval holds", coverage.rate, coverage.confidence(1))
     }
 }

@@ -83,7 +83,7 @@ impl Seen {
     /// Some points of a series, and times at which values are to be told.
     ///
     /// Each channel is measured by the mean and the standard deviation of what is known of it (reversible instance normalisation, Kim et
-    /// al. 2022): so what is learned at one level serves at another.
+    /// al. 2022): what is learned at one level serves at another. Of what is missing or to be told the model gets the last known value.
     pub fn of(scaling: &Scaling, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Self> {
         let width = scaling.channels();
         let values = &one.values[known.start * width..known.end * width];
@@ -96,26 +96,27 @@ impl Seen {
                     return (scaling.means[channel], usual);
                 }
                 let (centre, unit) = moments(&own);
-                let (centre, unit) = match std::env::var("LS_LAST") { Ok(_) => (own[own.len()-1], unit), Err(_) => (centre, unit) };
                 // Values that are all alike, but for rounding, have no unit of their own.
                 let varies = own.iter().any(|value| (value - centre).abs() > 1e-6 * centre.abs().max(1e-6 * usual));
                 (centre, if varies { unit } else { usual })
             })
             .collect();
-        let mut numbers = Vec::with_capacity((known.len() + ahead.len()) * inputs(scaling));
         let times = &one.times[known];
         let last = times.last().copied().unwrap_or(0.0);
         let times: Vec<f32> = times.iter().chain(ahead).map(|time| ((time - last) / scaling.step) as f32).collect();
-        let time_channel = std::env::var("LS_TIME").is_ok();
-        for (n, point) in values.chunks(width).enumerate() {
-            let scaled = point.iter().zip(&measures).map(|(value, (centre, unit))| ((value - centre) / unit) as f32);
-            numbers.extend(scaled.map(|value| if value.is_nan() { 0.0 } else { value }));
+        let missing = vec![f64::NAN; width];
+        let points = values.chunks(width).chain(std::iter::repeat_n(missing.as_slice(), ahead.len()));
+        let (mut numbers, mut carried) = (Vec::with_capacity(times.len() * inputs(scaling)), vec![0.0; width]);
+        for (point, time) in points.zip(&times) {
+            for ((value, (centre, unit)), carried) in point.iter().zip(&measures).zip(&mut carried) {
+                // The one before stands for what is missing.
+                if !value.is_nan() {
+                    *carried = ((value - centre) / unit) as f32;
+                }
+            }
+            numbers.extend(&carried);
             numbers.extend(point.iter().map(|value| f32::from(u8::from(value.is_nan()))));
-            numbers.push(if time_channel {times[n]/32.0} else {0.0});
-        }
-        for n in 0..ahead.len() {
-            numbers.extend((0..2 * width).map(|n| f32::from(u8::from(n >= width))));
-            numbers.push(if time_channel {times[values.len()/width + n]/32.0} else {0.0});
+            numbers.push(time.signum() * time.abs().ln_1p());
         }
         Ok(Self { points: finite((numbers, times))?, told: ahead.len(), measures })
     }
@@ -127,7 +128,7 @@ impl Seen {
     }
 }
 
-/// Numbers that the model gets at a point: of each channel the value, and whether it is missing.
+/// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far the last known point is.
 pub fn inputs(scaling: &Scaling) -> usize {
     2 * scaling.channels() + 1
 }

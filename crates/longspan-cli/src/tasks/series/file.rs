@@ -80,7 +80,19 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
         let _ = write!(key, "{byte:02x}");
         key
     });
-    Ok(Series { times, values, width, names: Arc::new([]), label, id: None, ahead: Vec::new(), key, line, backwards, repeats })
+    Ok(Series {
+        times,
+        values,
+        width,
+        names: Arc::new([]),
+        label,
+        id: None,
+        ahead: Vec::new(),
+        key,
+        line,
+        backwards,
+        repeats,
+    })
 }
 
 /// The times of points without any value after the last one that has some.
@@ -235,7 +247,9 @@ pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
     let one = series(times.into_iter().zip(points).collect(), text("label")?, line)?;
     let (mut ahead, last) = (list("forecast")?.unwrap_or_default(), one.times.last().copied().unwrap_or(0.0));
     if let Some(early) = ahead.iter().find(|time| **time <= last) {
-        return Err(format!("the time {early} in `forecast` is not after {last}, the last that has a value; give later times"));
+        return Err(format!(
+            "the time {early} in `forecast` is not after {last}, the last that has a value; give later times"
+        ));
     }
     ahead.sort_by(f64::total_cmp);
     Ok(Series { ahead, id: text("id")?, ..one })
@@ -259,7 +273,8 @@ fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
         let at = format!("{name}, line {line}");
         let read = |n: usize| {
             value(&fields[n]).ok_or_else(|| {
-                let mend = if n == time { "write times as numbers, not as dates" } else { "leave it empty if it is missing" };
+                let mend =
+                    if n == time { "write times as numbers, not as dates" } else { "leave it empty if it is missing" };
                 anyhow!("{at}: {:?} in the column `{}` is no number; {mend}", fields[n], table.header[n])
             })
         };
@@ -348,8 +363,16 @@ mod tests {
             ),
             ("", "jsonl", "f: no series in it"),
             ("a,b\n1,2\n", "csv", "no column `time`; let the first line name the columns `time`"),
-            ("time,x\n2024-01-31,2\n", "csv", "\"2024-01-31\" in the column `time` is no number; write times as numbers"),
-            ("{\"values\": [1, 2], \"forecast\": [3, 1]}\n", "jsonl", "f, line 1: the time 1 in `forecast` is not after 1"),
+            (
+                "time,x\n2024-01-31,2\n",
+                "csv",
+                "\"2024-01-31\" in the column `time` is no number; write times as numbers",
+            ),
+            (
+                "{\"values\": [1, 2], \"forecast\": [3, 1]}\n",
+                "jsonl",
+                "f, line 1: the time 1 in `forecast` is not after 1",
+            ),
             ("{\"values\": [1, 2], \"forecast\": 3}\n", "jsonl", "the key `forecast` has no list of times"),
             ("id,time,label\n1,2,a\n", "csv", "no column beside id, time and label"),
             ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is no number"),

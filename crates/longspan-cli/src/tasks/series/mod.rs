@@ -100,7 +100,8 @@ impl Task for SeriesTask {
     }
 
     fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
-        let (values, times, lengths) = padded(batch.iter().map(|example| &example.points), self.scaling.inputs(), device);
+        let (values, times, lengths) =
+            padded(batch.iter().map(|example| &example.points), self.scaling.inputs(), device);
         self.target.loss(
             batch.iter().map(|example| example.goal),
             |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
@@ -258,8 +259,7 @@ impl SeriesTask {
             self.target.outputs(),
             how,
             |batch| {
-                let (values, times, lengths) =
-                    padded(batch.iter().copied(), self.scaling.inputs(), &Device::flex());
+                let (values, times, lengths) = padded(batch.iter().copied(), self.scaling.inputs(), &Device::flex());
                 Ok(model.forward(values, times, &lengths)?)
             },
         )
