@@ -4,6 +4,7 @@ mod scores;
 mod window;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -277,7 +278,10 @@ impl Task for Forecast {
             all.extend(values.take(6).map(|(n, (y, row))| {
                 let [low, _, median, _, high] = row.map(|value| shown(value, seen.measures[0].1));
                 Sample {
-                    source: format!("time {}", window.series.times[window.known.end + n / width]),
+                    source: format!(
+                        "time {}",
+                        shown(window.series.times[window.known.end + n / width], self.scaling.step)
+                    ),
                     answer: format!("{median} ({low} … {high})"),
                     cut: false,
                     expected: (!y.is_nan()).then(|| shown(*y, seen.measures[0].1).to_string()),
@@ -334,7 +338,7 @@ fn decimals() -> Vec<f64> {
 
 /// A number with the digits that it has beside a unit.
 fn shown(value: f64, unit: f64) -> f64 {
-    let digits = (4.0 - unit.abs().log10().floor()).clamp(0.0, 17.0) as usize;
+    let digits = (3.0 - unit.abs().log10().floor()).clamp(0.0, 17.0) as usize;
     format!("{value:.digits$}").parse().unwrap_or(value)
 }
 
@@ -401,7 +405,9 @@ impl Forecast {
         {
             let name = own.as_deref().map_or(config.data_name(), lines::name);
             for Stretch { series, points } in part {
-                self.scaling.check(series).map_err(|problem| anyhow!("{name}, line {}: {problem}", series.line))?;
+                // What no model can take is found before a run is made.
+                self.seen(series, 0..series.times.len(), &[])
+                    .map_err(|problem| anyhow!("{name}, line {}: {problem}", series.line))?;
                 hash.update(format!("{} {} {}\n", series.key, points.start, points.end));
             }
         }
@@ -423,7 +429,6 @@ impl Forecast {
 
     /// The end of a series as the model gets it, and the times to tell: its own, or the next ones at the usual distance.
     fn ahead(&self, one: &Series) -> Result<(Seen, Vec<f64>)> {
-        self.scaling.check(one)?;
         let count = one.times.len();
         let known = count.saturating_sub(self.sizes.context)..count;
         let mut times = one.ahead.clone();
@@ -432,7 +437,13 @@ impl Forecast {
             let last = one.times.last().copied().unwrap_or(0.0);
             times = (1..=self.sizes.told).map(|n| shown(last + gap * n as f64, gap)).collect();
         }
-        Ok((Seen::of(&self.scaling, one, known, &times)?, times))
+        Ok((self.seen(one, known, &times)?, times))
+    }
+
+    /// Some points of any series as the model gets them.
+    fn seen(&self, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Seen> {
+        self.scaling.check(one)?;
+        Seen::of(&self.scaling, one, known, ahead)
     }
 
     /// What the model gives at the points that are to be told, `[points, outputs]`; `width` points for each window, if given, the last one again
