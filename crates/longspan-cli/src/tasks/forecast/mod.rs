@@ -20,7 +20,7 @@ use super::labels;
 use super::lines;
 use super::series::file::{self, Series};
 use super::series::scaling::{Scaling, usual_gap};
-use super::series::{model, padded};
+use super::series::{check_missing, make_absolute, model, padded};
 use super::split::{self, Split, evenly};
 use super::task::{Answering, Data, Loss, Shown, Task, Vocabulary};
 use crate::run::config::RunConfig;
@@ -62,9 +62,7 @@ impl Task for Forecast {
     const LENGTH: &str = "points";
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
-        if !["mask", "refuse"].contains(&config.missing.as_str()) {
-            bail!("unknown missing {:?}; known are mask, refuse", config.missing);
-        }
+        check_missing(config)?;
         let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")))?;
         let told = config.forecast.unwrap_or(1);
         let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
@@ -101,11 +99,7 @@ impl Task for Forecast {
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let task = Self { scaling: Scaling::of(&learned), sizes };
         let data = task.windows(parts, config)?;
-        let paths = [&mut config.series, &mut config.development, &mut config.held_out];
-        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        make_absolute(config)?;
         Ok((task, data))
     }
 
@@ -153,8 +147,8 @@ impl Task for Forecast {
         Ok(Loss { plain: loss.clone().detach(), smoothed: loss })
     }
 
-    fn usual_steps(_: usize) -> usize {
-        1500
+    fn usual_steps(per_epoch: usize) -> usize {
+        (60 * per_epoch).clamp(300, 1500)
     }
 
     fn measure(&self) -> &'static str {
@@ -188,14 +182,17 @@ impl Task for Forecast {
             Ok((one, seen, times))
         };
         let all = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
-        let far = all
-            .iter()
-            .filter(|(_, seen, _)| seen.points.1.last().is_some_and(|time| *time > 1.5 * self.sizes.told as f32))
-            .count();
-        if far > 0 {
+        let Sizes { told, .. } = self.sizes;
+        let strange = all.iter().filter(|(one, seen, _)| {
+            let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
+            far || one.times.len() < self.sizes.least()
+        });
+        let strange = strange.count();
+        if strange > 0 {
             note(format_args!(
-                "note: {far} series are told further ahead than the {} points that were learned; intervals may be too narrow there",
-                self.sizes.told
+                "note: {strange} series have fewer than {} points or times further ahead than {told} points, unlike those learned \
+                 from; their intervals may be too narrow",
+                self.sizes.least()
             ));
         }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();

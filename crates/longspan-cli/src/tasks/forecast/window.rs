@@ -128,7 +128,8 @@ impl Seen {
     }
 }
 
-/// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far the last known point is.
+/// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far it is from
+/// the last known point.
 pub fn inputs(scaling: &Scaling) -> usize {
     2 * scaling.channels() + 1
 }
@@ -137,9 +138,8 @@ pub fn inputs(scaling: &Scaling) -> usize {
 pub struct Drawn {
     scaling: Scaling,
     stretches: Vec<Stretch>,
-    /// How many windows end in each of the stretches and those before it.
+    /// How many windows there are in each of the stretches and in those before it.
     counts: Vec<u64>,
-    /// Points that are told, those before them that are seen, and the fewest of these.
     sizes: Sizes,
     batch_size: usize,
     seed: u64,
@@ -215,7 +215,7 @@ impl Feed for Drawn {
     type Example = Example;
 
     fn per_epoch(&self) -> usize {
-        1
+        (self.count() as usize).div_ceil(self.batch_size)
     }
 
     fn batch(&mut self, step: usize) -> Result<Vec<&Example>> {
@@ -226,5 +226,67 @@ impl Feed for Drawn {
 
     fn probe(&self) -> &[Example] {
         &self.batch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::series::file::series;
+
+    /// A series whose values are its times, the first of which is missing in the second channel.
+    fn line(count: usize) -> Series {
+        let points = (0..count).map(|n| (n as f64, vec![n as f64, if n == 0 { f64::NAN } else { 7.0 }]));
+        series(points.collect(), None, 1).unwrap()
+    }
+
+    #[test]
+    fn a_window_is_measured_by_what_is_known_of_it() {
+        let one = line(6);
+        let scaling = Scaling::of(std::slice::from_ref(&one));
+        let seen = Seen::of(&scaling, &one, 0..3, &[4.5]).unwrap();
+        // Of 0, 1, 2 the mean is 1 and the variance 2/3; 7 and 7 do not vary, and the channel's unit is 1 for that.
+        let unit = (2f64 / 3.0).sqrt();
+        assert_eq!(seen.measures, [(1.0, unit), (7.0, 1.0)]);
+        let (one, past) = ((1.0 / unit) as f32, |steps: f32| -steps.ln_1p());
+        let expected = [[-one, 0.0, 0.0, 1.0, past(2.0)], [0.0, 0.0, 0.0, 0.0, past(1.0)], [one, 0.0, 0.0, 0.0, 0.0]];
+        assert_eq!(seen.points.0[..15], expected.concat());
+        assert_eq!(seen.points.0[15..], [one, 0.0, 1.0, 1.0, 2.5f32.ln_1p()], "the last value, marked as missing");
+        assert_eq!((seen.points.1.as_slice(), seen.told), (&[-2.0, -1.0, 0.0, 2.5][..], 1));
+        assert!((seen.value(0, one) - 2.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn windows_are_drawn_from_seed_and_step_and_tell_nothing_beyond_their_stretch() {
+        let sizes = Sizes { told: 3, context: 8 };
+        let scaling = Scaling::of(&[line(40)]);
+        let drawn = |seed| {
+            let stretch = |points| Stretch { series: Arc::new(line(40)), points };
+            let stretches = vec![stretch(2..4), stretch(2..20), stretch(30..34)];
+            Drawn::new(scaling.clone(), stretches, sizes, 50, seed)
+        };
+        let numbers = |drawn: &mut Drawn, step| -> Vec<Vec<f32>> {
+            drawn
+                .batch(step)
+                .unwrap()
+                .iter()
+                .map(|one| [one.seen.points.0.clone(), one.targets.clone()].concat())
+                .collect()
+        };
+        let (mut walked, mut jumped) = (drawn(5), drawn(5));
+        assert_eq!(walked.count(), 16 + 2, "the first stretch has no room for a window");
+        let all: Vec<_> = (0..9).map(|step| numbers(&mut walked, step)).collect();
+        assert_eq!(numbers(&mut jumped, 7), all[7]);
+        assert_ne!(numbers(&mut drawn(6), 7), all[7]);
+        let mut told = [false; 40];
+        for step in 0..20 {
+            for Example { seen, targets } in walked.batch(step).unwrap() {
+                assert!((2..=8).contains(&(seen.points.1.len() - seen.told)) && targets.len() == 2 * seen.told);
+                let times = targets.iter().step_by(2).map(|target| seen.value(0, *target).round() as usize);
+                times.for_each(|time| told[time] = true);
+            }
+        }
+        let expected: Vec<bool> = (0..40).map(|n| (2..20).contains(&n) || (30..34).contains(&n)).collect();
+        assert_eq!(told.to_vec(), expected);
     }
 }

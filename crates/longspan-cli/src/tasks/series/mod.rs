@@ -54,19 +54,13 @@ impl Task for SeriesTask {
     const LENGTH: &str = "points";
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
-        if !["mask", "refuse"].contains(&config.missing.as_str()) {
-            bail!("unknown missing {:?}; known are mask, refuse", config.missing);
-        }
+        check_missing(config)?;
         let split = read_split(config)?;
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let target = Target::of(labels, config, Self::EXAMPLES)?;
         let task = Self { scaling: Scaling::of(&split.train), target };
         let data = task.measured(split, config)?;
-        let paths = [&mut config.series, &mut config.development, &mut config.held_out];
-        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        make_absolute(config)?;
         Ok((task, data))
     }
 
@@ -210,6 +204,23 @@ impl Task for SeriesTask {
     fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
         Vec::new()
     }
+}
+
+/// Refuses a word for missing values that is not known.
+pub fn check_missing(config: &RunConfig) -> Result<()> {
+    if !["mask", "refuse"].contains(&config.missing.as_str()) {
+        bail!("unknown missing {:?}; known are mask, refuse", config.missing);
+    }
+    Ok(())
+}
+
+/// Makes the paths of files absolute: the run may be resumed from another folder.
+pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
+    let paths = [&mut config.series, &mut config.development, &mut config.held_out];
+    for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
+        *path = std::path::absolute(&*path)?;
+    }
+    Ok(())
 }
 
 /// Reads the series that the settings name, by use.
