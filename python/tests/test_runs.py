@@ -134,7 +134,7 @@ def test_blocks_of_unknown_forms_are_named(setting):
         Seq2Seq({**CONFIG, **setting}, 7, 9)
 
 
-@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("synthetic", "mqar")])
+@pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("synthetic", "mqar"), ("forecast", 3)])
 def test_settings_alone_name_the_task(task, value, tmp_path):
     """Without the command: what its settings say, and what they do not."""
     others = {"pairs": None, "text": [], "labelled": None}

@@ -217,6 +217,7 @@ fn every_task_survives_kills_at_random_moments() {
         ["--text", "verses.txt", "--set", "segment=16", "--set", "carry=3", "--set", "backpropagate=2"].as_slice(),
         &["--labelled", "reports.tsv"],
         &["--series", "series.jsonl"],
+        &["--series", "series.jsonl", "--forecast", "1", "--set", "context=2"],
         &["--synthetic", "mqar:pairs=2,length=16,vocabulary=12"],
     ] {
         let place = Place::new();

@@ -70,6 +70,21 @@ fn a_series_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
 }
 
 #[test]
+fn rows_at_points_are_those_whose_mean_is_told() {
+    let _alone = alone();
+    let rows = [series(9, 1), series(1, 2), series(4, 3)];
+    let model = config().init(&Device::flex()).unwrap();
+    let (values, times, lengths) = batch(&rows, 0.0);
+    let points = model.at_points(values, times, &lengths).unwrap();
+    assert_eq!(points.dims(), [3, 9, 3]);
+    let all = logits(&model, &rows, 0.0);
+    for (n, length) in lengths.into_iter().enumerate() {
+        let mean = points.clone().slice([n..n + 1, 0..length, 0..3]).mean_dim(1);
+        near(&format!("series {n}"), &mean.try_into_vec_as::<f32>().unwrap(), &all[3 * n..][..3], 1e-5);
+    }
+}
+
+#[test]
 fn only_differences_of_times_count_and_only_for_fourier() {
     let _alone = alone();
     let row = series(12, 5);

@@ -8,7 +8,6 @@ use std::thread;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use serde_json::json;
 
 use super::Outcome;
 use super::search::Search;
@@ -83,17 +82,9 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
             name: &name,
             line: &|place| first + place,
         };
-        for (text, answers) in texts.iter().zip(trained.task.answer(&trained.model, &texts, &how)?) {
-            let best = answers.first();
-            let is_cut = best.is_some_and(|answer| !answer.finished);
+        for (line, is_cut) in trained.task.told(&trained.model, &texts, &how, arguments.json)? {
             cut += usize::from(is_cut);
-            if arguments.json {
-                let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
-                writeln!(out, "{}", json!({ "source": text, "target": target, "score": score, "answers": answers }))?;
-            } else {
-                let mark = if is_cut { CUT } else { "" };
-                writeln!(out, "{}{mark}", in_one_line(&T::line(&answers)))?;
-            }
+            writeln!(out, "{line}")?;
         }
         out.flush()?;
         if let Some(error) = bad_line {
@@ -183,9 +174,4 @@ pub fn say_unknown(pieces: &BTreeSet<String>) {
             note(format_args!("note: {}{rest} did not occur in training; they are taken as unknown", named.join(", ")));
         }
     }
-}
-
-/// An answer in one line: line ends as `\\n` and `\\r`.
-fn in_one_line(answer: &str) -> String {
-    answer.replace('\n', "\\n").replace('\r', "\\r")
 }

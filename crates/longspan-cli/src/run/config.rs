@@ -29,6 +29,12 @@ pub struct RunConfig {
     /// What a label is: `label` or `number`; by default numbers where all labels are, and more than 20 differ.
     #[serde(default)]
     pub target: Option<String>,
+    /// How many next points of a series are told, instead of its label.
+    #[serde(default)]
+    pub forecast: Option<usize>,
+    /// Points before them that are seen; by default four times as many, at least 64, as far as series are so long.
+    #[serde(default)]
+    pub context: Option<usize>,
     /// What becomes of missing values of a series: `mask` or `refuse`.
     #[serde(default = "missing")]
     pub missing: String,
@@ -181,6 +187,8 @@ impl Default for RunConfig {
             series: None,
             synthetic: None,
             target: None,
+            forecast: None,
+            context: None,
             missing: missing(),
             tokens: None,
             vocabulary: None,
@@ -261,7 +269,8 @@ impl Settings {
             return Some(RunConfig::of_synthetic());
         }
         if named("series").is_string() {
-            return Some(RunConfig::of_series());
+            let forecasts = named("forecast").is_number();
+            return Some(if forecasts { RunConfig::of_forecast() } else { RunConfig::of_series() });
         }
         named("labelled").is_string().then(RunConfig::of_labelled)
     }
@@ -357,6 +366,8 @@ impl RunConfig {
             ("backpropagate", self.backpropagate),
             ("layers", self.layers),
             ("vocabulary", self.vocabulary.unwrap_or(1)),
+            ("forecast", self.forecast.unwrap_or(1)),
+            ("context", self.context.unwrap_or(1)),
             ("batch_size", self.batch_size),
             ("checkpoint_steps", self.checkpoint_steps),
             ("steps", self.steps.unwrap_or(1)),
@@ -391,6 +402,15 @@ impl RunConfig {
         }
         if self.synthetic.is_some() && files {
             bail!("synthetic is given along with development or held_out; sequences for both are drawn");
+        }
+        if self.forecast.is_some() && self.series.is_none() {
+            bail!("forecast is given without series; name the file of series with --series");
+        }
+        if self.context.is_some() && self.forecast.is_none() {
+            bail!("context is given without forecast; say how many next points are told with --forecast");
+        }
+        if self.target.is_some() && self.forecast.is_some() {
+            bail!("target is given along with forecast; a run tells labels or next values");
         }
         if self.split_sequence && self.text.is_empty() {
             bail!("split_sequence is given without text; only the sequences of a text are split");
@@ -458,6 +478,11 @@ impl RunConfig {
     /// The defaults of a run on series.
     pub fn of_series() -> Self {
         Self { attention: "fourier".into(), learning_rate: 4e-3, ..Self::of_labelled() }
+    }
+
+    /// The defaults of a run that tells the next values of series.
+    pub fn of_forecast() -> Self {
+        Self { heads: 8, learning_rate: 2e-3, evaluate: 2000, ..Self::of_series() }
     }
 
     /// The defaults of a run on drawn sequences.

@@ -1,14 +1,16 @@
 //! What a run can learn.
 //!
-//! [`Task`] says what a task is; [`pairs`], [`text`], [`labelled`], [`series`] and [`synthetic`] are those there are. A task is built from [`tokens`]
+//! [`Task`] says what a task is; [`pairs`], [`text`], [`labelled`], [`series`], [`forecast`] and [`synthetic`] are those there are. A task is built from [`tokens`]
 //! and [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`csv`], [`attention`], [`stack`], [`memory`], [`workers`] and
-//! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`]. [`Trained`] is a run that has been
+//! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`]; [`forecast`] has its files from
+//! [`series`]. [`Trained`] is a run that has been
 //! read back.
 
 pub mod attention;
 pub mod batches;
 pub mod csv;
 pub mod feed;
+pub mod forecast;
 pub mod labelled;
 pub mod labels;
 pub mod lines;
@@ -37,6 +39,9 @@ macro_rules! for_task {
             config if !config.text.is_empty() => $function::<$crate::tasks::text::Text>($($argument),*),
             config if config.synthetic.is_some() => {
                 $function::<$crate::tasks::synthetic::Synthetic>($($argument),*)
+            }
+            config if config.series.is_some() && config.forecast.is_some() => {
+                $function::<$crate::tasks::forecast::Forecast>($($argument),*)
             }
             config if config.series.is_some() => $function::<$crate::tasks::series::SeriesTask>($($argument),*),
             config if config.labelled.is_some() => $function::<$crate::tasks::labelled::Labels>($($argument),*),

@@ -51,7 +51,18 @@ pub fn read<E>(
     reader: impl Fn(&Path) -> Result<Vec<E>>,
     source: impl Fn(&E) -> &str,
 ) -> Result<Split<E>> {
-    let mut split = split(reader(path)?, source);
+    of(config, reader(path)?, examples, reader, source)
+}
+
+/// The same of examples that have been read; those of own files for development and scores are still to be.
+pub fn of<E>(
+    config: &RunConfig,
+    all: Vec<E>,
+    examples: &str,
+    reader: impl Fn(&Path) -> Result<Vec<E>>,
+    source: impl Fn(&E) -> &str,
+) -> Result<Split<E>> {
+    let mut split = split(all, source);
     for (part, own) in [(&mut split.development, &config.development), (&mut split.held_out, &config.held_out)] {
         if let Some(path) = own {
             // What would have been held out is learned from instead.

@@ -10,6 +10,7 @@ use burn::tensor::{Device, Tensor};
 use longspan::backend::Peers;
 use longspan::sample::SampleOptions;
 use serde::Serialize;
+use serde_json::json;
 
 use super::feed::Feed;
 use super::workers::Workers;
@@ -17,7 +18,7 @@ use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::terminal::plot::Matrix;
-use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::samples::{self, CUT, Sample, visible};
 use crate::terminal::shell;
 
 /// A task: data → examples → model → loss → answers → scores. A value holds what turns text into ids and back.
@@ -57,8 +58,10 @@ pub trait Task: Sized + Sync {
     /// Reads the data that the settings name.
     fn data(&self, config: &RunConfig) -> Result<Data<Self>>;
 
-    /// The texts of a person's file, for `longspan eval`.
-    fn read(path: &Path) -> Result<Vec<Self::Text>>;
+    /// The texts of a person's file, for [`evaluate`](Self::evaluate).
+    fn read(path: &Path) -> Result<Vec<Self::Text>> {
+        bail!("{}: this run has its own way to read what it is scored on", path.display())
+    }
 
     /// The vocabularies, in the order of the text's way through the model.
     fn vocabularies(&self) -> Vec<Vocabulary>;
@@ -124,6 +127,30 @@ pub trait Task: Sized + Sync {
     /// The answers to a text as a line without an end.
     fn line(answers: &[Answer]) -> String {
         answers.first().map_or_else(String::new, |best| best.target.clone())
+    }
+
+    /// What `predict` prints of each text, without an end, and whether the answer was cut.
+    fn told(
+        &self,
+        model: &Self::Model,
+        texts: &[&str],
+        how: &Answering<'_>,
+        json: bool,
+    ) -> Result<Vec<(String, bool)>> {
+        let answers = self.answer(model, texts, how)?;
+        let one = |(text, answers): (&&str, Vec<Answer>)| {
+            let best = answers.first();
+            let cut = best.is_some_and(|answer| !answer.finished);
+            if json {
+                let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
+                let value = json!({ "source": text, "target": target, "score": score, "answers": answers });
+                return (value.to_string(), cut);
+            }
+            // An answer is one line: its line ends are shown as `\n` and `\r`.
+            let line = Self::line(&answers).replace('\n', "\\n").replace('\r', "\\r");
+            (if cut { line + CUT } else { line }, cut)
+        };
+        Ok(texts.iter().zip(answers).map(one).collect())
     }
 
     /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
@@ -267,7 +294,7 @@ pub struct Vocabulary {
 impl Display for Vocabulary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // What has no tokenizer has no tokens.
-        if ["label", "series"].contains(&self.side) {
+        if ["label", "series", "forecast"].contains(&self.side) {
             let one = self.kind.trim_end_matches('s');
             return write!(f, "{} {}", self.size, if self.size == 1 { one } else { self.kind });
         }

@@ -15,6 +15,7 @@ pub(crate) mod gated_norm;
 pub(crate) mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
+mod pinball;
 mod squared_error;
 #[cfg(feature = "flex")]
 pub(crate) mod stored;
@@ -31,4 +32,5 @@ pub use gradients::{add_gradients, clip_gradients};
 pub(crate) use linear::apply;
 pub use linear::{Activation, After, linear};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
+pub use pinball::pinball;
 pub use squared_error::squared_error;

@@ -61,6 +61,31 @@ fn linear_layers_are_plain_ones_with_all_gradients() {
 }
 
 #[test]
+fn the_pinball_loss_is_that_of_its_definition() {
+    let device = Device::flex().autodiff();
+    let y = Tensor::<2>::from_data([[1.0, 2.0], [0.0, 5.0], [7.0, 7.0]], &device).require_grad();
+    let loss = pinball(y.clone(), &[1.5, -1.0, f32::NAN], &[0.1, 0.8]).unwrap();
+    // 0.1·0.5 + 0.2·0.5 + 0.9·1 + 0.2·6; what is missing does not count.
+    near("loss", &flat(loss.clone().inner()), &[2.25], 1e-6);
+    let gradients = loss.backward();
+    near("gradient", &flat(y.grad(&gradients).unwrap()), &[-0.1, 0.2, 0.9, 0.2, 0.0, 0.0], 1e-6);
+    // Of many numbers it is least at their quantile.
+    let numbers: Vec<f32> = (0..100).map(|n| (n * 37 % 100) as f32).collect();
+    let at = |y: f64| {
+        let y = Tensor::<2>::full([100, 1], y, &Device::flex());
+        pinball(y, &numbers, &[0.9]).unwrap().into_scalar::<f32>()
+    };
+    assert!((0..100).all(|n| at(89.5) <= at(f64::from(n))), "{}", at(89.5));
+    for (targets, quantiles, part) in [
+        (&[1.0][..], &[0.1, 0.8][..], "targets"),
+        (&[1.0; 3], &[0.5], "quantiles"),
+        (&[1.0; 3], &[0.0, 0.5], "quantiles"),
+    ] {
+        assert!(pinball(y.clone(), targets, quantiles).unwrap_err().to_string().contains(part), "{part}");
+    }
+}
+
+#[test]
 fn dropout_drops_in_training_alone_and_the_residual_stays() {
     let training = Device::flex().autodiff();
     let x = random([1, 400, 8], &training);

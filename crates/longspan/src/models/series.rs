@@ -1,4 +1,5 @@
-//! The model of numeric series: a stack of blocks over points at real-valued times, one row of it all, and scores or numbers.
+//! The model of numeric series: a stack of blocks over points at real-valued times, then scores or numbers of one row of it all, or of
+//! the row of each point.
 
 use burn::config::Config;
 use burn::module::{Module, Param};
@@ -184,8 +185,46 @@ impl SeriesModel {
         squared_error(self.forward(values, times, lengths)?, targets)
     }
 
+    /// The numbers of every point, rather than of the series: what is missing at a point, or what comes at a time.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use longspan::layers::pinball;
+    /// use longspan::models::SeriesModelConfig;
+    ///
+    /// # fn main() -> longspan::Result<()> {
+    /// // A value and whether it is missing; of each point three quantiles.
+    /// let device = Device::flex();
+    /// let model = SeriesModelConfig::new(2, 3).with_d_model(16).with_d_ff(32).init(&device)?;
+    /// // Two points are known, the one at the time 2.5 is to be told.
+    /// let values = Tensor::<3>::from_data([[[0.3, 0.0], [0.1, 0.0], [0.0, 1.0]]], &device);
+    /// let times = Tensor::<2>::from_data([[0.0, 1.0, 2.5]], &device);
+    /// let told = model.at_points(values, times, &[3])?.narrow(1, 2, 1);
+    /// assert_eq!(told.dims(), [1, 1, 3]);
+    /// let loss = pinball(told.reshape([1, 3]), &[-0.2], &[0.1, 0.5, 0.9])?;
+    /// # assert!(loss.into_scalar::<f32>() > 0.0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Shapes
+    /// As [`forward`](Self::forward); output: `[batch, points, outputs]`. Rows beyond `lengths[b]` mean nothing.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn at_points(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
+        let rows = self.rows(values, times, lengths)?;
+        Ok(apply(&self.output, rows, Activation::Identity, After::default()))
+    }
+
     /// One row for each series, `[batch, 1, d_model]`.
     fn pooled(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
+        let rows = self.rows(values, times, lengths)?;
+        Ok(self.pooling.pool(rows, lengths, self.pooling_query.as_ref()))
+    }
+
+    /// A row for each point, `[batch, points, d_model]`.
+    fn rows(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
         let [batch, points, channels] = values.dims();
         for (name, got, expected) in [
             ("values", vec![batch, points, channels], vec![batch, points, self.channels]),
@@ -200,7 +239,6 @@ impl SeriesModel {
         for block in &self.blocks {
             x = block.forward_at(x, times.clone(), &mask)?;
         }
-        let x = stack::end(self.norm.as_ref(), x);
-        Ok(self.pooling.pool(x, lengths, self.pooling_query.as_ref()))
+        Ok(stack::end(self.norm.as_ref(), x))
     }
 }

@@ -507,6 +507,7 @@ def _series_run(folder: Path, config: dict[str, Any]) -> SeriesRun:
 _OF_OTHERS = {
     "text": ("texts, a language model", "generate"),
     "labelled": ("labelled texts, a classifier", "predict"),
+    "forecast": ("forecasts, a model of points", "predict"),
     "synthetic": ("synthetic sequences, a language model", "eval"),
 }
 

@@ -125,14 +125,18 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.3} … {high:.3})"));
             writeln!(out, "held out    {rate:.3} bits per byte{}", interval.unwrap_or_default())?;
         }
-        for (key, name) in [("r_squared", "R²"), ("mean_absolute_error", "mean absolute error")] {
+        for (key, name) in [
+            ("r_squared", "R²"),
+            ("mean_absolute_error", "mean absolute error"),
+            ("error_over_last", "error over that of the last value"),
+        ] {
             let number = |part: &str| held_out[key][part].as_f64();
             if let Some(rate) = number("rate") {
                 let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.4} … {high:.4})"));
                 writeln!(out, "held out    {name} {rate:.4}{}", interval.unwrap_or_default())?;
             }
         }
-        for (key, name) in [("accuracy", "accuracy"), ("recalled", "recalled")] {
+        for (key, name) in [("accuracy", "accuracy"), ("recalled", "recalled"), ("coverage", "80 % interval holds")] {
             let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
             if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
                 writeln!(out, "held out    {name} {rate:.1} % ({low:.1} … {high:.1} %)")?;

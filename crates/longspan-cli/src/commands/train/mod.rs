@@ -53,6 +53,9 @@ pub struct Arguments {
     /// .tsv of the UEA and UCR archives, also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text", "labelled"])]
     series: Option<PathBuf>,
+    /// Learn to tell the values of the next N points of a series at their times, with quantiles, instead of its label
+    #[arg(long, value_name = "N")]
+    forecast: Option<usize>,
     /// Sequences to draw and learn from: mqar, recall, fuzzy, copying, memorization or listops, with sizes such as
     /// mqar:pairs=16,length=256,vocabulary=8192
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
@@ -326,7 +329,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
-    let flags: [(&str, &str, Option<Value>); 19] = [
+    let flags: [(&str, &str, Option<Value>); 20] = [
         (
             "development",
             "--development",
@@ -336,6 +339,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
         ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
         ("labelled", "--labelled", arguments.labelled.as_ref().map(|path| text("--labelled", path)).transpose()?),
         ("series", "--series", arguments.series.as_ref().map(|path| text("--series", path)).transpose()?),
+        ("forecast", "--forecast", arguments.forecast.map(|n| json!(n))),
         ("synthetic", "--synthetic", arguments.synthetic.as_ref().map(|name| json!(name))),
         ("backpropagate", "--backpropagate", arguments.backpropagate.map(|n| json!(n))),
         ("split_sequence", "--split-sequence", arguments.split_sequence.then_some(Value::Bool(true))),

@@ -27,6 +27,10 @@ pub struct Series {
     /// Names of the channels, where the file has them.
     pub names: Arc<[String]>,
     pub label: Option<String>,
+    /// What the file calls the series.
+    pub id: Option<String>,
+    /// Times after the last point whose values are to be told, in their order.
+    pub ahead: Vec<f64>,
     /// A hash of times and values, which decides on whether the series is held out.
     pub key: String,
     /// The line in which it begins.
@@ -34,6 +38,14 @@ pub struct Series {
     /// Whether its points had to be sorted, and whether two of them have the same time.
     pub backwards: bool,
     pub repeats: bool,
+}
+
+impl Series {
+    /// The same up to a point.
+    pub fn first(&self, count: usize) -> Self {
+        let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
+        Self { times, values, ..self.clone() }
+    }
 }
 
 /// A point: its time and its values.
@@ -68,7 +80,29 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
         let _ = write!(key, "{byte:02x}");
         key
     });
-    Ok(Series { times, values, width, names: Arc::new([]), label, key, line, backwards, repeats })
+    Ok(Series {
+        times,
+        values,
+        width,
+        names: Arc::new([]),
+        label,
+        id: None,
+        ahead: Vec::new(),
+        key,
+        line,
+        backwards,
+        repeats,
+    })
+}
+
+/// The times of points without any value after the last one that has some.
+fn ahead(points: &[Point]) -> Vec<f64> {
+    let (known, empty): (Vec<&Point>, Vec<&Point>) =
+        points.iter().partition(|(_, values)| values.iter().any(|value| !value.is_nan()));
+    let last = known.iter().map(|(time, _)| *time).fold(f64::NEG_INFINITY, f64::max);
+    let mut times: Vec<f64> = empty.into_iter().map(|(time, _)| *time).filter(|time| *time > last).collect();
+    times.sort_by(f64::total_cmp);
+    times
 }
 
 /// A value as text: `None` where it is no number, NaN where it is missing.
@@ -158,7 +192,14 @@ pub fn to_json(one: &Series) -> String {
     let number = |value: &f64| if value.is_nan() { Value::Null } else { json!(value) };
     let values: Vec<Vec<Value>> =
         one.values.chunks(one.width.max(1)).map(|point| point.iter().map(number).collect()).collect();
-    json!({ "times": one.times, "values": values }).to_string()
+    let mut object = json!({ "times": one.times, "values": values });
+    if !one.ahead.is_empty() {
+        object["forecast"] = json!(one.ahead);
+    }
+    if let Some(id) = &one.id {
+        object["id"] = json!(id);
+    }
+    object.to_string()
 }
 
 /// A series from a line of JSON. Without times, points are counted.
@@ -186,32 +227,42 @@ pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
     let points = values.iter().map(point).collect::<Option<Vec<Vec<f64>>>>();
     let points = points
         .ok_or_else(|| format!("an entry of `values` is neither a number, nor null, nor a list of them; {EXAMPLE}"))?;
-    let times = match &value["times"] {
-        Value::Null => (0..points.len()).map(|n| n as f64).collect(),
+    let list = |key: &str| match &value[key] {
+        Value::Null => Ok(None),
         Value::Array(times) => {
-            times.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or("a time is no number")?
+            times.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().map(Some).ok_or("a time is no number".into())
         }
-        _ => return Err(format!("the key `times` has no list; {EXAMPLE}")),
+        _ => Err(format!("the key `{key}` has no list of times; {EXAMPLE}")),
     };
+    let times = list("times")?.unwrap_or_else(|| (0..points.len()).map(|n| n as f64).collect());
     if times.len() != points.len() {
         return Err(format!("{} times and {} values; give a time to each", times.len(), points.len()));
     }
-    let label = match &value["label"] {
-        Value::Null => None,
-        Value::String(label) => Some(label.trim().to_owned()),
-        label @ (Value::Number(_) | Value::Bool(_)) => Some(label.to_string()),
-        _ => return Err("the label is neither text nor number".into()),
+    let text = |key: &str| match &value[key] {
+        Value::Null => Ok(None),
+        Value::String(text) => Ok(Some(text.trim().to_owned())),
+        text @ (Value::Number(_) | Value::Bool(_)) => Ok(Some(text.to_string())),
+        _ => Err(format!("the {key} is neither text nor number")),
     };
-    series(times.into_iter().zip(points).collect(), label, line)
+    let one = series(times.into_iter().zip(points).collect(), text("label")?, line)?;
+    let (mut ahead, last) = (list("forecast")?.unwrap_or_default(), one.times.last().copied().unwrap_or(0.0));
+    if let Some(early) = ahead.iter().find(|time| **time <= last) {
+        return Err(format!(
+            "the time {early} in `forecast` is not after {last}, the last that has a value; give later times"
+        ));
+    }
+    ahead.sort_by(f64::total_cmp);
+    Ok(Series { ahead, id: text("id")?, ..one })
 }
 
-/// Series from CSV: a point a line, with the columns `id` and `time`, perhaps `label`, and a column for each channel.
+/// Series from CSV: a point a line, with the column `time`, perhaps `id` and `label`, and a column for each channel. Without `id` all
+/// points are of one series.
 fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
     let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
-    let column = |wanted| table.column(wanted, "columns `id` and `time`, one for each channel, and `label`");
-    let (id, time, label) = (column("id")?, column("time")?, table.find("label"));
+    let time = table.column("time", "the columns `time`, one for each channel, and perhaps `id` and `label`")?;
+    let (id, label) = (table.find("id"), table.find("label"));
     let channels: Vec<usize> =
-        (0..table.header.len()).filter(|n| *n != id && *n != time && Some(*n) != label).collect();
+        (0..table.header.len()).filter(|n| Some(*n) != id && *n != time && Some(*n) != label).collect();
     if channels.is_empty() {
         bail!("{name}, line 1: no column beside id, time and label; give one for each channel");
     }
@@ -222,14 +273,12 @@ fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
         let at = format!("{name}, line {line}");
         let read = |n: usize| {
             value(&fields[n]).ok_or_else(|| {
-                anyhow!(
-                    "{at}: {:?} in the column `{}` is no number; leave it empty if it is missing",
-                    fields[n],
-                    table.header[n]
-                )
+                let mend =
+                    if n == time { "write times as numbers, not as dates" } else { "leave it empty if it is missing" };
+                anyhow!("{at}: {:?} in the column `{}` is no number; {mend}", fields[n], table.header[n])
             })
         };
-        let place = *places.entry(&fields[id]).or_insert_with(|| {
+        let place = *places.entry(id.map_or("", |n| &fields[n])).or_insert_with(|| {
             found.push((*line, Vec::new(), None));
             found.len() - 1
         });
@@ -246,11 +295,14 @@ fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
             }
         }
     }
-    let one = |(line, points, label)| {
+    let ids: HashMap<usize, &str> = places.into_iter().map(|(id, place)| (place, id)).collect();
+    let one = |(place, (line, points, label)): (usize, (usize, Vec<Point>, Option<String>))| {
+        let ahead = ahead(&points);
         let one = series(points, label, line).map_err(|problem| anyhow!("{name}, line {line}: {problem}"))?;
-        Ok(Series { names: names.clone(), ..one })
+        let id = ids.get(&place).filter(|_| id.is_some()).map(|id| id.trim().to_owned());
+        Ok(Series { names: names.clone(), id, ahead, ..one })
     };
-    found.into_iter().map(one).collect()
+    found.into_iter().enumerate().map(one).collect()
 }
 
 #[cfg(test)]
@@ -287,6 +339,9 @@ mod tests {
         assert_eq!(one[1].0, [0.0, 2.0], "a point without values is none");
         let again = from_json(&to_json(&all[0]), 1).unwrap();
         assert_eq!((again.times, again.key), (all[0].times.clone(), all[0].key.clone()));
+        let open = parse(b"time,x\n1,5\n4,\n2,\n3,6\n6,?\n5,\n", "csv", "f").unwrap();
+        assert_eq!((open[0].times.as_slice(), open[0].ahead.as_slice()), (&[1.0, 3.0][..], &[4.0, 5.0, 6.0][..]));
+        assert_eq!(from_json(&to_json(&open[0]), 1).unwrap().ahead, open[0].ahead);
         let repeated = from_json("{\"times\": [1, 1], \"values\": [1, 2]}", 1).unwrap();
         assert!(repeated.repeats && repeated.label.is_none());
     }
@@ -307,7 +362,18 @@ mod tests {
                 "f, line 2: 2 channels, the series before it have 1",
             ),
             ("", "jsonl", "f: no series in it"),
-            ("a,b\n1,2\n", "csv", "no column `id`; let the first line name columns `id` and `time`"),
+            ("a,b\n1,2\n", "csv", "no column `time`; let the first line name the columns `time`"),
+            (
+                "time,x\n2024-01-31,2\n",
+                "csv",
+                "\"2024-01-31\" in the column `time` is no number; write times as numbers",
+            ),
+            (
+                "{\"values\": [1, 2], \"forecast\": [3, 1]}\n",
+                "jsonl",
+                "f, line 1: the time 1 in `forecast` is not after 1",
+            ),
+            ("{\"values\": [1, 2], \"forecast\": 3}\n", "jsonl", "the key `forecast` has no list of times"),
             ("id,time,label\n1,2,a\n", "csv", "no column beside id, time and label"),
             ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is no number"),
             ("id,time,x\n1,,3\n", "csv", "f, line 2: the time NaN"),

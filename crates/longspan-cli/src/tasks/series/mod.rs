@@ -2,8 +2,8 @@
 
 mod archive;
 pub mod file;
-mod model;
-mod scaling;
+pub mod model;
+pub mod scaling;
 
 use std::path::Path;
 
@@ -40,7 +40,7 @@ pub struct Example {
 }
 
 /// The numbers of all points, and their times.
-type Points = (Vec<f32>, Vec<f32>);
+pub type Points = (Vec<f32>, Vec<f32>);
 
 impl Task for SeriesTask {
     type Example = Example;
@@ -54,19 +54,13 @@ impl Task for SeriesTask {
     const LENGTH: &str = "points";
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
-        if !["mask", "refuse"].contains(&config.missing.as_str()) {
-            bail!("unknown missing {:?}; known are mask, refuse", config.missing);
-        }
+        check_missing(config)?;
         let split = read_split(config)?;
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let target = Target::of(labels, config, Self::EXAMPLES)?;
         let task = Self { scaling: Scaling::of(&split.train), target };
         let data = task.measured(split, config)?;
-        let paths = [&mut config.series, &mut config.development, &mut config.held_out];
-        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        make_absolute(config)?;
         Ok((task, data))
     }
 
@@ -100,7 +94,8 @@ impl Task for SeriesTask {
     }
 
     fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
-        let (values, times, lengths) = self.padded(batch.iter().map(|example| &example.points), device);
+        let (values, times, lengths) =
+            padded(batch.iter().map(|example| &example.points), self.scaling.inputs(), device);
         self.target.loss(
             batch.iter().map(|example| example.goal),
             |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
@@ -123,13 +118,17 @@ impl Task for SeriesTask {
                 .apply(one)
                 .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
         }
-        Ok(Some(all.iter().map(file::to_json).collect()))
+        // Points without a value are no points here, wherever they are.
+        Ok(Some(all.into_iter().map(|one| file::to_json(&Series { ahead: Vec::new(), ..one })).collect()))
     }
 
     fn answer(&self, model: &SeriesModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let read = |(place, text): (usize, &&str)| {
             let at = || format!("{}, line {}", how.name, (how.line)(place));
             let one = file::from_json(text, 0).map_err(|problem| anyhow!("{}: {problem}", at()))?;
+            if !one.ahead.is_empty() {
+                bail!("{}: it has times to forecast, and this run tells labels; train one with --forecast N", at());
+            }
             self.scaling.apply(&one).map_err(|problem| anyhow!("{}: {problem}", at()))
         };
         let points = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
@@ -207,6 +206,23 @@ impl Task for SeriesTask {
     }
 }
 
+/// Refuses a word for missing values that is not known.
+pub fn check_missing(config: &RunConfig) -> Result<()> {
+    if !["mask", "refuse"].contains(&config.missing.as_str()) {
+        bail!("unknown missing {:?}; known are mask, refuse", config.missing);
+    }
+    Ok(())
+}
+
+/// Makes the paths of files absolute: the run may be resumed from another folder.
+pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
+    let paths = [&mut config.series, &mut config.development, &mut config.held_out];
+    for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
+        *path = std::path::absolute(&*path)?;
+    }
+    Ok(())
+}
+
 /// Reads the series that the settings name, by use.
 fn read_split(config: &RunConfig) -> Result<Split<Series>> {
     let Some(path) = &config.series else { bail!("no series are given; name them with --series") };
@@ -254,30 +270,29 @@ impl SeriesTask {
             self.target.outputs(),
             how,
             |batch| {
-                let (values, times, lengths) = self.padded(batch.iter().copied(), &Device::flex());
+                let (values, times, lengths) = padded(batch.iter().copied(), self.scaling.inputs(), &Device::flex());
                 Ok(model.forward(values, times, &lengths)?)
             },
         )
     }
+}
 
-    /// Series as tensors, padded with zeros: values, times, and how many points count.
-    fn padded<'a>(
-        &self,
-        batch: impl Iterator<Item = &'a Points> + Clone,
-        device: &Device,
-    ) -> (Tensor<3>, Tensor<2>, Vec<usize>) {
-        let inputs = self.scaling.inputs();
-        let lengths: Vec<usize> = batch.clone().map(|(_, times)| times.len()).collect();
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        let (mut values, mut times) = (Vec::new(), Vec::new());
-        for (row, at) in batch {
-            values.extend_from_slice(row);
-            values.resize(values.len() + (longest - at.len()) * inputs, 0.0);
-            times.extend_from_slice(at);
-            times.resize(times.len() + longest - at.len(), 0.0);
-        }
-        let values = TensorData::new(values, [lengths.len(), longest, inputs]);
-        let times = TensorData::new(times, [lengths.len(), longest]);
-        (Tensor::from_data(values, device), Tensor::from_data(times, device), lengths)
+/// Series as tensors, padded with zeros: values, `inputs` at a point, times, and how many points count.
+pub fn padded<'a>(
+    batch: impl Iterator<Item = &'a Points> + Clone,
+    inputs: usize,
+    device: &Device,
+) -> (Tensor<3>, Tensor<2>, Vec<usize>) {
+    let lengths: Vec<usize> = batch.clone().map(|(_, times)| times.len()).collect();
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let (mut values, mut times) = (Vec::new(), Vec::new());
+    for (row, at) in batch {
+        values.extend_from_slice(row);
+        values.resize(values.len() + (longest - at.len()) * inputs, 0.0);
+        times.extend_from_slice(at);
+        times.resize(times.len() + longest - at.len(), 0.0);
     }
+    let values = TensorData::new(values, [lengths.len(), longest, inputs]);
+    let times = TensorData::new(times, [lengths.len(), longest]);
+    (Tensor::from_data(values, device), Tensor::from_data(times, device), lengths)
 }

@@ -18,8 +18,8 @@ pub struct Scaling {
     /// Names of the channels, where the data have them.
     names: Vec<String>,
     /// Of each channel the mean, which is subtracted, and the standard deviation, by which the rest is divided.
-    means: Vec<f64>,
-    deviations: Vec<f64>,
+    pub means: Vec<f64>,
+    pub deviations: Vec<f64>,
     /// The median distance of neighbouring times, which counts as 1.
     pub step: f64,
     /// Whether the model gets a channel beside each that says which values are missing: where any is missing in training.
@@ -37,10 +37,7 @@ impl Scaling {
             moments(&values.copied().filter(|value| !value.is_nan()).collect::<Vec<_>>())
         });
         let (means, deviations) = moments.unzip();
-        let gaps = train.iter().flat_map(|one| one.times.windows(2).map(|pair| pair[1] - pair[0]));
-        let mut gaps: Vec<f64> = gaps.filter(|gap| *gap > 0.0 && gap.is_finite()).collect();
-        let middle = gaps.len() / 2;
-        let step = if gaps.is_empty() { 1.0 } else { *gaps.select_nth_unstable_by(middle, f64::total_cmp).1 };
+        let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
         Self { names: first.names.to_vec(), means, deviations, step, masked }
     }
@@ -74,8 +71,8 @@ impl Scaling {
         self.channels() * if self.masked { 2 } else { 1 }
     }
 
-    /// A series as the model gets it: the numbers of its points, and their times from the first one on.
-    pub fn apply(&self, one: &Series) -> Result<(Vec<f32>, Vec<f32>)> {
+    /// Refuses a series that has other channels.
+    pub fn check(&self, one: &Series) -> Result<()> {
         let (width, names) = (self.channels(), self.names.join(", "));
         if one.width != width {
             bail!("{} channels, and this run was trained on {width}; give as many", one.width);
@@ -86,6 +83,13 @@ impl Scaling {
                 one.names.join(", ")
             );
         }
+        Ok(())
+    }
+
+    /// A series as the model gets it: the numbers of its points, and their times from the first one on.
+    pub fn apply(&self, one: &Series) -> Result<(Vec<f32>, Vec<f32>)> {
+        self.check(one)?;
+        let width = self.channels();
         let mut values = Vec::with_capacity(one.times.len() * self.inputs());
         for point in one.values.chunks(width) {
             let scaled = point.iter().zip(&self.means).zip(&self.deviations).map(|((value, mean), deviation)| {
@@ -99,11 +103,24 @@ impl Scaling {
         }
         let first = one.times.first().copied().unwrap_or(0.0);
         let times: Vec<f32> = one.times.iter().map(|time| ((time - first) / self.step) as f32).collect();
-        if values.iter().chain(&times).any(|number| !number.is_finite()) {
-            bail!("a value or a time is too large beside those of training; take the series out");
-        }
-        Ok((values, times))
+        finite((values, times))
     }
+}
+
+/// Numbers and times that a model can take.
+pub fn finite((values, times): (Vec<f32>, Vec<f32>)) -> Result<(Vec<f32>, Vec<f32>)> {
+    if values.iter().chain(&times).any(|number| !number.is_finite()) {
+        bail!("a value or a time is too large beside those of training; take the series out");
+    }
+    Ok((values, times))
+}
+
+/// The median distance of neighbouring times, if there is one.
+pub fn usual_gap<'a>(times: impl Iterator<Item = &'a [f64]>) -> Option<f64> {
+    let gaps = times.flat_map(|times| times.windows(2).map(|pair| pair[1] - pair[0]));
+    let mut gaps: Vec<f64> = gaps.filter(|gap| *gap > 0.0 && gap.is_finite()).collect();
+    let middle = gaps.len() / 2;
+    (!gaps.is_empty()).then(|| *gaps.select_nth_unstable_by(middle, f64::total_cmp).1)
 }
 
 #[cfg(test)]

@@ -1,0 +1,493 @@
+//! Forecasts: a model of points learns to tell the next values of a series at their times, with quantiles.
+
+mod scores;
+mod window;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan::layers::pinball;
+use longspan::models::SeriesModel;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::attention;
+use super::labels;
+use super::lines;
+use super::series::file::{self, Series};
+use super::series::scaling::{Scaling, usual_gap};
+use super::series::{check_missing, make_absolute, model, padded};
+use super::split::{self, Split, evenly};
+use super::task::{Answering, Data, Loss, Shown, Task, Vocabulary};
+use crate::run::config::RunConfig;
+use crate::run::folder::RunFolder;
+use crate::terminal::notes::note;
+use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::shell;
+use scores::{Scores, Sums};
+use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
+
+/// What is told of every value: the ends of the interval that holds four of five, of the one that holds half, and the median.
+const QUANTILES: [f32; 5] = [0.1, 0.25, 0.5, 0.75, 0.9];
+const MEDIAN: usize = 2;
+
+/// From so many series on some are held out whole; of fewer the end of each.
+const MANY: usize = 50;
+
+/// The fewest points that are seen, where series are so long.
+const CONTEXT: usize = 64;
+
+/// Windows of the development loss.
+const DEVELOPMENT: usize = 512;
+
+/// What a run that forecasts has beside its weights.
+pub struct Forecast {
+    scaling: Scaling,
+    sizes: Sizes,
+}
+
+impl Task for Forecast {
+    type Example = Example;
+    type Feed = Drawn;
+    type Carried = ();
+    type Text = Window;
+    type Model = SeriesModel;
+    type Scores = Scores;
+
+    const EXAMPLES: &str = "windows";
+    const LENGTH: &str = "points";
+
+    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+        check_missing(config)?;
+        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")))?;
+        let told = config.forecast.unwrap_or(1);
+        let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
+        let name = config.data_name();
+        if config.max_tokens <= told {
+            bail!(
+                "forecast = {told} and max_tokens = {}: no point before them is seen; raise --set max_tokens=…",
+                config.max_tokens
+            );
+        }
+        let most = config.max_tokens - told;
+        let usual = (4 * told).max(CONTEXT).min(longest.saturating_sub(told)).clamp(1, most);
+        let context = *config.context.get_or_insert(usual);
+        if context > most {
+            bail!(
+                "context = {context} and forecast = {told} are more than max_tokens = {}; change one with --set",
+                config.max_tokens
+            );
+        }
+        let sizes = Sizes { told, context };
+        let needed = sizes.least() + told;
+        if longest < needed {
+            bail!(
+                "{name}: the longest series has {longest} points, and {needed} are needed to tell {told} from {} before them; give \
+                 longer series, or lower --forecast or context",
+                sizes.least()
+            );
+        }
+        if config.attention == "fourier" {
+            // Weights that add up to 1 and are never negative give a mean, which goes beyond no value that was seen.
+            config.attention_options.entry("normalizer").or_insert(json!("unrotated"));
+        }
+        let parts = parts(config, all, sizes)?;
+        let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
+        let task = Self { scaling: Scaling::of(&learned), sizes };
+        let data = task.windows(parts, config)?;
+        make_absolute(config)?;
+        Ok((task, data))
+    }
+
+    fn load(folder: &RunFolder) -> Result<Self> {
+        let config = folder.load_config()?;
+        let (Some(told), Some(context)) = (config.forecast, config.context) else {
+            bail!(
+                "{}: no context in config.json; the file is damaged: restore it or train again",
+                folder.path().display()
+            );
+        };
+        Ok(Self { scaling: Scaling::load(folder)?, sizes: Sizes { told, context } })
+    }
+
+    fn store(&self, folder: &RunFolder) -> Result<()> {
+        self.scaling.store(folder)
+    }
+
+    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")))?;
+        self.windows(parts(config, all, self.sizes)?, config)
+    }
+
+    fn vocabularies(&self) -> Vec<Vocabulary> {
+        let next = Vocabulary { side: "forecast", kind: "next points", size: self.sizes.told };
+        vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, next]
+    }
+
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<SeriesModel> {
+        // Every point has its row: none is made of all.
+        let config = RunConfig { pooling: "mean".into(), ..config.clone() };
+        model::model(&config, inputs(&self.scaling), self.outputs(), device)
+    }
+
+    fn size(example: &Example) -> (usize, usize) {
+        let known = example.targets.iter().filter(|target| !target.is_nan()).count();
+        (known, example.seen.points.1.len())
+    }
+
+    fn loss(&self, model: &SeriesModel, batch: &[&Example], _: f64, device: &Device) -> Result<Loss> {
+        let rows = self.rows(model, batch.iter().map(|example| &example.seen), None, device)?;
+        let targets: Vec<f32> = batch.iter().flat_map(|example| example.targets.iter().copied()).collect();
+        let loss = pinball(rows.reshape([targets.len(), QUANTILES.len()]), &targets, &QUANTILES)?;
+        let loss = loss.div_scalar(QUANTILES.len() as f64);
+        Ok(Loss { plain: loss.clone().detach(), smoothed: loss })
+    }
+
+    fn usual_steps(per_epoch: usize) -> usize {
+        (60 * per_epoch).clamp(300, 1500)
+    }
+
+    fn measure(&self) -> &'static str {
+        "mean pinball loss, in deviations of what is seen"
+    }
+
+    fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
+        // JSON lines are answered as they come.
+        if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
+            return Ok(None);
+        }
+        let all = file::read(path, false)?;
+        for one in &all {
+            self.ahead(one).map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
+        }
+        Ok(Some(all.iter().map(file::to_json).collect()))
+    }
+
+    fn told(
+        &self,
+        model: &SeriesModel,
+        texts: &[&str],
+        how: &Answering<'_>,
+        json: bool,
+    ) -> Result<Vec<(String, bool)>> {
+        let read = |(place, text): (usize, &&str)| {
+            let line = (how.line)(place);
+            let at = |problem: String| anyhow!("{}, line {line}: {problem}", how.name);
+            let one = file::from_json(text, line).map_err(at)?;
+            let (seen, times) = self.ahead(&one).map_err(|problem| at(problem.to_string()))?;
+            Ok((one, seen, times))
+        };
+        let all = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        let Sizes { told, .. } = self.sizes;
+        let strange = all.iter().filter(|(one, seen, _)| {
+            let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
+            far || one.times.len() < self.sizes.least()
+        });
+        let strange = strange.count();
+        if strange > 0 {
+            note(format_args!(
+                "note: {strange} series have fewer than {} points or times further ahead than {told} points, unlike those learned \
+                 from; their intervals may be too narrow",
+                self.sizes.least()
+            ));
+        }
+        let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
+        let line = |((one, seen, times), told): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
+            let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
+            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n % self.scaling.channels()].1);
+            let points = || told.chunks(self.scaling.channels()).map(|point| point.iter().enumerate());
+            if json {
+                let values: Vec<Vec<Vec<f64>>> = points()
+                    .map(|point| point.map(|(n, row)| row.iter().map(|value| shown(n, value)).collect()).collect())
+                    .collect();
+                return json!({ "id": name, "times": times, "quantiles": decimals(), "values": values }).to_string();
+            }
+            let lines = points().zip(times).map(|(point, time)| {
+                let cells: Vec<String> =
+                    point.flat_map(|(n, row)| row.iter().map(move |value| format!("\t{}", shown(n, value)))).collect();
+                format!("{}\t{time}{}", visible(&name), cells.concat())
+            });
+            lines.collect::<Vec<_>>().join("\n")
+        };
+        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(|found| (line(found), false)).collect())
+    }
+
+    fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
+        let seen = windows.iter().map(|window| Ok(window.example(&self.scaling)?.seen)).collect::<Result<Vec<_>>>()?;
+        let told = self.quantiles(model, &seen.iter().collect::<Vec<_>>(), how)?;
+        let several = self.scaling.channels() > 1;
+        let mut by_series: BTreeMap<(&str, usize), Vec<Sums>> = BTreeMap::new();
+        for ((window, seen), told) in windows.iter().zip(&seen).zip(told) {
+            let mut sums = Sums { windows: 1, ..Sums::default() };
+            for (n, (y, row)) in window.truth().iter().zip(told).enumerate().filter(|(_, (y, _))| !y.is_nan()) {
+                let channel = n % self.scaling.channels();
+                let unit = if several { self.scaling.deviations[channel] } else { 1.0 };
+                let losses = row.iter().zip(QUANTILES).map(|(found, q)| {
+                    let (q, above) = (f64::from(q), y - found);
+                    (q * above).max((q - 1.0) * above)
+                });
+                let (mean, last) = (seen.measures[channel].0, window.last(channel).unwrap_or(seen.measures[channel].0));
+                sums = sums.plus(&Sums {
+                    windows: 0,
+                    values: 1.0,
+                    errors: (y - row[MEDIAN]).abs() / unit,
+                    of_last: (y - last).abs() / unit,
+                    of_mean: (y - mean).abs() / unit,
+                    pinball: losses.sum::<f64>() / QUANTILES.len() as f64 / unit,
+                    inside: f64::from(u8::from((row[0]..=row[QUANTILES.len() - 1]).contains(y))),
+                });
+            }
+            by_series.entry((window.series.key.as_str(), window.series.line)).or_default().push(sums);
+        }
+        Ok(Scores::of(&by_series.into_values().collect::<Vec<_>>(), several))
+    }
+
+    fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
+        let all = read(how.config, path)?;
+        for one in &all {
+            self.scaling
+                .check(one)
+                .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
+        }
+        let windows: Vec<Window> =
+            all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
+        if windows.is_empty() {
+            bail!(
+                "{}: no series has more than {} points, from which the next are told; give longer ones",
+                lines::name(path),
+                self.sizes.least()
+            );
+        }
+        self.score(model, &windows, how)
+    }
+
+    fn show(&self, model: &SeriesModel, held_out: &[Window], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let mut all = Vec::new();
+        for window in evenly(held_out, 2) {
+            let seen = window.example(&self.scaling)?.seen;
+            let told = self.quantiles(model, &[&seen], how)?.concat();
+            let width = self.scaling.channels();
+            let values = window.truth().iter().zip(told).enumerate().step_by(width);
+            all.extend(values.take(6).map(|(n, (y, row))| {
+                let [low, _, median, _, high] = row.map(|value| shown(value, seen.measures[0].1));
+                Sample {
+                    source: format!(
+                        "time {}",
+                        shown(window.series.times[window.known.end + n / width], self.scaling.step)
+                    ),
+                    answer: format!("{median} ({low} … {high})"),
+                    cut: false,
+                    expected: (!y.is_nan()).then(|| shown(*y, seen.measures[0].1).to_string()),
+                }
+            }));
+        }
+        let file = how.config.series.as_deref().filter(|path| !lines::is_standard_input(path));
+        let file = file.map_or_else(|| "FILE".into(), shell::path);
+        Ok(Shown { text: samples::table(&all), next: format!("{} predict {folder} {file}", shell::program()) })
+    }
+
+    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+        let Sizes { told, context } = self.sizes;
+        let stretches = data.train.stretches();
+        let channels = self.scaling.channels();
+        let times = match attention::of_layers(config, config.max_tokens) {
+            Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
+                format!("{} attention counts points, only fourier sees their times", config.attention)
+            }
+            _ => format!("the usual distance of times is {}", self.scaling.step as f32),
+        };
+        let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
+        let held_out = match (data.held_out.is_empty(), by_time) {
+            (true, _) => "nothing is held out".into(),
+            (_, true) => format!("the last points of series are held out, {} windows", data.held_out.len()),
+            _ => format!("other series are held out, {} windows", data.held_out.len()),
+        };
+        format!(
+            "{}: the next {told} points from up to {context} before them; {} series of {channels} channel{} to learn from, {} windows; \
+             {held_out}; {times}",
+            config.data_name(),
+            stretches.len(),
+            if channels == 1 { "" } else { "s" },
+            data.train.count(),
+        )
+    }
+
+    fn blocks(config: &RunConfig) -> String {
+        format!("{} blocks", config.layers)
+    }
+
+    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
+        Vec::new()
+    }
+}
+
+/// What is told of a value, in the order of [`QUANTILES`].
+type Quantiles = [f64; QUANTILES.len()];
+
+/// The quantiles as they are written.
+fn decimals() -> Vec<f64> {
+    QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
+}
+
+/// A number with the digits that it has beside a unit.
+fn shown(value: f64, unit: f64) -> f64 {
+    let digits = (3.0 - unit.abs().log10().floor()).clamp(0.0, 17.0) as usize;
+    format!("{value:.digits$}").parse().unwrap_or(value)
+}
+
+/// Reads series.
+fn read(config: &RunConfig, path: &Path) -> Result<Vec<Series>> {
+    file::read(path, config.missing == "refuse")
+}
+
+/// The points of all series that are told, by use: of some series all, or of each the first and the last.
+fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes) -> Result<Split<Stretch>> {
+    let (least, told, count) = (sizes.least(), sizes.told, all.len());
+    let all: Vec<Series> = all.into_iter().filter(|one| one.times.len() >= least + told).collect();
+    if all.len() < count {
+        note(format_args!(
+            "{} of {count} series have fewer than {} points and are left out",
+            count - all.len(),
+            least + told
+        ));
+    }
+    let whole = |all: Vec<Series>| all.into_iter().map(|one| sizes.whole(one)).collect();
+    let reader = |path: &Path| read(config, path);
+    if all.len() >= MANY || (config.development.is_some() && config.held_out.is_some()) {
+        let split = split::of(config, all, "series", reader, |one| &one.key)?;
+        return Ok(Split {
+            train: whole(split.train),
+            development: whole(split.development),
+            held_out: whole(split.held_out),
+        });
+    }
+    let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
+    for one in all {
+        let count = one.times.len();
+        let share = count.div_ceil(10).max(told);
+        let series = Arc::new(one);
+        let mut end = count;
+        // Where there is too little for both, for the scores.
+        for (part, own) in [(&mut split.held_out, &config.held_out), (&mut split.development, &config.development)] {
+            if own.is_none() && end >= least + told + share {
+                part.push(Stretch { series: Arc::clone(&series), points: end - share..end });
+                end -= share;
+            }
+        }
+        split.train.push(Stretch { series, points: least..end });
+    }
+    for (part, own) in [(&mut split.held_out, &config.held_out), (&mut split.development, &config.development)] {
+        if let Some(path) = own {
+            *part = whole(reader(path)?);
+        }
+    }
+    Ok(split)
+}
+
+impl Forecast {
+    /// Numbers that the model gives at a point.
+    fn outputs(&self) -> usize {
+        self.scaling.channels() * QUANTILES.len()
+    }
+
+    /// Windows of all stretches.
+    fn windows(&self, parts: Split<Stretch>, config: &RunConfig) -> Result<Data<Self>> {
+        let mut hash = Sha256::new();
+        for (part, own) in
+            [(&parts.train, &None), (&parts.development, &config.development), (&parts.held_out, &config.held_out)]
+        {
+            let name = own.as_deref().map_or(config.data_name(), lines::name);
+            for Stretch { series, points } in part {
+                // What no model can take is found before a run is made.
+                self.seen(series, 0..series.times.len(), &[])
+                    .map_err(|problem| anyhow!("{name}, line {}: {problem}", series.line))?;
+                hash.update(format!("{} {} {}\n", series.key, points.start, points.end));
+            }
+        }
+        let all = |parts: &[Stretch], stride| -> Vec<Window> {
+            parts.iter().flat_map(|part| part.windows(self.sizes, stride)).collect()
+        };
+        let development = evenly(&all(&parts.development, 1), DEVELOPMENT);
+        let held_out = all(&parts.held_out, self.sizes.told);
+        let train = Drawn::new(self.scaling.clone(), parts.train, self.sizes, config.batch_size, config.seed);
+        Ok(Data {
+            train,
+            development: development.iter().map(|window| window.example(&self.scaling)).collect::<Result<_>>()?,
+            held_out,
+            too_long: 0,
+            longest: self.sizes.context + self.sizes.told,
+            sha256: hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect(),
+        })
+    }
+
+    /// The end of a series as the model gets it, and the times to tell: its own, or the next ones at the usual distance.
+    fn ahead(&self, one: &Series) -> Result<(Seen, Vec<f64>)> {
+        let count = one.times.len();
+        let known = count.saturating_sub(self.sizes.context)..count;
+        let mut times = one.ahead.clone();
+        if times.is_empty() {
+            let gap = usual_gap([&one.times[known.clone()]].into_iter()).unwrap_or(self.scaling.step);
+            let last = one.times.last().copied().unwrap_or(0.0);
+            times = (1..=self.sizes.told).map(|n| shown(last + gap * n as f64, gap)).collect();
+        }
+        Ok((self.seen(one, known, &times)?, times))
+    }
+
+    /// Some points of any series as the model gets them.
+    fn seen(&self, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Seen> {
+        self.scaling.check(one)?;
+        Seen::of(&self.scaling, one, known, ahead)
+    }
+
+    /// What the model gives at the points that are to be told, `[points, outputs]`; `width` points for each window, if given, the last one again
+    /// where there are fewer.
+    fn rows<'a>(
+        &self,
+        model: &SeriesModel,
+        batch: impl Iterator<Item = &'a Seen> + Clone,
+        width: Option<usize>,
+        device: &Device,
+    ) -> Result<Tensor<2>> {
+        let (values, times, lengths) = padded(batch.clone().map(|seen| &seen.points), inputs(&self.scaling), device);
+        let found = model.at_points(values, times, &lengths)?;
+        let [count, longest, outputs] = found.dims();
+        let places = batch.zip(&lengths).enumerate().flat_map(|(n, (seen, length))| {
+            let (first, end) = (n * longest + length - seen.told, n * longest + length);
+            (first..first + width.unwrap_or(seen.told)).map(move |place| place.min(end - 1) as i32)
+        });
+        let places: Vec<i32> = places.collect();
+        let places = Tensor::<1, Int>::from_data(TensorData::from(places.as_slice()), device);
+        Ok(found.reshape([count * longest, outputs]).select(0, places))
+    }
+
+    /// What is told of every value of each window, point after point, in the unit of its series.
+    fn quantiles(&self, model: &SeriesModel, seen: &[&Seen], how: &Answering<'_>) -> Result<Vec<Vec<Quantiles>>> {
+        let most = seen.iter().map(|seen| seen.told).max().unwrap_or(0);
+        let width = most * self.outputs();
+        let rows = labels::outputs(
+            seen,
+            |seen| seen.points.1.len(),
+            width,
+            how,
+            |batch| {
+                let rows = self.rows(model, batch.iter().copied().copied(), Some(most), &Device::flex())?;
+                Ok(rows.reshape([batch.len(), width]))
+            },
+        )?;
+        let of = |seen: &Seen, row: &[f32]| {
+            let values = row.chunks(QUANTILES.len()).take(seen.told * self.scaling.channels()).enumerate();
+            let values = values.map(|(n, told)| {
+                let mut found: Quantiles = std::array::from_fn(|q| seen.value(n % self.scaling.channels(), told[q]));
+                // Each is learned by itself, so that two may cross.
+                found.sort_by(f64::total_cmp);
+                found
+            });
+            values.collect()
+        };
+        Ok(seen.iter().zip(&rows).map(|(seen, row)| of(seen, row)).collect())
+    }
+}

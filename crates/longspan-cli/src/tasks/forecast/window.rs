@@ -1,0 +1,292 @@
+//! Windows of series: points that are known, and the points after them that are to be told.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use crate::tasks::batches::Random;
+use crate::tasks::feed::Feed;
+use crate::tasks::labels::moments;
+use crate::tasks::series::Points;
+use crate::tasks::series::file::Series;
+use crate::tasks::series::scaling::{Scaling, finite};
+
+/// Points of a series that may be told.
+#[derive(Debug, Clone)]
+pub struct Stretch {
+    pub series: Arc<Series>,
+    pub points: Range<usize>,
+}
+
+/// Some points of a series, and those right after them, which are to be told from them.
+#[derive(Debug, Clone)]
+pub struct Window {
+    pub series: Arc<Series>,
+    pub known: Range<usize>,
+    pub until: usize,
+}
+
+/// A window as the model gets it.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub points: Points,
+    /// How many of the points, the last ones, are to be told.
+    pub told: usize,
+    /// The centre and the unit in which each channel is measured.
+    pub measures: Vec<(f64, f64)>,
+}
+
+/// A window to learn from: what is seen, and all values that are to be told, NaN where one is missing.
+#[derive(Debug, Clone)]
+pub struct Example {
+    pub seen: Seen,
+    pub targets: Vec<f32>,
+}
+
+impl Stretch {
+    /// The windows that tell some of the points, `stride` points from one to the next.
+    pub fn windows(&self, sizes: Sizes, stride: usize) -> Vec<Window> {
+        let window = |cut: usize| Window {
+            series: Arc::clone(&self.series),
+            known: cut.saturating_sub(sizes.context)..cut,
+            until: (cut + sizes.told).min(self.points.end),
+        };
+        self.points.clone().step_by(stride).map(window).collect()
+    }
+}
+
+impl Window {
+    /// As the model learns from it.
+    pub fn example(&self, scaling: &Scaling) -> Result<Example> {
+        let Self { series, known, until } = self;
+        let seen = Seen::of(scaling, series, known.clone(), &series.times[known.end..*until])?;
+        // Beyond any forecast the slope of the loss does not change.
+        let scaled = |(value, (centre, unit)): (&f64, &(f64, f64))| ((value - centre) / unit).clamp(-1e6, 1e6) as f32;
+        let targets: Vec<f32> = self.truth().iter().zip(seen.measures.iter().cycle()).map(scaled).collect();
+        Ok(Example { seen, targets })
+    }
+
+    /// The last value of a channel that is known.
+    pub fn last(&self, channel: usize) -> Option<f64> {
+        let values = self.known.clone().rev().map(|n| self.series.values[n * self.series.width + channel]);
+        values.into_iter().find(|value| !value.is_nan())
+    }
+
+    /// The values that are to be told, point after point.
+    pub fn truth(&self) -> &[f64] {
+        &self.series.values[self.known.end * self.series.width..self.until * self.series.width]
+    }
+}
+
+impl Seen {
+    /// Some points of a series, and times at which values are to be told.
+    ///
+    /// Each channel is measured by the mean and the standard deviation of what is known of it (reversible instance normalisation, Kim et
+    /// al. 2022): what is learned at one level serves at another. Of what is missing or to be told the model gets the last known value.
+    pub fn of(scaling: &Scaling, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Self> {
+        let width = scaling.channels();
+        let values = &one.values[known.start * width..known.end * width];
+        let measures: Vec<(f64, f64)> = (0..width)
+            .map(|channel| {
+                let own: Vec<f64> =
+                    values.iter().skip(channel).step_by(width).copied().filter(|value| !value.is_nan()).collect();
+                let usual = scaling.deviations[channel];
+                if own.is_empty() {
+                    return (scaling.means[channel], usual);
+                }
+                let (centre, unit) = moments(&own);
+                // Values that are all alike, but for rounding, have no unit of their own.
+                let varies = own.iter().any(|value| (value - centre).abs() > 1e-6 * centre.abs().max(1e-6 * usual));
+                (centre, if varies { unit } else { usual })
+            })
+            .collect();
+        let times = &one.times[known];
+        let last = times.last().copied().unwrap_or(0.0);
+        let times: Vec<f32> = times.iter().chain(ahead).map(|time| ((time - last) / scaling.step) as f32).collect();
+        let missing = vec![f64::NAN; width];
+        let points = values.chunks(width).chain(std::iter::repeat_n(missing.as_slice(), ahead.len()));
+        let (mut numbers, mut carried) = (Vec::with_capacity(times.len() * inputs(scaling)), vec![0.0; width]);
+        for (point, time) in points.zip(&times) {
+            for ((value, (centre, unit)), carried) in point.iter().zip(&measures).zip(&mut carried) {
+                // The one before stands for what is missing.
+                if !value.is_nan() {
+                    *carried = ((value - centre) / unit) as f32;
+                }
+            }
+            numbers.extend(&carried);
+            numbers.extend(point.iter().map(|value| f32::from(u8::from(value.is_nan()))));
+            numbers.push(time.signum() * time.abs().ln_1p());
+        }
+        Ok(Self { points: finite((numbers, times))?, told: ahead.len(), measures })
+    }
+
+    /// A number of a channel that the model gave, in the unit of the series.
+    pub fn value(&self, channel: usize, number: f32) -> f64 {
+        let (centre, unit) = self.measures[channel];
+        centre + unit * f64::from(number)
+    }
+}
+
+/// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far it is from
+/// the last known point.
+pub fn inputs(scaling: &Scaling) -> usize {
+    2 * scaling.channels() + 1
+}
+
+/// Windows drawn anew for every step, from the seed and the step alone.
+pub struct Drawn {
+    scaling: Scaling,
+    stretches: Vec<Stretch>,
+    /// How many windows there are in each of the stretches and in those before it.
+    counts: Vec<u64>,
+    sizes: Sizes,
+    batch_size: usize,
+    seed: u64,
+    batch: Vec<Example>,
+}
+
+/// How long windows are.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Points that are told.
+    pub told: usize,
+    /// Points before them that are seen, where there are so many.
+    pub context: usize,
+}
+
+impl Sizes {
+    /// The fewest points from which others are told in training.
+    pub fn least(self) -> usize {
+        self.context.div_ceil(4)
+    }
+
+    /// All points of a series that may be told.
+    pub fn whole(self, one: Series) -> Stretch {
+        let count = one.times.len();
+        Stretch { series: Arc::new(one), points: self.least().min(count)..count }
+    }
+}
+
+impl Drawn {
+    /// Windows of stretches.
+    pub fn new(scaling: Scaling, stretches: Vec<Stretch>, sizes: Sizes, batch_size: usize, seed: u64) -> Self {
+        let windows = |stretch: &Stretch| (stretch.points.len() + 1).saturating_sub(sizes.told) as u64;
+        let counts = stretches
+            .iter()
+            .scan(0, |sum, stretch| {
+                *sum += windows(stretch);
+                Some(*sum)
+            })
+            .collect();
+        Self { scaling, stretches, counts, sizes, batch_size, seed, batch: Vec::new() }
+    }
+
+    /// How many windows there are.
+    pub fn count(&self) -> u64 {
+        self.counts.last().copied().unwrap_or(0)
+    }
+
+    /// The series, each with the points that are told.
+    pub fn stretches(&self) -> &[Stretch] {
+        &self.stretches
+    }
+
+    fn draw(&self, n: u64) -> Result<Example> {
+        let mut random = Random::new(self.seed, n);
+        // The bias of the remainder is below count / 2⁶⁴.
+        let mut below = |count: usize| (random.next() % count as u64) as usize;
+        let Sizes { told, context } = self.sizes;
+        let place = below(self.count() as usize) as u64;
+        let stretch = self.counts.partition_point(|count| *count <= place);
+        let Stretch { series, points } = &self.stretches[stretch];
+        let before = if stretch == 0 { 0 } else { self.counts[stretch - 1] };
+        let cut = points.start + (place - before) as usize;
+        let (reach, least) = (cut.min(context), self.sizes.least());
+        // A person may know less, and may ask for fewer points.
+        let varied = below(4) == 0;
+        let known = if varied { least + below(reach - least + 1) } else { reach };
+        let told = if varied { 1 + below(told) } else { told };
+        Window { series: Arc::clone(series), known: cut - known..cut, until: cut + told }.example(&self.scaling)
+    }
+}
+
+impl Feed for Drawn {
+    type Example = Example;
+
+    fn per_epoch(&self) -> usize {
+        (self.count() as usize).div_ceil(self.batch_size)
+    }
+
+    fn batch(&mut self, step: usize) -> Result<Vec<&Example>> {
+        let first = step as u64 * self.batch_size as u64;
+        self.batch = (first..first + self.batch_size as u64).map(|n| self.draw(n)).collect::<Result<_>>()?;
+        Ok(self.batch.iter().collect())
+    }
+
+    fn probe(&self) -> &[Example] {
+        &self.batch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::series::file::series;
+
+    /// A series whose values are its times, the first of which is missing in the second channel.
+    fn line(count: usize) -> Series {
+        let points = (0..count).map(|n| (n as f64, vec![n as f64, if n == 0 { f64::NAN } else { 7.0 }]));
+        series(points.collect(), None, 1).unwrap()
+    }
+
+    #[test]
+    fn a_window_is_measured_by_what_is_known_of_it() {
+        let one = line(6);
+        let scaling = Scaling::of(std::slice::from_ref(&one));
+        let seen = Seen::of(&scaling, &one, 0..3, &[4.5]).unwrap();
+        // Of 0, 1, 2 the mean is 1 and the variance 2/3; 7 and 7 do not vary, and the channel's unit is 1 for that.
+        let unit = (2f64 / 3.0).sqrt();
+        assert_eq!(seen.measures, [(1.0, unit), (7.0, 1.0)]);
+        let (one, past) = ((1.0 / unit) as f32, |steps: f32| -steps.ln_1p());
+        let expected = [[-one, 0.0, 0.0, 1.0, past(2.0)], [0.0, 0.0, 0.0, 0.0, past(1.0)], [one, 0.0, 0.0, 0.0, 0.0]];
+        assert_eq!(seen.points.0[..15], expected.concat());
+        assert_eq!(seen.points.0[15..], [one, 0.0, 1.0, 1.0, 2.5f32.ln_1p()], "the last value, marked as missing");
+        assert_eq!((seen.points.1.as_slice(), seen.told), (&[-2.0, -1.0, 0.0, 2.5][..], 1));
+        assert!((seen.value(0, one) - 2.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn windows_are_drawn_from_seed_and_step_and_tell_nothing_beyond_their_stretch() {
+        let sizes = Sizes { told: 3, context: 8 };
+        let scaling = Scaling::of(&[line(40)]);
+        let drawn = |seed| {
+            let stretch = |points| Stretch { series: Arc::new(line(40)), points };
+            let stretches = vec![stretch(2..4), stretch(2..20), stretch(30..34)];
+            Drawn::new(scaling.clone(), stretches, sizes, 50, seed)
+        };
+        let numbers = |drawn: &mut Drawn, step| -> Vec<Vec<f32>> {
+            drawn
+                .batch(step)
+                .unwrap()
+                .iter()
+                .map(|one| [one.seen.points.0.clone(), one.targets.clone()].concat())
+                .collect()
+        };
+        let (mut walked, mut jumped) = (drawn(5), drawn(5));
+        assert_eq!(walked.count(), 16 + 2, "the first stretch has no room for a window");
+        let all: Vec<_> = (0..9).map(|step| numbers(&mut walked, step)).collect();
+        assert_eq!(numbers(&mut jumped, 7), all[7]);
+        assert_ne!(numbers(&mut drawn(6), 7), all[7]);
+        let mut told = [false; 40];
+        for step in 0..20 {
+            for Example { seen, targets } in walked.batch(step).unwrap() {
+                assert!((2..=8).contains(&(seen.points.1.len() - seen.told)) && targets.len() == 2 * seen.told);
+                let times = targets.iter().step_by(2).map(|target| seen.value(0, *target).round() as usize);
+                times.for_each(|time| told[time] = true);
+            }
+        }
+        let expected: Vec<bool> = (0..40).map(|n| (2..20).contains(&n) || (30..34).contains(&n)).collect();
+        assert_eq!(told.to_vec(), expected);
+    }
+}

@@ -1,0 +1,302 @@
+//! Forecasts: learning to tell the next values of series, their scores, and what cannot be learned from or told.
+
+mod support;
+
+use std::fmt::Write as _;
+use std::process::Stdio;
+
+use serde_json::Value;
+use support::{Place, signal, text};
+
+/// Settings of a model that takes a step in a few milliseconds.
+const TINY: [&str; 8] =
+    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "workers=2", "batch_size=8", "warmup_steps=5", "context=16"];
+
+/// Numbers from 0 to 1.
+fn random(seed: u64) -> impl FnMut() -> f64 {
+    let mut state = seed;
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f64 / (1u64 << 24) as f64
+    }
+}
+
+/// A wave of a period of 9 with noise, at irregular times: times and values.
+fn wave(points: usize, seed: u64) -> (Vec<f64>, Vec<f64>) {
+    let mut random = random(seed);
+    let (level, height, phase) = (100.0 * random(), 2.0 + 8.0 * random(), 9.0 * random());
+    let mut time = 0.0;
+    let mut times = Vec::new();
+    let values = (0..points).map(|_| {
+        time += 0.4 + 1.2 * random();
+        times.push(time);
+        let noise = random() + random() + random() - 1.5;
+        level + height * ((std::f64::consts::TAU * (time + phase) / 9.0).sin() + 0.2 * noise)
+    });
+    let values = values.collect();
+    (times, values)
+}
+
+/// Many of them, as JSON lines.
+fn waves(count: u64) -> String {
+    let line = |seed| {
+        let (times, values) = wave(60, seed + 1);
+        format!("{{\"times\": {times:?}, \"values\": {values:?}}}\n")
+    };
+    (0..count).map(line).collect()
+}
+
+/// One as CSV, without an id, then lines whose value is to be told at some times.
+fn table(points: usize, ahead: &[f64]) -> String {
+    let (times, values) = wave(points, 7);
+    let mut all = String::from("time,height\n");
+    times.iter().zip(values).for_each(|(time, value)| writeln!(all, "{time},{value}").unwrap());
+    ahead.iter().for_each(|time| writeln!(all, "{time},").unwrap());
+    all
+}
+
+/// Arguments of a tiny training run on a file, then `more`.
+fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--series", file, "--forecast", "6", "--out", out, "--steps", steps];
+    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+    arguments.extend(more);
+    arguments
+}
+
+/// As a model that can learn: wider, in larger batches.
+const ABLE: [&str; 12] = [
+    "--set",
+    "d_model=32",
+    "--set",
+    "heads=4",
+    "--set",
+    "d_ff=64",
+    "--set",
+    "layers=2",
+    "--set",
+    "batch_size=24",
+    "--learning-rate",
+    "0.005",
+];
+
+fn number(value: &Value, key: &str) -> f64 {
+    value[key]["rate"].as_f64().unwrap_or_else(|| panic!("{key}: {value}"))
+}
+
+/// Scores of a model that has learned: half the error of the last value, and an interval that holds about as often as it says.
+fn good(scores: &Value) {
+    assert!(number(scores, "error_over_last") < 0.5 && number(scores, "error_over_mean") < 0.6, "{scores}");
+    assert!((0.6..0.95).contains(&number(scores, "coverage")), "{scores}");
+    assert!(number(scores, "pinball_loss") < number(scores, "mean_absolute_error"), "{scores}");
+}
+
+#[test]
+fn waves_at_irregular_times_are_told_with_their_intervals() {
+    let place = Place::new();
+    place.write("waves.jsonl", waves(150).as_bytes());
+    let output = place.run(&train("waves.jsonl", "run", "400", &ABLE));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    for part in ["the next 6 points from up to 16 before them", "1 channel to learn from", "other series are held out"]
+    {
+        assert!(stderr.contains(part), "{part:?}: {stderr}");
+    }
+    for part in ["over that of the last value", "80 % interval holds", "(expected ", "predict run"] {
+        assert!(stdout.contains(part), "{part:?}: {stdout}");
+    }
+    let info = place.info("run");
+    good(&info["held_out"]);
+    let words = place.ok(&["info", "run"]);
+    for part in ["1 channel → 6 next points", "held out    error over that of the last value 0.", "80 % interval holds"]
+    {
+        assert!(words.contains(part), "{part:?}: {words}");
+    }
+
+    // Others are scored, and told at any times, in any order of the times.
+    let new: String = (900..940)
+        .map(|seed| {
+            let (times, values) = wave(40, seed);
+            format!("{{\"times\": {times:?}, \"values\": {values:?}}}\n")
+        })
+        .collect();
+    place.write("new.jsonl", new.as_bytes());
+    good(&serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json"])).unwrap());
+    assert_eq!(place.ok(&["predict", "run", "new.jsonl"]).lines().count(), 6 * 40);
+    let (times, values) = wave(40, 900);
+    let last = times[30];
+    let mut ahead = times[31..36].to_vec();
+    ahead.reverse();
+    let one = format!(
+        "{{\"id\": \"b\", \"times\": {:?}, \"values\": {:?}, \"forecast\": {ahead:?}}}\n",
+        &times[..31],
+        &values[..31]
+    );
+    place.write("one.jsonl", one.as_bytes());
+    let lines = place.ok(&["predict", "run", "one.jsonl"]);
+    for (line, (time, value)) in lines.lines().zip(times[31..].iter().zip(&values[31..])) {
+        let cells: Vec<&str> = line.split('\t').collect();
+        assert_eq!((cells[0], cells[1], cells.len()), ("b", time.to_string().as_str(), 7), "{line}");
+        let told: Vec<f64> = cells[2..].iter().map(|cell| cell.parse().unwrap()).collect();
+        assert!(told.is_sorted() && (told[2] - value).abs() < 10.0, "{line}: {value}");
+    }
+    let object: Value = serde_json::from_str(&place.ok(&["predict", "run", "one.jsonl", "--json"])).unwrap();
+    assert_eq!(object["quantiles"], serde_json::json!([0.1, 0.25, 0.5, 0.75, 0.9]));
+    assert_eq!((object["id"].as_str(), object["values"].as_array().unwrap().len()), (Some("b"), 5));
+    assert_eq!(object["values"][0][0][2].to_string(), lines.split('\t').nth(4).unwrap());
+
+    for (ahead, part) in [
+        (format!("[{last}]"), "is not after"),
+        ("[1e999]".into(), "no JSON"),
+        ("[\"soon\"]".into(), "a time is no number"),
+        ("9".into(), "`forecast` has no list of times"),
+    ] {
+        let (before, _) = one.split_once("\"forecast\": ").unwrap();
+        place.write("bad.jsonl", format!("{before}\"forecast\": {ahead}}}\n").as_bytes());
+        place.fails(&["predict", "run", "bad.jsonl"], &["bad.jsonl, line 1", part]);
+    }
+    place.write("short.jsonl", b"{\"values\": [1, 2]}\n");
+    place.fails(&["eval", "run", "short.jsonl"], &["short.jsonl: no series has more than 4 points"]);
+    assert_eq!(place.ok(&["predict", "run", "short.jsonl"]).lines().count(), 6, "little is known, and still told from");
+    let output = place.run(&["predict", "run", "one.jsonl"]);
+    assert!(!text(&output.stderr).contains("further ahead"), "{}", text(&output.stderr));
+    place.write("far.jsonl", b"{\"values\": [1, 2, 1, 2], \"forecast\": [100]}\n");
+    let output = place.run(&["predict", "run", "far.jsonl"]);
+    assert!(
+        text(&output.stderr).contains("1 series have fewer than 4 points or times further ahead than 6 points"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn one_long_series_is_learned_from_and_its_next_values_are_told() {
+    let place = Place::new();
+    place.write("long.csv", table(800, &[]).as_bytes());
+    let output = place.run(&train("long.csv", "run", "400", &ABLE));
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("the last points of series are held out, 14 windows"), "{stderr}");
+    assert!(stdout.contains("1 series, 14 windows, 80 values"), "{stdout}");
+    good(&place.info("run")["held_out"]);
+    assert_eq!(place.ok(&["predict", "run", "long.csv"]).lines().count(), 6);
+
+    let last = wave(800, 7).0[799];
+    let ahead = [last + 1.0, last + 2.5];
+    place.write("more.csv", table(800, &ahead).as_bytes());
+    let lines = place.ok(&["predict", "run", "more.csv"]);
+    let times: Vec<&str> = lines.lines().map(|line| line.split('\t').nth(1).unwrap()).collect();
+    assert_eq!(times, ahead.map(|time| time.to_string()), "{lines}");
+    place.write("date.csv", b"time,height\n2024-01-31,5\n");
+    place.fails(&["predict", "run", "date.csv"], &["date.csv, line 2: \"2024-01-31\"", "write times as numbers"]);
+}
+
+#[test]
+fn several_channels_with_holes_and_every_mechanism_trains() {
+    let place = Place::new();
+    let mut all = String::new();
+    for seed in 0..60 {
+        let (times, values) = wave(50, seed);
+        let hole = |n: usize, value: f64| if n % 4 == 1 { "null".into() } else { value.to_string() };
+        // The second channel is alike everywhere, the third has no value in half of the series.
+        let third = |value: f64| if seed % 2 == 0 { "null".into() } else { (-value).to_string() };
+        let points: Vec<String> =
+            values.iter().enumerate().map(|(n, y)| format!("[{},7,{}]", hole(n, *y), third(*y))).collect();
+        writeln!(all, "{{\"times\": {times:?}, \"values\": [{}]}}", points.join(", ")).unwrap();
+    }
+    place.write("holes.jsonl", all.as_bytes());
+    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
+        let name = facts["name"].as_str().unwrap();
+        let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
+        let more = ["--attention", name, "--set", causal, "--set", "pooling=attention", "--set", "max_tokens=64"];
+        let stdout = place.ok(&train("holes.jsonl", name, "4", &more));
+        assert!(stdout.contains("in deviations of the channels"), "{name}: {stdout}");
+        place.ok(&["train", "--resume", name, "--steps", "6"]);
+        assert_eq!(place.losses(name).len(), 6, "{name}");
+        let lines = place.ok(&["predict", name, "holes.jsonl"]);
+        assert_eq!(lines.lines().count(), 60 * 6, "{name}");
+        assert!(lines.lines().all(|line| line.split('\t').count() == 2 + 3 * 5), "{name}: {lines}");
+    }
+    place.fails(
+        &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
+        &["holes.jsonl, line 1: values are missing"],
+    );
+    place.write("one.jsonl", b"{\"values\": [1, 2, 3, 4, 5]}\n");
+    for verb in ["predict", "eval"] {
+        let parts = ["one.jsonl, line 1: 1 channels, and this run was trained on 3"];
+        place.fails(&[verb, "fourier", "one.jsonl"], &parts);
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_to_the_same_bits() {
+    let place = Place::new();
+    place.write("long.csv", table(300, &[]).as_bytes());
+    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+    place.ok(&train("long.csv", "whole", "300", &more));
+    let start =
+        |arguments: &[&str]| place.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = start(&train("long.csv", "parts", "300", &more));
+    let mut killed = 0;
+    for lines in [10, 50, 120, 200] {
+        place.wait_for_lines("parts/metrics.jsonl", lines);
+        signal("KILL", child.id());
+        child.wait().unwrap();
+        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
+        child = start(&["train", "--resume", "parts"]);
+    }
+    child.wait().unwrap();
+    assert!(killed >= 2, "only {killed} kills came in time");
+    assert_eq!(place.losses("parts"), place.losses("whole"));
+    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
+
+    // With other points it is another run.
+    place.write("long.csv", table(301, &[]).as_bytes());
+    place.fails(&["train", "--resume", "whole", "--steps", "309"], &["is not what this run began with", "--series"]);
+    place.fails(&["train", "--resume", "whole", "--forecast", "7"], &["`forecast` is fixed by the run"]);
+}
+
+#[test]
+fn mistakes_are_named_and_no_run_is_made() {
+    let place = Place::new();
+    place.write("long.csv", table(300, &[]).as_bytes());
+    place.write("short.jsonl", b"{\"values\": [1, 2, 3]}\n{\"values\": [1, 2]}\n");
+    place.write("empty.csv", b"");
+    place.write("huge.jsonl", format!("{{\"values\": {:?}}}\n", vec![1e300; 40]).as_bytes());
+    let series = ["--series", "long.csv"];
+    for (data, forecast, more, parts) in [
+        (&series[..], "0", &[][..], &["forecast = 0: expected at least 1"][..]),
+        (&series, "400", &[], &["long.csv: the longest series has 300 points, and 401 are needed", "lower --forecast"]),
+        (&series, "9000", &[], &["forecast = 9000 and max_tokens = 8192", "raise --set max_tokens"]),
+        (&series, "6", &["--set", "context=8190"], &["context = 8190 and forecast = 6 are more than max_tokens"]),
+        (&series, "6", &["--set", "context=0"], &["context = 0: expected at least 1"]),
+        (&series, "6", &["--set", "target=number"], &["target is given along with forecast"]),
+        (&["--series", "short.jsonl"], "6", &[], &["short.jsonl: the longest series has 3 points"]),
+        (&["--series", "empty.csv"], "6", &[], &["empty.csv: no series in it"]),
+        (&["--series", "huge.jsonl"], "6", &[], &["huge.jsonl, line 1: a value or a time is too large"]),
+        (&["--series", "nowhere.csv"], "6", &[], &["cannot read nowhere.csv"]),
+        (&[], "6", &[], &["forecast is given without series", "--series"]),
+        (&["--pairs", "pairs.tsv"], "6", &[], &["forecast is given without series"]),
+    ] {
+        let arguments = [&["train", "--out", "run", "--forecast", forecast][..], data, more].concat();
+        place.fails(&arguments, parts);
+        assert!(!place.path("run").exists(), "{arguments:?}: a run folder was made");
+    }
+    place.fails(
+        &["train", "--series", "long.csv", "--set", "context=9"],
+        &["context is given without forecast", "--forecast"],
+    );
+    place.ok(&train("long.csv", "run", "3", &[]));
+    place.fails(&["generate", "run"], &["answers lines", "predict run"]);
+    let labelled: String =
+        (0..60).map(|n| format!("{{\"values\": [{n}, {}], \"label\": \"{}\"}}\n", n % 7, n % 2)).collect();
+    place.write("labelled.jsonl", labelled.as_bytes());
+    let mut arguments = vec!["train", "--series", "labelled.jsonl", "--out", "labels", "--steps", "2"];
+    arguments.extend(TINY[..7].iter().flat_map(|setting| ["--set", setting]));
+    place.ok(&arguments);
+    place.write("ahead.jsonl", b"{\"values\": [1, 2], \"forecast\": [3]}\n");
+    place.fails(
+        &["predict", "labels", "ahead.jsonl"],
+        &["ahead.jsonl, line 1: it has times to forecast, and this run tells labels", "--forecast"],
+    );
+}

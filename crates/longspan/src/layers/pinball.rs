@@ -1,0 +1,37 @@
+//! The loss of quantiles.
+
+use burn::tensor::activation::relu;
+use burn::tensor::{Tensor, TensorData};
+
+use crate::error::{Result, argument};
+
+/// The pinball loss `Σ max(q·(t − y), (q − 1)·(t − y))`, `[1]`, over all numbers `t` and what is told of each, `y`: its quantiles `q`
+/// (Koenker and Bassett 1978). It is least where a share `q` of the numbers lies below `y`. A target that is NaN is missing and does
+/// not count.
+///
+/// # Shapes
+/// `y`: `[numbers, quantiles]`; `targets`: `numbers`; `quantiles`: what the columns of `y` stand for, each between 0 and 1.
+///
+/// # Errors
+/// Not as many targets as rows, not as many quantiles as columns, and a quantile that is not between 0 and 1.
+pub fn pinball(y: Tensor<2>, targets: &[f32], quantiles: &[f32]) -> Result<Tensor<1>> {
+    let [numbers, columns] = y.dims();
+    let got = targets.len();
+    argument(got == numbers, "pinball", "targets", || format!("{numbers}, one a row"), || got.to_string())?;
+    argument(
+        quantiles.len() == columns && quantiles.iter().all(|q| 0.0 < *q && *q < 1.0),
+        "pinball",
+        "quantiles",
+        || format!("{columns} between 0 and 1, one a column"),
+        || format!("{quantiles:?}"),
+    )?;
+    let place = (y.device(), y.dtype());
+    let tensor = |numbers: Vec<f32>, dims: [usize; 2]| {
+        Tensor::<2>::from_data(TensorData::new(numbers, dims), (&place.0, place.1))
+    };
+    let counts = targets.iter().map(|target| f32::from(u8::from(!target.is_nan()))).collect();
+    let known = targets.iter().map(|target| if target.is_nan() { 0.0 } else { *target }).collect();
+    let above = (tensor(known, [numbers, 1]) - y) * tensor(counts, [numbers, 1]);
+    // max(q·d, (q − 1)·d) = q·d + max(−d, 0).
+    Ok((above.clone() * tensor(quantiles.to_vec(), [1, columns]) + relu(above.neg())).sum())
+}
