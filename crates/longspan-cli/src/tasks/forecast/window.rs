@@ -249,9 +249,17 @@ mod tests {
         let unit = (2f64 / 3.0).sqrt();
         assert_eq!(seen.measures, [(1.0, unit), (7.0, 1.0)]);
         let (one, past) = ((1.0 / unit) as f32, |steps: f32| -steps.ln_1p());
-        let expected = [[-one, 0.0, 0.0, 1.0, past(2.0)], [0.0, 0.0, 0.0, 0.0, past(1.0)], [one, 0.0, 0.0, 0.0, 0.0]];
-        assert_eq!(seen.points.0[..15], expected.concat());
-        assert_eq!(seen.points.0[15..], [one, 0.0, 1.0, 1.0, 2.5f32.ln_1p()], "the last value, marked as missing");
+        let expected = [
+            [-one, 0.0, 0.0, 1.0, past(2.0)],
+            [0.0, 0.0, 0.0, 0.0, past(1.0)],
+            [one, 0.0, 0.0, 0.0, 0.0],
+            // The last value, marked as missing.
+            [one, 0.0, 1.0, 1.0, 2.5f32.ln_1p()],
+        ];
+        assert_eq!(seen.points.0.len(), 20);
+        for (got, expected) in seen.points.0.iter().zip(expected.as_flattened()) {
+            assert!((got - expected).abs() < 1e-6, "{:?}", seen.points.0);
+        }
         assert_eq!((seen.points.1.as_slice(), seen.told), (&[-2.0, -1.0, 0.0, 2.5][..], 1));
         assert!((seen.value(0, one) - 2.0).abs() < 1e-6);
     }
