@@ -120,8 +120,8 @@ TEXT = Table(
     "text",
     "Language: the King James text",
     "4.1 MB of English, characters, of which the last 5 % are held out; four blocks of width 128. `xz -9e` takes 1.75 bits a byte of it "
-    "all. Every segment begins anew (`carry=1`), so that softmax has its whole context. Softmax alone "
-    "sees the order of characters by the mask only; a short convolution before it mends that. At 512 tokens all take 1,000 steps, at the "
+    "all. Every segment begins anew (`carry=1`), so that softmax has its whole context. Softmax has "
+    "sinusoidal positions. At 512 tokens all take 1,000 steps, at the "
     "others 10 minutes.",
     "bits_per_byte",
     "bits per byte",

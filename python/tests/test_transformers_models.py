@@ -66,7 +66,7 @@ FORMS, GATED = ["norm_kind=rms", "activation=silu", "gated=true"], "gated_attent
 
 @pytest.mark.parametrize(
     "settings",
-    [["attention=shaw"], ["attention=shaw,softmax", *FORMS, GATED], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
+    [["attention=shaw"], ["attention=softmax"], ["attention=shaw,softmax", *FORMS, GATED], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
      ["attention=kernelized", "norm=post", "activation=gelu"]],
     ids=lambda settings: settings[0],
 )  # fmt: skip

@@ -323,7 +323,7 @@ class LanguageModel(nn.Module):
         self.blocks = _blocks(settings)
         self.norm = _last_norm(settings)
         self.dropout = nn.Dropout(settings.get("dropout", 0.0))
-        self.sinusoidal = drawn and not _sees_order(settings)
+        self.sinusoidal = (drawn or "softmax" in names(settings)) and not _sees_order(settings)
 
     def forward(self, tokens: Tensor, ignored: Tensor | None = None, past: Sequence[Any] | None = None) -> Tensor:
         """Rows ``[batch, tokens, d_model]``, of which `logits` makes logits. ``past`` has a `Past` for each block."""

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::tensor::Device;
 use longspan::attention::AttentionConfig;
-use longspan::models::{LanguageModel, LanguageModelConfig};
+use longspan::models::{LanguageModel, LanguageModelConfig, Positions};
 use serde_json::{Value, json};
 
 use crate::run::config::RunConfig;
@@ -13,8 +13,11 @@ use crate::tasks::stack::{self, stack};
 /// The model's configuration for these settings and vocabulary size.
 pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
     let attention = attention::of_layers(config, carried(config))?;
-    let attention = attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?;
-    Ok(stack!(LanguageModelConfig::new(vocab), config, attention))
+    let attention: Vec<_> = attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?;
+    // A decay tells order, too. Softmax has none, and begins anew before positions come that training has not seen.
+    let whole = config.attention.split(',').any(|name| name.trim() == "softmax");
+    let positions = if whole { stack::positions(&attention) } else { Positions::None };
+    Ok(stack!(LanguageModelConfig::new(vocab), config, attention).with_positions(positions))
 }
 
 /// Tokens after which states begin anew in training: `carry` segments, in steps of `backpropagate`.
@@ -73,6 +76,20 @@ mod tests {
         assert_eq!(decay("{}", 1), json!([0.875]));
         assert_eq!(decay("{}", 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
         assert_eq!(decay("kernel = {decay = [1.0, 1.0]}", 2), json!([1.0, 1.0]));
+    }
+
+    #[test]
+    fn softmax_alone_counts_tokens() {
+        for (attention, positions) in [
+            ("softmax", Positions::Sinusoidal),
+            ("kernelized,softmax", Positions::Sinusoidal),
+            ("short-convolution,softmax", Positions::None),
+            ("kernelized", Positions::None),
+            ("softmax-window", Positions::None),
+        ] {
+            let config = RunConfig { attention: attention.into(), ..RunConfig::of_text() };
+            assert_eq!(configure(&config, 9).unwrap().positions, positions, "{attention}");
+        }
     }
 
     #[test]
