@@ -211,7 +211,7 @@ def test_softmax_has_a_capacity(tmp_path):
     torch.testing.assert_close(roomy(ids, use_cache=True).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["kernelized", "shaw", "fourier", "toeplitz", "aft-conv", "softmax"])
+@pytest.mark.parametrize("attention", ["kernelized", "shaw", "fourier", "toeplitz", "aft-conv", "shaw,softmax"])
 @torch.no_grad()
 def test_padding_on_the_left(attention):
     model = causal(attention=attention)
