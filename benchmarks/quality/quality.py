@@ -29,7 +29,8 @@ python benchmarks/quality/quality.py        # hours; goes on where it stopped; -
 
 from runs of the command `longspan`. In parentheses 95 % intervals over what was held out; where there are several seeds, the mean of
 them and the least and the greatest. Minutes are of training, on the machine that is named, which others shared: they say how long to
-wait, not how fast anything is ([performance](performance.md) does). A dash: not run yet.
+wait, not how fast anything is ([performance](performance.md) does). Files that commands name are made by `benchmarks/quality/data.py`.
+A dash: not run yet.
 """
 
 

@@ -114,7 +114,8 @@ def _text(attention: str, more: str, heads: int = 4, feature_map: str = "elu+1",
     )
 
 
-_MIX = "short-convolution,kernelized,short-convolution,kernelized"
+# Where there are more blocks than names the list begins anew.
+_MIX = "short-convolution,kernelized"
 
 TEXT = Table(
     "text",
@@ -137,7 +138,7 @@ TEXT = Table(
     + [
         _text(
             _MIX, "--steps 3000 --batch-size 8 --set segment=512 --set carry=1", 8, "taylor2", column="512",
-            name="the first, 3,000 steps",
+            name="the first of these, 3,000 steps",
         )
     ],
     scale=1.0,
