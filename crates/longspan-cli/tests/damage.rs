@@ -203,7 +203,7 @@ fn kills_at_random_moments_lose_nothing() {
 
 #[test]
 fn every_task_survives_kills_at_random_moments() {
-    let kills = number("LONGSPAN_KILLS", 2);
+    let kills = number("LONGSPAN_KILLS", 3);
     let mut random = Random::new();
     let verses: String = (0..200).map(|n| format!("and line {n} of {} came\n", n * n % 17)).collect();
     let reports: String = (0..200).map(|n| format!("report {n} says {}\t{}\n", n % 7, ["a", "b"][n % 2])).collect();

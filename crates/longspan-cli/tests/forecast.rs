@@ -3,10 +3,9 @@
 mod support;
 
 use std::fmt::Write as _;
-use std::process::Stdio;
 
 use serde_json::Value;
-use support::{Place, signal, text};
+use support::{Place, text};
 
 /// Settings of a model that takes a step in a few milliseconds.
 const TINY: [&str; 8] =
@@ -229,31 +228,13 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
 }
 
 #[test]
-fn a_killed_run_goes_on_to_the_same_bits() {
+fn a_run_goes_on_with_its_own_points_alone() {
     let place = Place::new();
     place.write("long.csv", table(300, &[]).as_bytes());
-    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
-    place.ok(&train("long.csv", "whole", "300", &more));
-    let start =
-        |arguments: &[&str]| place.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let mut child = start(&train("long.csv", "parts", "300", &more));
-    let mut killed = 0;
-    for lines in [10, 50, 120, 200] {
-        place.wait_for_lines("parts/metrics.jsonl", lines);
-        signal("KILL", child.id());
-        child.wait().unwrap();
-        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
-        child = start(&["train", "--resume", "parts"]);
-    }
-    child.wait().unwrap();
-    assert!(killed >= 2, "only {killed} kills came in time");
-    assert_eq!(place.losses("parts"), place.losses("whole"));
-    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
-
-    // With other points it is another run.
+    place.ok(&train("long.csv", "run", "9", &[]));
     place.write("long.csv", table(301, &[]).as_bytes());
-    place.fails(&["train", "--resume", "whole", "--steps", "309"], &["is not what this run began with", "--series"]);
-    place.fails(&["train", "--resume", "whole", "--forecast", "7"], &["`forecast` is fixed by the run"]);
+    place.fails(&["train", "--resume", "run", "--steps", "12"], &["is not what this run began with", "--series"]);
+    place.fails(&["train", "--resume", "run", "--forecast", "7"], &["`forecast` is fixed by the run"]);
 }
 
 #[test]

@@ -2,10 +2,8 @@
 
 mod support;
 
-use std::process::Stdio;
-
 use serde_json::Value;
-use support::{Place, signal, text};
+use support::{Place, text};
 
 /// Settings of a model that takes a step in a few milliseconds.
 const TINY: [&str; 8] =
@@ -164,26 +162,6 @@ fn csv_and_forms_of_blocks_and_numbers() {
     let json: Value =
         serde_json::from_str(place.ok(&["predict", "counts", "questions", "--json"]).lines().next().unwrap()).unwrap();
     assert!(json["score"].is_null() && json["target"].as_str().unwrap().parse::<f64>().is_ok(), "{json}");
-}
-
-#[test]
-fn a_killed_run_goes_on_to_the_same_bits() {
-    let place = place();
-    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
-    place.ok(&train("reports.tsv", "whole", "300", &more));
-    let mut child = place.command(&train("reports.tsv", "parts", "300", &more)).stderr(Stdio::null()).spawn().unwrap();
-    let mut killed = 0;
-    for lines in [10, 50, 120, 200] {
-        place.wait_for_lines("parts/metrics.jsonl", lines);
-        signal("KILL", child.id());
-        child.wait().unwrap();
-        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
-        child = place.command(&["train", "--resume", "parts"]).stderr(Stdio::null()).spawn().unwrap();
-    }
-    child.wait().unwrap();
-    assert!(killed >= 2, "only {killed} kills came in time");
-    assert_eq!(place.losses("parts"), place.losses("whole"));
-    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
 }
 
 #[test]

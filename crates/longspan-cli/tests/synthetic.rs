@@ -1,11 +1,9 @@
-//! Synthetic recall: training on drawn sequences, answering, scores, and what is no such task.
+//! Synthetic tasks: training on drawn sequences, answering, scores, and what is no such task.
 
 mod support;
 
-use std::process::Stdio;
-
 use serde_json::Value;
-use support::{Place, signal, text};
+use support::{Place, text};
 
 /// Settings of a model that takes a step in a few milliseconds.
 const TINY: [&str; 8] =
@@ -73,26 +71,6 @@ fn every_mechanism_and_task_trains_and_goes_on() {
         place.ok(&["train", "--resume", name, "--steps", "6"]);
         assert_eq!(place.losses(name).len(), 6, "{name}");
     }
-}
-
-#[test]
-fn a_killed_run_goes_on_to_the_same_bits() {
-    let place = Place::new();
-    let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
-    place.ok(&train(SPEC, "whole", "300", &more));
-    let mut child = place.command(&train(SPEC, "parts", "300", &more)).stderr(Stdio::null()).spawn().unwrap();
-    let mut killed = 0;
-    for lines in [10, 50, 120, 200] {
-        place.wait_for_lines("parts/metrics.jsonl", lines);
-        signal("KILL", child.id());
-        child.wait().unwrap();
-        killed += usize::from(place.info("parts")["step"].as_u64().unwrap() < 300);
-        child = place.command(&["train", "--resume", "parts"]).stderr(Stdio::null()).spawn().unwrap();
-    }
-    child.wait().unwrap();
-    assert!(killed >= 2, "only {killed} kills came in time");
-    assert_eq!(place.losses("parts"), place.losses("whole"));
-    assert_eq!(place.read("parts/model.safetensors"), place.read("whole/model.safetensors"));
 }
 
 #[test]
