@@ -152,11 +152,7 @@ impl Counted<'_> {
         let mut sinks = Vec::new();
         if width > 0 {
             for dh in dh.room().chunks_mut(part * width) {
-                let mut d_weight = Vec::new();
-                let bytes = size_of_val(weight);
-                d_weight.try_reserve_exact(weight.len()).map_err(|_| Error::Memory { bytes })?;
-                d_weight.resize(weight.len(), 0.0);
-                sinks.push(Sink { dh, d_weight, d_bias: vec![0.0; vocabulary] });
+                sinks.push(Sink { dh, d_weight: try_zeros(weight.len())?, d_bias: vec![0.0; vocabulary] });
             }
         }
         let loss = self.run(Some(&mut sinks))?;
