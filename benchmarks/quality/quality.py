@@ -76,13 +76,14 @@ def run(table: Table, row: Row, seed: int, options) -> dict:
 
 def cell(table: Table, found: list) -> str:
     """The scores of a row's seeds."""
-    found = [one["score"] for one in found if one]
+    seeds, found = len(found), [one["score"] for one in found if one]
     if not found:
         return "–"
     rates = [one["rate"] * table.scale for one in found]
     low, high = (min(rates), max(rates)) if len(rates) > 1 else ((found[0].get(end) or 0) * table.scale for end in ("low", "high"))
     spread = f" ({low:.{table.digits}f}–{high:.{table.digits}f})" if high > 0 else ""
-    return f"{sum(rates) / len(rates):.{table.digits}f}{spread}"
+    some = f", {len(found)} of {seeds} seeds" if len(found) < seeds else ""
+    return f"{sum(rates) / len(rates):.{table.digits}f}{spread}{some}"
 
 
 def command(row: Row) -> str:

@@ -57,6 +57,8 @@ def test_a_run_that_was_interrupted_goes_on(options):
     assert (options.runs / "some/a-model/1/config.json").stat().st_mtime_ns == before
     text = quality.section(table, {quality.key(table, row, 1): found})
     assert "| a model | 7 | 50.0 (40.0–60.0) | 1 |" in text and "longspan train --synthetic mqar --seed 1" in text
+    two = Table("some", "Some", "Text.", "recalled", "recalled, %", [Row("a model", "", (1, 2))])
+    assert "50.0 (40.0–60.0), 1 of 2 seeds" in quality.section(two, {"some/a-model/1": found})
     assert "| a model | – | – | – |" in quality.section(table, {})
 
 
