@@ -54,6 +54,29 @@ fn a_run_learns_to_copy_what_was_said_and_is_scored() {
 }
 
 #[test]
+fn a_run_learns_to_compress_and_tells_what_it_was() {
+    let place = Place::new();
+    let mut more = vec!["--learning-rate", "0.005"];
+    more.extend(["d_model=32", "d_ff=64", "batch_size=32"].iter().flat_map(|setting| ["--set", setting]));
+    place.ok(&train("compression:length=4,vocabulary=3", "run", "400", &more));
+    assert!(place.info("run")["held_out"]["recalled"]["rate"].as_f64().unwrap() > 0.9);
+    place.write("questions", b"0 2 1 3\n1 1 0 3\n");
+    assert_eq!(place.ok(&["predict", "run", "questions"]), "0 2 1\n1 1 0\n");
+    let json = place.ok(&["predict", "run", "questions", "--json", "--beam", "27"]);
+    let first: Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    let all = first["answers"].as_array().unwrap();
+    let total: f64 = all.iter().map(|one| one["log_probability"].as_f64().unwrap().exp()).sum();
+    assert!(total > 0.9 && total <= 1.0 + 1e-5, "all answers without the marker: {json}");
+    place.write("right.tsv", b"0 2 1 3\t0 2 1\n");
+    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "right.tsv", "--json"])).unwrap();
+    assert_eq!((scores["questions"].as_u64(), scores["recalled"]["rate"].as_f64()), (Some(3), Some(1.0)));
+    place.write("wrong.tsv", b"0 2 1 3\t0 2\n");
+    place.fails(&["eval", "run", "wrong.tsv"], &["line 1: 2 tokens after the tab, expected 3"]);
+    place.write("long", b"0 2 1 0 3\n");
+    place.fails(&["predict", "run", "long"], &["line 1: 5 tokens; this run takes 4, the last of them 3"]);
+}
+
+#[test]
 fn every_mechanism_and_task_trains_and_goes_on() {
     let place = Place::new();
     let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
@@ -66,7 +89,8 @@ fn every_mechanism_and_task_trains_and_goes_on() {
             "fuzzy:motif=2,length=24,vocabulary=8",
             "memorization:length=8,vocabulary=12",
             "listops:shortest=8,length=24,depth=3",
-        ][n % 6];
+            "compression:length=8,vocabulary=4",
+        ][n % 7];
         place.ok(&train(spec, name, "4", &["--attention", name]));
         place.ok(&["train", "--resume", name, "--steps", "6"]);
         assert_eq!(place.losses(name).len(), 6, "{name}");

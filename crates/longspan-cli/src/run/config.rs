@@ -1,5 +1,6 @@
 //! All settings of a run. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -243,6 +244,8 @@ impl Default for RunConfig {
 #[derive(Debug, Clone)]
 pub struct Settings {
     values: Map<String, Value>,
+    /// The keys that a person set.
+    given: HashSet<String>,
 }
 
 impl Settings {
@@ -254,7 +257,7 @@ impl Settings {
     /// The settings of a run.
     pub fn of(config: &RunConfig) -> Result<Self> {
         match serde_json::to_value(config)? {
-            Value::Object(values) => Ok(Self { values }),
+            Value::Object(values) => Ok(Self { values, given: HashSet::new() }),
             other => bail!("settings are {other}, not a table; this is a bug: report it"),
         }
     }
@@ -297,7 +300,13 @@ impl Settings {
             }
             bail!("{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`", plain(&error));
         }
+        self.given.insert(key.to_string());
         Ok(())
+    }
+
+    /// Whether a person set one of these keys.
+    pub fn gives(&self, keys: &[&str]) -> bool {
+        keys.iter().any(|key| self.given.contains(*key))
     }
 
     /// Takes all keys of a TOML file.

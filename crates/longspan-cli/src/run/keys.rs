@@ -8,7 +8,7 @@ pub const KEYS: [(&str, &str); 52] = [
     ("series", "a .jsonl, .csv, .ts or .tsv of numeric series and labels, instead of pairs"),
     (
         "synthetic",
-        "mqar, recall, fuzzy, copying, memorization or listops, with sizes: mqar:pairs=16,length=256,vocabulary=8192",
+        "mqar, recall, fuzzy, copying, memorization, compression or listops, with sizes: mqar:pairs=16,length=256,vocabulary=8192",
     ),
     ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
     ("forecast", "how many next points of a series are told, instead of its label"),

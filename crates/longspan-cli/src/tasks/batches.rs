@@ -64,6 +64,11 @@ impl Batches {
         self.lengths.len().div_ceil(self.batch_size)
     }
 
+    /// Tokens of all examples.
+    pub fn tokens(&self) -> f64 {
+        self.lengths.iter().map(|&(predicted, read)| (predicted + read) as f64).sum()
+    }
+
     /// The examples of a step's batch.
     pub fn at(&mut self, step: usize) -> &[usize] {
         let (epoch, index) = (step / self.per_epoch(), step % self.per_epoch());

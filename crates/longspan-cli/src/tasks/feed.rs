@@ -12,6 +12,9 @@ pub trait Feed {
     /// Steps in which every example comes about once.
     fn per_epoch(&self) -> usize;
 
+    /// Tokens of all examples; infinite where they are drawn without end.
+    fn tokens(&self) -> f64;
+
     /// The batch of a step. Steps come in order; a step that was not completed is asked for again.
     fn batch(&mut self, step: usize) -> Result<Vec<&Self::Example>>;
 
@@ -50,6 +53,10 @@ impl<E> Feed for Shuffled<E> {
 
     fn per_epoch(&self) -> usize {
         self.batches.per_epoch()
+    }
+
+    fn tokens(&self) -> f64 {
+        self.batches.tokens()
     }
 
     fn batch(&mut self, step: usize) -> Result<Vec<&E>> {

@@ -37,8 +37,11 @@ macro_rules! for_task {
     ($config:expr, $function:ident($($argument:expr),* $(,)?)) => {
         match $config {
             config if !config.text.is_empty() => $function::<$crate::tasks::text::Text>($($argument),*),
+            config if $crate::tasks::synthetic::compresses(config) => {
+                $function::<$crate::tasks::synthetic::Compressing>($($argument),*)
+            }
             config if config.synthetic.is_some() => {
-                $function::<$crate::tasks::synthetic::Synthetic>($($argument),*)
+                $function::<$crate::tasks::synthetic::Telling>($($argument),*)
             }
             config if config.series.is_some() && config.forecast.is_some() => {
                 $function::<$crate::tasks::forecast::Forecast>($($argument),*)

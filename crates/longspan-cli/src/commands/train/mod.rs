@@ -1,11 +1,12 @@
 //! `longspan train`: from data to a run folder.
 //!
-//! Reading order: this file gathers settings and reports; [`session`] takes the steps; [`gradients`] and [`schedule`] say
-//! what a step does.
+//! Reading order: this file gathers settings and reports; [`sizes`] chooses those of the model; [`session`] takes the steps;
+//! [`gradients`] and [`schedule`] say what a step does.
 
 mod gradients;
 mod schedule;
 mod session;
+mod sizes;
 #[cfg(feature = "mpi")]
 mod together;
 
@@ -56,7 +57,7 @@ pub struct Arguments {
     /// Learn to tell the values of the next N points of a series at their times, with quantiles, instead of its label
     #[arg(long, value_name = "N")]
     forecast: Option<usize>,
-    /// Sequences to draw and learn from: mqar, recall, fuzzy, copying, memorization or listops, with sizes such as
+    /// Sequences to draw and learn from: mqar, recall, fuzzy, copying, memorization, compression or listops, with sizes such as
     /// mqar:pairs=16,length=256,vocabulary=8192
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
     synthetic: Option<String>,
@@ -170,10 +171,17 @@ fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
         })?,
         None => claim_default(&config)?,
     };
-    fn with<T: Task>(draft: Draft, config: RunConfig, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
-        finish(Session::<T>::begin(draft, config)?, ranks, stop)
+    fn with<T: Task>(
+        draft: Draft,
+        config: RunConfig,
+        sizes_open: bool,
+        ranks: Option<Rc<Ranks>>,
+        stop: &Stop,
+    ) -> Result<Outcome> {
+        finish(Session::<T>::begin(draft, config, sizes_open)?, ranks, stop)
     }
-    for_task!(&config, with(draft, config, ranks, stop))
+    let sizes_open = !settings.gives(&sizes::KEYS);
+    for_task!(&config, with(draft, config, sizes_open, ranks, stop))
 }
 
 /// A run that goes on from its last checkpoint.
@@ -259,8 +267,10 @@ fn introduce<T: Task>(session: &Session<T>) {
             data.longest
         ));
     }
+    let sized_for = session.sized_for.as_ref();
+    let sized_for = sized_for.map_or(String::new(), |what| format!(" (for {what}; another with --set d_model=…)"));
     note(format_args!(
-        "{} attention, {}, width {}: {} parameters; run folder {}",
+        "{} attention, {}, width {}{sized_for}: {} parameters; run folder {}",
         config.attention,
         T::blocks(config),
         config.d_model,

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::gradients::{Share, draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
+use super::sizes;
 #[cfg(feature = "mpi")]
 use super::together;
 use crate::commands::Outcome;
@@ -44,6 +45,8 @@ pub struct Session<T: Task> {
     pub log: MetricsLog,
     /// The processes that share each batch, where there are others.
     pub ranks: Option<Rc<Ranks>>,
+    /// What the model's sizes were chosen for, where they are not the usual ones.
+    pub sized_for: Option<String>,
 }
 
 /// Which development examples are tried before a checkpoint is written.
@@ -56,9 +59,11 @@ enum Probe {
 }
 
 impl<T: Task> Session<T> {
-    /// A new run.
-    pub fn begin(draft: Draft, mut config: RunConfig) -> Result<Self> {
+    /// A new run, whose sizes are chosen here where `sizes_open`.
+    pub fn begin(draft: Draft, mut config: RunConfig, sizes_open: bool) -> Result<Self> {
         let (task, data) = T::begin(&mut config)?;
+        let tokens = data.train.tokens();
+        let sized_for = sizes_open.then(|| sizes::choose(&mut config, tokens, sizes::product_rate)).flatten();
         config.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
@@ -71,7 +76,8 @@ impl<T: Task> Session<T> {
             folder.save(&model, &optimizer, &saved, Vec::new())
         })?;
         let log = MetricsLog::open(&folder, 0)?;
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks: None })
+        let ranks = None;
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks, sized_for })
     }
 
     /// A run that goes on from its last checkpoint, with settings that may have changed.
@@ -102,7 +108,8 @@ impl<T: Task> Session<T> {
         folder.save_config(&config)?;
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks: None })
+        let (ranks, sized_for) = (None, None);
+        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks, sized_for })
     }
 
     /// Steps taken up to the last checkpoint.

@@ -218,6 +218,10 @@ impl Feed for Drawn {
         (self.count() as usize).div_ceil(self.batch_size)
     }
 
+    fn tokens(&self) -> f64 {
+        self.stretches.iter().map(|stretch| stretch.points.len() as f64).sum()
+    }
+
     fn batch(&mut self, step: usize) -> Result<Vec<&Example>> {
         let first = step as u64 * self.batch_size as u64;
         self.batch = (first..first + self.batch_size as u64).map(|n| self.draw(n)).collect::<Result<_>>()?;

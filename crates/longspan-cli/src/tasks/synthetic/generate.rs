@@ -42,21 +42,27 @@ enum Kind {
     /// Memorization (Poli et al. 2024): keys, and after each a marker, where its value is to be given: the same one in every
     /// sequence, so that weights must hold it.
     Memorization,
+    /// Compression (Poli et al. 2024): random tokens and a marker, at which one row is to hold them all.
+    Compression,
     /// Nested lists of operations on digits (Nangia and Bowman 2018) as in Long Range Arena (Tay et al. 2021): the value of the whole
     /// is to be given at its end.
     ListOps,
 }
 
+/// The task that has a model of its own.
+pub const COMPRESSION: &str = "compression";
+
 /// A size: its name, what it is if nobody says, the least it can be.
 type Size = (&'static str, usize, usize);
 
 /// Every task.
-const ALL: [(&str, Kind, &[Size]); 6] = [
+const ALL: [(&str, Kind, &[Size]); 7] = [
     ("mqar", Kind::Mqar, &[("pairs", 8, 1), ("length", 128, 1), ("vocabulary", 256, 1)]),
     ("recall", Kind::Recall, &[("pairs", 16, 1), ("length", 128, 1), ("vocabulary", 64, 1), ("noise", 0, 0)]),
     ("fuzzy", Kind::Fuzzy, &[("motif", 3, 1), ("length", 128, 1), ("vocabulary", 16, 1)]),
     ("copying", Kind::Copying, &[("pairs", 16, 1), ("length", 128, 1), ("vocabulary", 16, 1)]),
     ("memorization", Kind::Memorization, &[("length", 32, 2), ("vocabulary", 256, 2)]),
+    (COMPRESSION, Kind::Compression, &[("length", 32, 2), ("vocabulary", 16, 2)]),
     ("listops", Kind::ListOps, &[("shortest", 500, 4), ("length", 2000, 4), ("depth", 10, 2), ("arguments", 10, 2)]),
 ];
 
@@ -143,7 +149,7 @@ impl Spec {
             Kind::Recall => (format!("{pairs} pairs"), 2 * pairs + 2),
             Kind::Copying => (format!("{pairs} pairs"), 2 * pairs),
             Kind::Fuzzy => (format!("motifs of {motif} tokens"), 8 * motif),
-            Kind::Memorization | Kind::ListOps => return Ok(()),
+            Kind::Memorization | Kind::Compression | Kind::ListOps => return Ok(()),
         };
         if length < least {
             return Err(format!("{what} need length={least} or more"));
@@ -157,7 +163,7 @@ impl Spec {
             Kind::Mqar => 0,
             Kind::Recall if self.size("noise") == 0 => 0,
             Kind::Recall => NOISE,
-            Kind::Fuzzy | Kind::Memorization => 1,
+            Kind::Fuzzy | Kind::Memorization | Kind::Compression => 1,
             Kind::Copying => 2,
             Kind::ListOps => listops::TOKENS,
         };
@@ -172,6 +178,7 @@ impl Spec {
             Kind::Fuzzy => self.fuzzy(random, held_out),
             Kind::Copying => self.copying(random),
             Kind::Memorization => self.memorization(random),
+            Kind::Compression => self.compression(random),
             Kind::ListOps => self.listops(random),
         }
     }
@@ -279,6 +286,15 @@ impl Spec {
             tokens.extend([key, vocabulary as u32]);
             right.extend([None, Some(values[key as usize] + half as u32)]);
         }
+        Sequence { tokens, right }
+    }
+
+    fn compression(&self, random: &mut Random) -> Sequence {
+        let (length, vocabulary) = (self.length(), self.size("vocabulary"));
+        let mut tokens: Vec<u32> = (1..length).map(|_| below(random, vocabulary)).collect();
+        let mut right: Vec<Option<u32>> = tokens.iter().copied().map(Some).collect();
+        tokens.push(vocabulary as u32);
+        right.push(None);
         Sequence { tokens, right }
     }
 
@@ -418,6 +434,14 @@ mod tests {
             }
         }
         assert!(known.len() > 100);
+    }
+
+    #[test]
+    fn all_that_is_compressed_is_asked() {
+        let (_, Sequence { tokens, right }) = drawn("compression:length=9,vocabulary=5", 3);
+        let (last, tokens) = tokens.split_last().unwrap();
+        assert_eq!((*last, right[8]), (5, None));
+        assert!(tokens.iter().zip(&right).all(|(token, right)| *token < 5 && *right == Some(*token)));
     }
 
     #[test]

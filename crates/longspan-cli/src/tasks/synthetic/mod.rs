@@ -1,30 +1,35 @@
-//! Synthetic tasks: sequences that are drawn from a seed, about which a language model is to tell something.
+//! Synthetic tasks: sequences that are drawn from a seed, about which a model is to tell something.
+//!
+//! Reading order: [`generate`] and [`listops`] draw; [`model`] and [`compressor`] tell; this file joins them.
 
+mod compressor;
 mod generate;
 mod listops;
+mod model;
 
 use std::fmt::{self, Display};
+use std::marker::PhantomData;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;
 use longspan::layers::CrossEntropyLoss;
-use longspan::models::{LanguageModel, LanguageModelConfig};
+use longspan::models::LanguageModel;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::attention;
 use super::batches::{Random, padded, values};
 use super::feed::Feed;
 use super::lines::{self, utf8};
 use super::scores::{Interval, likeliest};
-use super::stack::{self, stack};
 use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::terminal::shell;
+use compressor::Compressor;
 use generate::{Sequence, Spec};
+use model::Model;
 
 /// Sequences of the development loss, and those held out.
 const DEVELOPMENT: u64 = 256;
@@ -38,9 +43,21 @@ const TRAINING: u64 = 0;
 const FOR_DEVELOPMENT: u64 = 1;
 const FOR_SCORES: u64 = 2;
 
-/// A run on drawn sequences.
-pub struct Synthetic {
+/// A run on drawn sequences, and the model that it trains.
+pub struct Synthetic<M> {
     spec: Spec,
+    model: PhantomData<fn() -> M>,
+}
+
+/// What a language model tells at places of a sequence.
+pub type Telling = Synthetic<LanguageModel>;
+
+/// What a model tells of a whole sequence from one row.
+pub type Compressing = Synthetic<Compressor>;
+
+/// Whether the settings name a task of compression.
+pub fn compresses(config: &RunConfig) -> bool {
+    config.synthetic.as_ref().is_some_and(|spec| spec.split(':').next() == Some(generate::COMPRESSION))
 }
 
 /// Sequences drawn anew for every step, from the seed and the step alone.
@@ -56,6 +73,10 @@ impl Feed for Drawn {
 
     fn per_epoch(&self) -> usize {
         1
+    }
+
+    fn tokens(&self) -> f64 {
+        f64::INFINITY
     }
 
     fn batch(&mut self, step: usize) -> Result<Vec<&Sequence>> {
@@ -92,14 +113,14 @@ impl Display for Recalled {
     }
 }
 
-impl Task for Synthetic {
+impl<M: Model> Task for Synthetic<M> {
     const EXAMPLES: &str = "sequences";
 
     type Example = Sequence;
     type Feed = Drawn;
     type Carried = ();
     type Text = Sequence;
-    type Model = LanguageModel;
+    type Model = M;
     type Scores = Recalled;
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
@@ -131,7 +152,7 @@ impl Task for Synthetic {
         })
     }
 
-    /// Lines of tokens as numbers, then a tab and what is to be given after the last one.
+    /// Lines of tokens as numbers, then a tab and what is to be given after the last one, or, of what is compressed, all but the last.
     fn read(path: &Path) -> Result<Vec<Sequence>> {
         let (name, bytes) = (lines::name(path), lines::read(path)?);
         let mut all = Vec::new();
@@ -146,9 +167,12 @@ impl Task for Synthetic {
             };
             let tokens = numbers(tokens).map_err(|problem| anyhow!("{at}: {problem}"))?;
             let right = numbers(right).map_err(|problem| anyhow!("{at}: {problem}"))?;
-            let [right] = right[..] else { bail!("{at}: {} tokens after the tab, expected one", right.len()) };
+            let places = M::asked(tokens.len());
+            if right.len() != places.len() {
+                bail!("{at}: {} tokens after the tab, expected {}", right.len(), places.len());
+            }
             let mut asked = vec![None; tokens.len()];
-            asked[tokens.len() - 1] = Some(right);
+            places.zip(right).for_each(|(place, token)| asked[place] = Some(token));
             all.push(Sequence { tokens, right: asked });
         }
         if all.is_empty() {
@@ -161,14 +185,8 @@ impl Task for Synthetic {
         vec![Vocabulary { side: "sequence", kind: "numbers", size: self.spec.tokens() }]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
-        const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
-        let attention = attention::of_layers(config, self.spec.length())?;
-        let positions = stack::positions(&attention);
-        let sizes = stack!(LanguageModelConfig::new(self.spec.tokens()), config, attention).with_positions(positions);
-        let one = sizes.clone().with_layers(1).init(device)?;
-        stack::check(&one, &one.blocks, config, device, LOWER)?;
-        Ok(sizes.init(device)?)
+    fn model(&self, config: &RunConfig, device: &Device) -> Result<M> {
+        M::new(config, self.spec.tokens(), self.spec.length(), device)
     }
 
     fn size(sequence: &Sequence) -> (usize, usize) {
@@ -176,7 +194,7 @@ impl Task for Synthetic {
         (asked, sequence.tokens.len() - asked)
     }
 
-    fn loss(&self, model: &LanguageModel, batch: &[&Sequence], smoothing: f64, device: &Device) -> Result<Loss> {
+    fn loss(&self, model: &M, batch: &[&Sequence], smoothing: f64, device: &Device) -> Result<Loss> {
         let rows: Vec<&[u32]> = batch.iter().map(|sequence| sequence.tokens.as_slice()).collect();
         let (tokens, _) = padded(&rows, device);
         let longest = tokens.dims()[1];
@@ -193,28 +211,41 @@ impl Task for Synthetic {
         4000
     }
 
-    fn answer(&self, model: &LanguageModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+    fn answer(&self, model: &M, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let mut all = Vec::with_capacity(texts.len());
         for (place, text) in texts.iter().enumerate() {
-            let tokens = numbers(text).and_then(|tokens| self.known(tokens));
+            let tokens = numbers(text).and_then(|tokens| self.check(&tokens, None).map(|()| tokens));
             let tokens = tokens.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
-            let logits = model.forward_at(padded(&[&tokens], &Device::flex()).0, &[tokens.len() - 1])?;
+            let places: Vec<usize> = M::asked(tokens.len()).collect();
+            let logits = model.at(padded(&[&tokens], &Device::flex()).0, &places)?;
             let found = values(log_softmax(logits, 1))?;
-            let mut order: Vec<usize> = (0..found.len()).collect();
-            order.sort_by(|&a, &b| found[b].total_cmp(&found[a]).then(a.cmp(&b)));
-            let answer = |&token: &usize| {
-                let log_probability = f64::from(found[token]);
-                Answer { target: token.to_string(), log_probability, score: log_probability, finished: true }
+            let mut beam = vec![(Vec::new(), 0.0)];
+            for found in found.chunks(self.spec.tokens()) {
+                // What is told at one place does not depend on the others.
+                let one = |(told, sum): &(Vec<String>, f64)| {
+                    let tokens = found.iter().enumerate();
+                    let more = |(token, p): (usize, &f32)| {
+                        ([told.as_slice(), &[token.to_string()]].concat(), sum + f64::from(*p))
+                    };
+                    tokens.map(more).collect::<Vec<_>>()
+                };
+                beam = beam.iter().flat_map(one).collect();
+                beam.sort_by(|a, b| b.1.total_cmp(&a.1));
+                beam.truncate(how.beam);
+            }
+            let answer = |(told, log_probability): (Vec<String>, f64)| {
+                let score = log_probability / told.len() as f64;
+                Answer { target: told.join(" "), log_probability, score, finished: true }
             };
-            all.push(order.iter().take(how.beam).map(answer).collect());
+            all.push(beam.into_iter().map(answer).collect());
         }
         Ok(all)
     }
 
-    fn score(&self, model: &LanguageModel, sequences: &[Sequence], how: &Answering<'_>) -> Result<Recalled> {
+    fn score(&self, model: &M, sequences: &[Sequence], how: &Answering<'_>) -> Result<Recalled> {
         for (place, sequence) in sequences.iter().enumerate() {
-            let tokens = sequence.tokens.iter().chain(sequence.right.iter().flatten()).copied().collect();
-            self.known(tokens).map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
+            let checked = self.check(&sequence.tokens, sequence.right.iter().flatten().copied());
+            checked.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
         }
         let vocabulary = self.spec.tokens();
         let found = how.workers.run(sequences, |_, part| {
@@ -230,7 +261,7 @@ impl Task for Synthetic {
                 let rows =
                     asked.iter().enumerate().flat_map(|(n, asked)| asked.iter().map(move |(at, _)| n * longest + at));
                 let rows: Vec<usize> = rows.collect();
-                let logits = values(model.forward_at(padded(&tokens, &Device::flex()).0, &rows)?)?;
+                let logits = values(model.at(padded(&tokens, &Device::flex()).0, &rows)?)?;
                 let mut told = logits.chunks(vocabulary).map(likeliest);
                 for asked in asked {
                     let right = asked.iter().zip(&mut told).filter(|((_, right), told)| right == told).count();
@@ -247,7 +278,7 @@ impl Task for Synthetic {
         Ok(Recalled { sequences: sequences.len(), questions, recalled })
     }
 
-    fn show(&self, _: &LanguageModel, _: &[Sequence], _: &Answering<'_>, folder: &str) -> Result<Shown> {
+    fn show(&self, _: &M, _: &[Sequence], _: &Answering<'_>, folder: &str) -> Result<Shown> {
         Ok(Shown { text: String::new(), next: format!("{} info {folder}", shell::program()) })
     }
 
@@ -268,19 +299,22 @@ impl Task for Synthetic {
     }
 }
 
-impl Synthetic {
+impl<M: Model> Synthetic<M> {
     fn of(config: &RunConfig) -> Result<Self> {
         let Some(spec) = &config.synthetic else { bail!("no synthetic task is given; name it with --synthetic") };
-        Ok(Self { spec: spec.parse()? })
+        Ok(Self { spec: spec.parse()?, model: PhantomData })
     }
 
-    /// Tokens of this task, and no others.
-    fn known(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
-        let limit = self.spec.tokens();
-        match tokens.iter().find(|&&token| token as usize >= limit) {
-            Some(token) => bail!("the token {token} is unknown; those of this run are 0 to {}", limit - 1),
-            None => Ok(tokens),
+    /// Refuses tokens that are not of this task, and too many or too few of them.
+    fn check(&self, tokens: &[u32], right: impl IntoIterator<Item = u32>) -> Result<()> {
+        let (limit, length) = (self.spec.tokens(), self.spec.length());
+        if let Some(token) = tokens.iter().copied().chain(right).find(|&token| token as usize >= limit) {
+            bail!("the token {token} is unknown; those of this run are 0 to {}", limit - 1);
         }
+        if M::WHOLE && tokens.len() != length {
+            bail!("{} tokens; this run takes {length}, the last of them {}", tokens.len(), limit - 1);
+        }
+        Ok(())
     }
 }
 

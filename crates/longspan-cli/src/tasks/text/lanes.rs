@@ -110,7 +110,8 @@ pub struct Lanes {
     segment: usize,
     /// Steps after which states begin anew.
     carry: usize,
-    per_epoch: usize,
+    /// Of all lanes, about.
+    tokens: f64,
 }
 
 impl Lanes {
@@ -137,8 +138,7 @@ impl Lanes {
             bail!("the tokenizer finds no tokens in the text; choose another one with --tokens");
         }
         let segment = config.segment * config.backpropagate;
-        let all = length as f64 * tokens as f64 / first.bytes.len() as f64;
-        let per_epoch = (all / (config.batch_size * segment) as f64).ceil().max(1.0) as usize;
+        let tokens = length as f64 * tokens as f64 / first.bytes.len() as f64;
         Ok(Self {
             lanes,
             drawn: Vec::new(),
@@ -147,7 +147,7 @@ impl Lanes {
             state: None,
             segment,
             carry: config.carry.div_ceil(config.backpropagate),
-            per_epoch,
+            tokens,
         })
     }
 
@@ -226,7 +226,11 @@ impl Feed for Lanes {
     type Example = Segment;
 
     fn per_epoch(&self) -> usize {
-        self.per_epoch
+        (self.tokens / (self.lanes.len() * self.segment) as f64).ceil().max(1.0) as usize
+    }
+
+    fn tokens(&self) -> f64 {
+        self.tokens
     }
 
     fn batch(&mut self, step: usize) -> Result<Vec<&Segment>> {
