@@ -60,9 +60,8 @@ class Work:
 
     def sent(self, processes: int, weights: int) -> int:
         """Bytes that all processes send in a step, without the words that announce it: some 40 for each rank but the first."""
-        piece = math.ceil(weights / processes)
-        # The weights, the pieces of gradients that others add up, the sums.
-        shared = (processes - 1) * (4 * weights + 4 * piece * processes + 4 * piece)
+        # The pieces of gradients that others add up, and their sums: from all to all.
+        shared = 2 * processes * (processes - 1) * 4 * math.ceil(weights / processes)
         states = 2 * LAYERS * self.batch * HEADS * STATE * 4 * processes * (processes - 1) if self.split else 0
         return shared + states
 
@@ -123,8 +122,8 @@ def predict(work: Work, hosts: int, compute: float, weights: int, latency: float
     others = hosts - 1
     if not others:
         return compute
-    # Rank 0 speaks to each other one and hears it, pieces go from all to all; weights down, pieces to and fro, sums to rank 0.
-    time = 4 * others * latency + (4 * weights + 2 * 4 * weights * others / hosts) / bandwidth
+    # Rank 0 speaks to each other one and hears it; pieces of gradients go from all to all, and so do their sums.
+    time = 4 * others * latency + 2 * 4 * weights * others / hosts / bandwidth
     if work.split:
         time += 2 * LAYERS * others * (latency + work.batch * HEADS * STATE * 4 / bandwidth)
     return compute / hosts + time

@@ -158,25 +158,20 @@ impl Ranks {
         self.0.world().process_at_rank(rank as i32).receive_vec::<u8>().0
     }
 
-    /// Leaves with rank 0 the sums of all ranks' numbers, which are equally many. Each rank adds up a piece of them, from rank 0's
-    /// to the last one's, so that the bits do not depend on who comes first, and no rank hears more than the others.
-    pub fn sum(&self, numbers: &mut [f32]) {
-        let (world, count) = (self.0.world(), self.count());
-        let piece = numbers.len().div_ceil(count);
-        let mut pieces = numbers.to_vec();
-        pieces.resize(piece * count, 0.0);
+    /// Leaves with all ranks the sums of their numbers, which are equally many. Each rank adds up a piece of them, from rank 0's to the
+    /// last one's, so that the bits do not depend on who comes first, and no rank hears more than the others.
+    pub fn sum(&self, numbers: &mut Vec<f32>) {
+        let (world, count, len) = (self.0.world(), self.count(), numbers.len());
+        let piece = len.div_ceil(count);
+        numbers.resize(piece * count, 0.0);
         let mut heard = vec![0.0_f32; piece * count];
-        world.all_to_all_into(&pieces[..], &mut heard[..]);
+        world.all_to_all_into(&numbers[..], &mut heard[..]);
         let (sum, others) = heard.split_at_mut(piece);
         for other in others.chunks_exact(piece.max(1)) {
             sum.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
         }
-        let first = world.process_at_rank(0);
-        if self.rank() > 0 {
-            return first.gather_into(&*sum);
-        }
-        first.gather_into_root(&*sum, &mut pieces[..]);
-        numbers.copy_from_slice(&pieces[..numbers.len()]);
+        world.all_gather_into(&*sum, &mut numbers[..]);
+        numbers.truncate(len);
     }
 
     /// The processes as those that hold the stretches of a sequence.

@@ -250,7 +250,9 @@ impl Compute for KernelizedAttention {
         // free: backward, which does not know of it, must find the denominators of its own algorithm.
         let final_state = match self.chosen(call, purpose) {
             Algorithm::Naive => {
-                naive::forward(&problem, sink, scratch);
+                if problem.dims.queries > 0 {
+                    naive::forward(&problem, sink, scratch);
+                }
                 final_state
             }
             _ => {
@@ -294,7 +296,8 @@ impl Compute for KernelizedAttention {
         problem.prepare(scratch);
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         match self.chosen(call, Purpose::Training) {
-            Algorithm::Naive => {
+            // Without queries there is no pair, and all comes by the final state.
+            Algorithm::Naive if problem.dims.queries > 0 => {
                 naive::backward(&problem, cotangent, sink, parameters, scratch);
                 if cotangent.final_state.is_some() {
                     backward::add_final_state(&problem, cotangent, sink, parameters, scratch);

@@ -436,10 +436,13 @@ impl<'a> MultiHead<'a> {
         scratch: &mut Scratch<f32>,
     ) -> Result<(), Error> {
         let dims = Dims { queries: 0, ..self.dims() };
+        let (columns, first) = (self.columns(), self.query_columns());
         let call = self.call_of(dims, (&[], 0), self.stretch(projections)).with_mask(Mask::causal());
-        // Queries and gates have no part in it: theirs stay 0.
-        let mut more = try_zeros(d_own.len())?;
-        let [_, _, dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], self.parts());
+        // Queries and gates have no part in it.
+        let mut more = try_zeros(d_own.len() / columns * (columns - first))?;
+        let [_, _, dk, dv] = self.parts();
+        let parts = [dk, dv];
+        let [dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], parts);
         let mut more_parameters = vec![0.0; d_parameters.len()];
         let cotangent = Cotangent {
             out: View::contiguous(&[], dims.out()),
@@ -455,7 +458,12 @@ impl<'a> MultiHead<'a> {
             initial_state: None,
         };
         self.kernel.backward(&call, &cotangent, gradients, scratch)?;
-        add_to(d_own, &more);
+        const ROWS: usize = 64;
+        let pieces = d_own.chunks_mut(ROWS * columns).zip(more.chunks(ROWS * (columns - first)));
+        crate::threads::share(pieces, |(to, more)| {
+            let rows = to.chunks_exact_mut(columns).zip(more.chunks_exact(columns - first));
+            rows.for_each(|(to, more)| add_scaled(&mut to[first..], 1.0, more));
+        });
         add_scaled(d_parameters, 1.0, &more_parameters);
         add_scaled(d_parameters, 1.0, &found.parameters.concat());
         Ok(())

@@ -188,7 +188,9 @@ impl<T: Task> Session<T> {
         let found = match &self.ranks {
             None => own()?,
             #[cfg(feature = "mpi")]
-            Some(ranks) => together::of_all::<T>(ranks, &self.model, step, || together::or_abort(ranks, split, own()))?,
+            Some(ranks) => {
+                together::of_all::<T>(ranks, &self.model, (step, rate), || together::or_abort(ranks, split, own()))?
+            }
             #[cfg(not(feature = "mpi"))]
             Some(ranks) => match **ranks {},
         };

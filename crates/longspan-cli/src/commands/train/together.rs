@@ -1,8 +1,9 @@
 //! One run over the processes of `mpirun`: rank 0 holds the run and takes its steps as it would alone; for the gradient of each
 //! batch the others take their share of the examples.
 //!
-//! Rank 0 announces a step and spreads its weights. Every rank finds the gradient of its examples; they are added up in the order of
-//! ranks, so a repetition has the same bits. All but rank 0 read the run's folder, and write nothing.
+//! Rank 0 announces a step. Every rank finds the gradient of its examples; they are added up in the order of ranks, so a repetition has
+//! the same bits, and every rank takes the step: all have the same weights, since all compute the same of the same sums with the same
+//! instructions. All but rank 0 read the run's folder, and write nothing.
 
 use std::path::PathBuf;
 
@@ -10,6 +11,8 @@ use anyhow::{Result, anyhow, bail};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
+use longspan::layers::clip_gradients;
+use longspan_bench::machine::Machine;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -31,9 +34,9 @@ use crate::terminal::signals::Stop;
 #[derive(Serialize, Deserialize)]
 enum Word {
     /// Get ready for this run, which has taken so many steps.
-    Run { version: String, folder: PathBuf, settings: Box<RunConfig>, data_sha256: String, step: usize },
-    /// The gradient of this step's batch. All steps before are completed.
-    Step(usize),
+    Run { program: String, folder: PathBuf, settings: Box<RunConfig>, data_sha256: String, step: usize },
+    /// This step, at this learning rate. All steps before are completed.
+    Step(usize, f64),
     /// Where the feed stands after so many steps.
     Place(usize),
     /// Nothing more.
@@ -52,14 +55,20 @@ enum Reply {
     Failed(String),
 }
 
+/// What must be the same on every rank for the same bits.
+fn program() -> String {
+    format!("longspan {} with {} instructions", env!("CARGO_PKG_VERSION"), Machine::here().instructions)
+}
+
 /// Rank 0: gets the others ready for its run.
 pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (settings, data_sha256) = (Box::new(session.config.clone()), session.data.sha256.clone());
-    let version = env!("CARGO_PKG_VERSION").into();
-    let step = session.step();
-    ranks.announce(&serde_json::to_vec(&Word::Run { version, folder, settings, data_sha256, step })?);
-    answers(ranks).map(drop)
+    let (program, step) = (program(), session.step());
+    ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, settings, data_sha256, step })?);
+    answers(ranks)?;
+    ranks.spread(&mut weights(&session.model));
+    Ok(())
 }
 
 /// Rank 0: lets the others go.
@@ -102,14 +111,12 @@ pub fn places(ranks: &Ranks, step: usize) -> Result<Vec<Place>> {
 pub fn of_all<T: Task>(
     ranks: &Ranks,
     model: &T::Model,
-    step: usize,
+    (step, rate): (usize, f64),
     own: impl FnOnce() -> Result<Option<Found<T::Carried>>>,
 ) -> Result<Option<Found<T::Carried>>> {
-    ranks.announce(&serde_json::to_vec(&Word::Step(step))?);
-    let mut numbers = weights(model);
-    ranks.spread(&mut numbers);
+    ranks.announce(&serde_json::to_vec(&Word::Step(step, rate))?);
     let own = own();
-    let sum = added(ranks, model, &own, numbers.len());
+    let sum = added(ranks, model, &own);
     let others = answers(ranks);
     let Some(mut found) = own? else { return Ok(None) };
     for reply in others? {
@@ -130,23 +137,23 @@ pub fn or_abort<F>(ranks: &Ranks, split: bool, found: Result<F>) -> Result<F> {
     found
 }
 
-/// The sum of all ranks' gradients, on rank 0. A rank without one adds 0: the others wait for it.
-fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>, count: usize) -> Vec<f32> {
-    let mut numbers = match found {
-        Ok(Some(found)) => flat(model, &found.gradients),
-        _ => vec![0.0; count],
-    };
+/// The sum of all ranks' gradients. A rank without one adds 0: the others wait for it.
+fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>) -> Vec<f32> {
+    let none = GradientsParams::new();
+    let mut numbers = flat(model, found.as_ref().ok().and_then(Option::as_ref).map_or(&none, |found| &found.gradients));
     ranks.sum(&mut numbers);
     numbers
 }
 
 /// The other ranks: do what rank 0 says until it ends.
 pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
-    let Word::Run { version, folder, settings, data_sha256, step } = hear(ranks)? else { return Ok(Outcome::Done) };
-    if version != env!("CARGO_PKG_VERSION") {
+    let Word::Run { program: first, folder, settings, data_sha256, step } = hear(ranks)? else {
+        return Ok(Outcome::Done);
+    };
+    if first != program() {
         let error = format!(
-            "longspan {} beside {version} on rank 0; start the same version everywhere",
-            env!("CARGO_PKG_VERSION")
+            "{} beside {first} on rank 0; start the same version everywhere, where processors differ with LONGSPAN_SIMD set",
+            program()
         );
         ranks.reply(&serde_json::to_vec(&Reply::Failed(error))?);
         return Ok(Outcome::Done);
@@ -182,10 +189,10 @@ fn helper<T: Task>(
         if data.sha256 != sha256 {
             bail!("{} is not what rank 0 has; give every process the same file", config.data_name());
         }
-        let mut model = task.model(config, &Device::flex().autodiff())?;
+        let (mut model, mut optimizer) = (task.model(config, &Device::flex().autodiff())?, optimizer(config));
         if step > 0 {
-            let checkpoint = folder.load_checkpoint(model, optimizer(config))?;
-            model = checkpoint.model;
+            let checkpoint = folder.load_checkpoint(model, optimizer)?;
+            (model, optimizer) = (checkpoint.model, checkpoint.optimizer);
             task.return_to(&mut data.train, &model, checkpoint.place)?;
         }
         if config.split_sequence {
@@ -193,9 +200,9 @@ fn helper<T: Task>(
         } else {
             data.train.keep_share(ranks.rank(), ranks.count())?;
         }
-        Ok((task, data, model, Workers::new(config.workers.unwrap_or(1))?))
+        Ok((task, data, model, optimizer, Workers::new(config.workers.unwrap_or(1))?))
     };
-    let (task, mut data, mut model, workers) = match ready() {
+    let (task, mut data, mut model, mut optimizer, workers) = match ready() {
         Ok(ready) => ready,
         Err(error) => {
             // Rank 0 says it, in the one line that there is.
@@ -205,27 +212,27 @@ fn helper<T: Task>(
     };
     ranks.reply(&serde_json::to_vec(&Reply::Done(0.0))?);
     let mut numbers = weights(&model);
+    ranks.spread(&mut numbers);
+    model = with_weights(model, &numbers);
     // The last step that was found, and what it left for the next one.
     let mut left: Option<(usize, Vec<T::Carried>)> = None;
     loop {
         let word = hear(ranks)?;
-        let (Word::Step(step) | Word::Place(step)) = word else { return Ok(Outcome::Done) };
+        let (Word::Step(step, _) | Word::Place(step)) = word else { return Ok(Outcome::Done) };
         if let Some((_, carried)) = left.take_if(|(found, _)| *found < step) {
             task.carry(&mut data.train, carried)?;
         }
-        if let Word::Place(_) = word {
+        let Word::Step(_, rate) = word else {
             tell_place(ranks, task.place(&data.train, &model, Vec::new()))?;
             continue;
-        }
-        ranks.spread(&mut numbers);
-        model = with_weights(model, &numbers);
+        };
         let found = data.train.batch(step).and_then(|batch| {
             let share = Share::of(&batch, T::size, (ranks.rank(), ranks.count()), config.split_sequence);
             let seed = Random::new(config.seed, step as u64 + 1).next();
             gradients(&task, &model, &share, config.label_smoothing, seed, &workers, stop)
         });
         let found = or_abort(ranks, config.split_sequence, found);
-        added(ranks, &model, &found, numbers.len());
+        let sum = added(ranks, &model, &found);
         let reply = match found {
             Ok(Some(found)) => {
                 left = Some((step, found.carried));
@@ -235,6 +242,10 @@ fn helper<T: Task>(
             Err(error) => Reply::Failed(format!("{error:#}")),
         };
         ranks.reply(&serde_json::to_vec(&reply)?);
+        // Where a rank could not, rank 0 ends the run.
+        let mut gradients = of_flat(&model, &sum);
+        clip_gradients(&model, &mut gradients, config.clip_norm);
+        model = optimizer.step(rate, model, gradients);
     }
 }
 
@@ -259,12 +270,19 @@ fn weights(model: &impl Module) -> Vec<f32> {
     struct Read(Vec<f32>);
     impl ModuleVisitor for Read {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.extend(param.val().into_data().iter::<f32>());
+            extend(&mut self.0, &param.val().into_data());
         }
     }
     let mut read = Read(Vec::new());
     model.visit(&mut read);
     read.0
+}
+
+fn extend(numbers: &mut Vec<f32>, data: &TensorData) {
+    match data.as_slice::<f32>() {
+        Ok(more) => numbers.extend_from_slice(more),
+        Err(_) => numbers.extend(data.iter::<f32>()),
+    }
 }
 
 fn with_weights<M: Module>(model: M, numbers: &[f32]) -> M {
@@ -292,7 +310,7 @@ fn flat(model: &impl Module, gradients: &GradientsParams) -> Vec<f32> {
     impl ModuleVisitor for Read<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             match self.0.get::<D>(param.id) {
-                Some(gradient) => self.1.extend(gradient.into_data().iter::<f32>()),
+                Some(gradient) => extend(&mut self.1, &gradient.into_data()),
                 None => self.1.resize(self.1.len() + param.val().dims().iter().product::<usize>(), 0.0),
             }
         }

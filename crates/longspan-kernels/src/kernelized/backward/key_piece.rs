@@ -58,6 +58,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
         let exp = problem.exponential;
         let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
+        // Without rows at keys there is nothing but what the state brings.
+        let met = !self.positions().is_empty();
         let decays = unit.gamma != 1.0;
         let near = near_columns(problem);
         let radius = problem.radius.unwrap_or(0);
@@ -76,14 +78,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let padding = unit.padding(key, key + keys);
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
-            if problem.causal {
+            if problem.causal && met {
                 transpose((buffers.k, head_width), (rows, head_width), (buffers.k_columns, chunk));
             }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
             copy_rows(v, (keys, value_dim), padding, (buffers.v, value_width));
             buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
-            if problem.causal {
+            if problem.causal && met {
                 transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, chunk));
             }
         }
@@ -104,8 +106,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
             let state = combine_states(buffers.state, (start, start_scale), Some((local.view(), local_scale)));
             if let Some((sum, z)) = state {
-                // Without a mask every piece of the stage reads the same.
-                if problem.causal || !buffers.state_transposed {
+                // Without a mask, or without rows, every piece of the stage reads the same.
+                if problem.causal && (met || decays || exp) || !buffers.state_transposed {
                     transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
                     buffers.state_transposed = true;
                 }
@@ -154,7 +156,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.clear_far_rows(first_position + (lead + radius) as isize, keys, buffers);
         }
         for head in problem.heads(unit) {
-            if window == 0 {
+            if window == 0 || !met {
                 break;
             }
             self.load_rows(head, first_position, window, buffers);
