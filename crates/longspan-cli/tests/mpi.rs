@@ -68,6 +68,8 @@ fn place() -> Place {
     let place = Place::new();
     place.write("novel.txt", "It was a dark and stormy night; the sea was still. ".repeat(90).as_bytes());
     let point = |n: usize| format!("{},{},{}.5,{}\n", n / 5, n % 5, (n * 7) % 11, ["a", "b"][n / 5 % 2]);
+    let wave = |n: usize| format!("{n},{:.3}\n", (n as f64 / 3.0).sin());
+    place.write("wave.csv", ("time,x\n".to_owned() + &(0..200).map(wave).collect::<String>()).as_bytes());
     place.write("series.csv", ("id,time,x,label\n".to_owned() + &(0..600).map(point).collect::<String>()).as_bytes());
     place
 }
@@ -86,11 +88,12 @@ fn alike(place: &Place, run: &str, alone: &str) {
 fn processes_learn_what_one_learns() {
     let place = place();
     let text = ["--text", "novel.txt", "--set", "evaluate=1"];
-    let tasks: [(&str, Vec<&str>); 5] = [
+    let tasks: [(&str, Vec<&str>); 6] = [
         ("pairs", Vec::new()),
         ("text", text.to_vec()),
         ("softmax", [&text[..], &["--attention", "softmax"]].concat()),
         ("series", vec!["--series", "series.csv"]),
+        ("forecast", vec!["--series", "wave.csv", "--forecast", "3"]),
         ("synthetic", vec!["--synthetic", "copying:pairs=3,length=16,vocabulary=8"]),
     ];
     for (task, data) in tasks {
@@ -274,7 +277,7 @@ fn an_interrupt_saves_and_ends_all() {
     }
 }
 
-/// Rank 1 is a program that was told to be of another version. Arguments of all but rank 0 mean nothing.
+/// Rank 1 is a program that was told to be of another version, or to use other instructions. Arguments of all but rank 0 mean nothing.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn a_rank_of_another_version_is_named_and_other_arguments_are_those_of_rank_0() {
@@ -288,10 +291,14 @@ fn a_rank_of_another_version_is_named_and_other_arguments_are_those_of_rank_0() 
     place.write("other", &program);
     std::fs::set_permissions(place.path("other"), std::fs::metadata(own).expect("the program").permissions())
         .expect("a program");
-    for (out, second, expected) in [("other-version", "./other", Some("rank 1: longspan")), ("same", own, None)] {
+    for (out, second, expected) in [
+        ("other-version", vec!["./other"], Some("rank 1: longspan 9")),
+        ("other-instructions", vec!["env", "LONGSPAN_SIMD=portable", own], Some("with portable instructions beside")),
+        ("same", vec![own], None),
+    ] {
         let mut command = mpirun(&place, 1, "", &place.train(out, "3", &[]));
-        let output =
-            command.args([":", "-n", "1", second, "train", "--pairs", "nowhere.tsv"]).output().expect("mpirun starts");
+        command.args([":", "-n", "1"]).args(second).args(["train", "--pairs", "nowhere.tsv"]);
+        let output = command.output().expect("mpirun starts");
         match expected {
             Some(expected) => {
                 let said = error(&output);
