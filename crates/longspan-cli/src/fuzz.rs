@@ -16,8 +16,9 @@ use longspan::checkpoint;
 use longspan::models::{Seq2Seq, Seq2SeqConfig};
 
 use crate::run::checkpoint::{Best, Saved, optimizer};
-use crate::run::config::{RunConfig, Settings};
+use crate::run::config::RunConfig;
 use crate::run::seal;
+use crate::run::settings::Settings;
 use crate::tasks::batches::Random;
 use crate::tasks::lines::Format;
 use crate::tasks::pairs::file::parse;

@@ -1,13 +1,13 @@
-//! All settings of a run. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
+//! All settings of a run, and what they may be.
 
-use std::collections::HashSet;
-use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+use super::words::plain;
 
 /// The settings of a training run: the keys of `--config`, `--set` and `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -240,119 +240,6 @@ impl Default for RunConfig {
     }
 }
 
-/// Settings as they are gathered, one source over the other.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    values: Map<String, Value>,
-    /// The keys that a person set.
-    given: HashSet<String>,
-}
-
-impl Settings {
-    /// The defaults.
-    pub fn new() -> Result<Self> {
-        Self::of(&RunConfig::default())
-    }
-
-    /// The settings of a run.
-    pub fn of(config: &RunConfig) -> Result<Self> {
-        match serde_json::to_value(config)? {
-            Value::Object(values) => Ok(Self { values, given: HashSet::new() }),
-            other => bail!("settings are {other}, not a table; this is a bug: report it"),
-        }
-    }
-
-    /// The defaults of the task whose data they name, if it has its own.
-    pub fn defaults_of_task(&self) -> Option<RunConfig> {
-        let named = |key: &str| self.values.get(key).unwrap_or(&Value::Null);
-        if named("text").as_array().is_some_and(|paths| !paths.is_empty()) {
-            return Some(RunConfig::of_text());
-        }
-        if named("synthetic").is_string() {
-            return Some(RunConfig::of_synthetic());
-        }
-        if named("series").is_string() {
-            let forecasts = named("forecast").is_number();
-            return Some(if forecasts { RunConfig::of_forecast() } else { RunConfig::of_series() });
-        }
-        named("labelled").is_string().then(RunConfig::of_labelled)
-    }
-
-    /// The keys whose values differ from those of `config`.
-    pub fn changed(&self, config: &RunConfig) -> Result<Vec<String>> {
-        let other = serde_json::to_value(config)?;
-        // Not the raw values: `2` and `2.0` are the same number.
-        let own = serde_json::to_value(self.build()?)?;
-        Ok(self.values.keys().filter(|key| own[*key] != other[*key]).cloned().collect())
-    }
-
-    /// Sets one key; `origin` names where it comes from in errors.
-    pub fn set(&mut self, key: &str, value: Value, origin: &str) -> Result<()> {
-        if !self.values.contains_key(key) {
-            let known: Vec<&str> = self.values.keys().map(String::as_str).collect();
-            let nearest = nearest(key, &known).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
-            bail!("{origin}: unknown key `{key}`; {nearest}known are {}", known.join(", "));
-        }
-        let old = self.values.insert(key.to_string(), value.clone());
-        if let Err(error) = self.build() {
-            if let Some(old) = old {
-                self.values.insert(key.to_string(), old);
-            }
-            bail!("{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`", plain(&error));
-        }
-        self.given.insert(key.to_string());
-        Ok(())
-    }
-
-    /// Whether a person set one of these keys.
-    pub fn gives(&self, keys: &[&str]) -> bool {
-        keys.iter().any(|key| self.given.contains(*key))
-    }
-
-    /// Takes all keys of a TOML file.
-    pub fn read_file(&mut self, path: &Path) -> Result<()> {
-        let name = path.display().to_string();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| anyhow!("cannot read {name}: {error}; check the name, and that it is UTF-8 text"))?;
-        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-            let at = error.span().map_or(0, |span| span.start.min(text.len()));
-            let line = text.as_bytes()[..at].iter().filter(|&&byte| byte == b'\n').count() + 1;
-            anyhow!("{name}, line {line}: {}; write lines such as `steps = 500`", error.message().replace('\n', " "))
-        })?;
-        for (key, value) in table {
-            self.set(&key, serde_json::to_value(value)?, &name)?;
-        }
-        Ok(())
-    }
-
-    /// Takes one `key=value`; the value is read as TOML, and as text where it is none.
-    pub fn set_text(&mut self, assignment: &str) -> Result<()> {
-        let Some((key, value)) = assignment.split_once('=') else {
-            bail!("--set {assignment}: no `=` in it; write --set key=value");
-        };
-        let (key, value) = (key.trim(), value.trim());
-        let value = match format!("value = {value}").parse::<toml::Table>() {
-            Ok(mut table) => match table.remove("value") {
-                Some(value) => serde_json::to_value(value)?,
-                None => Value::String(value.to_string()),
-            },
-            Err(_) => Value::String(value.to_string()),
-        };
-        self.set(key, value, "--set")
-    }
-
-    fn build(&self) -> Result<RunConfig, serde_json::Error> {
-        serde_json::from_value(Value::Object(self.values.clone()))
-    }
-
-    /// The settings, checked against each other.
-    pub fn finish(&self) -> Result<RunConfig> {
-        let config = self.build()?;
-        config.check()?;
-        Ok(config)
-    }
-}
-
 /// The largest size: a product of two fits a 64-bit integer. What the memory has room for is checked with the model.
 const LARGEST: usize = i32::MAX as usize;
 
@@ -541,104 +428,5 @@ impl RunConfig {
             bail!("{name}: neither steps nor minutes are given; the file is damaged: restore it or train again");
         }
         Ok(config)
-    }
-}
-
-/// An error of a reader of JSON or TOML without the names of Rust's types.
-pub fn plain(error: &(impl Display + ?Sized)) -> String {
-    const NAMES: [(&str, &str); 12] = [
-        ("expected usize", "expected a whole number from 0"),
-        ("expected u64", "expected a whole number from 0"),
-        ("expected u32", "expected a whole number from 0"),
-        ("expected u8", "expected a whole number from 0 to 255"),
-        ("expected f64", "expected a number"),
-        ("expected a map", "expected a table such as {relative = {shared = true}}"),
-        ("invalid type: map", "invalid type: table"),
-        ("expected struct ", "expected an object: "),
-        ("expected internally tagged enum ", "expected an object with a `type`: "),
-        ("data did not match any variant of untagged enum ", "no known kind of "),
-        ("UnkIdNotInVocabulary", "whose `unk_id` is not in it"),
-        ("expected ident", "this is no JSON"),
-    ];
-    let text = NAMES.iter().fold(error.to_string(), |text, (rust, words)| text.replace(rust, words));
-    ["Untagged", "Wrapper", "Helper", "Deserializer"].iter().fold(text, |text, suffix| text.replace(suffix, ""))
-}
-
-/// The known name closest to `name`, if one is close enough to be meant.
-pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
-    let plain = |text: &str| text.to_lowercase().replace('-', "_");
-    let wanted = plain(name);
-    known
-        .iter()
-        .map(|candidate| (strsim::levenshtein(&wanted, &plain(candidate)), *candidate))
-        .min()
-        .filter(|(distance, candidate)| *distance <= candidate.len().max(wanted.len()) / 2)
-        .map(|(_, candidate)| candidate)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn later_sources_win_and_types_are_checked() {
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("steps=7").unwrap();
-        settings.set_text("attention = kernelized").unwrap();
-        settings.set_text("learning_rate=1e-4").unwrap();
-        settings.set_text("steps=8").unwrap();
-        let config = settings.finish().unwrap();
-        assert_eq!((config.steps, config.attention.as_str(), config.learning_rate), (Some(8), "kernelized", 1e-4));
-        let error = settings.set_text("steps=many").unwrap_err().to_string();
-        assert!(error.contains("`steps` = \"many\""), "{error}");
-        assert_eq!(settings.finish().unwrap().steps, Some(8), "a refused value leaves the old one");
-    }
-
-    #[test]
-    fn an_unknown_key_names_the_nearest() {
-        let mut settings = Settings::new().unwrap();
-        let error = settings.set_text("learning-rat=1").unwrap_err().to_string();
-        assert!(error.contains("did you mean `learning_rate`?") && error.contains("known are"), "{error}");
-        assert!(!settings.set_text("qqqqqqqq=1").unwrap_err().to_string().contains("did you mean"));
-        assert!(settings.set_text("steps").unwrap_err().to_string().contains("no `=`"));
-    }
-
-    #[test]
-    fn every_key_is_explained() {
-        let settings = Settings::new().unwrap();
-        let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
-        let mut explained: Vec<&str> = crate::run::keys::KEYS.iter().map(|(key, _)| *key).collect();
-        known.sort_unstable();
-        explained.sort_unstable();
-        assert_eq!(explained, known);
-    }
-
-    #[test]
-    fn a_whole_number_serves_where_a_fraction_is_wanted() {
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("clip_norm=2").unwrap();
-        settings.set_text("minutes=3").unwrap();
-        assert_eq!(settings.finish().unwrap().minutes, Some(3.0));
-    }
-
-    #[test]
-    fn senseless_values_are_named() {
-        for (assignment, part) in [
-            ("heads=3", "not a multiple of heads = 3"),
-            ("dropout=1.0", "dropout = 1"),
-            ("batch_size=0", "batch_size = 0"),
-            ("steps=0", "steps = 0"),
-            ("radius=100000000000", "radius = 100000000000: expected at most"),
-            ("workers=100000", "workers = 100000: expected 1 to 1024"),
-            ("workers=0", "workers = 0"),
-            ("learning_rate=-1.0", "learning_rate = -1"),
-            ("clip_norm=nan", "clip_norm"),
-            ("minutes=0.0", "minutes = 0"),
-        ] {
-            let mut settings = Settings::new().unwrap();
-            let result = settings.set_text(assignment).and_then(|()| settings.finish().map(drop));
-            let error = result.unwrap_err().to_string();
-            assert!(error.contains(part), "{assignment}: {error}");
-        }
     }
 }

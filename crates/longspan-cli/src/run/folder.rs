@@ -205,7 +205,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::run::config::Settings;
+    use crate::run::settings::Settings;
 
     #[test]
     fn transformers_finds_its_keys_and_the_command_passes_over_them() {

@@ -15,7 +15,7 @@
 //! `checkpoint.safetensors`; `model.safetensors` holds the best weights so far. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
-//! Reading order: [`config`], [`keys`], [`words`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
+//! Reading order: [`config`], [`keys`], [`words`], [`settings`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
 
 pub mod checkpoint;
 pub mod config;
@@ -24,5 +24,6 @@ pub mod folder;
 pub mod keys;
 pub mod log;
 pub mod seal;
+pub mod settings;
 pub mod words;
 pub mod write;

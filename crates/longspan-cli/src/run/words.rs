@@ -1,4 +1,6 @@
-//! Settings that are words, as what they stand for.
+//! Settings that are words, as what they stand for, and errors in words.
+
+use std::fmt::Display;
 
 use anyhow::{Result, bail};
 use longspan::layers::{Activation, NormKind};
@@ -40,4 +42,36 @@ impl RunConfig {
         let known = [("mean", Pooling::Mean), ("last", Pooling::Last), ("attention", Pooling::Attention)];
         meant("pooling", &self.pooling, &known)
     }
+}
+
+/// An error of a reader of JSON or TOML without the names of Rust's types.
+pub fn plain(error: &(impl Display + ?Sized)) -> String {
+    const NAMES: [(&str, &str); 12] = [
+        ("expected usize", "expected a whole number from 0"),
+        ("expected u64", "expected a whole number from 0"),
+        ("expected u32", "expected a whole number from 0"),
+        ("expected u8", "expected a whole number from 0 to 255"),
+        ("expected f64", "expected a number"),
+        ("expected a map", "expected a table such as {relative = {shared = true}}"),
+        ("invalid type: map", "invalid type: table"),
+        ("expected struct ", "expected an object: "),
+        ("expected internally tagged enum ", "expected an object with a `type`: "),
+        ("data did not match any variant of untagged enum ", "no known kind of "),
+        ("UnkIdNotInVocabulary", "whose `unk_id` is not in it"),
+        ("expected ident", "this is no JSON"),
+    ];
+    let text = NAMES.iter().fold(error.to_string(), |text, (rust, words)| text.replace(rust, words));
+    ["Untagged", "Wrapper", "Helper", "Deserializer"].iter().fold(text, |text, suffix| text.replace(suffix, ""))
+}
+
+/// The known name closest to `name`, if one is close enough to be meant.
+pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+    let plain = |text: &str| text.to_lowercase().replace('-', "_");
+    let wanted = plain(name);
+    known
+        .iter()
+        .map(|candidate| (strsim::levenshtein(&wanted, &plain(candidate)), *candidate))
+        .min()
+        .filter(|(distance, candidate)| *distance <= candidate.len().max(wanted.len()) / 2)
+        .map(|(_, candidate)| candidate)
 }

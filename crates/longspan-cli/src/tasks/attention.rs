@@ -5,7 +5,8 @@ use longspan::attention::{AftFullOptions, AftLocalOptions, AttentionConfig};
 use longspan::kernels::FeatureMap;
 use serde_json::{Map, Value, json};
 
-use crate::run::config::{RunConfig, nearest};
+use crate::run::config::RunConfig;
+use crate::run::words::nearest;
 
 /// The names of all mechanisms, for help and errors.
 pub fn names() -> String {

@@ -15,7 +15,7 @@ use tokenizers::{
 };
 
 use super::tokens::{SPECIALS, UNKNOWN};
-use crate::run::config::plain;
+use crate::run::words::plain;
 
 /// A tokenizer of the crate `tokenizers`. Serialised as its `tokenizer.json`.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -13,7 +13,7 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use super::tokenizer_file::{Foreign, Stream, guarded};
-use crate::run::config::plain;
+use crate::run::words::plain;
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;

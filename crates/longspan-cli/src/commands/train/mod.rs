@@ -19,10 +19,11 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Outcome;
-use crate::run::config::{RunConfig, Settings};
+use crate::run::config::RunConfig;
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::keys::KEYS;
+use crate::run::settings::Settings;
 use crate::run::write::write_atomic;
 use crate::tasks::attention;
 use crate::tasks::feed::Feed;
