@@ -13,6 +13,7 @@ mod flex;
 pub(crate) mod operation;
 pub(crate) mod pairs;
 mod peers;
+mod running;
 mod state;
 #[cfg(feature = "flex")]
 mod stretches;
@@ -41,10 +42,11 @@ pub(crate) use flex::copies::count as count_copy;
 pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
 #[cfg(feature = "flex")]
 pub use peers::Peers;
+pub(crate) use running::Running;
 use state::Inner;
 pub(crate) use state::TensorState;
 pub use state::{AttentionState, StateForm, StoredState};
-pub(crate) use tensor::{Running, Total};
+pub(crate) use tensor::Total;
 
 use crate::attention::{AttentionMask, Heads, KeyMask};
 use crate::error::{Error, Result, argument};

@@ -7,9 +7,9 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use longspan_kernels::StateShape;
 use serde::{Deserialize, Serialize};
 
+use super::Running;
 #[cfg(feature = "flex")]
 use super::flex::PrefixState;
-use super::tensor::Running;
 use super::{Layer, Peers};
 use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};

@@ -5,17 +5,19 @@
 //! projection's order, so that the way back is a view as well. Only a tensor whose rows are not adjacent numbers is
 //! copied first, and `f16` and `bf16` are converted.
 
+mod prefix;
+
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::tensor::{Bytes, DType, Shape, TensorData};
+use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::half::{Half, bf16, f16, narrow, widen};
 use longspan_kernels::layers::Stretches;
-use longspan_kernels::{
-    Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, StateShape, Token, View, ViewMut,
-};
+use longspan_kernels::{Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, View, ViewMut};
+
+pub(super) use prefix::PrefixState;
 
 use super::operation::Operation;
 use super::state::{AttentionState, Inner};
@@ -453,124 +455,6 @@ impl Operands {
             Ok(Self { q: dq.into_tensor(), k: dk.into_tensor(), v: dv.into_tensor(), parameters })
         })
     }
-}
-
-/// The state of a prefix in the kernels' form.
-#[derive(Debug, Clone)]
-pub(super) enum PrefixState {
-    F32(State<f32>),
-    F64(State<f64>),
-}
-
-impl PrefixState {
-    /// In `f32`.
-    pub fn as_f32(&mut self) -> Option<&mut State<f32>> {
-        match self {
-            Self::F32(state) => Some(state),
-            Self::F64(_) => None,
-        }
-    }
-
-    /// Before the first token of calls like this one.
-    pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
-        Self::empty_for(kernel, &operands.dims(), operands.q.dtype())
-    }
-
-    /// Before the first token of calls of these sizes.
-    pub fn empty_for(kernel: &dyn AnyKernel, dims: &Dims, dtype: DType) -> Result<Self, kernels::Error> {
-        Ok(match dtype {
-            DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(dims)?),
-            _ => Self::F32(f32::mechanism(kernel).empty_state(dims)?),
-        })
-    }
-
-    /// The states of the batch entries `indices`.
-    pub fn select(&self, indices: &[usize]) -> Result<Self, kernels::Error> {
-        Ok(match self {
-            Self::F32(state) => Self::F32(state.select(indices)?),
-            Self::F64(state) => Self::F64(state.select(indices)?),
-        })
-    }
-
-    /// The states of several batches as those of one.
-    pub fn join(states: &[&Self]) -> Option<Result<Self, kernels::Error>> {
-        fn joined<T: Number>(states: &[&PrefixState]) -> Option<Result<PrefixState, kernels::Error>> {
-            let states: Vec<&State<T>> = states.iter().map(|state| T::state(state)).collect::<Option<_>>()?;
-            let shape = states.first()?.shape();
-            let alike = |state: &&State<T>| StateShape { batch: shape.batch, ..state.shape() } == shape;
-            if !states.iter().all(alike) {
-                return None;
-            }
-            let batch = states.iter().map(|state| state.shape().batch).sum();
-            let numbers = states.iter().flat_map(|state| state.numbers()).copied().collect();
-            Some(State::from_numbers(StateShape { batch, ..shape }, numbers).map(T::prefix))
-        }
-        match states.first()? {
-            Self::F32(_) => joined::<f32>(states),
-            Self::F64(_) => joined::<f64>(states),
-        }
-    }
-
-    /// Its mechanism and sizes.
-    pub fn shape(&self) -> StateShape {
-        match self {
-            Self::F32(state) => state.shape(),
-            Self::F64(state) => state.shape(),
-        }
-    }
-
-    /// Its number type.
-    pub fn dtype(&self) -> DType {
-        match self {
-            Self::F32(_) => DType::F32,
-            Self::F64(_) => DType::F64,
-        }
-    }
-
-    /// All its numbers.
-    pub fn numbers(&self) -> TensorData {
-        match self {
-            Self::F32(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
-            Self::F64(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
-        }
-    }
-
-    /// Rebuilds a state from its numbers.
-    pub fn from_numbers(shape: StateShape, numbers: &TensorData) -> Result<Self, kernels::Error> {
-        Ok(match numbers.dtype() {
-            DType::F64 => Self::F64(State::from_numbers(shape, numbers.iter::<f64>().collect())?),
-            _ => Self::F32(State::from_numbers(shape, numbers.iter::<f32>().collect())?),
-        })
-    }
-
-    /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
-    pub fn step(&mut self, kernel: &dyn AnyKernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
-        match self {
-            Self::F32(state) => {
-                let out = step_as(kernel, &operands.widened(), state)?;
-                Ok(rounded(out, operands.q.dtype()))
-            }
-            Self::F64(state) => step_as(kernel, operands, state),
-        }
-    }
-}
-
-fn step_as<T: Number>(
-    kernel: &dyn AnyKernel,
-    operands: &Operands,
-    state: &mut State<T>,
-) -> Result<FlexTensor, kernels::Error> {
-    // A token is a few numbers: copying it costs nothing.
-    let row_major = |tensor: &FlexTensor| tensor.to_contiguous();
-    let (q, k, v) = (row_major(&operands.q), row_major(&operands.k), row_major(&operands.v));
-    let mechanism = T::mechanism(kernel);
-    let dims = operands.dims();
-    let parameters = split_parameters(mechanism, &dims, operands.parameters.as_ref().map(contiguous));
-    let token = Token { q: contiguous(&q), k: contiguous(&k), v: contiguous(&v), parameters: &parameters };
-    let shape = dims.out();
-    let mut out = vec![T::ZERO; shape.iter().product()];
-    mechanism.step(&token, state, &mut out)?;
-    Ok(FlexTensor::new(T::bytes(out), Layout::contiguous(Shape::from(shape)), T::DTYPE))
 }
 
 /// Batch, heads, tokens, width.
