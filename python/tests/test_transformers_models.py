@@ -318,3 +318,6 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="series: expected a run of texts, .* read it with `longspan.torch.runs.load_run`"):
         (tmp_path / "config.json").write_text(json.dumps({"series": "a.csv"}))
         LongspanConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="synthetic: expected a task of a language model, got compression"):
+        (tmp_path / "config.json").write_text(json.dumps({"synthetic": "compression:length=32,vocabulary=16"}))
+        LongspanConfig.from_pretrained(tmp_path)

@@ -240,6 +240,9 @@ impl Default for RunConfig {
     }
 }
 
+/// The synthetic task that has a model of its own.
+pub const COMPRESSION: &str = "compression";
+
 /// The largest size: a product of two fits a 64-bit integer. What the memory has room for is checked with the model.
 const LARGEST: usize = i32::MAX as usize;
 
@@ -338,6 +341,12 @@ impl RunConfig {
             bail!("minutes = {minutes}: expected a number above 0; change it with --minutes");
         }
         Ok(())
+    }
+
+    /// Whether sequences are drawn that a model is to compress.
+    pub fn compresses(&self) -> bool {
+        let name = self.synthetic.as_ref().and_then(|spec| spec.split(':').next());
+        name.is_some_and(|name| name.trim() == COMPRESSION)
     }
 
     /// How many steps the run takes; `None` while a run in minutes is being timed.

@@ -178,7 +178,7 @@ impl RunFolder {
 }
 
 /// What `config.json` holds. Its first two keys let Hugging Face's transformers know the model, which the Python package has for
-/// every kind of data but series.
+/// every kind of data but series and what is compressed.
 fn stored(config: &RunConfig) -> Result<String> {
     #[derive(Serialize)]
     struct Stored<'a> {
@@ -191,6 +191,7 @@ fn stored(config: &RunConfig) -> Result<String> {
     }
     let model = match config.data_flag() {
         "--series" => None,
+        "--synthetic" if config.compresses() => None,
         "--labelled" => Some("LongspanForSequenceClassification"),
         "--pairs" => Some("LongspanForSeq2SeqLM"),
         _ => Some("LongspanForCausalLM"),
@@ -226,6 +227,7 @@ mod tests {
         let labelled = of(|config| config.labelled = Some("a.tsv".into()));
         assert_eq!(labelled, named("LongspanForSequenceClassification"));
         assert_eq!(of(|config| config.series = Some("a.csv".into())), (Value::Null, Value::Null));
+        assert_eq!(of(|config| config.synthetic = Some("compression:length=8".into())), (Value::Null, Value::Null));
         let error = Settings::new().unwrap().set_text("model_type=x").unwrap_err().to_string();
         assert!(error.contains("unknown key `model_type`"), "{error}");
     }

@@ -37,7 +37,7 @@ macro_rules! for_task {
     ($config:expr, $function:ident($($argument:expr),* $(,)?)) => {
         match $config {
             config if !config.text.is_empty() => $function::<$crate::tasks::text::Text>($($argument),*),
-            config if $crate::tasks::synthetic::compresses(config) => {
+            config if config.compresses() => {
                 $function::<$crate::tasks::synthetic::Compressing>($($argument),*)
             }
             config if config.synthetic.is_some() => {

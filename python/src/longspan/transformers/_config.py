@@ -39,6 +39,8 @@ def architecture_of(settings: dict[str, Any]) -> str:
     if settings.get("series"):
         raise ValueError("LongspanConfig: series: expected a run of texts, labelled texts or pairs, got one of series; read it with "
                          "`longspan.torch.runs.load_run`")  # fmt: skip
+    if str(settings.get("synthetic") or "").split(":")[0].strip() == "compression":
+        raise ValueError("LongspanConfig: synthetic: expected a task of a language model, got compression; read it with `longspan eval`")
     for name, (data, _) in KINDS.items():
         if any(settings.get(key) for key in data):
             return name

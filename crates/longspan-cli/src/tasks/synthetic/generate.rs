@@ -7,6 +7,7 @@ use std::str::FromStr;
 use anyhow::{Error, Result, anyhow, bail};
 
 use super::listops;
+use crate::run::config::COMPRESSION;
 use crate::tasks::batches::Random;
 
 /// The largest size.
@@ -48,9 +49,6 @@ enum Kind {
     /// is to be given at its end.
     ListOps,
 }
-
-/// The task that has a model of its own.
-pub const COMPRESSION: &str = "compression";
 
 /// A size: its name, what it is if nobody says, the least it can be.
 type Size = (&'static str, usize, usize);

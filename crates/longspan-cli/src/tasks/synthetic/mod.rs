@@ -55,11 +55,6 @@ pub type Telling = Synthetic<LanguageModel>;
 /// What a model tells of a whole sequence from one row.
 pub type Compressing = Synthetic<Compressor>;
 
-/// Whether the settings name a task of compression.
-pub fn compresses(config: &RunConfig) -> bool {
-    config.synthetic.as_ref().is_some_and(|spec| spec.split(':').next() == Some(generate::COMPRESSION))
-}
-
 /// Sequences drawn anew for every step, from the seed and the step alone.
 pub struct Drawn {
     spec: Spec,
