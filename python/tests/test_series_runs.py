@@ -26,16 +26,17 @@ RUNS = {
     "mixed": ("label", 2, False, ["attention=fourier,softmax-window", "attention_options={softmax-window = {window = 4}}"]),
     "sines": ("label", 1, True, ["attention=kernelized", GATED]),
     "shaw": ("label", 2, False, ["attention=shaw", "causal=true"]),
+    "clock": ("label", 2, True, ["clock=true"]),
     "by position": ("number", 1, False, ["attention=aft-full", "max_tokens=40"]),
 }
 
 
-def series(count, channels, missing, target):
-    """Series of 3 to 30 points at random times far from 0, the label of which is how fast they turn."""
+def series(count, channels, missing, target, start=1e6):
+    """Series of 3 to 30 points at random times after a start, the label of which is how fast they turn."""
     draw = random.Random(7)
     for place in range(count):
         speed = draw.uniform(0.3, 3)
-        times = sorted(draw.uniform(0, 20) + 1e6 for _ in range(draw.randint(3, 30)))
+        times = sorted(draw.uniform(0, 20) + start for _ in range(draw.randint(3, 30)))
         values = [
             [None if missing and draw.random() < 0.2 else 5 * channel + math.sin(speed * time) for channel in range(channels)]
             for time in times
@@ -58,11 +59,12 @@ def command(*arguments):
 def run(request, tmp_path_factory):
     target, channels, missing, settings = RUNS[request.param]
     place = tmp_path_factory.mktemp("run")
-    data = list(series(60, channels, missing, target))
+    data = list(series(60, channels, missing, target, 0 if request.param == "clock" else 1e6))
     (place / "series.jsonl").write_text("".join(json.dumps(one) + "\n" for one in data))
     settings = ["d_model=16", "heads=2", "d_ff=32", "layers=2", "warmup_steps=5", "learning_rate=0.01", *settings]
     command("train", "--series", place / "series.jsonl", "--steps", "40", "--out", place / "run",
             *(part for setting in settings for part in ("--set", setting)))  # fmt: skip
+    assert ("clock" in json.loads((place / "run" / "series.json").read_text())) == (request.param == "clock")
     return place / "run", data
 
 
@@ -235,7 +237,7 @@ def stored(folder, scaling=WHOLE, labels=("a", "b")):
 @pytest.mark.parametrize(
     "change",
     [{"means": []}, {"means": [1.0, 2.0]}, {"means": ["x"]}, {"deviations": [0.0]}, {"step": math.nan}, {"masked": 1}, {"more": 1},
-     {"means": 3.0, "deviations": 2.0}],
+     {"means": 3.0, "deviations": 2.0}, {"clock": [0.0, 1.0]}, {"clock": {"begin": 0.0, "span": 0.0}}],
 )  # fmt: skip
 def test_a_damaged_scaling_is_refused(change, tmp_path):
     with pytest.raises(ValueError, match="series.json: expected names, means and .* the file is damaged: restore it or train again"):

@@ -36,6 +36,9 @@ pub struct RunConfig {
     /// Points before them that are seen; by default four times as many, at least 64, as far as series are so long.
     #[serde(default)]
     pub context: Option<usize>,
+    /// Whether the model is told times since the start that series share; by default where they share one near 0.
+    #[serde(default)]
+    pub clock: Option<bool>,
     /// What becomes of missing values of a series: `mask` or `refuse`.
     #[serde(default = "missing")]
     pub missing: String,
@@ -190,6 +193,7 @@ impl Default for RunConfig {
             target: None,
             forecast: None,
             context: None,
+            clock: None,
             missing: missing(),
             tokens: None,
             vocabulary: None,

@@ -1,7 +1,7 @@
 //! What settings mean, in words.
 
 /// What each key means, in the order of [`RunConfig`](super::config::RunConfig); for `longspan train --help`.
-pub const KEYS: [(&str, &str); 52] = [
+pub const KEYS: [(&str, &str); 53] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
@@ -13,6 +13,7 @@ pub const KEYS: [(&str, &str); 52] = [
     ("target", "label or number: what labels are; numbers where all are and more than 20 differ"),
     ("forecast", "how many next points of a series are told, instead of its label"),
     ("context", "points before them that are seen; four times as many, at least 64, as far as series are so long"),
+    ("clock", "whether the model is told times since the start that series share; where they share one near 0"),
     ("missing", "mask or refuse: what becomes of missing values of a series"),
     (
         "tokens",

@@ -22,7 +22,7 @@ file                                                          shape             
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
 besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention; one of series is as that of
 labelled texts, with ``input.{weight,bias}`` in the place of the embedding, ``[channels, d_model]``, or ``[2 channels, d_model]``
-where the scaling is ``masked``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention
+where the scaling is ``masked``, and eight rows more where it has a ``clock``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention
 ``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the queries, and ``gated_norm.gamma`` ``[d_model]``, here
 ``gated_norm.weight``.
 
@@ -88,6 +88,8 @@ PAD, START, END, UNKNOWN = 0, 1, 2, 3
 _SPECIALS = 4
 #: Points of series that are answered together.
 _TOGETHER = 16384
+#: Waves that fill the span of a clock.
+_WAVES = (0.5, 1.0, 2.0, 4.0)
 
 
 def read_json(path: Path) -> Any:
@@ -279,6 +281,9 @@ class Scaling:
         The median distance of neighbouring times, which counts as 1.
     masked : bool
         Whether the model gets a channel beside each that says which values are missing. The mean stands for these.
+    clock : dict, optional
+        When times begin, ``begin``, and how long they last, ``span``, where they count from a start that series share: then four
+        sines and cosines tell the model the time.
 
     Examples
     --------
@@ -292,6 +297,7 @@ class Scaling:
     deviations: Sequence[float]
     step: float
     masked: bool
+    clock: Mapping[str, float] | None = None
 
     @property
     def inputs(self) -> int:
@@ -302,7 +308,7 @@ class Scaling:
         int
             `SeriesModel`'s ``channels``.
         """
-        return len(self.means) * (2 if self.masked else 1)
+        return len(self.means) * (2 if self.masked else 1) + (2 * len(_WAVES) if self.clock else 0)
 
     def _points(self, where: str, one: Any) -> tuple[Tensor, Tensor]:
         """A series as the model gets it: the numbers of its points, and their times from the first one on."""
@@ -335,12 +341,16 @@ class Scaling:
         missing = np.isnan(values)
         with np.errstate(over="ignore"):
             points = np.where(missing, 0.0, (values - self.means) / self.deviations).astype(np.float32)
+            angles = [] if self.clock is None else [2 * np.pi * n * (times - self.clock["begin"]) / self.clock["span"] for n in _WAVES]
             times = ((times - times[0]) / self.step).astype(np.float32)
         if not (np.isfinite(points).all() and np.isfinite(times).all()):
             raise ValueError(f"{where}: expected values and times as large as those of training, got some beyond all measure; "
                              "leave the series out")  # fmt: skip
         if self.masked:
             points = np.concatenate([points, missing.astype(np.float32)], 1)
+        if angles:
+            waves = np.stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)], 1)
+            points = np.concatenate([points, waves.astype(np.float32)], 1)
         return torch.from_numpy(points), torch.from_numpy(times)
 
 
@@ -486,6 +496,10 @@ def _scaling(path: Path) -> Scaling:
         found = Scaling(**read_json(path))
         lists = all(isinstance(some, list) and _finite(*some) for some in (found.means, found.deviations))
         whole = lists and len(found.means) == len(found.deviations) > 0 and _finite(found.step) and isinstance(found.masked, bool)
+        clock = found.clock
+        if clock is not None:
+            told = isinstance(clock, dict) and clock.keys() == {"begin", "span"}
+            whole = whole and told and _finite(*clock.values()) and clock["span"] > 0
     except TypeError:
         whole = False
     if not whole or min(*found.deviations, found.step) <= 0:

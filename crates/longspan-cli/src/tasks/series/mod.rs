@@ -24,7 +24,7 @@ use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{self, Sample};
 use crate::terminal::shell;
 use file::Series;
-use scaling::Scaling;
+use scaling::{Clock, Scaling};
 
 /// What a run on series has beside its weights.
 pub struct SeriesTask {
@@ -58,7 +58,11 @@ impl Task for SeriesTask {
         let split = read_split(config)?;
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let target = Target::of(labels, config, Self::EXAMPLES)?;
-        let task = Self { scaling: Scaling::of(&split.train), target };
+        let clock = if config.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
+        if config.clock == Some(true) && clock.is_none() {
+            bail!("clock is set, and the series do not share a start near 0; leave it out, or count times from each start");
+        }
+        let task = Self { scaling: Scaling { clock, ..Scaling::of(&split.train) }, target };
         let data = task.measured(split, config)?;
         make_absolute(config)?;
         Ok((task, data))

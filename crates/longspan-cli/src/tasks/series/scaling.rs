@@ -24,13 +24,50 @@ pub struct Scaling {
     pub step: f64,
     /// Whether the model gets a channel beside each that says which values are missing: where any is missing in training.
     pub masked: bool,
+    /// When the first series begins and how long they last in all, where times count from a start that they share.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock: Option<Clock>,
+}
+
+/// Times that count from a start: when they begin, and how long they last.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Clock {
+    pub begin: f64,
+    pub span: f64,
+}
+
+/// Waves that tell the time on a clock: half of one, one, two and four fill its span.
+const WAVES: [f64; 4] = [0.5, 1.0, 2.0, 4.0];
+
+impl Clock {
+    /// That of series whose times all fall into a span near 0 that is at most twice as long as the longest of them. Of others, such as
+    /// those that stand years apart, only differences of times mean something.
+    pub fn of(all: &[Series]) -> Option<Self> {
+        let ends = all.iter().filter_map(|one| Some([*one.times.first()?, *one.times.last()?]));
+        let (mut begin, mut end, mut longest) = (f64::INFINITY, f64::NEG_INFINITY, 0f64);
+        for [first, last] in ends {
+            (begin, end, longest) = (begin.min(first), end.max(last), longest.max(last - first));
+        }
+        let span = end - begin;
+        (span > 0.0 && span <= 2.0 * longest && begin.abs() <= span).then_some(Self { begin, span })
+    }
+
+    /// Sines and cosines at a time.
+    fn waves(self, time: f64) -> impl Iterator<Item = f32> {
+        let part = (time - self.begin) / self.span;
+        WAVES.into_iter().flat_map(move |waves| {
+            let (sin, cos) = (std::f64::consts::TAU * waves * part).sin_cos();
+            [sin as f32, cos as f32]
+        })
+    }
 }
 
 impl Scaling {
     /// That of the series to learn from.
     pub fn of(train: &[Series]) -> Self {
         let Some(first) = train.first() else {
-            return Self { names: Vec::new(), means: Vec::new(), deviations: Vec::new(), step: 1.0, masked: false };
+            return Self { names: Vec::new(), means: Vec::new(), deviations: Vec::new(), step: 1.0, masked: false, clock: None };
         };
         let moments = (0..first.width).map(|channel| {
             let values = train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(first.width));
@@ -39,7 +76,7 @@ impl Scaling {
         let (means, deviations) = moments.unzip();
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
-        Self { names: first.names.to_vec(), means, deviations, step, masked }
+        Self { names: first.names.to_vec(), means, deviations, step, masked, clock: None }
     }
 
     /// Reads what [`store`](Self::store) wrote.
@@ -50,7 +87,8 @@ impl Scaling {
         let damaged =
             || anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display());
         let found: Self = serde_json::from_str(&text).map_err(|_| damaged())?;
-        if found.means.is_empty() || found.means.len() != found.deviations.len() {
+        let lasts = found.clock.is_none_or(|clock| clock.begin.is_finite() && clock.span > 0.0);
+        if found.means.is_empty() || found.means.len() != found.deviations.len() || !lasts {
             return Err(damaged());
         }
         Ok(found)
@@ -68,7 +106,8 @@ impl Scaling {
 
     /// Numbers that the model gets at a point.
     pub fn inputs(&self) -> usize {
-        self.channels() * if self.masked { 2 } else { 1 }
+        let waves = if self.clock.is_some() { 2 * WAVES.len() } else { 0 };
+        self.channels() * if self.masked { 2 } else { 1 } + waves
     }
 
     /// Refuses a series that has other channels.
@@ -86,12 +125,12 @@ impl Scaling {
         Ok(())
     }
 
-    /// A series as the model gets it: the numbers of its points, and their times from the first one on.
+    /// A series as the model gets it: the numbers of its points, with the time on the clock, and their times from the first one on.
     pub fn apply(&self, one: &Series) -> Result<(Vec<f32>, Vec<f32>)> {
         self.check(one)?;
         let width = self.channels();
         let mut values = Vec::with_capacity(one.times.len() * self.inputs());
-        for point in one.values.chunks(width) {
+        for (point, time) in one.values.chunks(width).zip(&one.times) {
             let scaled = point.iter().zip(&self.means).zip(&self.deviations).map(|((value, mean), deviation)| {
                 // The mean stands for what is missing.
                 if value.is_nan() { 0.0 } else { ((value - mean) / deviation) as f32 }
@@ -99,6 +138,9 @@ impl Scaling {
             values.extend(scaled);
             if self.masked {
                 values.extend(point.iter().map(|value| f32::from(u8::from(value.is_nan()))));
+            }
+            if let Some(clock) = self.clock {
+                values.extend(clock.waves(*time));
             }
         }
         let first = one.times.first().copied().unwrap_or(0.0);
@@ -129,6 +171,19 @@ mod tests {
     use crate::tasks::series::file::{parse, series};
 
     #[test]
+    fn a_clock_is_shared_by_series_that_begin_together_near_0() {
+        let all = |spans: &[(f64, f64)]| -> Vec<Series> {
+            let one = |&(from, to): &(f64, f64)| series(vec![(from, vec![1.0]), (to, vec![2.0])], None, 1).unwrap();
+            spans.iter().map(one).collect()
+        };
+        let of = |spans: &[(f64, f64)]| Clock::of(&all(spans)).map(|clock| (clock.begin, clock.span));
+        assert_eq!(of(&[(0.0, 23.0), (2.0, 20.0), (1.0, 5.0)]), Some((0.0, 23.0)));
+        assert_eq!(of(&[(1.7e9, 1.7e9 + 60.0), (1.7e9, 1.7e9 + 50.0)]), None, "a date");
+        assert_eq!(of(&[(0.0, 10.0), (10.0, 20.0), (20.0, 30.0)]), None, "one after the other");
+        assert_eq!((of(&[(3.0, 3.0)]), of(&[])), (None, None));
+    }
+
+    #[test]
     fn values_and_times_are_measured_by_those_of_training() {
         let text = "id,time,x,y\na,10,1,5\na,12,3,5\na,14,,5\nb,0,5,5\nb,50,3,5\n";
         let all = parse(text.as_bytes(), "csv", "f").unwrap();
@@ -143,6 +198,14 @@ mod tests {
         // A point far from 0 in time keeps its digits.
         let late = series(vec![(1.7e9, vec![3.0, 5.0]), (1.7e9 + 1.0, vec![3.0, 5.0])], None, 1).unwrap();
         assert_eq!(scaling.apply(&late).unwrap().1, [0.0, 0.5]);
+
+        // At 55 of a clock from 10 to 50: a whole and an eighth.
+        let told = Scaling { clock: Some(Clock { begin: 10.0, span: 40.0 }), ..scaling.clone() };
+        let (values, _) = told.apply(&series(vec![(55.0, vec![3.0, 5.0])], None, 1).unwrap()).unwrap();
+        let half = 0.5f32.sqrt();
+        let expected = [-0.3826834, -0.9238795, half, half, 1.0, 0.0, 0.0, -1.0];
+        assert_eq!((values.len(), told.inputs()), (12, 12));
+        assert!(values[4..].iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-6), "{values:?}");
 
         let refused = |one: &Series| scaling.apply(one).unwrap_err().to_string();
         assert!(
