@@ -60,9 +60,11 @@ impl Task for SeriesTask {
         let target = Target::of(labels, config, Self::EXAMPLES)?;
         let clock = if config.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
         if config.clock == Some(true) && clock.is_none() {
-            bail!("clock is set, and the series do not share a start near 0; leave it out, or count times from each start");
+            bail!(
+                "clock is set, and the series do not share a start near 0; leave it out, or count times from each start"
+            );
         }
-        let task = Self { scaling: Scaling { clock, ..Scaling::of(&split.train) }, target };
+        let task = Self { scaling: Scaling::of(&split.train).with_clock(clock), target };
         let data = task.measured(split, config)?;
         make_absolute(config)?;
         Ok((task, data))

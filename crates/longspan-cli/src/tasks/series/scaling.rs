@@ -67,7 +67,14 @@ impl Scaling {
     /// That of the series to learn from.
     pub fn of(train: &[Series]) -> Self {
         let Some(first) = train.first() else {
-            return Self { names: Vec::new(), means: Vec::new(), deviations: Vec::new(), step: 1.0, masked: false, clock: None };
+            return Self {
+                names: Vec::new(),
+                means: Vec::new(),
+                deviations: Vec::new(),
+                step: 1.0,
+                masked: false,
+                clock: None,
+            };
         };
         let moments = (0..first.width).map(|channel| {
             let values = train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(first.width));
@@ -77,6 +84,11 @@ impl Scaling {
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
         Self { names: first.names.to_vec(), means, deviations, step, masked, clock: None }
+    }
+
+    /// The same beside a clock.
+    pub fn with_clock(self, clock: Option<Clock>) -> Self {
+        Self { clock, ..self }
     }
 
     /// Reads what [`store`](Self::store) wrote.
