@@ -178,7 +178,7 @@ def _series(name: str, positions: str, peer: str = "") -> list[Row]:
         train, held_out = (f"{{{name}-{dropped}-{{seed}}-{positions}-{part}.jsonl}}" for part in ("train", "test"))
         words = {"times": "Fourier positions at the times", "index": "the same, points counted", "gru": "GRU with time differences"}
         files = f"--series {train} --held-out {held_out}".replace("-gru-", "-times-")
-        settings = "" if peer else " --attention fourier --set layers=2 --set d_model=64 --set d_ff=128 --steps 1500"
+        settings = "" if peer else " --attention fourier --set layers=2 --set d_model=64 --set d_ff=128 --steps 500"
         rows.append(
             Row(f"{name}: {words[positions]}", f"{files}{settings} --seed {{seed}}", (1, 2, 3), column, peer)
         )
@@ -189,8 +189,9 @@ SERIES = Table(
     "series",
     "Irregular series",
     "Sets of the UCR and UEA archives as the package `aeon` ships them, with their own split; of each series 0, 30 or 60 % of the points, "
-    "or a share of its own up to 90 %, are dropped at random, in training and held out alike. Two blocks of width 64 against the same blocks that count points, and a GRU "
-    "of about as many parameters that gets the time since the last point. Three seeds, for what is dropped and for weights.",
+    "or a share of its own up to 90 %, are dropped at random, in training and held out alike. Two blocks of width 64 and 500 steps "
+    "against the same blocks that count points, and a GRU of about as many parameters that gets the time since the last point. Three "
+    "seeds, for what is dropped and for weights.",
     "accuracy",
     "accuracy, %",
     [
@@ -199,8 +200,10 @@ SERIES = Table(
         for positions, peer in (("times", ""), ("index", ""), ("gru", "gru"))
         for row in _series(name, positions, peer)
     ],
-    "Where all series lose 60 % of their points, times help on one set of three, and counting points does better on the others: random "
-    "losses leave the mean distance as it is. Where each loses a share of its own, times are ahead on two sets and equal on the third.",
+    "Times begin at 0, so the model is told the time since then (`clock`). ItalyPowerDemand, whose hours of the day mean something, loses "
+    "14 points of accuracy where 60 % of its points are dropped, and 30 where points are counted. In the other sets, whose series are one "
+    "motion or one sound, random losses leave the mean distance of points as it is, and counting loses as little; where each series loses "
+    "a share of its own, times are ahead on all three sets.",
 )
 
 _PRONUNCIATION = (
