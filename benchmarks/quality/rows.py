@@ -36,26 +36,23 @@ def _name(attention: str, feature_map: str) -> str:
 
 
 def _synthetic(
-    task: str, attention: str, more: str, heads: int = 2, feature_map: str = "elu+1", width: int = 128, **row
+    task: str, attention: str, more: str, heads: int = 2, feature_map: str = "elu+1", width: int = 128, name: str = "", **row
 ) -> Row:
     mapped = f" --set feature_map={feature_map}" if "kernelized" in attention else ""
     settings = f"--set layers=2 --set d_model={width} --set d_ff={2 * width} --set heads={heads}{mapped}"
-    return Row(_name(attention, feature_map), f"--synthetic {task} --attention {attention} {more} {settings} --seed {{seed}}", **row)
+    arguments = f"--synthetic {task} --attention {attention} {more} {settings} --seed {{seed}}"
+    return Row(_name(attention, feature_map) + name, arguments, **row)
 
 
 _LINEAR = {"attention": "short-convolution,kernelized", "heads": 8, "feature_map": "taylor2"}
 
 
 def _mqar(pairs: int, length: int, width: int, attention: str, feature_map: str = "elu+1", head: int = 32) -> Row:
-    mapped = f" --set feature_map={feature_map}" if "kernelized" in attention else ""
     # Published figures are of this size.
     steps = 3000 if (pairs, width) == (16, 128) else 2000
-    return Row(
-        f"{_name(attention, feature_map)}, width {width}",
-        f"--synthetic mqar:pairs={pairs},length={length},vocabulary=8192 --attention {attention} --steps {steps} "
-        f"--set layers=2 --set d_model={width} --set d_ff={2 * width} --set heads={width // head}{mapped} --seed {{seed}}",
-        column=f"{pairs} in {length}",
-    )
+    task, column = f"mqar:pairs={pairs},length={length},vocabulary=8192", f"{pairs} in {length}"
+    heads, name = width // head, f", width {width}"
+    return _synthetic(task, attention, f"--steps {steps}", heads, feature_map, width, name, column=column)
 
 
 _PAIRS = ((4, 64), (8, 128), (16, 256), (32, 256), (64, 512))

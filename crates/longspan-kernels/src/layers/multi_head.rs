@@ -440,9 +440,8 @@ impl<'a> MultiHead<'a> {
         let call = self.call_of(dims, (&[], 0), self.stretch(projections)).with_mask(Mask::causal());
         // Queries and gates have no part in it.
         let mut more = try_zeros(d_own.len() / columns * (columns - first))?;
-        let [_, _, dk, dv] = self.parts();
-        let parts = [dk, dv];
-        let [dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], parts);
+        let [_, _, keys, values] = self.parts();
+        let [dk, dv] = ViewMut::side_by_side(&mut more, [dims.batch, dims.keys], [keys, values]);
         let mut more_parameters = vec![0.0; d_parameters.len()];
         let cotangent = Cotangent {
             out: View::contiguous(&[], dims.out()),
@@ -458,8 +457,8 @@ impl<'a> MultiHead<'a> {
             initial_state: None,
         };
         self.kernel.backward(&call, &cotangent, gradients, scratch)?;
-        const ROWS: usize = 64;
-        let pieces = d_own.chunks_mut(ROWS * columns).zip(more.chunks(ROWS * (columns - first)));
+        // Threads share pieces of 64 rows.
+        let pieces = d_own.chunks_mut(64 * columns).zip(more.chunks(64 * (columns - first)));
         crate::threads::share(pieces, |(to, more)| {
             let rows = to.chunks_exact_mut(columns).zip(more.chunks_exact(columns - first));
             rows.for_each(|(to, more)| add_scaled(&mut to[first..], 1.0, more));

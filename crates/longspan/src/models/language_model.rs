@@ -193,9 +193,9 @@ impl LanguageModel {
         cross_entropy(self.after(tokens, state, None)?, &self.output(), next, smoothing)
     }
 
-    /// This process's part of [`loss_from`](Self::loss_from): `peers` compute the others, each that of a stretch of the tokens, from
-    /// `count · rank / peers` on. All give the same tokens and the same state. The sums over all of them are the loss and its
-    /// gradient; the state takes all tokens in.
+    /// This process's part of [`loss_from`](Self::loss_from): `peers` compute the others, each that of a stretch of the tokens, in
+    /// the order of ranks; the last is a 24th longer. All give the same tokens and the same state. The sums over all of them are the
+    /// loss and its gradient; the state takes all tokens in.
     ///
     /// A process sends each other one its blocks' states in the forward and as many numbers again in the backward, however many tokens
     /// there are. Kernelized attention, also with Shaw's and Fourier's positions, and short convolutions, on the CPU backend.

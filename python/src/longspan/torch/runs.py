@@ -22,9 +22,9 @@ file                                                          shape             
 A model of texts has ``embedding.weight``, ``blocks.i....`` as the encoder's, and ``norm``; one of labelled texts ``output``
 besides, ``[d_model, labels]``, and ``pooling_query``, ``[d_model]``, where its pooling is attention; one of series is as that of
 labelled texts, with ``input.{weight,bias}`` in the place of the embedding, ``[channels, d_model]``, or ``[2 channels, d_model]``
-where the scaling is ``masked``, and eight rows more where it has a ``clock``. Gated feed-forward parts have ``inner.weight`` ``[d_model, 2 d_ff]``, gated attention
-``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the queries, and ``gated_norm.gamma`` ``[d_model]``, here
-``gated_norm.weight``.
+where the scaling is ``masked``, and eight rows more where it has a ``clock``. Gated feed-forward parts have ``inner.weight``
+``[d_model, 2 d_ff]``, gated attention ``query_key_value`` ``[d_model, 4 d_model]``, with the gates after the queries, and
+``gated_norm.gamma`` ``[d_model]``, here ``gated_norm.weight``.
 
 What the mechanism of ``attention`` and ``cross_attention`` learns:
 
@@ -40,8 +40,8 @@ others          nothing
 hedgehog        in every mechanism ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================
 
-A decoder with AFT or a short convolution attends to the encoder's output with Shaw's attention of default options, all others with the mechanism
-itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window) get sines and cosines.
+A decoder with AFT or a short convolution attends to the encoder's output with Shaw's attention of default options, all others with
+the mechanism itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window) get sines and cosines.
 """
 
 from __future__ import annotations

@@ -158,17 +158,8 @@ pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
         ranks.reply(&serde_json::to_vec(&Reply::Failed(error))?);
         return Ok(Outcome::Done);
     }
-    fn with<T: Task>(
-        ranks: &Ranks,
-        stop: &Stop,
-        folder: &RunFolder,
-        config: &RunConfig,
-        (sha256, step): (&str, usize),
-    ) -> Result<Outcome> {
-        helper::<T>(ranks, stop, folder, config, (sha256, step))
-    }
     let folder = RunFolder::at(&folder, true);
-    for_task!(&*settings, with(ranks, stop, &folder, &settings, (&data_sha256, step)))
+    for_task!(&*settings, helper(ranks, stop, &folder, &settings, (&data_sha256, step)))
 }
 
 fn hear(ranks: &Ranks) -> Result<Word> {

@@ -97,7 +97,7 @@ impl Task for Forecast {
         }
         let parts = parts(config, all, sizes)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
-        let task = Self { scaling: Scaling::of(&learned), sizes };
+        let task = Self { scaling: Scaling::of(&learned, None), sizes };
         let data = task.windows(parts, config)?;
         make_absolute(config)?;
         Ok((task, data))

@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn a_window_is_measured_by_what_is_known_of_it() {
         let one = line(6);
-        let scaling = Scaling::of(std::slice::from_ref(&one));
+        let scaling = Scaling::of(std::slice::from_ref(&one), None);
         let seen = Seen::of(&scaling, &one, 0..3, &[4.5]).unwrap();
         // Of 0, 1, 2 the mean is 1 and the variance 2/3; 7 and 7 do not vary, and the channel's unit is 1 for that.
         let unit = (2f64 / 3.0).sqrt();
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn windows_are_drawn_from_seed_and_step_and_tell_nothing_beyond_their_stretch() {
         let sizes = Sizes { told: 3, context: 8 };
-        let scaling = Scaling::of(&[line(40)]);
+        let scaling = Scaling::of(&[line(40)], None);
         let drawn = |seed| {
             let stretch = |points| Stretch { series: Arc::new(line(40)), points };
             let stretches = vec![stretch(2..4), stretch(2..20), stretch(30..34)];

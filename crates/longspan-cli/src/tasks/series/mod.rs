@@ -64,7 +64,7 @@ impl Task for SeriesTask {
                 "clock is set, and the series do not share a start near 0; leave it out, or count times from each start"
             );
         }
-        let task = Self { scaling: Scaling::of(&split.train).with_clock(clock), target };
+        let task = Self { scaling: Scaling::of(&split.train, clock), target };
         let data = task.measured(split, config)?;
         make_absolute(config)?;
         Ok((task, data))

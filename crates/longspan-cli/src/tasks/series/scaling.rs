@@ -12,7 +12,7 @@ use crate::tasks::labels::moments;
 const FILE: &str = "series.json";
 
 /// What the series to learn from are like: others are given to the model in the same measure.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scaling {
     /// Names of the channels, where the data have them.
@@ -64,18 +64,9 @@ impl Clock {
 }
 
 impl Scaling {
-    /// That of the series to learn from.
-    pub fn of(train: &[Series]) -> Self {
-        let Some(first) = train.first() else {
-            return Self {
-                names: Vec::new(),
-                means: Vec::new(),
-                deviations: Vec::new(),
-                step: 1.0,
-                masked: false,
-                clock: None,
-            };
-        };
+    /// That of the series to learn from, beside a clock.
+    pub fn of(train: &[Series], clock: Option<Clock>) -> Self {
+        let Some(first) = train.first() else { return Self { step: 1.0, ..Self::default() } };
         let moments = (0..first.width).map(|channel| {
             let values = train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(first.width));
             moments(&values.copied().filter(|value| !value.is_nan()).collect::<Vec<_>>())
@@ -83,12 +74,7 @@ impl Scaling {
         let (means, deviations) = moments.unzip();
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
-        Self { names: first.names.to_vec(), means, deviations, step, masked, clock: None }
-    }
-
-    /// The same beside a clock.
-    pub fn with_clock(self, clock: Option<Clock>) -> Self {
-        Self { clock, ..self }
+        Self { names: first.names.to_vec(), means, deviations, step, masked, clock }
     }
 
     /// Reads what [`store`](Self::store) wrote.
