@@ -12,8 +12,9 @@ const ROUNDING: f64 = 8.0;
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
     // What a map of whole rows itself costs is the same for all.
-    let dims = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
-    Plan::new(attention.algorithm, vec![naive(attention, dims, mask), chunked(attention, dims, mask)])
+    let mapped = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
+    let of_pairs = if attention.taylor_scale(dims).is_some() { dims } else { mapped };
+    Plan::new(attention.algorithm, vec![naive(attention, of_pairs, mask), chunked(attention, mapped, mask)])
 }
 
 /// Queries and keys, and the numbers of them, of values and of outputs, for one head.

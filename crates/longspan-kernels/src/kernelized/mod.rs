@@ -44,7 +44,7 @@ use crate::call::{
     check_output, fingerprint, kernels,
 };
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
+use crate::feature_map::{self, FeatureMap};
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::plan::{Algorithm, Plan, Purpose};
 use crate::shaw::Shaw;
@@ -127,6 +127,12 @@ impl KernelizedAttention {
         let decay = self.decay.iter().flatten().map(|gamma| gamma.to_bits());
         fingerprint(&(self.feature_map, self.score.fourier(), self.score.shaw().map(|shaw| shaw.radius)))
             ^ decay.fold(0, |all, gamma| fingerprint(&(all, gamma)))
+    }
+
+    /// The scale by which `q·k` is multiplied where it is all that the weight of a pair depends on, through a polynomial.
+    fn taylor_scale(&self, dims: &Dims) -> Option<f64> {
+        let scale = feature_map::scale(dims.head_dim);
+        (self.feature_map == FeatureMap::Taylor2 && self.score == Score::Content).then_some(scale * scale)
     }
 
     /// Whether a negative denominator is an error.
@@ -251,7 +257,7 @@ impl Compute for KernelizedAttention {
         let final_state = match self.chosen(call, purpose) {
             Algorithm::Naive => {
                 if problem.dims.queries > 0 {
-                    naive::forward(&problem, sink, scratch);
+                    naive::forward(problem.by_pairs().as_ref().unwrap_or(&problem), sink, scratch);
                 }
                 final_state
             }
@@ -298,7 +304,8 @@ impl Compute for KernelizedAttention {
         match self.chosen(call, Purpose::Training) {
             // Without queries there is no pair, and all comes by the final state.
             Algorithm::Naive if problem.dims.queries > 0 => {
-                naive::backward(&problem, cotangent, sink, parameters, scratch);
+                let pairs = problem.by_pairs();
+                naive::backward(pairs.as_ref().unwrap_or(&problem), cotangent, sink, parameters, scratch);
                 if cotangent.final_state.is_some() {
                     backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
                 }

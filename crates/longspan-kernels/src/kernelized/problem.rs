@@ -54,6 +54,8 @@ pub(super) struct Problem<'a, T: 'static> {
     pub depth: usize,
     /// The angles of Fourier positions, if there are any.
     pub rotations: Option<Rotations<'a, T>>,
+    /// Where rows are not mapped since weights are `1 + t + t²/2` of `t = scale · q·k`: the scale.
+    pub taylor: Option<f64>,
     pub negative: NegativeRows,
     /// Widths of features, v and table rows in blocks: whole cache lines.
     pub head_width: usize,
@@ -152,9 +154,28 @@ impl<'a, T: Real> Problem<'a, T> {
             depth: layout.depth(),
             layout,
             rotations,
+            taylor: None,
             negative: NegativeRows::new(attention.wants_positive()),
             value_width: padded::<T>(dims.value_dim),
             radius: attention.score.shaw().map(|shaw| shaw.radius),
+        })
+    }
+
+    /// The same for who forms the weight of every pair, if that takes no features: rows of `d` numbers in the place of `d²/2`.
+    pub fn by_pairs(&self) -> Option<Self> {
+        let scale = self.attention.taylor_scale(&self.dims)?;
+        let layout = FeatureLayout::new::<T>(self.dims.head_dim, &self.attention.score);
+        Some(Self {
+            map: FeatureMap::Identity,
+            mapping: Mapping::new(FeatureMap::Identity, &self.dims, &[]),
+            sequences: self.sequences.clone(),
+            head_width: layout.width(),
+            depth: layout.depth(),
+            layout,
+            rotations: None,
+            taylor: Some(scale),
+            negative: NegativeRows::new(false),
+            ..*self
         })
     }
 

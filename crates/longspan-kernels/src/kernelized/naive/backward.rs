@@ -57,7 +57,7 @@ pub(in super::super) fn backward<T: Real>(
             let mut lift = Lift::new(problem, TILE, [true; 2], &mut arena);
             lift.start(problem, &problem.unit(index));
             let keys = Keys::new(problem, index, table, true, &mut lift, &mut arena);
-            let mut block = Block::new(problem, &mut arena);
+            let mut block = Block::new(problem, true, &mut arena);
             let (unit, sequence, tile_width) = (&keys.unit, keys.unit.sequence, keys.tile_width);
             let (dk, dv) = (arena.take(sequence.keys * head_width), arena.take(sequence.keys * value_width));
             let d_tile = arena.take(most_rows * tile_width);
@@ -144,6 +144,9 @@ pub(in super::super) fn backward<T: Real>(
                             let c = if separate.is_some() { T::ZERO } else { c[at] };
                             d_seen.iter_mut().for_each(|d| *d = (*d + c) * gains[at]);
                             keys.decay(&sight, key, d_seen);
+                            if let Some(slopes) = block.slopes.get(at * tile_width..).filter(|line| !line.is_empty()) {
+                                multiply(d_seen, slopes);
+                            }
                             if let Some((from, to, first)) = keys.near(sight.stands, key, seen) {
                                 if !keys.present.is_empty() {
                                     multiply(d_seen, &keys.present[key..]);

@@ -50,7 +50,7 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
         let mut lift = Lift::new(problem, TILE, [false; 2], &mut arena);
         lift.start(problem, &problem.unit(index));
         let keys = Keys::new(problem, index, table, false, &mut lift, &mut arena);
-        let mut block = Block::new(problem, &mut arena);
+        let mut block = Block::new(problem, false, &mut arena);
         for head in problem.heads(&keys.unit) {
             let mut row = 0;
             while row < keys.unit.sequence.queries {

@@ -5,10 +5,10 @@ use super::super::problem::{Problem, Table, Unit};
 use crate::call::Arena;
 use crate::feature_map::elementwise::{copy_rows, load_exponentials};
 use crate::feature_map::rows::Shift;
-use crate::simd::Real;
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
+use crate::simd::{Operation, Real, Vector, dispatch};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
 /// the rows of 64 features that pass by.
@@ -65,6 +65,8 @@ pub(super) struct Block<'s, T> {
     pub exponents: &'s mut [T],
     /// Weights, rows × tile_width.
     pub tile: &'s mut [T],
+    /// In backward, what the weights change by with `q·k`, where they are polynomials of it.
+    pub slopes: &'s mut [T],
     /// `φ(q)·ρ(r)`, rows × table width.
     pub relative: &'s mut [T],
     /// What a row's weights in one tile are multiplied by.
@@ -84,13 +86,15 @@ pub(super) struct RowRange {
 }
 
 impl<'s, T: Real> Block<'s, T> {
-    pub fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+    pub fn new(problem: &Problem<'_, T>, backward: bool, arena: &mut Arena<'s, T>) -> Self {
         let rows = most_rows(problem);
         let tile_width = tile_width::<T>(most_keys(problem));
+        let slopes = if backward && problem.taylor.is_some() { rows * tile_width } else { 0 };
         Self {
             q: arena.take(rows * problem.head_width),
             exponents: arena.take(rows),
             tile: arena.take(rows * tile_width),
+            slopes: arena.take(slopes),
             relative: arena.take(rows * problem.table_width()),
             factors: arena.take(tile_width),
             o: arena.take(rows * problem.value_width),
@@ -289,7 +293,15 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             .c_band(self.band(range, key))
             .compute();
         }
-        if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
+        if let Some(scale) = problem.taylor {
+            let len = range.rows * row_length;
+            let slopes_len = len.min(block.slopes.len());
+            let slopes = &mut block.slopes[..slopes_len];
+            dispatch(Taylor { weights: &mut block.tile[..len], slopes, scale: T::from_f64(scale) });
+        }
+        // The weights of keys that are ignored are not 0 yet.
+        let masked = (problem.taylor.is_some() || problem.radius.is_some()) && !self.present.is_empty();
+        if !masked && problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
         }
         for row in 0..range.rows {
@@ -304,9 +316,9 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                     let last = relative[table.count - 1];
                     behind.iter_mut().for_each(|weight| *weight += last);
                 }
-                if !self.present.is_empty() {
-                    multiply(line, &self.present[key..]);
-                }
+            }
+            if masked {
+                multiply(line, &self.present[key..]);
             }
             self.decay(&sight, key, line);
         }
@@ -329,6 +341,37 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     }
 }
 
+/// Takes `q·k` to the weights `1 + t + t²/2`, `t = scale · q·k`, and, where there is room, to their slopes `scale · (1 + t)`.
+struct Taylor<'a, T> {
+    /// Whole registers.
+    weights: &'a mut [T],
+    slopes: &'a mut [T],
+    scale: T,
+}
+
+impl<T: Real> Operation for Taylor<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { weights, slopes, scale } = self;
+        assert!(weights.len().is_multiple_of(V::LANES) && (slopes.is_empty() || slopes.len() == weights.len()));
+        // SAFETY: whole registers lie in the weights, and in the slopes if there are any.
+        unsafe {
+            let (scale, one, half) = (V::splat(scale), V::splat(T::ONE), V::splat(T::from_f64(0.5)));
+            for at in (0..weights.len()).step_by(V::LANES) {
+                let weight = weights.as_mut_ptr().add(at);
+                let t = V::load(weight).mul(scale);
+                t.mul_add(t.mul_add(half, one), one).store(weight);
+                if !slopes.is_empty() {
+                    t.mul_add(scale, scale).store(slopes.as_mut_ptr().add(at));
+                }
+            }
+        }
+    }
+}
+
 /// Keys of one tile of a sequence of `keys`, in whole cache lines.
 pub(super) fn tile_width<T>(keys: usize) -> usize {
     padded::<T>(keys.min(TILE))
@@ -343,7 +386,7 @@ pub(super) fn most_rows<T: Real>(problem: &Problem<'_, T>) -> usize {
 pub(super) fn rows_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     Arena::measure(|arena| {
         Lift::new(problem, TILE, [true; 2], arena);
-        Block::new(problem, arena);
+        Block::new(problem, true, arena);
     })
 }
 
