@@ -12,8 +12,9 @@ use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, dot, largest, scale_by};
+use crate::simd::block::{add_scaled, dot, largest, scale_by};
 use crate::simd::rows::{Rows, padded};
+use crate::simd::token::{AddWeighedValues, ReadToken};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 

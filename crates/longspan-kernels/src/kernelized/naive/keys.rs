@@ -298,6 +298,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             let slopes_len = len.min(block.slopes.len());
             let slopes = &mut block.slopes[..slopes_len];
             dispatch(Taylor { weights: &mut block.tile[..len], slopes, scale: T::from_f64(scale) });
+            // Sums take whole registers.
+            block.tile[..len].chunks_exact_mut(row_length).for_each(|line| line[keys..].fill(T::ZERO));
         }
         // The weights of keys that are ignored are not 0 yet.
         let masked = (problem.taylor.is_some() || problem.radius.is_some()) && !self.present.is_empty();
