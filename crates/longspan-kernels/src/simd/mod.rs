@@ -5,7 +5,7 @@
 //! processor's abilities are looked at. `LONGSPAN_SIMD=portable|neon|avx2|avx512` forces another instruction set.
 //!
 //! Loops of one mechanism live in its folder. Here stand those of two or more: [`product`] the matrix product,
-//! [`block`] sums and scalings of rows; [`rows`] says what a row is.
+//! [`block`] sums and scalings of rows, [`token`] what a step reads from its state; [`rows`] says what a row is.
 
 pub(crate) mod block;
 #[cfg(target_arch = "aarch64")]
@@ -14,6 +14,7 @@ mod portable;
 pub(crate) mod product;
 mod real;
 pub(crate) mod rows;
+pub(crate) mod token;
 mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -9,8 +9,9 @@ use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, load_exponentials, load_features};
 use crate::feature_map::rows::{RowMap, Shift, Side};
-use crate::simd::block::{AddWeighedValues, ReadToken, add_scaled, all_finite, dot, largest, multiply, scale_by};
+use crate::simd::block::{add_scaled, all_finite, dot, largest, multiply, scale_by};
 use crate::simd::rows::{Rows, padded};
+use crate::simd::token::{AddWeighedValues, ReadToken};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
