@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{AttentionConfig, AttentionState, StoredState};
 use longspan::checkpoint;
-use longspan::models::{Seq2Seq, Seq2SeqConfig};
+use longspan::models::{BlockConfig, Seq2Seq, Seq2SeqConfig};
 
 use crate::run::checkpoint::{Best, Saved, optimizer};
 use crate::run::config::RunConfig;
@@ -260,8 +260,9 @@ fn seals() {
 }
 
 fn tiny() -> Seq2Seq {
-    let sizes = Seq2SeqConfig::new(5, 6).with_d_model(4).with_heads(2).with_d_ff(4);
-    sizes.with_encoder_layers(1).with_decoder_layers(1).with_dropout(0.0).init(&Device::flex()).unwrap()
+    let block = BlockConfig::new().with_d_model(4).with_heads(2).with_d_ff(4).with_dropout(0.0);
+    let sizes = Seq2SeqConfig::new(5, 6).with_block(block).with_encoder_layers(1).with_decoder_layers(1);
+    sizes.init(&Device::flex()).unwrap()
 }
 
 /// A file, and the same without the library's checksum, so that changes reach beyond it.

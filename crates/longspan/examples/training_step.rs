@@ -7,7 +7,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::layers::{Activation, FusedAdamW};
-use longspan::models::LanguageModelConfig;
+use longspan::models::{BlockConfig, LanguageModelConfig};
 
 fn main() -> longspan::Result<()> {
     let args: Vec<String> = std::env::args().collect();
@@ -17,11 +17,9 @@ fn main() -> longspan::Result<()> {
     let attention = AttentionConfig::by_name(name).expect("the name of a mechanism");
 
     let device = Device::flex().autodiff();
+    let block = BlockConfig::new().with_d_model(256).with_d_ff(1024);
     let mut model = LanguageModelConfig::new(256)
-        .with_d_model(256)
-        .with_d_ff(1024)
-        .with_dropout(0.0)
-        .with_activation(Activation::Gelu)
+        .with_block(block.with_dropout(0.0).with_activation(Activation::Gelu))
         .with_attention(vec![attention])
         .init(&device)?;
     let mut optimizer = ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, 0.01));

@@ -9,24 +9,19 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::checkpoint::{
     load_training, load_training_with, load_weights, save_training, save_training_with, save_weights, write_atomically,
 };
-use longspan::models::{Seq2Seq, Seq2SeqConfig};
+use longspan::models::{BlockConfig, Seq2Seq, Seq2SeqConfig};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
-fn config() -> Seq2SeqConfig {
-    Seq2SeqConfig::new(9, 7)
-        .with_d_model(8)
-        .with_heads(2)
-        .with_encoder_layers(1)
-        .with_decoder_layers(1)
-        .with_d_ff(12)
-        .with_dropout(0.0)
+fn config(block: BlockConfig) -> Seq2SeqConfig {
+    let block = block.with_d_model(8).with_heads(2).with_d_ff(12).with_dropout(0.0);
+    Seq2SeqConfig::new(9, 7).with_block(block).with_encoder_layers(1).with_decoder_layers(1)
 }
 
 fn fresh(seed: u64) -> Seq2Seq {
     let device = Device::flex().autodiff();
     device.seed(seed);
-    config().init(&device).unwrap()
+    config(BlockConfig::new()).init(&device).unwrap()
 }
 
 fn ids(numbers: &[i64], shape: [usize; 2]) -> Tensor<2, Int> {
@@ -105,7 +100,7 @@ fn names_and_shapes_are_the_documented_ones() {
     ] {
         assert_eq!(file.tensor(name).unwrap_or_else(|_| panic!("{name}")).shape(), shape, "{name}");
     }
-    let gated = config().with_gated_attention(true).init(&Device::flex()).unwrap();
+    let gated = config(BlockConfig::new().with_gated_attention(true)).init(&Device::flex()).unwrap();
     save_weights(&path, &gated).unwrap();
     let bytes = fs::read(&path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();

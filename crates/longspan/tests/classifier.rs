@@ -4,10 +4,14 @@ use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
-use longspan::models::{Classifier, ClassifierConfig, Pooling, Positions};
+use longspan::models::{BlockConfig, Classifier, ClassifierConfig, Pooling, Positions};
+
+fn block() -> BlockConfig {
+    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+}
 
 fn config() -> ClassifierConfig {
-    ClassifierConfig::new(12, 3).with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+    ClassifierConfig::new(12, 3).with_block(block())
 }
 
 fn ids(rows: &[Vec<usize>]) -> (Tensor<2, Int>, Vec<usize>) {
@@ -109,7 +113,7 @@ fn it_learns_an_order_that_counts_alone_do_not_tell() {
     // Which of 1, 2 and 3 comes first, among others.
     let device = Device::flex().autodiff();
     device.seed(3);
-    let mut model = config().with_d_model(32).init(&device).unwrap();
+    let mut model = config().with_block(block().with_d_model(32)).init(&device).unwrap();
     let mut optimizer = AdamWConfig::new().init();
     let example = |n: usize| {
         let first = n * 7 % 3;

@@ -8,7 +8,7 @@ use longspan::attention::{AttentionConfig, KernelConfig, KernelizedOptions, Rela
 use longspan::generate::{GenerateOptions, beam_search, greedy};
 use longspan::kernels::FeatureMap;
 use longspan::layers::{Activation, NormKind};
-use longspan::models::{Norm, Positions, Seq2Seq, Seq2SeqConfig};
+use longspan::models::{BlockConfig, Norm, Positions, Seq2Seq, Seq2SeqConfig};
 
 fn device() -> Device {
     Device::flex()
@@ -21,8 +21,8 @@ fn model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_head
 
 /// A model on a training device, where states are tensors that autodiff can follow.
 fn training_model(attention: AttentionConfig, cross: AttentionConfig, norm: Norm, kv_heads: Option<usize>) -> Seq2Seq {
-    let config = config().with_kv_heads(kv_heads).with_attention(attention).with_cross_attention(cross);
-    drawn(&config.with_norm(norm))
+    let block = block().with_kv_heads(kv_heads).with_norm(norm);
+    drawn(&config().with_block(block).with_attention(attention).with_cross_attention(cross))
 }
 
 /// A model whose weights have been drawn.
@@ -42,13 +42,12 @@ fn drawn(config: &Seq2SeqConfig) -> Seq2Seq {
     model
 }
 
+fn block() -> BlockConfig {
+    BlockConfig::new().with_d_model(24).with_d_ff(40).with_dropout(0.0)
+}
+
 fn config() -> Seq2SeqConfig {
-    Seq2SeqConfig::new(13, 7)
-        .with_d_model(24)
-        .with_heads(4)
-        .with_d_ff(40)
-        .with_positions(Positions::Sinusoidal)
-        .with_dropout(0.0)
+    Seq2SeqConfig::new(13, 7).with_block(block()).with_positions(Positions::Sinusoidal)
 }
 
 fn ids(numbers: &[usize], shape: [usize; 2]) -> Tensor<2, Int> {
@@ -109,12 +108,13 @@ fn step_by_step_gives_the_rows_of_forward() {
 
 #[test]
 fn norms_activations_and_gates_step_as_they_train_and_recomputing_changes_no_gradient() {
-    let config = config()
+    let block = block()
         .with_norm_kind(NormKind::Rms)
         .with_activation(Activation::Silu)
         .with_gated(true)
         .with_gated_attention(true);
-    let [kept, formed_again] = [false, true].map(|recompute| drawn(&config.clone().with_recompute(recompute)));
+    let [kept, formed_again] =
+        [false, true].map(|recompute| drawn(&config().with_block(block.clone().with_recompute(recompute))));
     assert_steps("decoding", &kept.valid(), |x| x);
     assert_steps("training", &kept, Tensor::autodiff);
     let plain = drawn(&self::config());
@@ -262,8 +262,8 @@ fn long_sources_are_read_in_segments() {
         (shaw(0), AttentionConfig::kernelized(), Norm::Pre, false),
     ] {
         let name = format!("{attention:?} {cross:?} {norm:?} {gated}");
-        let config = config().with_kv_heads(Some(2)).with_attention(attention).with_cross_attention(cross);
-        let training = drawn(&config.with_norm(norm).with_gated_attention(gated));
+        let block = block().with_kv_heads(Some(2)).with_norm(norm).with_gated_attention(gated);
+        let training = drawn(&config().with_block(block).with_attention(attention).with_cross_attention(cross));
         let source = Tensor::from_data(source(TOKENS).into_data(), &device().autodiff());
         let target = Tensor::from_data(target.clone().into_data(), &device().autodiff());
         let whole = numbers(training.forward(source.clone(), &[TOKENS], target).unwrap());

@@ -5,14 +5,18 @@ use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, StoredState};
 use longspan::layers::{Activation, NormKind};
-use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
+use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
 
 const VOCAB: usize = 11;
 const BATCH: usize = 3;
 const TOKENS: usize = 23;
 
+fn block() -> BlockConfig {
+    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+}
+
 fn config() -> LanguageModelConfig {
-    LanguageModelConfig::new(VOCAB).with_d_model(16).with_heads(2).with_d_ff(24).with_layers(2).with_dropout(0.0)
+    LanguageModelConfig::new(VOCAB).with_block(block()).with_layers(2)
 }
 
 fn model(config: &LanguageModelConfig, device: &Device) -> LanguageModel {
@@ -29,9 +33,9 @@ fn configs() -> Vec<LanguageModelConfig> {
     let decay = r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"decay": [0.9, 0.99]}}"#;
     all.push(config().with_attention(vec![serde_json::from_str(decay).unwrap()]));
     all.push(config().with_layers(3).with_attention(vec![AttentionConfig::shaw(), AttentionConfig::softmax()]));
-    all.push(config().with_tied(false).with_positions(Positions::Sinusoidal).with_norm(Norm::Post));
-    all.push(config().with_kv_heads(Some(1)));
-    all.push(config().with_gated_attention(true));
+    all.push(config().with_tied(false).with_positions(Positions::Sinusoidal).with_block(block().with_norm(Norm::Post)));
+    all.push(config().with_block(block().with_kv_heads(Some(1))));
+    all.push(config().with_block(block().with_gated_attention(true)));
     all
 }
 
@@ -222,7 +226,7 @@ fn it_learns_what_stands_before_the_cut() {
     let device = Device::flex().autodiff();
     device.seed(2);
     let attention = vec![AttentionConfig::shaw()];
-    let mut model = config().with_d_model(32).with_attention(attention).init(&device).unwrap();
+    let mut model = config().with_block(block().with_d_model(32)).with_attention(attention).init(&device).unwrap();
     let mut optimizer = AdamWConfig::new().init();
     let tensor = |ids: &[usize], width: usize| {
         let ids: Vec<i64> = ids.iter().map(|&id| id as i64).collect();
@@ -250,8 +254,8 @@ fn mistakes_are_errors() {
     let device = Device::flex();
     let error = |result: longspan::Result<LanguageModel>| result.map(drop).unwrap_err().to_string();
     assert!(error(config().with_attention(Vec::new()).init(&device)).contains("attention: expected at least one"));
-    assert!(error(config().with_heads(3).init(&device)).contains("heads"));
-    assert!(error(config().with_dropout(1.0).init(&device)).contains("dropout"));
+    assert!(error(config().with_block(block().with_heads(3)).init(&device)).contains("heads"));
+    assert!(error(config().with_block(block().with_dropout(1.0)).init(&device)).contains("dropout"));
     assert!(error(LanguageModelConfig::new(0).init(&device)).contains("vocab"));
     let model = model(&config(), &device);
     let mut state = LanguageState::default();
@@ -269,13 +273,15 @@ fn mistakes_are_errors() {
 #[test]
 fn a_decoder_gives_the_logits_of_the_model() {
     let device = Device::flex();
-    let base = || LanguageModelConfig::new(11).with_d_model(16).with_d_ff(24).with_layers(3).with_dropout(0.0);
+    let block = || block().with_heads(4);
+    let base = || LanguageModelConfig::new(11).with_block(block()).with_layers(3);
+    let gated = block().with_activation(Activation::Silu).with_gated(true).with_norm_kind(NormKind::Rms);
     let configs = [
         base(),
-        base().with_tied(false).with_norm(Norm::Post).with_positions(Positions::Sinusoidal),
-        base().with_activation(Activation::Silu).with_gated(true).with_norm_kind(NormKind::Rms).with_kv_heads(Some(2)),
+        base().with_tied(false).with_block(block().with_norm(Norm::Post)).with_positions(Positions::Sinusoidal),
+        base().with_block(gated.with_kv_heads(Some(2))),
         base().with_attention(vec![AttentionConfig::kernelized(), AttentionConfig::by_name("aft-conv").unwrap()]),
-        base().with_gated_attention(true).with_kv_heads(Some(2)),
+        base().with_block(block().with_gated_attention(true).with_kv_heads(Some(2))),
     ];
     for config in configs {
         let model = config.init(&device).unwrap();

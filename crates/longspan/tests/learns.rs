@@ -4,7 +4,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
-use longspan::models::{Positions, Seq2SeqConfig};
+use longspan::models::{BlockConfig, Positions, Seq2SeqConfig};
 
 const END: i32 = 1;
 const START: i32 = 2;
@@ -35,12 +35,9 @@ fn loss_after(attention: AttentionConfig, positions: Positions, steps: u64) -> f
     let device = Device::flex().autodiff();
     device.seed(7);
     let mut model = Seq2SeqConfig::new(9, 9)
-        .with_d_model(32)
-        .with_heads(2)
+        .with_block(BlockConfig::new().with_d_model(32).with_heads(2).with_d_ff(64).with_dropout(0.0))
         .with_encoder_layers(1)
         .with_decoder_layers(1)
-        .with_d_ff(64)
-        .with_dropout(0.0)
         .with_attention(attention)
         .with_positions(positions)
         .init(&device)

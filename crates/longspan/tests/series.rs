@@ -6,10 +6,14 @@ use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, AttentionMask, MultiHeadAttentionConfig};
-use longspan::models::{Pooling, SeriesModel, SeriesModelConfig};
+use longspan::models::{BlockConfig, Pooling, SeriesModel, SeriesModelConfig};
+
+fn block() -> BlockConfig {
+    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+}
 
 fn config() -> SeriesModelConfig {
-    SeriesModelConfig::new(2, 3).with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+    SeriesModelConfig::new(2, 3).with_block(block())
 }
 
 /// A series: its points' values on two channels and their times.
@@ -154,7 +158,7 @@ fn it_learns_from_irregular_times_what_counted_points_do_not_tell() {
     for name in ["fourier", "shaw"] {
         device.seed(3);
         let attention = vec![AttentionConfig::by_name(name).unwrap()];
-        let mut model = config().with_d_model(32).with_attention(attention).init(&device).unwrap();
+        let mut model = config().with_block(block().with_d_model(32)).with_attention(attention).init(&device).unwrap();
         let mut optimizer = AdamWConfig::new().init();
         for rows in &batches[..200] {
             let (values, times, lengths) = batch(rows, 0.0);

@@ -10,7 +10,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::backend::Peers;
 use longspan::layers::CrossEntropyLoss;
-use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Positions};
+use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Positions};
 
 const VOCAB: usize = 11;
 const BATCH: usize = 2;
@@ -126,26 +126,27 @@ fn hold(config: &LanguageModelConfig, count: usize, processes: usize) -> usize {
     peers[0].sent.load(Ordering::Relaxed)
 }
 
+fn block() -> BlockConfig {
+    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
+}
+
 fn config(attention: &str) -> LanguageModelConfig {
-    LanguageModelConfig::new(VOCAB)
-        .with_d_model(16)
-        .with_heads(2)
-        .with_d_ff(24)
-        .with_layers(2)
-        .with_dropout(0.0)
-        .with_attention(vec![serde_json::from_str(attention).unwrap()])
+    let attention = vec![serde_json::from_str(attention).unwrap()];
+    LanguageModelConfig::new(VOCAB).with_block(block()).with_layers(2).with_attention(attention)
 }
 
 #[test]
 fn stretches_have_the_gradients_of_the_whole() {
+    let gated = || block().with_gated_attention(true);
     let configs = [
-        config(r#"{"mechanism": "kernelized"}"#).with_positions(Positions::Sinusoidal).with_gated_attention(true),
+        config(r#"{"mechanism": "kernelized"}"#).with_positions(Positions::Sinusoidal).with_block(gated()),
         config(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "exp", "decay": [0.9, 1.0]}}"#),
-        config(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "hedgehog"}}"#).with_kv_heads(Some(1)),
+        config(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "hedgehog"}}"#)
+            .with_block(block().with_kv_heads(Some(1))),
         config(r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"decay": [0.9, 0.99]}}"#),
-        config(r#"{"mechanism": "shaw", "relative": {"radius": 40}}"#).with_recompute(true).with_gated_attention(true),
+        config(r#"{"mechanism": "shaw", "relative": {"radius": 40}}"#).with_block(gated().with_recompute(true)),
         config(r#"{"mechanism": "fourier"}"#),
-        config(r#"{"mechanism": "short-convolution", "width": 6}"#).with_kv_heads(Some(1)),
+        config(r#"{"mechanism": "short-convolution", "width": 6}"#).with_block(block().with_kv_heads(Some(1))),
         config(r#"{"mechanism": "fourier", "kernel": {"decay": [0.9, 0.99]}}"#),
     ];
     for config in configs {

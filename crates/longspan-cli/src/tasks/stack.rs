@@ -4,43 +4,27 @@ use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::Device;
 use longspan::attention::AttentionConfig;
-use longspan::models::{EncoderBlock, Positions};
+use longspan::models::{BlockConfig, EncoderBlock, Positions};
 
 use super::memory;
 use crate::run::config::RunConfig;
 
-/// A model's configuration with the sizes and forms of its blocks.
-macro_rules! stack {
-    ($model:expr, $config:expr, $attention:expr) => {
-        $model
-            .with_d_model($config.d_model)
-            .with_heads($config.heads)
-            .with_layers($config.layers)
-            .with_d_ff($config.d_ff)
-            .with_dropout($config.dropout)
-            .with_attention($attention)
-            .with_norm($config.norm()?)
-            .with_norm_kind($config.norm_kind()?)
-            .with_activation($config.activation()?)
-            .with_gated($config.gated)
-            .with_gated_attention($config.gated_attention)
-            .with_recompute($config.recompute)
-    };
+/// Blocks of these sizes and forms.
+pub fn block(config: &RunConfig) -> Result<BlockConfig> {
+    Ok(BlockConfig {
+        d_model: config.d_model,
+        heads: config.heads,
+        kv_heads: None,
+        d_ff: config.d_ff,
+        dropout: config.dropout,
+        norm: config.norm()?,
+        norm_kind: config.norm_kind()?,
+        activation: config.activation()?,
+        gated: config.gated,
+        gated_attention: config.gated_attention,
+        recompute: config.recompute,
+    })
 }
-pub(crate) use stack;
-
-/// The same for a model that makes one row of all.
-macro_rules! pooled {
-    ($model:expr, $config:expr) => {{
-        let attention = $crate::tasks::attention::of_layers($config, $config.max_tokens)?;
-        let positions = $crate::tasks::stack::positions(&attention);
-        $crate::tasks::stack::stack!($model, $config, attention)
-            .with_causal($config.causal)
-            .with_pooling($config.pooling()?)
-            .with_positions(positions)
-    }};
-}
-pub(crate) use pooled;
 
 /// Absolute positions where no mechanism sees the order of tokens.
 pub fn positions(attention: &[AttentionConfig]) -> Positions {

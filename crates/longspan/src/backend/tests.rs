@@ -398,13 +398,14 @@ mod fused {
     #[test]
     fn a_model_trains_without_a_copy() {
         use crate::attention::AttentionConfig;
-        use crate::models::Seq2SeqConfig;
+        use crate::models::{BlockConfig, Seq2SeqConfig};
         use burn::tensor::Int;
 
         let device = Device::flex().autodiff();
         for cross in [AttentionConfig::kernelized(), AttentionConfig::shaw()] {
-            let model = Seq2SeqConfig::new(9, 9).with_d_model(16).with_heads(2).with_cross_attention(cross);
-            let model = model.with_dropout(0.0).init(&device).unwrap();
+            let block = BlockConfig::new().with_d_model(16).with_heads(2).with_dropout(0.0);
+            let model = Seq2SeqConfig::new(9, 9).with_block(block).with_cross_attention(cross);
+            let model = model.init(&device).unwrap();
             let ids = |n: usize| Tensor::<2, Int>::from_data(TensorData::new(vec![3_i64; 2 * n], [2, n]), &device);
             flex::copies::COUNT.set(0);
             let logits = model.forward(ids(5), &[5, 3], ids(7)).unwrap();

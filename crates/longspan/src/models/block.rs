@@ -22,12 +22,6 @@ pub enum Norm {
     Post,
 }
 
-/// Checks the probability that both blocks have and makes their dropout.
-fn dropout(name: &'static str, probability: f64) -> Result<Dropout> {
-    config((0.0..1.0).contains(&probability), name, "dropout", "a number in [0, 1)", probability)?;
-    Ok(DropoutConfig::new(probability).init())
-}
-
 /// How a block's parts become residual branches.
 #[derive(Debug, Clone, Copy)]
 struct Branches {
@@ -51,18 +45,21 @@ impl Branches {
     }
 }
 
-/// Makes an [`EncoderBlock`].
+/// Makes an [`EncoderBlock`] or a [`DecoderBlock`]: all but their mechanisms.
 #[derive(Config, Debug, PartialEq)]
-pub struct EncoderBlockConfig {
-    /// Width of a token.
+pub struct BlockConfig {
+    /// Width of a token between layers.
+    #[config(default = 128)]
     pub d_model: usize,
     /// Query heads; they divide `d_model`.
+    #[config(default = 4)]
     pub heads: usize,
-    /// Width inside the feed-forward layer.
-    pub d_ff: usize,
     /// Key/value heads if fewer than query heads; `heads` is a multiple of them.
     pub kv_heads: Option<usize>,
-    /// Probability with which a number of a branch's output is dropped in training.
+    /// Width inside the feed-forward layer.
+    #[config(default = 512)]
+    pub d_ff: usize,
+    /// Probability with which a number of a branch's output, or of a model's embeddings, is dropped in training.
     #[config(default = 0.1)]
     pub dropout: f64,
     /// Where the norms stand.
@@ -84,34 +81,72 @@ pub struct EncoderBlockConfig {
     /// training step.
     #[config(default = false)]
     pub recompute: bool,
-    /// The mechanism of the self-attention.
-    #[config(default = "AttentionConfig::shaw()")]
-    pub attention: AttentionConfig,
 }
 
-impl EncoderBlockConfig {
-    /// Makes the block with fresh weights.
+impl BlockConfig {
+    /// Makes a block of an encoder, or of a decoder without a memory, with fresh weights.
     ///
     /// # Errors
     /// Sizes of 0, heads that do not divide, a dropout outside `[0, 1)`, and what the mechanism refuses.
-    pub fn init(&self, device: &Device) -> Result<EncoderBlock> {
-        let dropout = dropout("EncoderBlockConfig", self.dropout)?;
-        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
-        let feed_forward =
-            FeedForwardConfig::new(self.d_model, self.d_ff).with_activation(self.activation).with_gated(self.gated);
-        let attention = MultiHeadAttentionConfig::new(self.d_model, self.heads)
-            .with_kv_heads(self.kv_heads)
-            .with_attention(self.attention.clone())
-            .with_gated(self.gated_attention);
+    pub fn encoder(&self, attention: &AttentionConfig, device: &Device) -> Result<EncoderBlock> {
         Ok(EncoderBlock {
-            attention: attention.init(device)?,
-            attention_norm: norm.init(device)?,
-            feed_forward: feed_forward.init(device)?,
-            feed_forward_norm: norm.init(device)?,
-            dropout,
+            dropout: self.dropout()?,
+            attention: self.attention(attention, device)?,
+            attention_norm: self.token_norm(device)?,
+            feed_forward: self.feed_forward(device)?,
+            feed_forward_norm: self.token_norm(device)?,
             norm: self.norm,
             recompute: self.recompute,
         })
+    }
+
+    /// Makes a block of a decoder, with the mechanisms of its self-attention and of the attention to the memory.
+    ///
+    /// # Errors
+    /// As [`encoder`](Self::encoder).
+    pub fn decoder(
+        &self,
+        attention: &AttentionConfig,
+        cross_attention: &AttentionConfig,
+        device: &Device,
+    ) -> Result<DecoderBlock> {
+        Ok(DecoderBlock {
+            dropout: self.dropout()?,
+            attention: self.attention(attention, device)?,
+            attention_norm: self.token_norm(device)?,
+            cross_attention: self.attention(cross_attention, device)?,
+            cross_attention_norm: self.token_norm(device)?,
+            feed_forward: self.feed_forward(device)?,
+            feed_forward_norm: self.token_norm(device)?,
+            norm: self.norm,
+            recompute: self.recompute,
+        })
+    }
+
+    /// The dropout, checked, for blocks and models.
+    pub(super) fn dropout(&self) -> Result<Dropout> {
+        let probability = self.dropout;
+        config((0.0..1.0).contains(&probability), "BlockConfig", "dropout", "a number in [0, 1)", probability)?;
+        Ok(DropoutConfig::new(probability).init())
+    }
+
+    pub(super) fn token_norm(&self, device: &Device) -> Result<TokenNorm> {
+        TokenNormConfig::new(self.d_model).with_kind(self.norm_kind).init(device)
+    }
+
+    fn attention(&self, mechanism: &AttentionConfig, device: &Device) -> Result<MultiHeadAttention> {
+        MultiHeadAttentionConfig::new(self.d_model, self.heads)
+            .with_kv_heads(self.kv_heads)
+            .with_attention(mechanism.clone())
+            .with_gated(self.gated_attention)
+            .init(device)
+    }
+
+    fn feed_forward(&self, device: &Device) -> Result<FeedForward> {
+        FeedForwardConfig::new(self.d_model, self.d_ff)
+            .with_activation(self.activation)
+            .with_gated(self.gated)
+            .init(device)
     }
 }
 
@@ -120,12 +155,12 @@ impl EncoderBlockConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use longspan::attention::{AttentionMask, AttentionState};
-/// use longspan::models::EncoderBlockConfig;
+/// use longspan::attention::{AttentionConfig, AttentionMask, AttentionState};
+/// use longspan::models::BlockConfig;
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let block = EncoderBlockConfig::new(32, 4, 64).init(&device)?;
+/// let block = BlockConfig::new().with_d_model(32).with_d_ff(64).encoder(&AttentionConfig::shaw(), &device)?;
 /// let x = Tensor::<3>::random([2, 10, 32], Distribution::Normal(0.0, 1.0), &device);
 /// let whole = block.forward(x.clone(), &AttentionMask::causal())?;
 ///
@@ -161,8 +196,11 @@ impl EncoderBlock {
         self.norm
     }
 
-    fn branches(&self) -> Branches {
-        Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
+    /// The attention that `attend` runs, then the feed-forward layer.
+    fn run(&self, x: Tensor<3>, attend: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>) -> Result<Tensor<3>> {
+        let branches = Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute };
+        let x = branches.run(x, &self.attention_norm, attend)?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// The block over whole sequences, in the direction that `mask` says.
@@ -173,9 +211,7 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        let branches = self.branches();
-        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.self_attention_in(x, mask, around))?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.run(x, |x, around| self.attention.self_attention_in(x, mask, around))
     }
 
     /// [`EncoderBlock::forward`] at positions that are given, as in [`MultiHeadAttention::self_attention_at`].
@@ -186,11 +222,7 @@ impl EncoderBlock {
     /// # Errors
     /// As [`EncoderBlock::forward`], and positions of another shape or number type.
     pub fn forward_at(&self, x: Tensor<3>, positions: Tensor<3>, mask: &AttentionMask) -> Result<Tensor<3>> {
-        let branches = self.branches();
-        let x = branches.run(x, &self.attention_norm, |x, around| {
-            self.attention.self_attention_at_in(x, positions, mask, around)
-        })?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.run(x, |x, around| self.attention.self_attention_at_in(x, positions, mask, around))
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -202,9 +234,7 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        let branches = self.branches();
-        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.step_in(x, state, around))?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.run(x, |x, around| self.attention.step_in(x, state, around))
     }
 
     /// Several tokens after those of `state`: what [`EncoderBlock::step`] gives one after the other, in the parallel form. A
@@ -216,81 +246,7 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        let branches = self.branches();
-        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.advance_in(x, state, around))?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
-    }
-}
-
-/// Makes a [`DecoderBlock`].
-#[derive(Config, Debug, PartialEq)]
-pub struct DecoderBlockConfig {
-    /// Width of a token.
-    pub d_model: usize,
-    /// Query heads of both attentions; they divide `d_model`.
-    pub heads: usize,
-    /// Width inside the feed-forward layer.
-    pub d_ff: usize,
-    /// Key/value heads of both attentions if fewer than query heads; `heads` is a multiple of them.
-    pub kv_heads: Option<usize>,
-    /// Probability with which a number of a branch's output is dropped in training.
-    #[config(default = 0.1)]
-    pub dropout: f64,
-    /// Where the norms stand.
-    #[config(default = "Norm::Pre")]
-    pub norm: Norm,
-    /// Which norm.
-    #[config(default = "NormKind::Layer")]
-    pub norm_kind: NormKind,
-    /// Between the two layers of the feed-forward part.
-    #[config(default = "Activation::Relu")]
-    pub activation: Activation,
-    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
-    #[config(default = false)]
-    pub gated: bool,
-    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
-    #[config(default = false)]
-    pub gated_attention: bool,
-    /// Whether the backward forms again what it needs beside each part's input: a third more time for the memory of most of a
-    /// training step.
-    #[config(default = false)]
-    pub recompute: bool,
-    /// The mechanism of the self-attention.
-    #[config(default = "AttentionConfig::shaw()")]
-    pub attention: AttentionConfig,
-    /// The mechanism of the attention to the memory.
-    #[config(default = "AttentionConfig::kernelized()")]
-    pub cross_attention: AttentionConfig,
-}
-
-impl DecoderBlockConfig {
-    /// Makes the block with fresh weights.
-    ///
-    /// # Errors
-    /// Sizes of 0, heads that do not divide, a dropout outside `[0, 1)`, and what a mechanism refuses.
-    pub fn init(&self, device: &Device) -> Result<DecoderBlock> {
-        let dropout = dropout("DecoderBlockConfig", self.dropout)?;
-        let norm = TokenNormConfig::new(self.d_model).with_kind(self.norm_kind);
-        let feed_forward =
-            FeedForwardConfig::new(self.d_model, self.d_ff).with_activation(self.activation).with_gated(self.gated);
-        let attention = |mechanism: &AttentionConfig| {
-            MultiHeadAttentionConfig::new(self.d_model, self.heads)
-                .with_kv_heads(self.kv_heads)
-                .with_attention(mechanism.clone())
-                .with_gated(self.gated_attention)
-                .init(device)
-        };
-        Ok(DecoderBlock {
-            attention: attention(&self.attention)?,
-            attention_norm: norm.init(device)?,
-            cross_attention: attention(&self.cross_attention)?,
-            cross_attention_norm: norm.init(device)?,
-            feed_forward: feed_forward.init(device)?,
-            feed_forward_norm: norm.init(device)?,
-            dropout,
-            norm: self.norm,
-            recompute: self.recompute,
-        })
+        self.run(x, |x, around| self.attention.advance_in(x, state, around))
     }
 }
 
@@ -299,12 +255,13 @@ impl DecoderBlockConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use longspan::attention::{AttentionMask, AttentionState};
-/// use longspan::models::DecoderBlockConfig;
+/// use longspan::attention::{AttentionConfig, AttentionMask, AttentionState};
+/// use longspan::models::BlockConfig;
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let block = DecoderBlockConfig::new(32, 4, 64).init(&device)?;
+/// let config = BlockConfig::new().with_d_model(32).with_d_ff(64);
+/// let block = config.decoder(&AttentionConfig::shaw(), &AttentionConfig::kernelized(), &device)?;
 /// let random = |tokens| Tensor::<3>::random([2, tokens, 32], Distribution::Normal(0.0, 1.0), &device);
 /// let (x, memory) = (random(5), random(7));
 /// let mask = AttentionMask::bidirectional().with_lengths(&[7, 4]);
@@ -348,8 +305,17 @@ impl DecoderBlock {
         self.norm
     }
 
-    fn branches(&self) -> Branches {
-        Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute }
+    /// The attentions that `attend` and `recall` run, then the feed-forward layer.
+    fn run(
+        &self,
+        x: Tensor<3>,
+        attend: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
+        recall: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
+    ) -> Result<Tensor<3>> {
+        let branches = Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute };
+        let x = branches.run(x, &self.attention_norm, attend)?;
+        let x = branches.run(x, &self.cross_attention_norm, recall)?;
+        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// The block over whole sequences: causal self-attention, then attention to `memory` under `memory_mask`.
@@ -362,13 +328,11 @@ impl DecoderBlock {
     /// Wrong widths, different batch sizes, or a mask of the wrong size.
     pub fn forward(&self, x: Tensor<3>, memory: Tensor<3>, memory_mask: &AttentionMask) -> Result<Tensor<3>> {
         let causal = AttentionMask::causal();
-        let branches = self.branches();
-        let x =
-            branches.run(x, &self.attention_norm, |x, around| self.attention.self_attention_in(x, &causal, around))?;
-        let x = branches.run(x, &self.cross_attention_norm, |x, around| {
-            self.cross_attention.cross_attention_in(x, memory, memory_mask, around)
-        })?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.run(
+            x,
+            |x, around| self.attention.self_attention_in(x, &causal, around),
+            |x, around| self.cross_attention.cross_attention_in(x, memory, memory_mask, around),
+        )
     }
 
     /// One token: takes it into `state`, which before the first token is the default, and gives its row of
@@ -387,11 +351,10 @@ impl DecoderBlock {
         state: &mut AttentionState,
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
-        let branches = self.branches();
-        let x = branches.run(x, &self.attention_norm, |x, around| self.attention.step_in(x, state, around))?;
-        let x = branches.run(x, &self.cross_attention_norm, |x, around| {
-            self.cross_attention.recall_in(x, position, memory, around)
-        })?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.run(
+            x,
+            |x, around| self.attention.step_in(x, state, around),
+            |x, around| self.cross_attention.recall_in(x, position, memory, around),
+        )
     }
 }

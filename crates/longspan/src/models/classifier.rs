@@ -2,18 +2,16 @@
 
 use burn::config::Config;
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
+use burn::nn::{Dropout, Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
 
-use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::block::{BlockConfig, EncoderBlock};
 use super::pooling::{self, Pooling};
 use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::Result;
-use crate::layers::{
-    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout, squared_error,
-};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, squared_error};
 
 /// Makes a [`Classifier`].
 #[derive(Config, Debug, PartialEq)]
@@ -22,23 +20,12 @@ pub struct ClassifierConfig {
     pub vocab: usize,
     /// Number of classes, or of numbers to foretell.
     pub outputs: usize,
-    /// Width of a token between layers.
-    #[config(default = 128)]
-    pub d_model: usize,
-    /// Attention heads; they divide `d_model`.
-    #[config(default = 4)]
-    pub heads: usize,
-    /// Key/value heads if fewer than `heads`.
-    pub kv_heads: Option<usize>,
+    /// Its blocks, but for their mechanisms.
+    #[config(default = "BlockConfig::new()")]
+    pub block: BlockConfig,
     /// Blocks.
     #[config(default = 2)]
     pub layers: usize,
-    /// Width inside the feed-forward layers.
-    #[config(default = 512)]
-    pub d_ff: usize,
-    /// Probability with which a number is dropped in training.
-    #[config(default = 0.1)]
-    pub dropout: f64,
     /// The mechanisms of the blocks, from the first block on; where there are more blocks the list begins anew.
     #[config(default = "vec![AttentionConfig::shaw()]")]
     pub attention: Vec<AttentionConfig>,
@@ -48,25 +35,6 @@ pub struct ClassifierConfig {
     /// How the rows of a sequence become one.
     #[config(default = "Pooling::Mean")]
     pub pooling: Pooling,
-    /// Where the norms stand.
-    #[config(default = "Norm::Pre")]
-    pub norm: Norm,
-    /// Which norm.
-    #[config(default = "NormKind::Layer")]
-    pub norm_kind: NormKind,
-    /// Between the two layers of the feed-forward parts.
-    #[config(default = "Activation::Relu")]
-    pub activation: Activation,
-    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
-    #[config(default = false)]
-    pub gated: bool,
-    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
-    #[config(default = false)]
-    pub gated_attention: bool,
-    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
-    /// step's memory less.
-    #[config(default = false)]
-    pub recompute: bool,
     /// Absolute positions.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -76,11 +44,12 @@ pub struct ClassifierConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use longspan::models::ClassifierConfig;
+/// use longspan::models::{BlockConfig, ClassifierConfig};
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let model = ClassifierConfig::new(10, 3).with_d_model(16).with_d_ff(32).init(&device)?;
+/// let block = BlockConfig::new().with_d_model(16).with_d_ff(32);
+/// let model = ClassifierConfig::new(10, 3).with_block(block).init(&device)?;
 /// // Two sequences of 4 and 2 tokens, padded with 0.
 /// let tokens = Tensor::<2, Int>::from_data([[5, 6, 7, 8], [9, 9, 0, 0]], &device);
 /// assert_eq!(model.forward(tokens, &[4, 2])?.dims(), [2, 3]);
@@ -116,19 +85,19 @@ impl ClassifierConfig {
     /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<Classifier> {
         const NAME: &str = "ClassifierConfig";
-        let block = stack::block_config!(self, EncoderBlockConfig);
-        stack::check(NAME, &[("vocab", self.vocab), ("outputs", self.outputs)], &block)?;
+        let (block, d_model) = (&self.block, self.block.d_model);
+        stack::check(NAME, block, &[("vocab", self.vocab), ("outputs", self.outputs)])?;
         Ok(Classifier {
-            embedding: stack::embedding(self.vocab, self.d_model, 1.0, device),
-            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
-            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
-            pooling_query: self.pooling.query(self.d_model, device),
-            output: stack::linear(self.d_model, self.outputs, device),
-            dropout: DropoutConfig::new(self.dropout).init(),
+            embedding: stack::embedding(self.vocab, d_model, 1.0, device),
+            blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(block, device)?,
+            pooling_query: self.pooling.query(d_model, device),
+            output: stack::linear(d_model, self.outputs, device),
+            dropout: block.dropout()?,
             positions: self.positions,
             pooling: self.pooling,
             causal: self.causal,
-            d_model: self.d_model,
+            d_model,
         })
     }
 }

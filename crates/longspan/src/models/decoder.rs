@@ -20,11 +20,12 @@ use crate::layers::stored::{StoredLayer, StoredNorm};
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use longspan::models::{LanguageModelConfig, LanguageState};
+/// use longspan::models::{BlockConfig, LanguageModelConfig, LanguageState};
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let model = LanguageModelConfig::new(10).with_d_model(16).with_d_ff(32).with_dropout(0.0).init(&device)?;
+/// let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_dropout(0.0);
+/// let model = LanguageModelConfig::new(10).with_block(block).init(&device)?;
 /// let mut state = LanguageState::default();
 /// model.prefill(Tensor::<2, Int>::from_data([[1, 2, 3]], &device), &mut state)?; // the prompt, all at once
 /// let mut decoder = model.decoder(&state, 1)?;

@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::{Module, Param, ParamId};
-use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
+use burn::nn::{Dropout, Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
 
-use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::block::{BlockConfig, EncoderBlock};
 use super::positions::Positions;
 use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout};
 
 const NAME: &str = "language model";
 
@@ -22,46 +22,16 @@ const NAME: &str = "language model";
 pub struct LanguageModelConfig {
     /// Number of tokens.
     pub vocab: usize,
-    /// Width of a token between layers.
-    #[config(default = 128)]
-    pub d_model: usize,
-    /// Attention heads; they divide `d_model`.
-    #[config(default = 4)]
-    pub heads: usize,
-    /// Key/value heads if fewer than `heads`.
-    pub kv_heads: Option<usize>,
+    /// Its blocks, but for their mechanisms.
+    #[config(default = "BlockConfig::new()")]
+    pub block: BlockConfig,
     /// Blocks.
     #[config(default = 4)]
     pub layers: usize,
-    /// Width inside the feed-forward layers.
-    #[config(default = 512)]
-    pub d_ff: usize,
-    /// Probability with which a number is dropped in training.
-    #[config(default = 0.1)]
-    pub dropout: f64,
     /// The mechanisms of the blocks, from the first block on; where there are more blocks the list begins anew. Three
     /// `shaw` and one `softmax` are three blocks of the one to each of the other.
     #[config(default = "vec![AttentionConfig::shaw()]")]
     pub attention: Vec<AttentionConfig>,
-    /// Where the norms stand.
-    #[config(default = "Norm::Pre")]
-    pub norm: Norm,
-    /// Which norm.
-    #[config(default = "NormKind::Layer")]
-    pub norm_kind: NormKind,
-    /// Between the two layers of the feed-forward parts.
-    #[config(default = "Activation::Relu")]
-    pub activation: Activation,
-    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
-    #[config(default = false)]
-    pub gated: bool,
-    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
-    #[config(default = false)]
-    pub gated_attention: bool,
-    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
-    /// step's memory less.
-    #[config(default = false)]
-    pub recompute: bool,
     /// Absolute positions. A causal mask alone lets a model tell the order of tokens, so none by default.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -75,11 +45,12 @@ pub struct LanguageModelConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use longspan::models::{LanguageModelConfig, LanguageState};
+/// use longspan::models::{BlockConfig, LanguageModelConfig, LanguageState};
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let model = LanguageModelConfig::new(10).with_d_model(16).with_d_ff(32).with_dropout(0.0).init(&device)?;
+/// let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_dropout(0.0);
+/// let model = LanguageModelConfig::new(10).with_block(block).init(&device)?;
 /// let text = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6, 7, 8]], &device);
 /// let whole = model.forward(text.clone())?;
 ///
@@ -115,18 +86,18 @@ impl LanguageModelConfig {
     /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<LanguageModel> {
         const NAME: &str = "LanguageModelConfig";
-        let block = stack::block_config!(self, EncoderBlockConfig);
-        stack::check(NAME, &[("vocab", self.vocab)], &block)?;
+        let (block, d_model) = (&self.block, self.block.d_model);
+        stack::check(NAME, block, &[("vocab", self.vocab)])?;
         // Tied, it is read times √d, so that what blocks get has variance 1 and logits begin near 0.
-        let std = if self.tied { (self.d_model as f64).powf(-0.5) } else { 1.0 };
+        let std = if self.tied { (d_model as f64).powf(-0.5) } else { 1.0 };
         Ok(LanguageModel {
-            embedding: stack::embedding(self.vocab, self.d_model, std, device),
-            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
-            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
-            output: (!self.tied).then(|| stack::linear(self.d_model, self.vocab, device)),
-            dropout: DropoutConfig::new(self.dropout).init(),
+            embedding: stack::embedding(self.vocab, d_model, std, device),
+            blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(block, device)?,
+            output: (!self.tied).then(|| stack::linear(d_model, self.vocab, device)),
+            dropout: block.dropout()?,
             positions: self.positions,
-            d_model: self.d_model,
+            d_model,
         })
     }
 }

@@ -13,7 +13,7 @@ mod stack;
 #[cfg(feature = "flex")]
 mod stored;
 
-pub use block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
+pub use block::{BlockConfig, DecoderBlock, EncoderBlock, Norm};
 pub use classifier::{Classifier, ClassifierConfig};
 #[cfg(feature = "flex")]
 pub use decoder::LanguageDecoder;

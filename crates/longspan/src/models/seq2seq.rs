@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig, Embedding, Linear};
+use burn::nn::{Dropout, Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
 
-use super::block::{DecoderBlock, DecoderBlockConfig, EncoderBlock, EncoderBlockConfig, Norm};
+use super::block::{BlockConfig, DecoderBlock, EncoderBlock};
 use super::positions::Positions;
 use super::stack;
 #[cfg(feature = "flex")]
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -25,51 +25,21 @@ pub struct Seq2SeqConfig {
     pub source_vocab: usize,
     /// Number of target tokens.
     pub target_vocab: usize,
-    /// Width of a token between layers.
-    #[config(default = 128)]
-    pub d_model: usize,
-    /// Attention heads; they divide `d_model`.
-    #[config(default = 4)]
-    pub heads: usize,
-    /// Key/value heads of every attention if fewer than `heads`.
-    pub kv_heads: Option<usize>,
+    /// Its blocks, but for their mechanisms.
+    #[config(default = "BlockConfig::new()")]
+    pub block: BlockConfig,
     /// Blocks of the encoder.
     #[config(default = 2)]
     pub encoder_layers: usize,
     /// Blocks of the decoder.
     #[config(default = 2)]
     pub decoder_layers: usize,
-    /// Width inside the feed-forward layers.
-    #[config(default = 512)]
-    pub d_ff: usize,
-    /// Probability with which a number is dropped in training.
-    #[config(default = 0.1)]
-    pub dropout: f64,
     /// Self-attention of encoder and decoder.
     #[config(default = "AttentionConfig::shaw()")]
     pub attention: AttentionConfig,
     /// Attention of the decoder to the encoder's output.
     #[config(default = "AttentionConfig::kernelized()")]
     pub cross_attention: AttentionConfig,
-    /// Where the norms stand.
-    #[config(default = "Norm::Pre")]
-    pub norm: Norm,
-    /// Which norm.
-    #[config(default = "NormKind::Layer")]
-    pub norm_kind: NormKind,
-    /// Between the two layers of the feed-forward parts.
-    #[config(default = "Activation::Relu")]
-    pub activation: Activation,
-    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
-    #[config(default = false)]
-    pub gated: bool,
-    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
-    #[config(default = false)]
-    pub gated_attention: bool,
-    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
-    /// step's memory less.
-    #[config(default = false)]
-    pub recompute: bool,
     /// Absolute positions.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -105,25 +75,22 @@ impl Seq2SeqConfig {
     /// Sizes of 0, sizes that do not divide, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<Seq2Seq> {
         const NAME: &str = "Seq2SeqConfig";
-        let encoder_block = stack::block_config!(self, EncoderBlockConfig);
-        let sizes = [("source_vocab", self.source_vocab), ("target_vocab", self.target_vocab)];
-        stack::check(NAME, &sizes, &encoder_block)?;
-        let decoder_block = stack::block_config!(self, DecoderBlockConfig)
-            .with_attention(self.attention.clone())
-            .with_cross_attention(self.cross_attention.clone());
+        let (block, d_model) = (&self.block, self.block.d_model);
+        stack::check(NAME, block, &[("source_vocab", self.source_vocab), ("target_vocab", self.target_vocab)])?;
+        let decoder = |_| block.decoder(&self.attention, &self.cross_attention, device);
         let attention = std::slice::from_ref(&self.attention);
-        let last_norm = || stack::last_norm(self.norm, self.norm_kind, self.d_model, device);
+        let last_norm = || stack::last_norm(block, device);
         Ok(Seq2Seq {
-            source_embedding: stack::embedding(self.source_vocab, self.d_model, 1.0, device),
-            target_embedding: stack::embedding(self.target_vocab, self.d_model, 1.0, device),
-            encoder: stack::blocks(NAME, &encoder_block, attention, self.encoder_layers, device)?,
+            source_embedding: stack::embedding(self.source_vocab, d_model, 1.0, device),
+            target_embedding: stack::embedding(self.target_vocab, d_model, 1.0, device),
+            encoder: stack::blocks(NAME, block, attention, self.encoder_layers, device)?,
             encoder_norm: last_norm()?,
-            decoder: (0..self.decoder_layers).map(|_| decoder_block.init(device)).collect::<Result<_>>()?,
+            decoder: (0..self.decoder_layers).map(decoder).collect::<Result<_>>()?,
             decoder_norm: last_norm()?,
-            output: stack::linear(self.d_model, self.target_vocab, device),
-            dropout: DropoutConfig::new(self.dropout).init(),
+            output: stack::linear(d_model, self.target_vocab, device),
+            dropout: block.dropout()?,
             positions: self.positions,
-            d_model: self.d_model,
+            d_model,
         })
     }
 }

@@ -3,18 +3,16 @@
 
 use burn::config::Config;
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, Linear};
+use burn::nn::{Dropout, Linear};
 use burn::tensor::{Device, Tensor};
 
-use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::block::{BlockConfig, EncoderBlock};
 use super::pooling::{self, Pooling};
 use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::{Result, argument};
-use crate::layers::{
-    Activation, After, CrossEntropyLoss, NormKind, TokenNorm, apply, cross_entropy, dropout, squared_error,
-};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, squared_error};
 
 /// Makes a [`SeriesModel`].
 #[derive(Config, Debug, PartialEq)]
@@ -23,23 +21,12 @@ pub struct SeriesModelConfig {
     pub channels: usize,
     /// Number of classes, or of numbers to foretell.
     pub outputs: usize,
-    /// Width of a point between layers.
-    #[config(default = 128)]
-    pub d_model: usize,
-    /// Attention heads; they divide `d_model`.
-    #[config(default = 4)]
-    pub heads: usize,
-    /// Key/value heads if fewer than `heads`.
-    pub kv_heads: Option<usize>,
+    /// Its blocks, but for their mechanisms.
+    #[config(default = "BlockConfig::new()")]
+    pub block: BlockConfig,
     /// Blocks.
     #[config(default = 2)]
     pub layers: usize,
-    /// Width inside the feed-forward layers.
-    #[config(default = 512)]
-    pub d_ff: usize,
-    /// Probability with which a number is dropped in training.
-    #[config(default = 0.1)]
-    pub dropout: f64,
     /// The mechanisms of the blocks, from the first block on; where there are more blocks the list begins anew. `fourier` sees the
     /// times; any other mechanism counts points.
     #[config(default = "vec![AttentionConfig::fourier()]")]
@@ -50,25 +37,6 @@ pub struct SeriesModelConfig {
     /// How the rows of a series become one.
     #[config(default = "Pooling::Mean")]
     pub pooling: Pooling,
-    /// Where the norms stand.
-    #[config(default = "Norm::Pre")]
-    pub norm: Norm,
-    /// Which norm.
-    #[config(default = "NormKind::Layer")]
-    pub norm_kind: NormKind,
-    /// Between the two layers of the feed-forward parts.
-    #[config(default = "Activation::Relu")]
-    pub activation: Activation,
-    /// Whether a second product multiplies the activations; with SiLU this is SwiGLU.
-    #[config(default = false)]
-    pub gated: bool,
-    /// Whether heads' outputs go through a [`GatedRmsNorm`](crate::layers::GatedRmsNorm) before the attention's output layer.
-    #[config(default = false)]
-    pub gated_attention: bool,
-    /// Whether a backward forms again what it needs beside the inputs of blocks' parts: a third more time, and most of a training
-    /// step's memory less.
-    #[config(default = false)]
-    pub recompute: bool,
     /// Absolute positions, which count points.
     #[config(default = "Positions::None")]
     pub positions: Positions,
@@ -78,11 +46,12 @@ pub struct SeriesModelConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use longspan::models::SeriesModelConfig;
+/// use longspan::models::{BlockConfig, SeriesModelConfig};
 ///
 /// # fn main() -> longspan::Result<()> {
 /// let device = Device::flex();
-/// let model = SeriesModelConfig::new(2, 3).with_d_model(16).with_d_ff(32).init(&device)?;
+/// let block = BlockConfig::new().with_d_model(16).with_d_ff(32);
+/// let model = SeriesModelConfig::new(2, 3).with_block(block).init(&device)?;
 /// // Two series of 3 and 2 points with 2 channels, padded with 0.
 /// let values = Tensor::<3>::from_data([[[1.0, 0.5], [0.9, 0.4], [0.1, 0.0]], [[2.0, 1.0], [1.0, 1.0], [0.0, 0.0]]], &device);
 /// let times = Tensor::<2>::from_data([[0.0, 0.3, 4.1], [0.0, 7.5, 0.0]], &device);
@@ -122,15 +91,15 @@ impl SeriesModelConfig {
     /// Sizes of 0, sizes that do not divide, no mechanism, and what a mechanism refuses.
     pub fn init(&self, device: &Device) -> Result<SeriesModel> {
         const NAME: &str = "SeriesModelConfig";
-        let block = stack::block_config!(self, EncoderBlockConfig);
-        stack::check(NAME, &[("channels", self.channels), ("outputs", self.outputs)], &block)?;
+        let (block, d_model) = (&self.block, self.block.d_model);
+        stack::check(NAME, block, &[("channels", self.channels), ("outputs", self.outputs)])?;
         Ok(SeriesModel {
-            input: stack::linear(self.channels, self.d_model, device),
-            blocks: stack::blocks(NAME, &block, &self.attention, self.layers, device)?,
-            norm: stack::last_norm(self.norm, self.norm_kind, self.d_model, device)?,
-            pooling_query: self.pooling.query(self.d_model, device),
-            output: stack::linear(self.d_model, self.outputs, device),
-            dropout: DropoutConfig::new(self.dropout).init(),
+            input: stack::linear(self.channels, d_model, device),
+            blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
+            norm: stack::last_norm(block, device)?,
+            pooling_query: self.pooling.query(d_model, device),
+            output: stack::linear(d_model, self.outputs, device),
+            dropout: block.dropout()?,
             positions: self.positions,
             pooling: self.pooling,
             causal: self.causal,
@@ -190,12 +159,13 @@ impl SeriesModel {
     /// ```
     /// use burn::tensor::{Device, Tensor};
     /// use longspan::layers::pinball;
-    /// use longspan::models::SeriesModelConfig;
+    /// use longspan::models::{BlockConfig, SeriesModelConfig};
     ///
     /// # fn main() -> longspan::Result<()> {
     /// // A value and whether it is missing; of each point three quantiles.
     /// let device = Device::flex();
-    /// let model = SeriesModelConfig::new(2, 3).with_d_model(16).with_d_ff(32).init(&device)?;
+    /// let block = BlockConfig::new().with_d_model(16).with_d_ff(32);
+    /// let model = SeriesModelConfig::new(2, 3).with_block(block).init(&device)?;
     /// // Two points are known, the one at the time 2.5 is to be told.
     /// let values = Tensor::<3>::from_data([[[0.3, 0.0], [0.1, 0.0], [0.0, 1.0]]], &device);
     /// let times = Tensor::<2>::from_data([[0.0, 1.0, 2.5]], &device);

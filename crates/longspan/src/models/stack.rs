@@ -3,52 +3,36 @@
 use burn::nn::{Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 
-use super::block::{EncoderBlock, EncoderBlockConfig, Norm};
+use super::block::{BlockConfig, EncoderBlock, Norm};
 use crate::attention::AttentionConfig;
 use crate::error::{Result, config};
-use crate::layers::{NormKind, TokenNorm, TokenNormConfig};
+use crate::layers::TokenNorm;
 
-/// The blocks that a model's configuration describes, but for their mechanisms.
-macro_rules! block_config {
-    ($model:expr, $block:ident) => {
-        $block::new($model.d_model, $model.heads, $model.d_ff)
-            .with_kv_heads($model.kv_heads)
-            .with_dropout($model.dropout)
-            .with_norm($model.norm)
-            .with_norm_kind($model.norm_kind)
-            .with_activation($model.activation)
-            .with_gated($model.gated)
-            .with_gated_attention($model.gated_attention)
-            .with_recompute($model.recompute)
-    };
-}
-pub(super) use block_config;
-
-/// Checks the sizes of a model and of its blocks.
-pub(super) fn check(name: &'static str, sizes: &[(&'static str, usize)], block: &EncoderBlockConfig) -> Result<()> {
-    let EncoderBlockConfig { d_model, heads, d_ff, dropout, .. } = *block;
-    for &(field, size) in sizes.iter().chain(&[("d_model", d_model), ("heads", heads), ("d_ff", d_ff)]) {
+/// Checks that none of a model's sizes is 0.
+pub(super) fn check(name: &'static str, block: &BlockConfig, sizes: &[(&'static str, usize)]) -> Result<()> {
+    for &(field, size) in
+        sizes.iter().chain(&[("d_model", block.d_model), ("heads", block.heads), ("d_ff", block.d_ff)])
+    {
         config(size > 0, name, field, "at least 1", size)?;
     }
-    config((0.0..1.0).contains(&dropout), name, "dropout", "a number in [0, 1)", dropout)
+    Ok(())
 }
 
 /// So many blocks. Their mechanisms are those of the list in turn.
 pub(super) fn blocks(
     name: &'static str,
-    block: &EncoderBlockConfig,
+    block: &BlockConfig,
     attention: &[AttentionConfig],
     layers: usize,
     device: &Device,
 ) -> Result<Vec<EncoderBlock>> {
     config(!attention.is_empty(), name, "attention", "at least one mechanism", "none")?;
-    let one = |attention: &AttentionConfig| block.clone().with_attention(attention.clone()).init(device);
-    attention.iter().cycle().take(layers).map(one).collect()
+    attention.iter().cycle().take(layers).map(|attention| block.encoder(attention, device)).collect()
 }
 
 /// The norm after the last block, which pre-norm blocks need.
-pub(super) fn last_norm(norm: Norm, kind: NormKind, d_model: usize, device: &Device) -> Result<Option<TokenNorm>> {
-    (norm == Norm::Pre).then(|| TokenNormConfig::new(d_model).with_kind(kind).init(device)).transpose()
+pub(super) fn last_norm(block: &BlockConfig, device: &Device) -> Result<Option<TokenNorm>> {
+    (block.norm == Norm::Pre).then(|| block.token_norm(device)).transpose()
 }
 
 /// What comes after the last block.

@@ -14,7 +14,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::layers::{Activation, FusedAdamW};
-use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState};
+use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState};
 use longspan::profile::profile;
 use longspan_bench::machine::{Limits, Machine, product_seconds};
 use longspan_bench::statistics::Spread;
@@ -98,15 +98,17 @@ pub fn measure(plan: &Plan, next: Next<'_>) -> Result<Report> {
 fn model(attention: AttentionConfig, recompute: bool) -> Result<LanguageModel> {
     let device = Device::flex().autodiff();
     Device::flex().seed(1);
-    Ok(LanguageModelConfig::new(SYMBOLS)
+    let block = BlockConfig::new()
         .with_d_model(WIDTH)
         .with_heads(HEADS)
         .with_d_ff(INNER)
-        .with_layers(LAYERS)
         .with_dropout(0.0)
-        .with_tied(false)
         .with_activation(Activation::Gelu)
-        .with_recompute(recompute)
+        .with_recompute(recompute);
+    Ok(LanguageModelConfig::new(SYMBOLS)
+        .with_block(block)
+        .with_layers(LAYERS)
+        .with_tied(false)
         .with_attention(vec![attention])
         .init(&device)?)
 }

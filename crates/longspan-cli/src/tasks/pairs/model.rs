@@ -7,6 +7,7 @@ use longspan::models::{Positions, Seq2Seq, Seq2SeqConfig};
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
 use crate::tasks::memory::{self, NUMBER};
+use crate::tasks::stack;
 
 /// The model's configuration for these settings and vocabulary sizes.
 pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
@@ -14,20 +15,11 @@ pub fn configure(config: &RunConfig, source_vocab: usize, target_vocab: usize) -
     let attention = attention::of_run(config, config.max_tokens.max(config.answer_tokens.unwrap_or(0)) + 1)?;
     let positions = if attention.sees_order() { Positions::None } else { Positions::Sinusoidal };
     Ok(Seq2SeqConfig::new(source_vocab, target_vocab)
-        .with_d_model(config.d_model)
-        .with_heads(config.heads)
+        .with_block(stack::block(config)?)
         .with_encoder_layers(config.encoder_layers)
         .with_decoder_layers(config.decoder_layers)
-        .with_d_ff(config.d_ff)
-        .with_dropout(config.dropout)
         .with_cross_attention(attention.cross_attention())
         .with_attention(attention)
-        .with_norm(config.norm()?)
-        .with_norm_kind(config.norm_kind()?)
-        .with_activation(config.activation()?)
-        .with_gated(config.gated)
-        .with_gated_attention(config.gated_attention)
-        .with_recompute(config.recompute)
         .with_positions(positions))
 }
 

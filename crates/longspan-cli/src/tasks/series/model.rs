@@ -5,12 +5,19 @@ use burn::tensor::Device;
 use longspan::models::{SeriesModel, SeriesModelConfig};
 
 use crate::run::config::RunConfig;
-use crate::tasks::stack::{self, pooled};
+use crate::tasks::{attention, stack};
 
 /// A model, its weights not yet drawn.
 pub fn model(config: &RunConfig, inputs: usize, outputs: usize, device: &Device) -> Result<SeriesModel> {
     const LOWER: &str = "lower d_model, d_ff, layers, radius, max_tokens or workers with --set";
-    let sizes = pooled!(SeriesModelConfig::new(inputs, outputs), config);
+    let attention = attention::of_layers(config, config.max_tokens)?;
+    let sizes = SeriesModelConfig::new(inputs, outputs)
+        .with_block(stack::block(config)?)
+        .with_layers(config.layers)
+        .with_positions(stack::positions(&attention))
+        .with_attention(attention)
+        .with_causal(config.causal)
+        .with_pooling(config.pooling()?);
     let one = sizes.clone().with_layers(1).init(device)?;
     stack::check(&one, &one.blocks, config, device, LOWER)?;
     Ok(sizes.init(device)?)

@@ -185,7 +185,7 @@ mod tests {
     fn values_and_times_are_measured_by_those_of_training() {
         let text = "id,time,x,y\na,10,1,5\na,12,3,5\na,14,,5\nb,0,5,5\nb,50,3,5\n";
         let all = parse(text.as_bytes(), "csv", "f").unwrap();
-        let scaling = Scaling::of(&all);
+        let scaling = Scaling::of(&all, None);
         // x: 1, 3, 5, 3 with mean 3 and variance 2; y does not vary; gaps 2, 2, 50.
         assert_eq!((scaling.step, scaling.masked, scaling.inputs()), (2.0, true, 4));
         let (values, times) = scaling.apply(&all[0]).unwrap();

@@ -12,7 +12,7 @@ use longspan::models::{Classifier, ClassifierConfig, EncoderBlock, Pooling};
 
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
-use crate::tasks::stack::{self, stack};
+use crate::tasks::stack;
 
 /// The task's model in Poli et al. 2024: the row at the last token, to which a feed-forward part adds what makes it tell the token at
 /// a place: `x = row + place`, `x + f(norm(x))`, logits.
@@ -33,7 +33,10 @@ impl Compressor {
         let width = config.d_model;
         let attention = attention::of_layers(config, longest)?;
         let positions = stack::positions(&attention);
-        let encoder = stack!(ClassifierConfig::new(tokens, width), config, attention)
+        let encoder = ClassifierConfig::new(tokens, width)
+            .with_block(stack::block(config)?)
+            .with_layers(config.layers)
+            .with_attention(attention)
             .with_causal(true)
             .with_pooling(Pooling::Last)
             .with_positions(positions)

@@ -11,7 +11,7 @@ use longspan::models::{LanguageModel, LanguageModelConfig};
 use super::compressor::Compressor;
 use crate::run::config::RunConfig;
 use crate::tasks::attention;
-use crate::tasks::stack::{self, stack};
+use crate::tasks::stack;
 
 /// A model that gives logits of tokens at places of sequences.
 pub trait Model: Module + Sync {
@@ -38,7 +38,11 @@ impl Model for LanguageModel {
     fn new(config: &RunConfig, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
         let attention = attention::of_layers(config, longest)?;
         let positions = stack::positions(&attention);
-        let sizes = stack!(LanguageModelConfig::new(tokens), config, attention).with_positions(positions);
+        let sizes = LanguageModelConfig::new(tokens)
+            .with_block(stack::block(config)?)
+            .with_layers(config.layers)
+            .with_attention(attention)
+            .with_positions(positions);
         let one = sizes.clone().with_layers(1).init(device)?;
         stack::check(&one, &one.blocks, config, device, LOWER)?;
         Ok(sizes.init(device)?)

@@ -7,8 +7,7 @@ use longspan::models::{LanguageModel, LanguageModelConfig, Positions};
 use serde_json::{Value, json};
 
 use crate::run::config::RunConfig;
-use crate::tasks::attention;
-use crate::tasks::stack::{self, stack};
+use crate::tasks::{attention, stack};
 
 /// The model's configuration for these settings and vocabulary size.
 pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
@@ -17,7 +16,11 @@ pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig
     // A decay tells order, too. Softmax has none, and begins anew before positions come that training has not seen.
     let whole = config.attention.split(',').any(|name| name.trim() == "softmax");
     let positions = if whole { stack::positions(&attention) } else { Positions::None };
-    Ok(stack!(LanguageModelConfig::new(vocab), config, attention).with_positions(positions))
+    Ok(LanguageModelConfig::new(vocab)
+        .with_block(stack::block(config)?)
+        .with_layers(config.layers)
+        .with_attention(attention)
+        .with_positions(positions))
 }
 
 /// Tokens after which states begin anew in training: `carry` segments, in steps of `backpropagate`.
