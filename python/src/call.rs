@@ -1,25 +1,21 @@
 //! A mechanism as a Python object, and its calls on arrays.
 
-use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
 use longspan_kernels::{
-    self as kernels, AnyKernel, Call, Cotangent, Dims, Gradients, Keys, Mask, Order, Output, Plan, Purpose, Scratch,
-    Token, ViewMut,
+    self as kernels, AnyKernel, Cotangent, Dims, Gradients, Mask, Order, Output, Plan, Purpose, Token,
 };
-use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyRuntimeError;
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::arrays::{Dtype, Number, Precision, Shape, Tensor, Wide, key_padding};
-use crate::buffer_pool;
+use crate::arrays::{Dtype, Precision, Shape, Tensor, key_padding};
 use crate::error;
+use crate::inputs::{Boundaries, Inputs, OwnedMask};
 use crate::mechanisms;
-use crate::signals;
+use crate::precise::Precise;
+use crate::results::{Fresh, FreshTensor};
 use crate::state::{Numbers, State};
 use crate::threads;
 
@@ -31,103 +27,6 @@ pub struct Mechanism {
     operation: String,
 }
 
-/// A number type with its states and its scratch memory.
-pub trait Precise: Number {
-    fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self>;
-    fn wrap(state: kernels::State<Self>) -> State;
-    fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
-    fn unwrap_mut(state: &mut State) -> Option<&mut kernels::State<Self>>;
-    fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>>;
-}
-
-macro_rules! precise {
-    ($t:ident, $variant:ident, $scratch:ident) => {
-        thread_local! {
-            static $scratch: Cell<Option<Scratch<$t>>> = const { Cell::new(None) };
-        }
-
-        impl Precise for $t {
-            fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self> {
-                kernel
-            }
-            fn wrap(state: kernels::State<Self>) -> State {
-                State { numbers: Numbers::$variant(state) }
-            }
-            fn unwrap(state: &State) -> Option<&kernels::State<Self>> {
-                if let Numbers::$variant(state) = &state.numbers { Some(state) } else { None }
-            }
-            fn unwrap_mut(state: &mut State) -> Option<&mut kernels::State<Self>> {
-                if let Numbers::$variant(state) = &mut state.numbers { Some(state) } else { None }
-            }
-            fn scratch() -> &'static std::thread::LocalKey<Cell<Option<Scratch<Self>>>> {
-                &$scratch
-            }
-        }
-    };
-}
-precise!(f32, F32, SCRATCH_F32);
-precise!(f64, F64, SCRATCH_F64);
-
-/// Boundaries of packed sequences on the query and the key axis.
-type Boundaries = (Vec<usize>, Vec<usize>);
-
-/// A mask that owns its lists.
-struct OwnedMask {
-    order: Order,
-    offset: isize,
-    ignored: Option<Vec<bool>>,
-    packed: Option<Boundaries>,
-}
-
-impl OwnedMask {
-    fn as_kernel(&self) -> Mask<'_> {
-        let keys = match (&self.ignored, &self.packed) {
-            (Some(ignored), _) => Keys::Padding(ignored),
-            (None, Some((queries, keys))) => Keys::Packed { queries, keys },
-            (None, None) => Keys::All,
-        };
-        Mask { order: self.order, offset: self.offset, keys }
-    }
-}
-
-/// The arrays of a call after all checks of shape and type.
-struct Inputs<'py> {
-    dims: Dims,
-    q: Tensor<'py>,
-    k: Tensor<'py>,
-    v: Tensor<'py>,
-    parameters: Vec<Tensor<'py>>,
-    mask: OwnedMask,
-}
-
-impl Inputs<'_> {
-    /// Runs `work` on the kernels' view of this call, without Python's lock, with working memory that this thread keeps, and on as
-    /// many threads as `seconds` of one thread are worth. Ctrl-C ends it.
-    fn run<T: Precise, R: Send>(
-        &self,
-        py: Python<'_>,
-        mechanism: &Mechanism,
-        initial_state: Option<&kernels::State<T>>,
-        seconds: impl FnOnce(&Plan) -> Option<f64> + Send,
-        work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> Result<R, kernels::Error> + Send,
-    ) -> PyResult<R> {
-        let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
-        let call = Call::new(self.dims, self.q.view(), self.k.view(), self.v.view())
-            .with_parameters(&parameters)
-            .with_mask(self.mask.as_kernel())
-            .with_initial_state(initial_state);
-        let kernel = &*mechanism.kernel;
-        py.detach(|| {
-            let kernel = T::kernel(kernel);
-            let seconds = seconds(&kernel.plan(&call.dims, &call.mask)).unwrap_or(f64::INFINITY);
-            let mut scratch = T::scratch().take().unwrap_or_default();
-            let result = signals::run(seconds, || work(kernel, &call, &mut scratch));
-            T::scratch().set(Some(scratch));
-            result?.map_err(|e| mechanism.failed(e))
-        })
-    }
-}
-
 /// Seconds of a forward call, whatever comes after it.
 fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
     Some(plan.chosen(purpose)?.seconds(Purpose::Inference))
@@ -137,89 +36,6 @@ fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
 fn backward_seconds(plan: &Plan) -> Option<f64> {
     let estimate = plan.chosen(Purpose::Training)?;
     Some(estimate.seconds(Purpose::Training) - estimate.seconds(Purpose::Inference))
-}
-
-/// A new array of any contents. Failure is a `MemoryError`.
-fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
-    let descriptor = dtype.descriptor(py)?;
-    if let Some(array) = buffer_pool::array(py, shape, &descriptor) {
-        return array;
-    }
-    static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let empty = EMPTY.import(py, "numpy", "empty")?;
-    Ok(empty.call1((PyTuple::new(py, shape)?, descriptor))?.cast_into::<PyUntypedArray>()?)
-}
-
-/// A new array for a result. In half precision a single-precision copy comes with it, which is rounded into it at the end.
-pub struct Fresh<'py> {
-    array: Bound<'py, PyUntypedArray>,
-    wide: Option<Wide>,
-}
-
-impl<'py> Fresh<'py> {
-    pub fn new(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Self> {
-        let array = empty(py, shape, dtype)?;
-        let wide = matches!(dtype, Dtype::F16 | Dtype::Bf16).then(|| Wide::new(array.len())).transpose()?;
-        Ok(Self { array, wide })
-    }
-
-    /// What the kernels write.
-    pub fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
-        if let Some(wide) = &mut self.wide {
-            return T::from_singles_mut(wide.numbers_mut())
-                .expect("half-precision numbers are computed in single precision");
-        }
-        if self.array.is_empty() {
-            return &mut [];
-        }
-        // SAFETY: made by `empty` for this type, so row-major, aligned and of `len` numbers, any bits of which are a
-        // number; no other reference to it exists until the call returns it.
-        unsafe {
-            std::slice::from_raw_parts_mut((*self.array.as_array_ptr()).fields.data.cast::<T>(), self.array.len())
-        }
-    }
-
-    pub fn finish(mut self) -> Bound<'py, PyUntypedArray> {
-        if let Some(wide) = &self.wide {
-            wide.round_into(&mut self.array);
-        }
-        self.array
-    }
-}
-
-/// A [`Fresh`] tensor of four axes, in their order or with tokens before heads.
-struct FreshTensor<'py> {
-    fresh: Fresh<'py>,
-    shape: [usize; 4],
-    token_major: bool,
-}
-
-impl<'py> FreshTensor<'py> {
-    fn new(py: Python<'py>, shape: [usize; 4], dtype: Dtype, token_major: bool) -> PyResult<Self> {
-        let [batch, heads, tokens, width] = shape;
-        let axes = if token_major { [batch, tokens, heads, width] } else { shape };
-        Ok(Self { fresh: Fresh::new(py, &axes, dtype)?, shape, token_major })
-    }
-
-    fn view_mut<T: Number>(&mut self) -> ViewMut<'_, T> {
-        let [_, heads, tokens, width] = self.shape;
-        let numbers = self.fresh.numbers_mut();
-        if self.token_major {
-            ViewMut::strided(numbers, [tokens * heads * width, width, heads * width])
-        } else {
-            ViewMut::contiguous(numbers, self.shape)
-        }
-    }
-
-    /// The array as `[batch, head, token, feature]`.
-    fn finish(self) -> PyResult<Bound<'py, PyAny>> {
-        let array = self.fresh.finish();
-        if self.token_major {
-            array.call_method1(intern!(array.py(), "transpose"), (0, 2, 1, 3))
-        } else {
-            Ok(array.into_any())
-        }
-    }
 }
 
 impl Mechanism {
@@ -264,10 +80,7 @@ impl Mechanism {
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
         self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
-        if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
-            let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
-            return Err(self.wrong("q", expected, format_args!("{heads} heads")));
-        }
+        self.expect_groups(heads, kv_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
         let offset = offset
             .extract::<isize>()
@@ -283,6 +96,14 @@ impl Mechanism {
         let order = if is_causal { Order::Causal } else { Order::Bidirectional };
         let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
         Ok(Inputs { dims, q, k, v, parameters, mask })
+    }
+
+    fn expect_groups(&self, heads: usize, kv_heads: usize) -> PyResult<()> {
+        if (heads == 0 && kv_heads == 0) || (kv_heads > 0 && heads.is_multiple_of(kv_heads)) {
+            return Ok(());
+        }
+        let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
+        Err(self.wrong("q", expected, format_args!("{heads} heads")))
     }
 
     fn key_dim(&self, dims: &Dims, precision: Precision) -> usize {
@@ -623,10 +444,7 @@ impl Mechanism {
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
         self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
-        if !(heads == 0 && kv_heads == 0) && (kv_heads == 0 || !heads.is_multiple_of(kv_heads)) {
-            let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
-            return Err(self.wrong("q", expected, format_args!("{heads} heads")));
-        }
+        self.expect_groups(heads, kv_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
         let state = self.state_of_step(py, &dims, state, precision)?;
         let out = {

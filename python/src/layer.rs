@@ -9,7 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::arrays::{Dtype, Precision, Tensor};
-use crate::call::{Fresh, Mechanism, Precise};
+use crate::call::Mechanism;
+use crate::precise::Precise;
+use crate::results::Fresh;
 use crate::state::State;
 use crate::{error, threads};
 

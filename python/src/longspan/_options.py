@@ -263,3 +263,9 @@ def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
     for name, matrix in zip(("map of queries", "map of keys"), given):
         expect_axes(operation, name, matrix, 3, "(heads, width, head_dim)")
     return tuple(given)
+
+
+def expect_size(module: str, name: str, size: int) -> None:
+    """Refuses the size of a module that is none."""
+    if not isinstance(size, int) or not 1 <= size < 1 << 24:
+        raise ValueError(f"{module}: {name}: expected an integer from 1 to 2**24 - 1, got {size!r}")

@@ -14,13 +14,10 @@ from .._native import State as _State
 from .._native import use_openmp_of as _use_openmp_of
 from ._chunked import chunked_attention
 from ._states import TensorState
+from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .gated_norm import GatedRMSNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .mechanisms import (
-    AftConv,
-    AftFull,
-    AftLocal,
-    AftSimple,
     FourierAttention,
     KernelizedAttention,
     ShawAttention,

@@ -18,27 +18,13 @@ from torch import Tensor, nn
 
 from .attention import WITHOUT_ORDER, Attention
 from .gated_norm import GatedRMSNorm
-from .mechanisms import (
-    AftConv,
-    AftFull,
-    AftLocal,
-    AftSimple,
-    FourierAttention,
-    KernelizedAttention,
-    ShawAttention,
-    ShortConvolution,
-    SoftmaxAttention,
-    ToeplitzAttention,
-)
-
-Settings = dict[str, Any]
+from ._settings import Settings, attention, names
+from .mechanisms import FourierAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "gelu": F.gelu, "gelu-tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
 }  # fmt: skip
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": partial(nn.RMSNorm, eps=1e-5)}
-#: Mechanisms whose tables have a row for each position.
-BY_POSITION = ("aft-full", "aft-local")
 
 
 def _chosen(settings: Settings, key: str, usual: str, known: dict[str, Any]) -> Any:
@@ -189,89 +175,11 @@ class _Block(nn.Module):
         return self._residual(x, self.feed_forward_norm, self.feed_forward)
 
 
-def _kernel(settings: Settings) -> dict[str, Any]:
-    own: dict[str, Any] = settings.get("attention_options", {}).get("kernel", {})
-    options = {"feature_map": settings.get("feature_map", "elu+1"), **own}
-    if options.get("decay") is None and "usual_decay" in settings:
-        options["decay"] = settings["usual_decay"]
-    return options
-
-
-def _shaw(settings: Settings) -> dict[str, Any]:
-    options = {"radius": settings.get("radius", 16), **settings.get("attention_options", {}).get("relative", {})}
-    return {
-        "radius": options["radius"], "shared": options.get("shared", False), "kernelized": options.get("content", True),
-        "rel_feature_map": "identity" if options.get("raw", False) else "same", **_kernel(settings),
-    }  # fmt: skip
-
-
-def _fourier(settings: Settings) -> dict[str, Any]:
-    options = settings.get("attention_options", {})
-    kernel = _kernel(settings)
-    # Fourier's normaliser says whether and by what a row is divided.
-    if not kernel.pop("normalize", True):
-        raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
-    normalizer = options.get("normalizer", "one-plus").replace("-", "_")
-    wave = "pairs" if options.get("rotary", False) else "each"
-    return {"normalizer": normalizer, "wave": wave, "axes": settings.get("axes"), **kernel}
-
-
-def _toeplitz(settings: Settings) -> dict[str, Any]:
-    options = dict(settings.get("attention_options", {}))
-    return {**options.pop("bias", {}), **options}
-
-
-def _as_they_are(settings: Settings) -> dict[str, Any]:
-    return dict(settings.get("attention_options", {}))
-
-
-def _softmax(settings: Settings) -> dict[str, Any]:
-    return {"capacity": settings.get("capacity", 4096), **settings.get("attention_options", {})}
-
-
-def _by_position(settings: Settings) -> dict[str, Any]:
-    return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
-
-
-#: For each mechanism its module and how the module's options follow from a run's settings.
-_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict[str, Any]]]] = {
-    "kernelized": (KernelizedAttention, _kernel),
-    "shaw": (ShawAttention, _shaw),
-    "fourier": (FourierAttention, _fourier),
-    "toeplitz": (ToeplitzAttention, _toeplitz),
-    "aft-full": (AftFull, _by_position),
-    "aft-local": (AftLocal, _by_position),
-    "aft-simple": (AftSimple, _as_they_are),
-    "aft-conv": (AftConv, _as_they_are),
-    "short-convolution": (ShortConvolution, _as_they_are),
-    "softmax": (SoftmaxAttention, _softmax),
-    "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
-}
-
-
-def names(settings: Settings) -> list[str]:
-    """The mechanisms that settings name, of one layer after the other."""
-    return [name.strip() for name in settings["attention"].split(",")]
-
-
-def _attention(settings: Settings, name: str) -> Attention:
-    if name not in _MECHANISMS:
-        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
-    module, options = _MECHANISMS[name]
-    if len(set(names(settings))) > 1:
-        # Where layers differ the options of each stand under its name.
-        settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
-    try:
-        return module(settings["heads"], settings["d_model"] // settings["heads"], **options(settings))
-    except TypeError as error:
-        raise ValueError(f"config.json: attention_options: {error}") from error
-
-
 def _blocks(settings: Settings) -> nn.ModuleList:
     """A model's only stack; where there are more blocks than names the list begins anew."""
     listed = names(settings)
     return nn.ModuleList(
-        _Block(settings, _attention(settings, listed[layer % len(listed)])) for layer in range(settings.get("layers", 4))
+        _Block(settings, attention(settings, listed[layer % len(listed)])) for layer in range(settings.get("layers", 4))
     )
 
 
@@ -508,11 +416,11 @@ class Seq2Seq(nn.Module):
             # anything from a memory. A window is a place in the own sequence.
             other = "shaw" if name.startswith("aft-") or name == "short-convolution" else "softmax" if name == "softmax-window" else None
             if other is None:
-                return _attention(settings, name)
-            return _attention({"heads": settings["heads"], "d_model": width, "attention": other}, other)
+                return attention(settings, name)
+            return attention({"heads": settings["heads"], "d_model": width, "attention": other}, other)
 
         def blocks(count: int, decoder: bool) -> nn.ModuleList:
-            made = (_Block(settings, _attention(settings, name), cross() if decoder else None) for _ in range(count))
+            made = (_Block(settings, attention(settings, name), cross() if decoder else None) for _ in range(count))
             return nn.ModuleList(made)
 
         self.encoder = blocks(config["encoder_layers"], False)

@@ -46,12 +46,10 @@ the mechanism itself. Mechanisms that do not see the order of tokens (kernelized
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shlex
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +58,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .gated_norm import GatedRMSNorm
-from .mechanisms import AftConv, AftFull, ShawAttention, ToeplitzAttention
+from ._weights import load_weights, save_weights
 from .models import Seq2Seq, SeriesModel
 
 __all__ = [
@@ -580,174 +577,3 @@ def load_run(folder: str | os.PathLike[str]) -> Run | SeriesRun:
     model = Seq2Seq(config, len(source), len(target))
     load_weights(model, folder / "model.safetensors")
     return Run(model.eval(), config, source, target)
-
-
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
-
-
-def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tensor]:
-    """Name and contents in a file of a parameter of ``module``."""
-    prefix, _, last = name.rpartition(".")
-    if isinstance(module, nn.Linear) and last == "weight":
-        return name, tensor.T
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, GatedRMSNorm)):
-        return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
-    if last in ("map_queries", "map_keys"):
-        return f"{prefix}.map.{last[4:]}", tensor
-    if isinstance(module, ShawAttention):
-        return f"{prefix}.relative", tensor if tensor.dim() == 3 else tensor[None]
-    if isinstance(module, (ToeplitzAttention, AftConv)) and tensor.dim() == 3:
-        return name, tensor.flatten(1)
-    if isinstance(module, AftFull) and last == "u":
-        return f"{prefix}.w", tensor
-    return name, tensor
-
-
-def _parameters(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Views of a model's parameters, or of others in their place by name, as they stand in a file."""
-    entries = {}
-    for prefix, module in model.named_modules():
-        for last, parameter in module.named_parameters(recurse=False):
-            own = f"{prefix}.{last}" if prefix else last
-            name, view = _file_entry(own, (parameter if values is None else values[own]).detach(), module)
-            entries[name] = view
-    return entries
-
-
-def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Reads the command's weights into a model.
-
-    Parameters
-    ----------
-    model : Module
-        A `Seq2Seq`, a `SeriesModel`, or any part of one with its own file. Nothing in it changes where something is wrong.
-    path : path
-        A ``model.safetensors``.
-
-    Raises
-    ------
-    ValueError
-        Where the file is damaged or has other parameters.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> import torch
-    >>> from longspan.torch import ShawAttention
-    >>> from longspan.torch.runs import load_weights, save_weights
-    >>> one, other = ShawAttention(4, 8), ShawAttention(4, 8)
-    >>> with TemporaryDirectory() as folder:
-    ...     save_weights(one, Path(folder, "model.safetensors"))
-    ...     load_weights(other, Path(folder, "model.safetensors"))
-    >>> torch.equal(one.rel, other.rel)
-    True
-    """
-    path = Path(path)
-    data = path.read_bytes()
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        if length > len(data) - 8:
-            raise ValueError("its header is cut short")
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        body = memoryview(data)[8 + length :]
-        found = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
-            count = int(np.prod(entry["shape"], dtype=np.int64))
-            if not 0 <= start <= end <= len(body) or end - start != count * dtype.itemsize:
-                raise ValueError(f"{name} does not lie inside it")
-            found[name] = np.frombuffer(body[start:end], dtype).reshape(entry["shape"])
-    except (struct.error, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged or no safetensors file: {error}") from error
-    parameters = _parameters(model)
-    missing, surplus = sorted(parameters.keys() - found.keys()), sorted(found.keys() - parameters.keys())
-    if missing or surplus:
-        raise ValueError(f"{path}: expected the parameters of this model, got none for {missing[:3]} and {surplus[:3]} "
-                         "besides")  # fmt: skip
-    for name, view in parameters.items():
-        if tuple(view.shape) != found[name].shape:
-            raise ValueError(f"{path}: {name}: expected shape {tuple(view.shape)}, got {found[name].shape}")
-    for name, view in parameters.items():
-        view.copy_(torch.from_numpy(found[name].copy()))
-
-
-def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes weights so that the command reads them in the place of a run's ``model.safetensors``.
-
-    It seals the file with the others of the run, if ``path`` is in the folder of one. As the command does, it replaces the old file
-    in one step: whenever the computer stops, one of both is there, whole.
-
-    Parameters
-    ----------
-    model : Module
-        A `Seq2Seq` or a `SeriesModel`.
-    path : path
-        Where to.
-
-    Examples
-    --------
-    See `load_weights`, its inverse.
-
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from longspan.torch import AftLocal
-    >>> from longspan.torch.runs import save_weights
-    >>> with TemporaryDirectory() as folder:
-    ...     save_weights(AftLocal(4, 8, window=2, length=10), Path(folder, "model.safetensors"))
-    ...     [path.name for path in Path(folder).iterdir()]
-    ['model.safetensors']
-    """
-    path = Path(path)
-    files = {path.name: weights_file(model)}
-    if path.with_name("seal.json").exists():
-        store(path.parent, files)
-    else:
-        _replace(path, files[path.name])
-
-
-def weights_file(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> bytes:
-    """The contents of a ``model.safetensors``: of the model's parameters, or of ``values`` with their names."""
-    header: dict[str, Any] = {}
-    pieces = []
-    offset = 0
-    for name, view in sorted(_parameters(model, values).items()):
-        numbers = view.cpu().to(torch.float32).contiguous().numpy().astype("<f4")
-        header[name] = {"dtype": "F32", "shape": list(numbers.shape), "data_offsets": [offset, offset + numbers.nbytes]}
-        offset += numbers.nbytes
-        pieces.append(numbers.tobytes())
-    text = json.dumps(header).encode()
-    # The format wants numbers to begin at whole multiples of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *pieces])
-
-
-def store(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files into a run folder, or one that is to be a run's, and seals them with those that are sealed there."""
-    seal = folder / "seal.json"
-    sealed = json.loads(seal.read_bytes())["files"] if seal.exists() else {}
-    # As the command does: the seal allows the old contents and the new, then the new alone.
-    now = {name: [hashlib.sha256(contents).hexdigest()] for name, contents in files.items()}
-    if sealed:
-        _seal(seal, {**sealed, **{name: [*sealed.get(name, []), *one] for name, one in now.items()}})
-    for name, contents in files.items():
-        _replace(folder / name, contents)
-    _seal(seal, {**sealed, **now})
-
-
-def _seal(path: Path, files: dict[str, list[str]]) -> None:
-    text = json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "files": files}
-    _replace(path, (json.dumps(seal, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
-
-
-def _replace(path: Path, contents: bytes) -> None:
-    """Writes a file under a temporary name, to the disk, and gives it its name."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

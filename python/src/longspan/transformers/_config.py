@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..torch import runs
+from ..torch import _weights, runs
 
 #: Keys of a run's ``config.json`` with the command's defaults.
 SETTINGS: dict[str, Any] = {
@@ -149,7 +149,7 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
             raise ValueError("LongspanConfig.save_pretrained: push_to_hub: expected False, got True; upload the folder yourself")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        runs.store(folder, self.files((self.architectures or ["LongspanForCausalLM"])[0]))
+        _weights.store(folder, self.files((self.architectures or ["LongspanForCausalLM"])[0]))
 
     def files(self, architecture: str) -> dict[str, bytes]:
         """The files of a run's folder that say what its model is, by name."""

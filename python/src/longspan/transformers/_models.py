@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from ..torch import models, runs
+from ..torch import _settings, _weights, models, runs
 from ._attention import StateCache
 from ._config import LongspanConfig
 
@@ -127,7 +127,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             raise ValueError(f"{cls.__name__}.from_pretrained: {folder}: expected a folder of a {cls.__name__}, got one of a "
                              f"{architecture}")  # fmt: skip
         model: Any = cls(config)  # type: ignore[call-arg]
-        runs.load_weights(model.model, folder / "model.safetensors")
+        _weights.load_weights(model.model, folder / "model.safetensors")
         if (folder / "generation_config.json").exists() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if dtype not in (None, "auto"):
@@ -182,7 +182,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         if self.can_generate():
             files["generation_config.json"] = self.generation_config.to_json_string().encode()
         folder.mkdir(parents=True, exist_ok=True)
-        runs.store(folder, {**files, "model.safetensors": runs.weights_file(self.model, values)})
+        _weights.store(folder, {**files, "model.safetensors": _weights.weights_file(self.model, values)})
 
 
 class _Generating(_Longspan, GenerationMixin):  # type: ignore[misc]
@@ -274,7 +274,7 @@ class LongspanForCausalLM(_Generating):
         A ``CausalLMOutputWithPast``.
         """
         _refuse(self, others)
-        absolute = self.model.sinusoidal or not set(models.BY_POSITION).isdisjoint(models.names(self.config.settings))
+        absolute = self.model.sinusoidal or not set(_settings.BY_POSITION).isdisjoint(_settings.names(self.config.settings))
         ignored = _ignored(self, "attention_mask", attention_mask, input_ids, left=not absolute)
         cache, past = self._past(past_key_values, use_cache, self.model.blocks)
         rows = self.model(input_ids, ignored, past)

@@ -1,0 +1,212 @@
+"""The mechanisms in torch's own operations, chunk by chunk: for tensors that are not on the CPU.
+
+Everything runs on the device of ``q``, content, Shaw and Fourier positions in O(L) time, Toeplitz positions and AFT in O(L^2)
+time and bounded memory; torch's autograd differentiates it. Sums are taken in float32 for half
+precision. The kernels' tests hold it to the same definition.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _calls
+from .aft import aft, conv_biases, full_biases, local_biases
+from .call import Call
+from .convolution import short_convolution
+from .kernelized import RECURRENCE, fourier, kernelized
+from .pairs import softmax, toeplitz
+
+__all__ = ["RECURRENCE", "chunked_attention"]
+
+_FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
+    "softmax": softmax,
+    "kernelized": kernelized,
+    "shaw": kernelized,
+    "fourier": fourier,
+    "toeplitz": toeplitz,
+    "short-convolution": short_convolution,
+    "aft-full": aft(full_biases),
+    "aft-local": aft(local_biases),
+    "aft-simple": aft(None),
+    "aft-conv": aft(conv_biases),
+}
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Sequence[Tensor] = (),
+    *,
+    mechanism: str = "kernelized",
+    options: str = "{}",
+    is_causal: bool = False,
+    offset: int = 0,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: tuple[list[int], list[int]] | None = None,
+) -> Tensor:
+    """A mechanism in torch's own operations, for any device: what `longspan.ops` computes for tensors that are not on the CPU,
+    and where derivatives are wanted that the kernels do not give.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, H, Lq, d]``
+        Queries.
+    k, v : Tensor ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Keys and values.
+    parameters : sequence of Tensor
+        What the mechanism learns, in the order of the arguments of its function.
+    mechanism : str
+        A name of `longspan.mechanisms`.
+    options : str
+        Its options as JSON, as the functions of `longspan.ops` write them.
+    is_causal, offset : bool, int
+        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
+    key_padding_mask : bool Tensor ``[B, Lk]``, optional
+        True is ignored.
+    cu_seqlens : pair of lists of int, optional
+        Boundaries of packed sequences on the query and the key axis; ``B = 1``.
+
+    Returns
+    -------
+    Tensor ``[B, H, Lq, dv]``
+        In the type of ``q``; half precision is computed in float32.
+
+    Raises
+    ------
+    NotImplementedError
+        For a mechanism without such a formulation.
+    ValueError
+        For shapes that do not fit.
+
+    Notes
+    -----
+    O(L) time but for Toeplitz positions and AFT, which take O(L**2) here.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import ops
+    >>> from longspan.torch import chunked_attention
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
+    >>> out = chunked_attention(q, k, v, is_causal=True)
+    >>> torch.testing.assert_close(out, ops.kernelized_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
+    """
+    if mechanism not in _FORMULATIONS:
+        raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
+    formulation = _FORMULATIONS[mechanism]
+    settings = json.loads(options)
+    _check_shapes(mechanism, q, k, v, key_padding_mask)
+    dtype = q.dtype
+    # Without autocast, which would compute sums in half precision.
+    with torch.autocast(q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu", enabled=False):
+        wide = torch.promote_types(torch.float32, dtype)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask)
+        _check_parameters(mechanism, call)
+        if mechanism == "toeplitz":
+            # Of the whole call, because packed sequences share its table.
+            settings["first"] = 1 - q.shape[2] - offset
+        if cu_seqlens is None:
+            return formulation(call).to(dtype)
+        if q.shape[0] != 1:
+            raise ValueError(f"{mechanism}: batch: expected 1 for packed sequences, got {q.shape[0]}")
+        queries, keys = cu_seqlens
+        if len(queries) != len(keys):
+            raise ValueError(f"{mechanism}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
+                             f"got {len(keys)} and {len(queries)}")  # fmt: skip
+        for bounds, tokens in ((queries, q.shape[2]), (keys, k.shape[2])):
+            if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
+                raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
+        pieces = [
+            formulation(replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
+            for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
+        ]
+        return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], settings: dict[str, Any], *others: Any
+) -> Call:
+    """The parameters of positions apart from what the feature map of queries and of keys learns."""
+    if settings.get("feature_map", "").startswith("hedgehog"):
+        *parameters, of_queries, of_keys = parameters
+        return Call(q, k, v, parameters, (of_queries, of_keys), settings, *others)
+    return Call(q, k, v, parameters, (None, None), settings, *others)
+
+
+def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{mechanism}: {name}: expected four axes [batch, head, token, feature], "
+                             f"got shape {tuple(tensor.shape)}")  # fmt: skip
+    batch, heads, _, head_dim = q.shape
+    _, kv_heads, keys, _ = k.shape
+    key_dim = 1 if mechanism == "aft-conv" else head_dim
+    for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),
+                                ("v", v, (batch, kv_heads, keys, v.shape[3]))):  # fmt: skip
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{mechanism}: {name}: expected shape {shape}, got shape {tuple(tensor.shape)}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"{mechanism}: q: expected a number of query heads that is a multiple of the {kv_heads} "
+                         f"key/value heads, got {heads} heads")  # fmt: skip
+    if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
+        raise ValueError(f"{mechanism}: key_padding_mask: expected shape {(batch, keys)}, "
+                         f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
+
+
+def _check_parameters(mechanism: str, call: Call) -> None:
+    """Checks shapes that broadcasting would accept silently."""
+    parameters, settings = call.parameters, call.settings
+    _, heads, queries, head_dim = call.q.shape
+    kv_heads, keys = call.k.shape[1], call.k.shape[2]
+    wanted: list[tuple[int, ...]]
+    for matrix, of in zip(call.maps, (heads, kv_heads)):
+        if matrix is not None and (matrix.shape[0], matrix.shape[-1]) != (of, head_dim):
+            raise ValueError(f"{mechanism}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
+    features = _calls.features(settings.get("feature_map", "elu+1"), head_dim)
+    if mechanism == "shaw":
+        rows = parameters[0].shape[-2]
+        width = head_dim if settings.get("rel_feature_map", "same") == "same" else features
+        wanted = [(heads, rows, width) if parameters[0].ndim == 3 else (rows, width)]
+    elif mechanism == "toeplitz":
+        table = settings.get("kind", "table") == "table" and not settings.get("centred")
+        wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
+    elif mechanism == "aft-full":
+        length = parameters[0].shape[0]
+        wanted = [(length, length)] if len(parameters) == 1 else [(length, parameters[0].shape[1])] * 2
+    elif mechanism == "aft-local":
+        wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1])]
+    elif mechanism == "aft-conv":
+        wanted = [(heads, *parameters[0].shape[1:]), (heads,), (heads,)]
+        if settings.get("image") and (call.is_causal or call.offset or queries != keys or queries != math.prod(settings["image"])):
+            raise ValueError(f"{mechanism}: image: expected as many queries and keys as the image has places, "
+                             f"{math.prod(settings['image'])}, no mask of order and no offset")  # fmt: skip
+    elif mechanism == "fourier":
+        axes = settings.get("axes") or 1
+        angles = features // 2 if settings.get("wave") == "pairs" else features
+        wanted = [(kv_heads, angles, axes), *[(heads, features)] * len(parameters)]
+        if settings.get("axes"):
+            wanted[len(parameters) - 2 :] = [(call.q.shape[0], queries, axes), (call.q.shape[0], keys, axes)]
+    else:
+        wanted = []
+    for parameter, shape in zip(parameters, wanted):
+        if tuple(parameter.shape) != shape:
+            raise ValueError(f"{mechanism}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
+
+
+def _slices(mechanism: str, call: Call, a: int, b: int, c: int, d: int) -> Call:
+    """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
+    if mechanism == "fourier" and call.settings.get("axes"):
+        *others, queries, keys = call.parameters
+        return replace(call, parameters=[*others, queries[:, a:b], keys[:, c:d]])
+    if mechanism == "aft-local" and not call.settings.get("by_position"):
+        return replace(call, parameters=[call.parameters[0][: b - a]])
+    return call

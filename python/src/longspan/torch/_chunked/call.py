@@ -1,0 +1,83 @@
+"""A call as the formulations take it, and what several of them do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .features import MAPS, elementwise, lift
+
+#: Numbers that a chunk of pairs may take.
+_PAIRS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `chunked_attention`, in float32 or float64, with the options of the mechanism."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    #: What the mechanism learns but for its feature map.
+    parameters: Sequence[Tensor]
+    #: What the feature map of queries and of keys learns.
+    maps: tuple[Tensor | None, Tensor | None]
+    settings: dict[str, Any]
+    is_causal: bool = False
+    offset: int = 0
+    key_padding_mask: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.q.shape[1] // max(self.k.shape[1], 1)
+
+    def without_padding(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values with zeros where a key is ignored, and 1 for each key that is there, ``[batch, 1, keys, 1]``."""
+        k, v, mask = self.k, self.v, self.key_padding_mask
+        if mask is None:
+            return k, v, k.new_ones((k.shape[0], 1, k.shape[2], 1))
+        ignored = mask[:, None, :, None]
+        # Selected, not multiplied: 0 times a NaN in the padding would be NaN.
+        return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
+
+    def features(self, k: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Those of the queries, and of the keys ``k``."""
+        whole = self.settings.get("feature_map", "elu+1")
+        name = elementwise(whole)
+        q, k = lift(whole, self.q, self.maps[0]), lift(whole, k, self.maps[1])
+        if name == "exp" and normalize:
+            # Cancels in the division; without it the exponentials overflow.
+            q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
+            k = k - k.amax().detach() if k.numel() else k
+        return MAPS[name](q), MAPS[name](k)
+
+    def row_ranges(self, numbers_per_row: int) -> Iterator[tuple[slice, Tensor]]:
+        """A few rows at a time, and ``j - (i + offset)`` of their pairs, ``[rows, keys]``; without queries one range of no row."""
+        queries, device = self.q.shape[2], self.q.device
+        step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers_per_row))
+        for start in range(0, max(queries, 1), step):
+            stop = min(start + step, queries)
+            token = torch.arange(start, stop, device=device) + self.offset
+            yield slice(start, stop), torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None]
+
+
+def divide(sums: Tensor, normalize: bool = True) -> Tensor:
+    """Numerators over the denominators in the last column; 0 where there is nothing to divide by."""
+    if not normalize:
+        return sums[..., :-1]
+    denominators = sums[..., -1:]
+    nothing = denominators.abs() < torch.finfo(sums.dtype).tiny
+    return torch.where(nothing, 0, sums[..., :-1] / torch.where(nothing, 1, denominators))
+
+
+def exponentials(scores: Tensor, seen: Tensor) -> Tensor:
+    """Those of ``scores[:, :, :, keys, ...]``, relative to a row's largest; 0 where a key is not seen."""
+    scores = scores.masked_fill(~seen, -torch.inf)
+    # The largest of a row cancels; a row that sees nothing has none.
+    highest = scores.detach().amax(3, keepdim=True) if scores.shape[3] else scores.new_zeros(())
+    return (scores - highest.nan_to_num(neginf=0.0)).exp()

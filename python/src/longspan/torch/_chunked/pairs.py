@@ -1,0 +1,82 @@
+"""Toeplitz positions and softmax attention, a few rows of all pairs at a time: O(L^2) time in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, divide, exponentials
+
+
+def toeplitz(call: Call) -> Tensor:
+    """`longspan.ops.toeplitz_attention`."""
+    settings, (table,) = call.settings, call.parameters
+    normalize = settings.get("normalize", True)
+    k, v, there = call.without_padding()
+    left, right = call.features(k, normalize)
+    right, values = (right * there).repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+    values = torch.cat([values, there.expand(-1, left.shape[1], -1, -1)], -1)
+    bias = table.flatten(1)
+    if normalize and bias.numel():
+        bias = bias - bias.amax(1, keepdim=True).detach()
+    pieces = []
+    for rows, distance in call.row_ranges(k.shape[2]):
+        entry, reached = _entries(table, settings, rows.start + call.offset, distance)
+        hidden = ~reached
+        if call.is_causal:
+            hidden = hidden | (distance > 0)
+        elif distance.device.type != "meta" and bool(hidden.any()):
+            raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape "
+                             f"{tuple(table.shape)}")  # fmt: skip
+        weights = bias[:, entry].exp() * (left[:, :, rows] @ right.transpose(-1, -2))
+        pieces.append(weights.masked_fill(hidden, 0) @ values)
+    return divide(torch.cat(pieces, 2), normalize)
+
+
+def _entries(bias: Tensor, settings: dict[str, Any], first: int, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entry of a head's table belongs to each pair, and whether there is one; the rows stand at keys ``first ..``."""
+    kind = settings.get("kind", "table")
+    if kind == "grid":
+        height, width = bias.shape[1] // 2 + 1, bias.shape[2] // 2 + 1
+        token = torch.arange(first, first + distance.shape[0], device=distance.device)[:, None]
+        key = distance + token
+        down, right = key // width - token // width, key % width - token % width
+        reached = (down.abs() < height) & (key < height * width) & (token < height * width) & (token >= 0)
+        entry = (down.clamp(1 - height, height - 1) + height - 1) * bias.shape[2] + right + width - 1
+        return entry, reached
+    entries = bias.shape[1]
+    if kind == "buckets":
+        two_sided = settings.get("bidirectional", True)
+        side = entries // 2 if two_sided else entries
+        start = torch.where(distance > 0, side, 0) if two_sided else 0
+        back = distance.abs() if two_sided else (-distance).clamp(min=0)
+        exact = side // 2
+        octaves = (back.clamp(min=max(exact, 1)).double() / max(exact, 1)).log()
+        octaves = octaves / math.log(settings.get("max_distance", 128) / max(exact, 1))
+        far = (exact + (octaves * (side - exact)).long()).clamp(max=side - 1)
+        return start + torch.where(back < exact, back, far), torch.ones_like(distance, dtype=torch.bool)
+    first_distance = -(entries // 2) if kind == "clipped" or settings.get("centred") else settings["first"]
+    index = distance - first_distance
+    reached = torch.ones_like(index, dtype=torch.bool) if kind == "clipped" else (index >= 0) & (index < entries)
+    return index.clamp(0, entries - 1), reached
+
+
+def softmax(call: Call) -> Tensor:
+    """`longspan.ops.softmax_attention`."""
+    k, v, there = call.without_padding()
+    k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+    scale, window = call.settings.get("scale"), call.settings.get("window")
+    scale = max(k.shape[3], 1) ** -0.5 if scale is None else scale
+    pieces = []
+    for rows, distance in call.row_ranges(k.shape[2]):
+        seen = there.transpose(-1, -2) > 0
+        if call.is_causal:
+            seen = seen & (distance <= 0)
+        if window is not None:
+            seen = seen & (distance.abs() < window)
+        weights = exponentials(scale * call.q[:, :, rows] @ k.transpose(-1, -2), seen)
+        pieces.append(divide(torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1)))
+    return torch.cat(pieces, 2)

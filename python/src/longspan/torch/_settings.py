@@ -1,0 +1,100 @@
+"""Mechanisms as the settings of a run name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .aft import AftConv, AftFull, AftLocal, AftSimple
+from .attention import Attention
+from .mechanisms import (
+    FourierAttention,
+    KernelizedAttention,
+    ShawAttention,
+    ShortConvolution,
+    SoftmaxAttention,
+    ToeplitzAttention,
+)
+
+Settings = dict[str, Any]
+
+#: Mechanisms whose tables have a row for each position.
+BY_POSITION = ("aft-full", "aft-local")
+
+
+def _kernel(settings: Settings) -> dict[str, Any]:
+    own: dict[str, Any] = settings.get("attention_options", {}).get("kernel", {})
+    options = {"feature_map": settings.get("feature_map", "elu+1"), **own}
+    if options.get("decay") is None and "usual_decay" in settings:
+        options["decay"] = settings["usual_decay"]
+    return options
+
+
+def _shaw(settings: Settings) -> dict[str, Any]:
+    options = {"radius": settings.get("radius", 16), **settings.get("attention_options", {}).get("relative", {})}
+    return {
+        "radius": options["radius"], "shared": options.get("shared", False), "kernelized": options.get("content", True),
+        "rel_feature_map": "identity" if options.get("raw", False) else "same", **_kernel(settings),
+    }  # fmt: skip
+
+
+def _fourier(settings: Settings) -> dict[str, Any]:
+    options = settings.get("attention_options", {})
+    kernel = _kernel(settings)
+    # Fourier's normaliser says whether and by what a row is divided.
+    if not kernel.pop("normalize", True):
+        raise ValueError("config.json: attention_options: expected kernel.normalize = true for fourier, got false")
+    normalizer = options.get("normalizer", "one-plus").replace("-", "_")
+    wave = "pairs" if options.get("rotary", False) else "each"
+    return {"normalizer": normalizer, "wave": wave, "axes": settings.get("axes"), **kernel}
+
+
+def _toeplitz(settings: Settings) -> dict[str, Any]:
+    options = dict(settings.get("attention_options", {}))
+    return {**options.pop("bias", {}), **options}
+
+
+def _as_they_are(settings: Settings) -> dict[str, Any]:
+    return dict(settings.get("attention_options", {}))
+
+
+def _softmax(settings: Settings) -> dict[str, Any]:
+    return {"capacity": settings.get("capacity", 4096), **settings.get("attention_options", {})}
+
+
+def _by_position(settings: Settings) -> dict[str, Any]:
+    return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
+
+
+#: For each mechanism its module and how the module's options follow from a run's settings.
+_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict[str, Any]]]] = {
+    "kernelized": (KernelizedAttention, _kernel),
+    "shaw": (ShawAttention, _shaw),
+    "fourier": (FourierAttention, _fourier),
+    "toeplitz": (ToeplitzAttention, _toeplitz),
+    "aft-full": (AftFull, _by_position),
+    "aft-local": (AftLocal, _by_position),
+    "aft-simple": (AftSimple, _as_they_are),
+    "aft-conv": (AftConv, _as_they_are),
+    "short-convolution": (ShortConvolution, _as_they_are),
+    "softmax": (SoftmaxAttention, _softmax),
+    "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
+}
+
+
+def names(settings: Settings) -> list[str]:
+    """The mechanisms that settings name, of one layer after the other."""
+    return [name.strip() for name in settings["attention"].split(",")]
+
+
+def attention(settings: Settings, name: str) -> Attention:
+    if name not in _MECHANISMS:
+        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
+    module, options = _MECHANISMS[name]
+    if len(set(names(settings))) > 1:
+        # Where layers differ the options of each stand under its name.
+        settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
+    try:
+        return module(settings["heads"], settings["d_model"] // settings["heads"], **options(settings))
+    except TypeError as error:
+        raise ValueError(f"config.json: attention_options: {error}") from error

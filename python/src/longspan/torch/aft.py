@@ -1,0 +1,258 @@
+"""The modules of the attention-free transformer (Zhai et al. 2021): see `mechanisms`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _options
+from .attention import Attention
+
+
+class AftFull(Attention):
+    """`longspan.ops.aft_full` as a module, for sequences of bounded length.
+
+    It learns ``u`` and ``z``, ``[length, rank]`` each, or with ``rank=None`` ``w``, ``[length, length]``; they start close to
+    no bias.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    length : int
+        Tokens of the longest sequence.
+    rank : int, optional
+        Of the biases; ``None`` for one number for each pair of positions.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftFull
+    >>> attention = AftFull(4, 8, length=200, rank=16)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
+
+    mechanism = "aft-full"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        length: int = 1024,
+        rank: int | None = 64,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, "{}", num_kv_heads)
+        _options.expect_size("AftFull", "length", length)
+        _options.expect_size("AftFull", "rank", 1 if rank is None else rank)
+        for name in ("w",) if rank is None else ("u", "z"):
+            table = torch.empty((length, length if rank is None else rank), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(table))
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
+        for table in self._learned():
+            nn.init.normal_(table, std=0.01 if len(self._learned()) == 1 else 0.1)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return tuple(self.parameters())
+
+
+class AftLocal(Attention):
+    """`longspan.ops.aft_local` as a module, for sequences of bounded length.
+
+    It learns ``w``, ``[length, 2 * window - 1]``, which starts close to no bias.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    window : int
+        Keys at this distance or farther have no bias.
+    length : int
+        Tokens of the longest sequence.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftLocal
+    >>> attention = AftLocal(4, 8, window=16, length=200)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
+
+    mechanism = "aft-local"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int = 8,
+        length: int = 1024,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _options.expect_size("AftLocal", "window", window)
+        _options.expect_size("AftLocal", "length", length)
+        w = torch.empty((length, 2 * window - 1), device=device, dtype=dtype)
+        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
+        self.w = nn.Parameter(w)
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
+        nn.init.normal_(self.w, std=0.01)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.w,)
+
+
+class AftSimple(Attention):
+    """`longspan.ops.aft_simple` as a module; it learns nothing.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    Call it, and go on token by token with `step`: see `Attention`, its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftSimple
+    >>> attention = AftSimple(4, 8)
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
+
+    mechanism = "aft-simple"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, "{}", num_kv_heads)
+        self._check()
+
+
+class AftConv(Attention):
+    """`longspan.ops.aft_conv` as a module.
+
+    It learns ``w``, ``[num_heads, taps]``, or of an image ``[num_heads, tap_rows, taps]``, and unless ``normalized`` is false
+    ``gamma`` and ``beta``, ``[num_heads]``, which start at 0, as published.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Query heads; numbers in one.
+    taps, tap_rows : int
+        Sides of the kernel; ``tap_rows``, of images alone, is ``taps`` by default.
+    normalized : bool
+        The kernel is ``gamma (w - mean) / std + beta``.
+    image : (int, int), optional
+        Height and width of the image whose pixels the tokens are, row after row.
+    num_kv_heads : int, optional
+        Key/value heads, a divisor of ``num_heads``, which is the default.
+    device, dtype
+        As in torch's modules.
+
+    Notes
+    -----
+    A key of a head is one number: ``k`` is ``[B, Hkv, Lk, 1]``. Call it, and go on token by token with `step`: see `Attention`,
+    its base class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan.torch import AftConv
+    >>> attention = AftConv(4, 8, taps=5)
+    >>> q, v = torch.randn(2, 2, 4, 100, 8)
+    >>> k = torch.randn(2, 4, 100, 1)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 100, 8])
+    """
+
+    mechanism = "aft-conv"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        taps: int = 15,
+        normalized: bool = True,
+        image: tuple[int, int] | None = None,
+        tap_rows: int | None = None,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _options.expect_size("AftConv", "taps", taps)
+        tap_rows = taps if tap_rows is None else tap_rows
+        _options.expect_size("AftConv", "tap_rows", tap_rows)
+        place = {"device": device, "dtype": dtype}
+        w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
+        scale = torch.empty(num_heads) if normalized else None
+        _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
+        self.w = nn.Parameter(w)
+        self._scale = ("gamma", "beta") if normalized else ()
+        for name in self._scale:
+            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, **place)))
+        self.reset_parameters()
+        self._check()
+
+    def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
+        nn.init.normal_(self.w, std=1.0 if self._scale else 0.01)
+        for name in self._scale:
+            nn.init.zeros_(getattr(self, name))
+
+    @property
+    def key_dim(self) -> int:
+        return 1
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        return (self.w, *(getattr(self, name) for name in self._scale))
