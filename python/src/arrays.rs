@@ -69,6 +69,23 @@ impl Dtype {
     }
 }
 
+/// `$body` with `$t` for the number type of a precision.
+macro_rules! with_precision {
+    ($precision:expr, $t:ident => $body:expr) => {
+        match $precision {
+            $crate::arrays::Precision::F32 => {
+                type $t = f32;
+                $body
+            }
+            $crate::arrays::Precision::F64 => {
+                type $t = f64;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_precision;
+
 impl Precision {
     /// The type of arrays that hold what the kernels compute.
     pub fn dtype(self) -> Dtype {
@@ -317,10 +334,7 @@ impl<'py> Tensor<'py> {
 /// See the Python function of this name.
 pub fn seen_by_kernels(value: &Bound<'_, PyAny>) -> PyResult<(usize, bool)> {
     let tensor = Tensor::new("seen_by_kernels", "array", value)?;
-    let address = match tensor.dtype().precision() {
-        Precision::F32 => tensor.numbers::<f32>().as_ptr().addr(),
-        Precision::F64 => tensor.numbers::<f64>().as_ptr().addr(),
-    };
+    let address = with_precision!(tensor.dtype().precision(), T => tensor.numbers::<T>().as_ptr().addr());
     Ok((address, tensor.copied))
 }
 

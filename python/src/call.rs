@@ -10,7 +10,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::arrays::{Dtype, Precision, Shape, Tensor, key_padding};
+use crate::arrays::{Dtype, Precision, Shape, Tensor, key_padding, with_precision};
 use crate::error;
 use crate::inputs::{Boundaries, Inputs, OwnedMask};
 use crate::mechanisms;
@@ -107,10 +107,7 @@ impl Mechanism {
     }
 
     fn key_dim(&self, dims: &Dims, precision: Precision) -> usize {
-        match precision {
-            Precision::F32 => f32::kernel(&*self.kernel).key_dim(dims),
-            Precision::F64 => f64::kernel(&*self.kernel).key_dim(dims),
-        }
+        with_precision!(precision, T => T::kernel(&*self.kernel).key_dim(dims))
     }
 
     pub fn parameters<'py>(
@@ -119,10 +116,7 @@ impl Mechanism {
         dtype: Dtype,
         given: &Bound<'py, PyTuple>,
     ) -> PyResult<Vec<Tensor<'py>>> {
-        let expected = match dtype.precision() {
-            Precision::F32 => f32::kernel(&*self.kernel).parameters(dims),
-            Precision::F64 => f64::kernel(&*self.kernel).parameters(dims),
-        };
+        let expected = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(dims));
         if expected.len() != given.len() {
             let names: Vec<&str> = expected.iter().map(|p| p.name).collect();
             let expected = format!("{} ({})", names.len(), names.join(", "));
@@ -258,10 +252,7 @@ impl Mechanism {
         precision: Precision,
     ) -> PyResult<Bound<'py, State>> {
         let Some(state) = state else {
-            let empty = match precision {
-                Precision::F32 => f32::kernel(&*self.kernel).empty_state(dims).map(f32::wrap),
-                Precision::F64 => f64::kernel(&*self.kernel).empty_state(dims).map(f64::wrap),
-            };
+            let empty = with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(dims).map(T::wrap));
             return Bound::new(py, empty.map_err(|e| self.failed(e))?);
         };
         Ok(state)
@@ -370,10 +361,7 @@ impl Mechanism {
         let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
         let want = Want { denominators, final_state, token_major };
         let initial = initial_state.as_deref();
-        match inputs.q.dtype().precision() {
-            Precision::F32 => self.forward_as::<f32>(py, &inputs, initial, want),
-            Precision::F64 => self.forward_as::<f64>(py, &inputs, initial, want),
-        }
+        with_precision!(inputs.q.dtype().precision(), T => self.forward_as::<T>(py, &inputs, initial, want))
     }
 
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
@@ -411,10 +399,7 @@ impl Mechanism {
         self.expect_shape("d_out", &d_out, &dims.out())?;
         let cotangent = [&out, &denominators, &d_out];
         let states = [initial_state.as_deref(), d_final_state.as_deref()];
-        match precision {
-            Precision::F32 => self.backward_as::<f32>(py, &inputs, cotangent, states, token_major),
-            Precision::F64 => self.backward_as::<f64>(py, &inputs, cotangent, states, token_major),
-        }
+        with_precision!(precision, T => self.backward_as::<T>(py, &inputs, cotangent, states, token_major))
     }
 
     /// Takes one token, ``[batch, head, feature]``, into ``state`` (of no tokens if ``None``); gives its output and the
@@ -451,10 +436,7 @@ impl Mechanism {
             let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
             let shape = [batch, heads, value_dim];
-            match precision {
-                Precision::F32 => self.step_as::<f32>(py, token, &parameters, &shape, &mut held)?,
-                Precision::F64 => self.step_as::<f64>(py, token, &parameters, &shape, &mut held)?,
-            }
+            with_precision!(precision, T => self.step_as::<T>(py, token, &parameters, &shape, &mut held)?)
         };
         Ok((out, state))
     }
@@ -518,10 +500,7 @@ impl Mechanism {
     ) -> PyResult<Vec<f64>> {
         let zero = 0_i64.into_pyobject(py)?.into_any();
         let inputs = self.inputs(q, k, v, parameters, is_causal, &zero, None, None)?;
-        match inputs.q.dtype().precision() {
-            Precision::F32 => self.kernel_seconds_as::<f32>(py, &inputs, repeats),
-            Precision::F64 => self.kernel_seconds_as::<f64>(py, &inputs, repeats),
-        }
+        with_precision!(inputs.q.dtype().precision(), T => self.kernel_seconds_as::<T>(py, &inputs, repeats))
     }
 
     /// Names and shapes of the parameters for a call of these sizes.

@@ -181,8 +181,8 @@ struct ShawOptions {
     shared: bool,
     #[serde(default = "yes")]
     kernelized: bool,
-    #[serde(default)]
-    rel_feature_map: RelativeName,
+    #[serde(default, deserialize_with = "RelativeName::deserialize")]
+    rel_feature_map: RelativeMap,
     #[serde(default, deserialize_with = "by_name")]
     feature_map: FeatureMap,
     #[serde(default)]
@@ -193,10 +193,9 @@ struct ShawOptions {
     algorithm: Algorithm,
 }
 
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "lowercase")]
+#[derive(Deserialize)]
+#[serde(remote = "RelativeMap", rename_all = "lowercase")]
 enum RelativeName {
-    #[default]
     Same,
     Identity,
 }
@@ -210,11 +209,7 @@ fn shaw(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
             options.radius
         )));
     }
-    let map = match options.rel_feature_map {
-        RelativeName::Same => RelativeMap::Same,
-        RelativeName::Identity => RelativeMap::Identity,
-    };
-    let shaw = Shaw { radius: options.radius, map, shared: options.shared };
+    let shaw = Shaw { radius: options.radius, map: options.rel_feature_map, shared: options.shared };
     Ok(Arc::new(KernelizedAttention {
         feature_map: options.feature_map,
         score: if options.kernelized { Score::Combined(shaw) } else { Score::Relative(shaw) },
@@ -227,10 +222,10 @@ fn shaw(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FourierOptions {
-    #[serde(default)]
-    wave: WaveName,
-    #[serde(default)]
-    normalizer: NormalizerName,
+    #[serde(default, deserialize_with = "WaveName::deserialize")]
+    wave: Wave,
+    #[serde(default, deserialize_with = "NormalizerName::deserialize")]
+    normalizer: FourierNormalizer,
     /// Axes of given positions; counted ones if there are none.
     #[serde(default)]
     axes: Option<usize>,
@@ -242,19 +237,17 @@ struct FourierOptions {
     algorithm: Algorithm,
 }
 
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "snake_case")]
+#[derive(Deserialize)]
+#[serde(remote = "Wave", rename_all = "snake_case")]
 enum WaveName {
-    #[default]
     Each,
     Pairs,
 }
 
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "snake_case")]
+#[derive(Deserialize)]
+#[serde(remote = "FourierNormalizer", rename_all = "snake_case")]
 enum NormalizerName {
     Literal,
-    #[default]
     OnePlus,
     Dominant,
     Unrotated,
@@ -264,17 +257,8 @@ enum NormalizerName {
 fn fourier(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
     let options: FourierOptions = read(options)?;
     let fourier = Fourier {
-        wave: match options.wave {
-            WaveName::Each => Wave::Each,
-            WaveName::Pairs => Wave::Pairs,
-        },
-        normalizer: match options.normalizer {
-            NormalizerName::Literal => FourierNormalizer::Literal,
-            NormalizerName::OnePlus => FourierNormalizer::OnePlus,
-            NormalizerName::Dominant => FourierNormalizer::Dominant,
-            NormalizerName::Unrotated => FourierNormalizer::Unrotated,
-            NormalizerName::None => FourierNormalizer::None,
-        },
+        wave: options.wave,
+        normalizer: options.normalizer,
         positions: options.axes.map_or(Positions::Counted, |axes| Positions::Given { axes }),
     };
     Ok(Arc::new(KernelizedAttention {

@@ -6,13 +6,24 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{Precision, Tensor};
+use crate::arrays::{Precision, Tensor, with_precision};
+use crate::precise::Precise;
 use crate::{error, mechanisms};
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum Numbers {
     F32(kernels::State<f32>),
     F64(kernels::State<f64>),
+}
+
+/// `$body` on the kernels' state, of whichever numbers it is.
+macro_rules! of_either {
+    ($numbers:expr, $state:ident => $body:expr) => {
+        match $numbers {
+            Numbers::F32($state) => $body,
+            Numbers::F64($state) => $body,
+        }
+    };
 }
 
 /// All that later tokens need to know of earlier ones: a plain value whose size does not grow with their number.
@@ -58,10 +69,7 @@ pub struct State {
 
 impl State {
     pub fn shape(&self) -> StateShape {
-        match &self.numbers {
-            Numbers::F32(state) => state.shape(),
-            Numbers::F64(state) => state.shape(),
-        }
+        of_either!(&self.numbers, state => state.shape())
     }
 
     pub fn precision(&self) -> Precision {
@@ -143,16 +151,10 @@ impl State {
         }
         let shape = StateShape { mechanism, version, options: fingerprint, batch, kv_heads, parts };
         let numbers = Tensor::new(operation, "numbers", numbers)?.row_major()?;
-        let wrong = |e| error::kernel(operation, e);
-        let numbers = match numbers.dtype().precision() {
-            Precision::F32 => {
-                Numbers::F32(kernels::State::from_numbers(shape, numbers.numbers().to_vec()).map_err(wrong)?)
-            }
-            Precision::F64 => {
-                Numbers::F64(kernels::State::from_numbers(shape, numbers.numbers().to_vec()).map_err(wrong)?)
-            }
-        };
-        Ok(Self { numbers })
+        let made = with_precision!(numbers.dtype().precision(), T => {
+            kernels::State::<T>::from_numbers(shape, numbers.numbers().to_vec()).map(T::wrap)
+        });
+        made.map_err(|e| error::kernel(operation, e))
     }
 
     /// Name of the mechanism whose state it is.
@@ -197,19 +199,13 @@ impl State {
     fn numbers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let shape = self.shape();
         let axes = [shape.batch, shape.kv_heads, shape.head_len()];
-        Ok(match &self.numbers {
-            Numbers::F32(state) => PyArray1::from_slice(py, state.numbers()).reshape(axes)?.into_any(),
-            Numbers::F64(state) => PyArray1::from_slice(py, state.numbers()).reshape(axes)?.into_any(),
-        })
+        Ok(of_either!(&self.numbers, state => PyArray1::from_slice(py, state.numbers()).reshape(axes)?.into_any()))
     }
 
     /// Bytes that the numbers take.
     #[getter]
     fn nbytes(&self) -> usize {
-        match &self.numbers {
-            Numbers::F32(state) => state.bytes(),
-            Numbers::F64(state) => state.bytes(),
-        }
+        of_either!(&self.numbers, state => state.bytes())
     }
 
     /// A state of its own with the same numbers.
@@ -220,12 +216,8 @@ impl State {
     ///     What happens to one no longer changes the other.
     #[pyo3(name = "clone")]
     fn duplicate(&self) -> PyResult<Self> {
-        let wrong = |e| error::kernel("State.clone", e);
-        let numbers = match &self.numbers {
-            Numbers::F32(state) => Numbers::F32(state.try_clone().map_err(wrong)?),
-            Numbers::F64(state) => Numbers::F64(state.try_clone().map_err(wrong)?),
-        };
-        Ok(Self { numbers })
+        let copy = of_either!(&self.numbers, state => state.try_clone().map(Precise::wrap));
+        copy.map_err(|e| error::kernel("State.clone", e))
     }
 
     /// The states of some batch entries, such as the beams that survive.
@@ -253,12 +245,8 @@ impl State {
         if entry.checked_mul(indices.len()).is_none_or(|n| n > isize::MAX as usize / 8) {
             return Err(PyValueError::new_err("State.select: indices: more entries than fit the address space"));
         }
-        let wrong = |e| error::kernel("State.select", e);
-        let numbers = match &self.numbers {
-            Numbers::F32(state) => Numbers::F32(state.select(&indices).map_err(wrong)?),
-            Numbers::F64(state) => Numbers::F64(state.select(&indices).map_err(wrong)?),
-        };
-        Ok(Self { numbers })
+        let chosen = of_either!(&self.numbers, state => state.select(&indices).map(Precise::wrap));
+        chosen.map_err(|e| error::kernel("State.select", e))
     }
 
     fn __copy__(&self) -> PyResult<Self> {
