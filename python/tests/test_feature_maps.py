@@ -1,9 +1,11 @@
 """Feature maps of whole rows: the definition, streams, gradients, modules, and the formulation for other devices."""
 
+from functools import partial
+
 import definition
 import numpy as np
 import pytest
-from test_ops import close, inputs
+from test_ops import close, inputs, streamed
 
 from longspan import _calls, _native, ops
 
@@ -60,10 +62,8 @@ def test_token_by_token(name):
     q, k, v = inputs(queries=20, keys=20)
     options = {"feature_map": name, "maps": maps(name)}
     expected, end = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True, **options)
-    state = None
-    for t in range(20):
-        out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state, **options)
-        close(out, expected[:, :, t], terms=1e4)
+    got, state = streamed(partial(ops.kernelized_attention_step, **options), q, k, v)
+    close(got, expected, terms=1e4)
     assert state.parts == end.parts
 
 
@@ -73,10 +73,7 @@ def test_toeplitz_token_by_token(name):
     options = {"feature_map": name, "maps": maps(name), "kind": "clipped"}
     bias = draw(4, 7)
     expected = ops.toeplitz_attention(q, k, v, bias, is_causal=True, **options)
-    state = None
-    for t in range(20):
-        out, state = ops.toeplitz_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], bias, state, **options)
-        close(out, expected[:, :, t], terms=1e4)
+    close(streamed(partial(ops.toeplitz_attention_step, bias=bias, **options), q, k, v)[0], expected, terms=1e4)
 
 
 def test_random_rows_are_drawn_from_the_seed():
@@ -111,16 +108,9 @@ def test_wrong_calls(kind, message, call):
 
 torch = pytest.importorskip("torch")
 
-from longspan.torch import MultiheadAttention, _dispatch  # noqa: E402
+from agreement import elsewhere, padding, same_gradients, steps  # noqa: E402
 
-
-def elsewhere(operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state):
-    """As if the tensors were on another device."""
-    from longspan.torch import chunked_attention
-
-    q, k, v, *rest = tensors
-    return chunked_attention(q, k, v, rest, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
-                             key_padding_mask=key_padding_mask)  # fmt: skip
+from longspan.torch import MultiheadAttention  # noqa: E402
 
 
 def tensors(name, mechanism):
@@ -128,44 +118,35 @@ def tensors(name, mechanism):
     q, k, v = (torch.from_numpy(x) for x in inputs(queries=9, keys=9))
     learned = () if maps(name) is None else tuple(torch.from_numpy(x) for x in maps(name))
     features = _calls.features(name, 5)
-    if mechanism == "kernelized":
-        return lambda q, k, v, *m, **o: ops.kernelized_attention(q, k, v, feature_map=name, maps=m or None, **o), [
-            q, k, v, *learned]  # fmt: skip
+    how, own = {"feature_map": name}, []
     if mechanism == "shaw":
         raw = name == "hedgehog:3"
-        rel = torch.from_numpy(np.abs(draw(4, 5, features if raw else 5)))
-        how = {"feature_map": name, "rel_feature_map": "identity" if raw else "same"}
-        return lambda q, k, v, rel, *m, **o: ops.shaw_attention(q, k, v, rel, maps=m or None, **how, **o), [
-            q, k, v, rel, *learned]  # fmt: skip
-    if mechanism == "toeplitz":
-        how = {"feature_map": name, "kind": "clipped"}
-        return lambda q, k, v, bias, *m, **o: ops.toeplitz_attention(q, k, v, bias, maps=m or None, **how, **o), [
-            q, k, v, torch.from_numpy(draw(4, 7)), *learned]  # fmt: skip
-    angles, phases = torch.from_numpy(draw(2, features, 1)), torch.from_numpy(draw(4, features))
-    return lambda q, k, v, a, b, *m, **o: ops.fourier_attention(q, k, v, a, b, feature_map=name, maps=m or None, **o), [
-        q, k, v, angles, phases, *learned]  # fmt: skip
+        own = [np.abs(draw(4, 5, features if raw else 5))]
+        how["rel_feature_map"] = "identity" if raw else "same"
+    elif mechanism == "toeplitz":
+        own, how["kind"] = [draw(4, 7)], "clipped"
+    elif mechanism == "fourier":
+        own = [draw(2, features, 1), draw(4, features)]
+    function = getattr(ops, f"{mechanism}_attention")
+    count = 3 + len(own)
+    arguments = [q, k, v, *map(torch.from_numpy, own), *learned]
+    return lambda *t, **o: function(*t[:count], maps=t[count:] or None, **how, **o), arguments
 
 
 @EVERY
 @pytest.mark.parametrize("mechanism", ["kernelized", "shaw", "fourier", "toeplitz"])
-def test_gradients_and_other_devices(name, mechanism, monkeypatch):
+def test_gradients_and_other_devices(name, mechanism):
     if mechanism == "fourier" and name == "taylor2":
         pytest.skip("its features have signs, and Fourier positions weigh them apart")
     call, arguments = tensors(name, mechanism)
     arguments = [tensor.requires_grad_() for tensor in arguments]
-    padding = torch.zeros(2, 9, dtype=torch.bool)
-    padding[0, 6:] = True
-    for options in ({"is_causal": True}, {"key_padding_mask": padding}):
+    for options in ({"is_causal": True}, {"key_padding_mask": padding(2, 9, 0, slice(6, None))}):
         assert torch.autograd.gradcheck(lambda *t: call(*t, **options), arguments)
         expected = call(*arguments, **options)
-        with monkeypatch.context() as patch:
-            patch.setattr(_dispatch, "_attend_watched", elsewhere)
+        with elsewhere():
             got = call(*arguments, **options)
         torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
-        weights = torch.from_numpy(draw(*got.shape))
-        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments),
-                        torch.autograd.grad((expected * weights).sum(), arguments)):  # fmt: skip
-            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+        same_gradients(got, expected, arguments, weights=torch.from_numpy(draw(*got.shape)), rtol=1e-7, atol=1e-8)
 
 
 @EVERY
@@ -178,7 +159,6 @@ def test_modules(name, options):
         options["rel_feature_map"] = "identity"
     if options.get("attention") == "fourier" and name == "taylor2":
         pytest.skip("its features have signs, and Fourier positions weigh them apart")
-    torch.manual_seed(0)
     module = MultiheadAttention(8, 2, batch_first=True, **options)
     for parameter in module.attention.parameters():
         torch.nn.init.uniform_(parameter, 0.1, 0.5)
@@ -186,7 +166,4 @@ def test_modules(name, options):
     out, _ = module(x, x, x, is_causal=True)
     out.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
-    state = None
-    for t in range(7):
-        one, state = module.step(x[:, t], state)
-        torch.testing.assert_close(one, out[:, t], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(steps(module.step, x)[0], out, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,22 @@ def mechanism(
         shaped = _SHAPED[name](q, offset, *parameters)
         return cached(name, options, operation, tuple(shaped.items()))
     return cached(name, options, operation)
+
+
+class Request(NamedTuple):
+    """What a call asks for beside its tensors: the mechanism, under the name of the function that was called, and the order of tokens.
+
+    In the order of the operators' arguments.
+    """
+
+    mechanism: str
+    options: str
+    operation: str
+    is_causal: bool
+    offset: int
+
+    def native(self, parameters: Sequence[Any], q: Any) -> _native.Mechanism:
+        return mechanism(self.mechanism, self.options, self.operation, parameters, q, self.offset)
 
 
 @functools.lru_cache(maxsize=1024)

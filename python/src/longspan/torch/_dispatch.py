@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _calls, _native
+from .._calls import Request
 from .._native import State
 from . import _operators
-from ._chunked import RECURRENCE, chunked_attention
+from ._chunked import RECURRENCE, in_torch
 from ._operators import as_array
 from ._profile import named
 from ._states import TensorState
@@ -46,34 +47,26 @@ def attend(
         is_causal = _calls.flag(operation, "is_causal", is_causal)
         output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     with_state = initial_state is not None or output_final_state
-    if with_state and hasattr(initial_state, "attend"):
-        # Of the stretches that other processes hold: see `longspan.torch.distributed`.
-        return initial_state.attend(
-            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, output_final_state
-        )  # fmt: skip
+    over = with_state and hasattr(initial_state, "attend")
     in_onnx = mechanism == "kernelized" and not with_state and RECURRENCE.get() is not None
-    if in_onnx or _transformed(tensors, initial_state):
-        if with_state:
-            raise _states_in_transform(operation)
-        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
-        return chunked_attention(
-            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
-            key_padding_mask=key_padding_mask, cu_seqlens=_calls.boundaries(operation, cu_seqlens),
-        )  # fmt: skip
-    simple = _simple(tensors)
+    transformed = not over and (in_onnx or _transformed(tensors, initial_state))
+    simple = not over and not transformed and _simple(tensors)
     if not simple:
+        call = Request(mechanism, options, operation, is_causal, offset)
+        if over:
+            # Of the stretches that other processes hold: see `longspan.torch.distributed`.
+            return initial_state.attend(call, tensors, key_padding_mask, cu_seqlens, output_final_state)
+        if transformed and with_state:
+            raise _states_in_transform(operation)
+    if not simple or key_padding_mask is not None:
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
-        if not q.is_cpu or (not with_state and _watched(tensors)):
-            return _attend_watched(
-                operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, with_state
-            )  # fmt: skip
-    elif key_padding_mask is not None:
-        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+    if transformed:
+        return in_torch(call, tensors, key_padding_mask, _calls.boundaries(operation, cu_seqlens))
+    if not simple and (not q.is_cpu or (not with_state and _watched(tensors))):
+        return _attend_watched(call, tensors, key_padding_mask, cu_seqlens, with_state)
     if with_state and (torch.compiler.is_compiling() or _learning(tensors, initial_state)):
-        return _attend_with_states(
-            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
-            output_final_state,
-        )  # fmt: skip
+        call = Request(mechanism, options, operation, is_causal, offset)
+        return _attend_with_states(call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if with_state:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
@@ -184,77 +177,53 @@ def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:
 
 
 def _attend_with_states(
-    operation: str,
-    mechanism: str,
-    options: str,
-    tensors: Sequence[Any],
-    is_causal: bool,
-    offset: int,
-    key_padding_mask: Any,
-    cu_seqlens: Any,
-    initial_state: Any,
-    output_final_state: bool,
+    call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, initial_state: Any, output_final_state: bool
 ) -> Any:
     if cu_seqlens is not None:
-        raise ValueError(f"{operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
+        raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
     if torch.compiler.is_compiling():
-        return _attend_compiled(
-            operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, initial_state, output_final_state
-        )  # fmt: skip
+        return _attend_compiled(call, tensors, key_padding_mask, initial_state, output_final_state)
     if initial_state is not None and not isinstance(initial_state, TensorState):
-        plain = _calls.plain_state(operation, "initial_state", initial_state)
+        plain = _calls.plain_state(call.operation, "initial_state", initial_state)
         initial_state = None if plain is None else TensorState.of(plain)
     shape = None if initial_state is None else (initial_state.mechanism, initial_state.options, initial_state.parts)
     initial = None if initial_state is None else initial_state.numbers
     found: list[Any] = []
-    rest = (mechanism, options, operation, is_causal, offset)
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
         # Under autocast, as the operator does.
         tensors = [tensor.float() for tensor in tensors]
-    out, numbers = _operators.EagerWithStates.apply(key_padding_mask, rest, shape, found, initial, *tensors)
+    out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, found, initial, *tensors)
     return (out, TensorState(found[0], found[1], found[2], numbers)) if output_final_state else out
 
 
 def _attend_compiled(
-    operation: str,
-    mechanism: str,
-    options: str,
-    tensors: Sequence[Any],
-    is_causal: bool,
-    offset: int,
-    key_padding_mask: Any,
-    initial_state: Any,
-    output_final_state: bool,
+    call: Request, tensors: Sequence[Any], key_padding_mask: Any, initial_state: Any, output_final_state: bool
 ) -> Any:
     if initial_state is not None and not isinstance(initial_state, TensorState):
-        raise TypeError(f"{operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
+        raise TypeError(f"{call.operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
                         "TensorState.of(state)")  # fmt: skip
     q, k, v, *parameters = tensors
     # States have fixed sizes: a compiled function is one of these heads and widths.
     sizes = (int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]))
     shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
-    held, state, parts = _state_shape(mechanism, options, operation, offset, int(q.shape[2]), shapes, sizes)
+    held, state, parts = _state_shape(
+        call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes
+    )
     if initial_state is not None:
         # What does not fit is refused by the kernel, as everywhere.
         held, state, parts = initial_state.mechanism, initial_state.options, initial_state.parts
+    numbers = None if initial_state is None else initial_state.numbers
     out, _, numbers = _operators.attention_with_state(
-        q, k, v, parameters, key_padding_mask, None if initial_state is None else initial_state.numbers,
-        held, state, list(parts),
-        mechanism, options, operation, is_causal, offset,
-    )  # fmt: skip
+        q, k, v, parameters, key_padding_mask, numbers, held, state, list(parts), *call
+    )
     return (out, TensorState(held, state, parts, numbers)) if output_final_state else out
 
 
 def _state_shape(
-    mechanism: str,
-    options: str,
-    operation: str,
-    offset: int,
-    queries: int,
-    shapes: tuple[tuple[int, ...], ...],
+    mechanism: str, options: str, operation: str, offset: int, queries: int, shapes: tuple[tuple[int, ...], ...],
     sizes: tuple[int, int, int, int],
-) -> tuple[str, str, tuple[int, ...]]:
+) -> tuple[str, str, tuple[int, ...]]:  # fmt: skip
     """Mechanism, options and parts of a call's states: what a compiler takes for a constant."""
     parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
     q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
@@ -268,34 +237,21 @@ _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _attend_watched(
-    operation: str,
-    mechanism: str,
-    options: str,
-    tensors: Sequence[Any],
-    is_causal: bool,
-    offset: int,
-    key_padding_mask: Any,
-    cu_seqlens: Any,
-    with_state: bool,
+    call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, with_state: bool
 ) -> Any:
     """A call that is to be differentiated, compiled, or computed on another device."""
     q, k, v, *parameters = tensors
-    if q.device.type == "cpu":
-        if _traced(tensors):
-            queries, keys = _operators.as_boundaries(operation, cu_seqlens)
-            return _operators.attention(
-                q, k, v, parameters, key_padding_mask, queries, keys, mechanism, options, operation, is_causal, offset
-            )[0]  # fmt: skip
-        packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
-        return _operators.Eager.apply(key_padding_mask, packed, mechanism, options, operation, is_causal, offset, *tensors)
-    if with_state:
-        raise ValueError(f"{operation}: states: expected tensors on the cpu, got {q.device}; "
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and _traced(tensors):
+        queries, keys = _operators.as_boundaries(call.operation, cu_seqlens)
+        return _operators.attention(q, k, v, parameters, key_padding_mask, queries, keys, *call)[0]
+    if not on_cpu and with_state:
+        raise ValueError(f"{call.operation}: states: expected tensors on the cpu, got {q.device}; "
                          "move them there, or run the whole sequence at once")  # fmt: skip
-    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
-    return chunked_attention(
-        q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
-        key_padding_mask=key_padding_mask, cu_seqlens=packed,
-    )  # fmt: skip
+    packed = _calls.boundaries(call.operation, cu_seqlens)
+    if on_cpu:
+        return _operators.Eager.apply(key_padding_mask, packed, call, *tensors)
+    return in_torch(call, tensors, key_padding_mask, packed)
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

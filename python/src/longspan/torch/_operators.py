@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from .. import _calls
+from .._calls import Request
 from .._native import State
-from ._chunked import chunked_attention
+from ._chunked import in_torch
 from ._profile import named
 from ._states import TensorState
 
@@ -77,60 +78,29 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Sequence[Tensor],
-    key_padding_mask: Tensor | None,
-    packed: Packed,
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-    initial_state: State | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor, State | None]:
-    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    out, denominators, state = named(mechanism, "forward", native.forward)(
-        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
+    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request,
+    initial_state: State | None = None, output_final_state: bool = False,
+) -> tuple[Tensor, Tensor, State | None]:  # fmt: skip
+    out, denominators, state = named(call.mechanism, "forward", call.native(parameters, q).forward)(
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
         True, True,
     )  # fmt: skip
     assert denominators is not None
-    batch, heads, queries, _ = q.shape
-    if out.size == 0:
-        out_tensor = _token_major(q, batch, heads, queries, v.shape[3])
-    else:
-        out_tensor = as_tensor(out)
+    out_tensor = as_tensor(out) if out.size else _output_of(q, v)
     return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
 
 
 def _backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Sequence[Tensor],
-    key_padding_mask: Tensor | None,
-    packed: Packed,
-    out: Tensor,
-    denominators: Tensor,
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-    initial_state: State | None = None,
-    d_final_state: State | None = None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed,
+    out: Tensor, denominators: Tensor, call: Request, initial_state: State | None = None, d_final_state: State | None = None,
     as_the_tensors: bool = True,
-) -> tuple[list[Tensor], State | None]:
+) -> tuple[list[Tensor], State | None]:  # fmt: skip
     """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
     before the call, all with tokens before heads."""
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
-    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    dq, dk, dv, d_parameters, d_initial = named(mechanism, "backward", native.backward)(
-        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), is_causal, offset,
+    dq, dk, dv, d_parameters, d_initial = named(call.mechanism, "backward", call.native(parameters, q).backward)(
+        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed,
         as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
     )  # fmt: skip
@@ -146,26 +116,13 @@ def _backward(
 
 
 def _differentiable_gradients(
-    d_out: Tensor,
-    tensors: Sequence[Tensor],
-    key_padding_mask: Tensor | None,
-    packed: Packed,
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
+    d_out: Tensor, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request
 ) -> list[Tensor | None]:
     """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
     with torch.enable_grad():
         # Views, so that tensors that are given twice have a gradient each.
-        q, k, v, *parameters = seen = [
-            tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors
-        ]
-        out = chunked_attention(
-            q, k, v, parameters, mechanism=mechanism, options=options, is_causal=is_causal, offset=offset,
-            key_padding_mask=key_padding_mask, cu_seqlens=packed,
-        )  # fmt: skip
+        seen = [tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors]
+        out = in_torch(call, seen, key_padding_mask, packed)
         return list(torch.autograd.grad(out, seen, d_out, create_graph=torch.is_grad_enabled(), allow_unused=True))
 
 
@@ -226,76 +183,60 @@ def _refuse_onnx(operation: str, mechanism: str) -> None:
                            "operators that ONNX has")  # fmt: skip
 
 
-@torch.library.custom_op("longspan::attention", mutates_args=(), device_types="cpu")
+# Arguments of the operators, as torch writes them: those before and after what each of them has of its own.
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor[] parameters, Tensor? key_padding_mask"
+_PACKED = "Tensor? cu_queries, Tensor? cu_keys"
+_STATE = "str state_of, str state_options, SymInt[] parts"
+_CALL = "str mechanism, str options, str operation, bool is_causal, SymInt offset"
+
+
+def _operator(name: str, schema: str) -> Any:
+    return torch.library.custom_op(f"longspan::{name}", mutates_args=(), device_types="cpu", schema=schema)
+
+
+@_operator("attention", f"({_TENSORS}, {_PACKED}, {_CALL}) -> (Tensor, Tensor)")  # type: ignore[untyped-decorator]
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    cu_queries: Optional[Tensor],
-    cu_keys: Optional[Tensor],
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, cu_queries: Tensor | None,
+    cu_keys: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
     projection after it reads without a copy."""
-    packed = _packed(operation, cu_queries, cu_keys)
-    rest = (mechanism, options, operation, is_causal, offset)
-    return _forward(q, k, v, parameters, key_padding_mask, packed, *rest)[:2]
+    call = Request(*rest)
+    return _forward(q, k, v, parameters, key_padding_mask, _packed(call.operation, cu_queries, cu_keys), call)[:2]
 
 
-@attention.register_fake
-def _attention_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    cu_queries: Optional[Tensor],
-    cu_keys: Optional[Tensor],
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    _refuse_onnx(operation, mechanism)
+def _output_of(q: Tensor, v: Tensor) -> Tensor:
     batch, heads, queries, _ = q.shape
-    out = _token_major(q, batch, heads, queries, v.shape[3])
-    return out, q.new_empty((batch, heads, queries), dtype=_dtype_of_denominators(q))
+    return _token_major(q, batch, heads, queries, v.shape[3])
 
 
-@torch.library.custom_op("longspan::attention_backward", mutates_args=(), device_types="cpu")
+def _shapes(q: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+    """What a compiler has to know of an output and its denominators."""
+    _refuse_onnx(call.operation, call.mechanism)
+    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=_dtype_of_denominators(q))
+
+
+@attention.register_fake  # type: ignore[untyped-decorator]
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _shapes(q, v, Request(*rest[-5:]))
+
+
+@_operator(
+    "attention_backward", f"(Tensor d_out, {_TENSORS}, Tensor out, Tensor denominators, {_PACKED}, {_CALL}) -> Tensor[]"
+)  # type: ignore[untyped-decorator]
 def attention_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    out: Tensor,
-    denominators: Tensor,
-    cu_queries: Optional[Tensor],
-    cu_keys: Optional[Tensor],
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-) -> list[Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, out: Tensor,
+    denominators: Tensor, cu_queries: Tensor | None, cu_keys: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and the parameters."""
-    packed = _packed(operation, cu_queries, cu_keys)
+    call = Request(*rest)
+    packed = _packed(call.operation, cu_queries, cu_keys)
     return _backward(
-        d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators,
-        mechanism, options, operation, is_causal, offset, as_the_tensors=False,
+        d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators, call, as_the_tensors=False
     )[0]  # fmt: skip
 
 
-@attention_backward.register_fake
+@attention_backward.register_fake  # type: ignore[untyped-decorator]
 def _gradient_shapes(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
 ) -> list[Tensor]:
@@ -303,28 +244,28 @@ def _gradient_shapes(
     return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, *rest = inputs
-    out, denominators = output
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, parameters, *rest = inputs
+    # The mask, and boundaries or a state.
+    others = [x for x in rest if x is None or isinstance(x, Tensor)]
+    out, denominators = output[:2]
     ctx.mark_non_differentiable(denominators)
-    ctx.save_for_backward(q, k, v, key_padding_mask, cu_queries, cu_keys, out, denominators, *parameters)
-    ctx.rest = rest
+    ctx.save_for_backward(q, k, v, *others, out, denominators, *parameters)
+    ctx.rest = rest[len(others) :]
 
 
 def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
     q, k, v, key_padding_mask, cu_queries, cu_keys, out, denominators, *parameters = ctx.saved_tensors
-    mechanism, options, operation, is_causal, offset = ctx.rest
     if _differentiated_again(d_out):
-        packed = _packed(operation, cu_queries, cu_keys)
-        dq, dk, dv, *d_learned = _differentiable_gradients(
-            d_out, (q, k, v, *parameters), key_padding_mask, packed, mechanism, options, operation, is_causal, offset
-        )
-        return dq, dk, dv, d_learned, None, None, None, None, None, None, None, None
-    dq, dk, dv, *d_parameters = attention_backward(
-        d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys,
-        mechanism, options, operation, is_causal, offset,
-    )  # fmt: skip
-    return dq, dk, dv, d_parameters, None, None, None, None, None, None, None, None
+        call = Request(*ctx.rest)
+        packed = _packed(call.operation, cu_queries, cu_keys)
+        gradients = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, packed, call)
+    else:
+        gradients = attention_backward(
+            d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys, *ctx.rest
+        )  # fmt: skip
+    dq, dk, dv, *d_parameters = gradients
+    return dq, dk, dv, d_parameters, *(None,) * 8
 
 
 attention.register_autograd(_gradient, setup_context=_save)
@@ -338,35 +279,26 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        key_padding_mask: Tensor | None,
-        packed: Packed,
-        mechanism: str,
-        options: str,
-        operation: str,
-        is_causal: bool,
-        offset: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *parameters: Tensor,
+        ctx: Any, key_padding_mask: Tensor | None, packed: Packed, call: Request, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
     ) -> Tensor:
-        rest = (mechanism, options, operation, is_causal, offset)
-        out, denominators, _ = _forward(q, k, v, parameters, key_padding_mask, packed, *rest)
+        out, denominators, _ = _forward(q, k, v, parameters, key_padding_mask, packed, call)
         ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
-        ctx.packed, ctx.rest = packed, rest
+        ctx.packed, ctx.call = packed, call
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         if _differentiated_again(d_out):
-            again = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, ctx.packed, *ctx.rest)
-            return (None,) * 7 + tuple(again)
-        gradients, _ = _backward(
-            d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, *ctx.rest
-        )  # fmt: skip
-        return (None,) * 7 + tuple(gradients)
+            again = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, ctx.packed, ctx.call)
+            return None, None, None, *again
+        gradients, _ = _backward(d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, ctx.call)
+        return None, None, None, *gradients
+
+
+def _plain(shape: tuple[str, str, tuple[int, ...]] | None, numbers: Tensor | None) -> State | None:
+    """A state of ``shape``, its mechanism, options and parts, without a gradient."""
+    return None if shape is None or numbers is None else TensorState(*shape, numbers).detach()
 
 
 class EagerWithStates(torch.autograd.Function):
@@ -378,22 +310,13 @@ class EagerWithStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        key_padding_mask: Tensor | None,
-        rest: tuple[str, str, str, bool, int],
-        shape: tuple[str, str, tuple[int, ...]] | None,
-        found: list[Any],
-        initial: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        before = None if shape is None or initial is None else TensorState(*shape, initial).detach()
-        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
+        ctx: Any, key_padding_mask: Tensor | None, call: Request, shape: tuple[str, str, tuple[int, ...]] | None, found: list[Any],
+        initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, call, _plain(shape, initial), True)
         assert state is not None
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
-        ctx.rest = rest
+        ctx.call = call
         ctx.set_materialize_grads(False)
         final = TensorState.of(state)
         ctx.shape = (final.mechanism, final.options, final.parts)
@@ -404,123 +327,63 @@ class EagerWithStates(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        mechanism, options, parts = ctx.shape
-        states = [None if x is None else TensorState(mechanism, options, parts, x).detach() for x in (initial, d_final)]
         gradients, d_initial = _backward(
-            d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, *ctx.rest, *states
+            d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, ctx.call,
+            _plain(ctx.shape, initial), _plain(ctx.shape, d_final),
         )  # fmt: skip
         if d_initial is not None:
             gradients.append(TensorState.of(d_initial).numbers)
         if torch.is_grad_enabled():
             depends = [x for x in (d_out, d_final, initial, q, k, v, *parameters) if x is not None]
-            message = (f"{ctx.rest[2]}: second derivatives: expected a call without states, got one with; "
+            message = (f"{ctx.call.operation}: second derivatives: expected a call without states, got one with; "
                        "run the whole sequence in one call")  # fmt: skip
             gradients = list(_OnceDifferentiable.apply(message, len(gradients), *gradients, *depends))
         d_state = None if d_initial is None else gradients.pop()
         return None, None, None, None, d_state, *gradients
 
 
-@torch.library.custom_op("longspan::attention_with_state", mutates_args=(), device_types="cpu")
+@_operator("attention_with_state", f"({_TENSORS}, Tensor? initial, {_STATE}, {_CALL}) -> (Tensor, Tensor, Tensor)")  # type: ignore[untyped-decorator]
 def attention_with_state(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    initial: Optional[Tensor],
-    state_of: str,
-    state_options: str,
-    parts: list[int],
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, initial: Tensor | None,
+    state_of: str, state_options: str, parts: list[int], *call: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, denominators and the numbers of the final state, from those of an ``initial`` one of the same kind."""
-    before = None if initial is None else TensorState(state_of, state_options, tuple(parts), initial).detach()
-    rest = (mechanism, options, operation, is_causal, offset)
-    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, None, *rest, before, True)
+    before = _plain((state_of, state_options, tuple(parts)), initial)
+    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, None, Request(*call), before, True)
     assert after is not None
     return out, denominators, TensorState.of(after).numbers
 
 
-@attention_with_state.register_fake
-def _with_state_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    initial: Optional[Tensor],
-    state_of: str,
-    state_options: str,
-    parts: list[int],
-    mechanism: str,
-    options: str,
-    operation: str,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_onnx(operation, mechanism)
-    batch, heads, queries, _ = q.shape
-    dtype = _dtype_of_denominators(q)
-    out = _token_major(q, batch, heads, queries, v.shape[3])
-    return out, q.new_empty((batch, heads, queries), dtype=dtype), q.new_empty((batch, k.shape[1], sum(parts)), dtype=dtype)
+@attention_with_state.register_fake  # type: ignore[untyped-decorator]
+def _with_state_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, parts, mechanism, options, operation, is_causal, offset = rest
+    out, denominators = _shapes(q, v, Request(mechanism, options, operation, is_causal, offset))
+    return out, denominators, denominators.new_empty((q.shape[0], k.shape[1], sum(parts)))
 
 
-@torch.library.custom_op("longspan::attention_with_state_backward", mutates_args=(), device_types="cpu")
+@_operator(
+    "attention_with_state_backward",
+    f"(Tensor d_out, Tensor d_final, {_TENSORS}, Tensor? initial, Tensor out, Tensor denominators, {_STATE}, {_CALL}) -> Tensor[]",
+)  # type: ignore[untyped-decorator]
 def attention_with_state_backward(
-    d_out: Tensor,
-    d_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    initial: Optional[Tensor],
-    out: Tensor,
-    denominators: Tensor,
-    state_of: str,
-    state_options: str,
-    parts: list[int],
-    mechanism: str,
-    options: str,
-    operation: str,
-    is_causal: bool,
-    offset: int,
-) -> list[Tensor]:
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
+    initial: Tensor | None, out: Tensor, denominators: Tensor, state_of: str, state_options: str, parts: list[int], *call: Any,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
-    held = (state_of, state_options, tuple(parts))
-    first, last = (None if numbers is None else TensorState(*held, numbers).detach() for numbers in (initial, d_final))
+    first, last = (_plain((state_of, state_options, tuple(parts)), numbers) for numbers in (initial, d_final))
     gradients, d_initial = _backward(
-        d_out, q, k, v, parameters, key_padding_mask, None, out, denominators,
-        mechanism, options, operation, is_causal, offset, first, last, as_the_tensors=False,
-    )  # fmt: skip
+        d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, Request(*call), first, last, as_the_tensors=False
+    )
     return gradients if d_initial is None else [*gradients, TensorState.of(d_initial).numbers]
 
 
-@attention_with_state_backward.register_fake
+@attention_with_state_backward.register_fake  # type: ignore[untyped-decorator]
 def _gradient_with_state_shapes(
-    d_out: Tensor,
-    d_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: list[Tensor],
-    key_padding_mask: Optional[Tensor],
-    initial: Optional[Tensor],
-    *rest: Any,
-) -> list[Tensor]:
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
+    initial: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
     gradients = _gradient_shapes(d_out, q, k, v, parameters)
     return gradients if initial is None else [*gradients, initial.new_empty(initial.shape)]
-
-
-def _save_with_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, parameters, key_padding_mask, initial, *rest = inputs
-    out, denominators, _ = output
-    ctx.mark_non_differentiable(denominators)
-    ctx.save_for_backward(q, k, v, key_padding_mask, initial, out, denominators, *parameters)
-    ctx.rest = rest
 
 
 def _gradient_with_state(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_final: Tensor) -> tuple[Any, ...]:
@@ -533,5 +396,5 @@ def _gradient_with_state(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_fin
     return dq, dk, dv, d_parameters, None, d_initial, *(None,) * 8
 
 
-attention_with_state.register_autograd(_gradient_with_state, setup_context=_save_with_state)
+attention_with_state.register_autograd(_gradient_with_state, setup_context=_save)
 attention_with_state.register_autocast("cpu", torch.float32)

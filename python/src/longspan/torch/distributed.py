@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import __version__, _calls
 from .. import ops as _ops
+from .._calls import Request
 from . import _dispatch
 from ._exchange import Exchange, agree, refuse
 from ._stretches import Attention, Latest, Sums, Tokens, WindowsBetween
@@ -73,18 +74,18 @@ class Over:
         return arguments, {**named, "initial_state": self}
 
     def _attend(
-        self, operation: str, mechanism: str, options: str, tensors: Sequence[Any], is_causal: bool, offset: int,
-        key_padding_mask: Any, cu_seqlens: Any, output_final_state: bool,
-    ) -> Any:  # fmt: skip
+        self, asked: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, output_final_state: bool
+    ) -> Any:
+        operation = asked.operation
         device = getattr(tensors[0], "device", torch.device("cpu"))
         # Half precision is computed in float32; only autocast hands that on.
         half = None if torch.is_autocast_enabled(device.type) else getattr(tensors[0], "dtype", None)
         try:
             if output_final_state:
                 raise ValueError(f"{operation}: output_final_state: expected False over several processes, got True")
-            _dispatch.check(operation, tensors, _calls.names(mechanism, tensors[3:]), key_padding_mask)
+            _dispatch.check(operation, tensors, _calls.names(asked.mechanism, tensors[3:]), key_padding_mask)
             with torch.autocast(device.type, enabled=False):
-                call = _Call(operation, mechanism, options, tensors, is_causal, offset, key_padding_mask, cu_seqlens)
+                call = _Stretch(asked, tensors, key_padding_mask, cu_seqlens)
         except Exception as error:
             refuse(operation, len(_FACTS), error, device, self.group)
         stretches = agree(operation, call.keys.count, call.facts, call.q, self.group)
@@ -96,13 +97,11 @@ class Over:
     attend: Callable[..., Any] = torch.compiler.disable(_attend)
 
 
-class _Call:
+class _Stretch:
     """One rank's call: checked when it is made, then computed over all ranks."""
 
-    def __init__(
-        self, operation: str, mechanism: str, options: str, tensors: Sequence[Any], is_causal: bool, offset: int,
-        key_padding_mask: Any, cu_seqlens: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any) -> None:
+        mechanism, options, operation, is_causal, offset = call
         if mechanism not in _FORMS:
             raise ValueError(f"{operation}: expected a mechanism whose stretches add up, got {mechanism}: {_REFUSED[mechanism]}")
         self.operation = operation

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ... import _calls
+from ..._calls import Request
 from .aft import aft, conv_biases, full_biases, local_biases
 from .call import Call
 from .convolution import short_convolution
 from .kernelized import RECURRENCE, fourier, kernelized
 from .pairs import softmax, toeplitz
 
-__all__ = ["RECURRENCE", "chunked_attention"]
+__all__ = ["RECURRENCE", "chunked_attention", "in_torch"]
 
 _FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
     "softmax": softmax,
@@ -40,18 +41,10 @@ _FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
 
 
 def chunked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Sequence[Tensor] = (),
-    *,
-    mechanism: str = "kernelized",
-    options: str = "{}",
-    is_causal: bool = False,
-    offset: int = 0,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor] = (), *, mechanism: str = "kernelized", options: str = "{}",
+    is_causal: bool = False, offset: int = 0, key_padding_mask: Tensor | None = None,
     cu_seqlens: tuple[list[int], list[int]] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A mechanism in torch's own operations, for any device: what `longspan.ops` computes for tensors that are not on the CPU,
     and where derivatives are wanted that the kernels do not give.
 
@@ -130,6 +123,17 @@ def chunked_attention(
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
         ]
         return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
+
+
+def in_torch(
+    call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: tuple[list[int], list[int]] | None
+) -> Tensor:
+    """`chunked_attention` of queries, keys, values and what the mechanism learns."""
+    q, k, v, *parameters = tensors
+    return chunked_attention(
+        q, k, v, parameters, mechanism=call.mechanism, options=call.options, is_causal=call.is_causal, offset=call.offset,
+        key_padding_mask=key_padding_mask, cu_seqlens=packed,
+    )  # fmt: skip
 
 
 def _call(

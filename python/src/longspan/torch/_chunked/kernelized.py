@@ -97,12 +97,7 @@ class _Bidirectional:
     """All keys through one state; relative positions through a band and running sums from both ends."""
 
     def __init__(
-        self,
-        features: Tensor | None,
-        values: Tensor,
-        rows: Tensor | None,
-        radius: int,
-        gamma: Tensor | None,
+        self, features: Tensor | None, values: Tensor, rows: Tensor | None, radius: int, gamma: Tensor | None
     ) -> None:
         self.values, self.rows, self.radius = values, rows, radius
         self.state = None if features is None else features.transpose(-1, -2) @ values
@@ -140,12 +135,7 @@ class _Causal:
     """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see."""
 
     def __init__(
-        self,
-        features: Tensor | None,
-        values: Tensor,
-        rows: Tensor | None,
-        radius: int,
-        gamma: Tensor | None,
+        self, features: Tensor | None, values: Tensor, rows: Tensor | None, radius: int, gamma: Tensor | None
     ) -> None:
         self.features, self.values, self.rows, self.radius, self.gamma = features, values, rows, radius, gamma
         # Keys below these are in the state; for relative positions only those at least `radius` before.
