@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .attention import Attention
-from .mechanisms import (
-    FourierAttention,
-    KernelizedAttention,
-    ShawAttention,
-    ShortConvolution,
-    SoftmaxAttention,
-    ToeplitzAttention,
-)
+from .mechanisms import MODULES
 
 Settings = dict[str, Any]
 
@@ -66,20 +58,12 @@ def _by_position(settings: Settings) -> dict[str, Any]:
     return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
 
 
-#: For each mechanism its module and how the module's options follow from a run's settings.
-_MECHANISMS: dict[str, tuple[Callable[..., Attention], Callable[[Settings], dict[str, Any]]]] = {
-    "kernelized": (KernelizedAttention, _kernel),
-    "shaw": (ShawAttention, _shaw),
-    "fourier": (FourierAttention, _fourier),
-    "toeplitz": (ToeplitzAttention, _toeplitz),
-    "aft-full": (AftFull, _by_position),
-    "aft-local": (AftLocal, _by_position),
-    "aft-simple": (AftSimple, _as_they_are),
-    "aft-conv": (AftConv, _as_they_are),
-    "short-convolution": (ShortConvolution, _as_they_are),
-    "softmax": (SoftmaxAttention, _softmax),
-    "softmax-window": (SoftmaxAttention, lambda settings: {"window": 256, **_as_they_are(settings)}),
-}
+#: How the options of each mechanism's module follow from a run's settings.
+_OPTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    "kernelized": _kernel, "shaw": _shaw, "fourier": _fourier, "toeplitz": _toeplitz, "aft-full": _by_position,
+    "aft-local": _by_position, "aft-simple": _as_they_are, "aft-conv": _as_they_are, "short-convolution": _as_they_are,
+    "softmax": _softmax, "softmax-window": lambda settings: {"window": 256, **_as_they_are(settings)},
+}  # fmt: skip
 
 
 def names(settings: Settings) -> list[str]:
@@ -88,13 +72,13 @@ def names(settings: Settings) -> list[str]:
 
 
 def attention(settings: Settings, name: str) -> Attention:
-    if name not in _MECHANISMS:
-        raise ValueError(f"config.json: attention: expected one of {', '.join(_MECHANISMS)}, got {name!r}")
-    module, options = _MECHANISMS[name]
+    if name not in _OPTIONS:
+        raise ValueError(f"config.json: attention: expected one of {', '.join(_OPTIONS)}, got {name!r}")
+    module: Callable[..., Attention] = MODULES[name.removesuffix("-window")]
     if len(set(names(settings))) > 1:
         # Where layers differ the options of each stand under its name.
         settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
     try:
-        return module(settings["heads"], settings["d_model"] // settings["heads"], **options(settings))
+        return module(settings["heads"], settings["d_model"] // settings["heads"], **_OPTIONS[name](settings))
     except TypeError as error:
         raise ValueError(f"config.json: attention_options: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _options
 from .attention import Attention
@@ -47,32 +47,19 @@ class AftFull(Attention):
     mechanism = "aft-full"
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        length: int = 1024,
-        rank: int | None = 64,
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, length: int = 1024, rank: int | None = 64, num_kv_heads: int | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(num_heads, head_dim, "{}", num_kv_heads)
         _options.expect_size("AftFull", "length", length)
         _options.expect_size("AftFull", "rank", 1 if rank is None else rank)
-        for name in ("w",) if rank is None else ("u", "z"):
-            table = torch.empty((length, length if rank is None else rank), device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(table))
-        self.reset_parameters()
-        self._check()
+        place = {"device": device, "dtype": dtype}
+        names = ("w",) if rank is None else ("u", "z")
+        self._learn({name: torch.empty((length, length if rank is None else rank), **place) for name in names}, place)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         for table in self._learned():
-            nn.init.normal_(table, std=0.01 if len(self._learned()) == 1 else 0.1)
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return tuple(self.parameters())
+            nn.init.normal_(table, std=0.01 if len(self._own) == 1 else 0.1)
 
 
 class AftLocal(Attention):
@@ -108,32 +95,21 @@ class AftLocal(Attention):
     """
 
     mechanism = "aft-local"
+    w: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        window: int = 8,
-        length: int = 1024,
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, window: int = 8, length: int = 1024, num_kv_heads: int | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         _options.expect_size("AftLocal", "window", window)
         _options.expect_size("AftLocal", "length", length)
-        w = torch.empty((length, 2 * window - 1), device=device, dtype=dtype)
+        place = {"device": device, "dtype": dtype}
+        w = torch.empty((length, 2 * window - 1), **place)
         super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
-        self.w = nn.Parameter(w)
-        self.reset_parameters()
-        self._check()
+        self._learn({"w": w}, place)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         nn.init.normal_(self.w, std=0.01)
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.w,)
 
 
 class AftSimple(Attention):
@@ -165,16 +141,11 @@ class AftSimple(Attention):
     mechanism = "aft-simple"
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_kv_heads: int | None = None,
-        device: Any = None,
+        self, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_heads, head_dim, "{}", num_kv_heads)
-        self._check()
+        self._learn({}, {})
 
 
 class AftConv(Attention):
@@ -215,20 +186,12 @@ class AftConv(Attention):
     """
 
     mechanism = "aft-conv"
+    w: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        taps: int = 15,
-        normalized: bool = True,
-        image: tuple[int, int] | None = None,
-        tap_rows: int | None = None,
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, taps: int = 15, normalized: bool = True, image: tuple[int, int] | None = None,
+        tap_rows: int | None = None, num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         _options.expect_size("AftConv", "taps", taps)
         tap_rows = taps if tap_rows is None else tap_rows
         _options.expect_size("AftConv", "tap_rows", tap_rows)
@@ -237,22 +200,15 @@ class AftConv(Attention):
         scale = torch.empty(num_heads) if normalized else None
         _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self.w = nn.Parameter(w)
-        self._scale = ("gamma", "beta") if normalized else ()
-        for name in self._scale:
-            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, **place)))
-        self.reset_parameters()
-        self._check()
+        names = ("gamma", "beta") if normalized else ()
+        self._learn({"w": w, **{name: torch.empty(num_heads, **place) for name in names}}, place)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
-        nn.init.normal_(self.w, std=1.0 if self._scale else 0.01)
-        for name in self._scale:
-            nn.init.zeros_(getattr(self, name))
+    def _draw(self) -> None:
+        _, *scale = self._learned()
+        nn.init.normal_(self.w, std=1.0 if scale else 0.01)
+        for each in scale:
+            nn.init.zeros_(each)
 
     @property
     def key_dim(self) -> int:
         return 1
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.w, *(getattr(self, name) for name in self._scale))

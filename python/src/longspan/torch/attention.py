@@ -65,6 +65,8 @@ class Attention(nn.Module):
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
         self._options = options
+        # Names of the mechanism's own parameters, and of the feature map's.
+        self._own: tuple[str, ...] = ()
         self._maps: tuple[str, ...] = ()
         #: Whether an output depends on where its query stands.
         self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
@@ -74,9 +76,12 @@ class Attention(nn.Module):
         """Numbers in a key of one head."""
         return self.head_dim
 
+    def _named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
+        return tuple([getattr(self, name) for name in names])
+
     def _learned(self) -> tuple[Tensor, ...]:
         """The mechanism's parameters in the kernels' order."""
-        return ()
+        return tuple([getattr(self, name) for name in self._own + self._maps])
 
     def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
         """The parameters of a call at these positions."""
@@ -86,44 +91,38 @@ class Attention(nn.Module):
                                  "got a tensor")  # fmt: skip
         return self._learned()
 
-    def _learn_maps(self, feature_map: str, place: dict[str, Any]) -> None:
-        """Makes the parameters of a feature map that learns: the identity where they are square."""
-        self._maps = ("map_queries", "map_keys") if feature_map.startswith("hedgehog") else ()
-        width = _calls.features(feature_map, self.head_dim) // 2
-        for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
-            self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
+    def _learn(self, own: dict[str, Tensor], place: dict[str, Any], feature_map: str = "") -> None:
+        """Makes and draws what is learned: ``own``, in the kernels' order, and the matrices of a feature map that learns. Refuses
+        wrong options now rather than when the module is first called."""
+        self._own = tuple(own)
+        for name, tensor in own.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+        if feature_map.startswith("hedgehog"):
+            self._maps = ("map_queries", "map_keys")
+            width = _calls.features(feature_map, self.head_dim) // 2
+            for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
+                self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
+        self.reset_parameters()
+        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
 
-    def _reset_maps(self) -> None:
-        for name in self._maps:
-            matrix = getattr(self, name)
+    def reset_parameters(self) -> None:
+        """Draws what is learned anew."""
+        self._draw()
+        for matrix in self._named(self._maps):
             if matrix.shape[1] == matrix.shape[2]:
                 with torch.no_grad():
                     matrix.copy_(torch.eye(self.head_dim, dtype=matrix.dtype, device=matrix.device).expand_as(matrix))
             else:
                 nn.init.normal_(matrix, std=self.head_dim**-0.5)
 
-    def _learned_maps(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in self._maps)
-
-    def _check(self) -> None:
-        """Refuses wrong options when the module is made rather than when it is first called."""
-        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
+    def _draw(self) -> None:
+        """Draws what is learned beside the feature map's matrices."""
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool = False,
-        offset: int = 0,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Any = None,
-        initial_state: State | TensorState | None = None,
-        output_final_state: bool = False,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, offset: int = 0,
+        key_padding_mask: Tensor | None = None, cu_seqlens: Any = None, initial_state: State | TensorState | None = None,
+        output_final_state: bool = False, q_positions: Tensor | None = None, k_positions: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """The attention of ``q`` to ``k`` and ``v``.
 
         Parameters
@@ -155,15 +154,9 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: State | TensorState | None = None,
-        *,
-        q_positions: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None, *, q_positions: Tensor | None = None,
         k_positions: Tensor | None = None,
-    ) -> tuple[Tensor, State | TensorState]:
+    ) -> tuple[Tensor, State | TensorState]:  # fmt: skip
         """One token of the causal attention, in time and memory that do not grow.
 
         Parameters
@@ -199,12 +192,9 @@ class Attention(nn.Module):
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
     def encoder_layer_step(
-        self,
-        token: Tensor,
-        weights: Sequence[Tensor | None],
-        layer: tuple[tuple[int, int], tuple[float, float], str, bool],
+        self, token: Tensor, weights: Sequence[Tensor | None], layer: tuple[tuple[int, int], tuple[float, float], str, bool],
         state: Any,
-    ) -> tuple[Tensor, State] | None:
+    ) -> tuple[Tensor, State] | None:  # fmt: skip
         """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
         if type(self).step is not Attention.step or "step" in self.__dict__:
             return None

@@ -17,6 +17,10 @@ from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .attention import Attention
 
 
+def _of_heads(decay: float | Sequence[float] | None, heads: int) -> Sequence[float] | None:
+    return [decay] * heads if isinstance(decay, (int, float)) else decay
+
+
 class KernelizedAttention(Attention):
     """`longspan.ops.kernelized_attention` as a module.
 
@@ -51,31 +55,14 @@ class KernelizedAttention(Attention):
     mechanism = "kernelized"
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        feature_map: str = "elu+1",
-        decay: float | Sequence[float] | None = None,
-        normalize: bool = True,
-        algorithm: str = "auto",
-        num_kv_heads: int | None = None,
-        device: Any = None,
+        self, num_heads: int, head_dim: int, *, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None,
+        normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
+    ) -> None:  # fmt: skip
+        decay = _of_heads(decay, num_kv_heads or num_heads)
         options = _options.kernel(type(self).__name__, None, feature_map, decay, normalize, algorithm)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
-        self.reset_parameters()
-        self._check()
-
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
-        self._reset_maps()
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return self._learned_maps()
+        self._learn({}, {"device": device, "dtype": dtype}, feature_map)
 
 
 class ShawAttention(Attention):
@@ -116,47 +103,27 @@ class ShawAttention(Attention):
     """
 
     mechanism = "shaw"
+    rel: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        radius: int = 16,
-        shared: bool = False,
-        kernelized: bool = True,
-        feature_map: str = "elu+1",
-        rel_feature_map: str = "same",
-        decay: float | Sequence[float] | None = None,
-        normalize: bool = True,
-        algorithm: str = "auto",
-        num_kv_heads: int | None = None,
-        device: Any = None,
+        self, num_heads: int, head_dim: int, *, radius: int = 16, shared: bool = False, kernelized: bool = True,
+        feature_map: str = "elu+1", rel_feature_map: str = "same", decay: float | Sequence[float] | None = None,
+        normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         name = type(self).__name__
         if not isinstance(radius, int) or radius < 0:
             raise ValueError(f"{name}: radius: expected an integer from 0 on, got {radius!r}")
-        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
+        decay = _of_heads(decay, num_kv_heads or num_heads)
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
-        shape = (2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width)
-        rel = torch.empty(shape, device=device, dtype=dtype)
-        options = _options.shaw(
-            name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
-        )  # fmt: skip
+        place = {"device": device, "dtype": dtype}
+        rel = torch.empty((2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width), **place)
+        options = _options.shaw(name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self.rel = nn.Parameter(rel)
-        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
-        self.reset_parameters()
-        self._check()
+        self._learn({"rel": rel}, place, feature_map)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         nn.init.normal_(self.rel, std=0.5)
-        self._reset_maps()
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.rel, *self._learned_maps())
 
 
 class FourierAttention(Attention):
@@ -200,29 +167,18 @@ class FourierAttention(Attention):
     """
 
     mechanism = "fourier"
+    a: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        normalizer: str = "one_plus",
-        wave: str = "each",
-        longest: float = 1e4,
-        axes: int | None = None,
-        feature_map: str = "elu+1",
-        decay: float | Sequence[float] | None = None,
-        algorithm: str = "auto",
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, normalizer: str = "one_plus", wave: str = "each", longest: float = 1e4,
+        axes: int | None = None, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None, algorithm: str = "auto",
+        num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
         features = _calls.features(feature_map, head_dim)
         angles = features // 2 if wave == "pairs" else features
         each = {name: torch.empty((num_heads, features), **place) for name in names}
-        decay = [decay] * (num_kv_heads or num_heads) if isinstance(decay, (int, float)) else decay
         if axes is not None:
             _options.expect_size(type(self).__name__, "axes", axes)
         a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
@@ -230,21 +186,14 @@ class FourierAttention(Attention):
         at = None if axes is None else a
         options, _ = _options.fourier(
             type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
-            feature_map, decay, algorithm,
+            feature_map, _of_heads(decay, num_kv_heads or num_heads), algorithm,
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.longest = longest
         self.axes = axes
-        self.a = nn.Parameter(a)
-        for name, value in each.items():
-            self.register_parameter(name, nn.Parameter(value))
-        self._each = tuple(names)
-        self._learn_maps(feature_map, place)
-        self.reset_parameters()
-        self._check()
+        self._learn({"a": a, **each}, place, feature_map)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         with torch.no_grad():
             _, angles, axes = self.a.shape
             angle = torch.arange(angles, device=self.a.device)
@@ -252,12 +201,8 @@ class FourierAttention(Attention):
             own = angle[:, None] % axes == torch.arange(axes, device=self.a.device)
             waves = self.longest ** -(angle // axes * axes / max(angles, 1))
             self.a.copy_((own * waves[:, None]).to(self.a.dtype))
-            for name in self._each:
+            for name in self._own[1:]:
                 getattr(self, name).fill_(1.0 if name == "c" else 0.0)
-        self._reset_maps()
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.a, *(getattr(self, name) for name in self._each), *self._learned_maps())
 
     def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
         given = (q_positions is not None, k_positions is not None)
@@ -267,7 +212,7 @@ class FourierAttention(Attention):
             got = "None" if value is None else "a tensor"
             raise ValueError(f"FourierAttention: {name}: expected {wanted} with axes={self.axes}, got {got}")
         positions = () if q_positions is None or k_positions is None else (q_positions, k_positions)
-        return (self.a, *(getattr(self, name) for name in self._each), *positions, *self._learned_maps())
+        return (*self._named(self._own), *positions, *self._named(self._maps))
 
 
 class ToeplitzAttention(Attention):
@@ -313,50 +258,28 @@ class ToeplitzAttention(Attention):
     """
 
     mechanism = "toeplitz"
+    bias: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        kind: str = "clipped",
-        radius: int = 64,
-        reach: int = 1024,
-        buckets: int = 32,
-        max_distance: int = 128,
-        bidirectional: bool = True,
-        height: int = 32,
-        width: int = 32,
-        feature_map: str = "elu+1",
-        normalize: bool = True,
-        algorithm: str = "auto",
-        num_kv_heads: int | None = None,
-        device: Any = None,
+        self, num_heads: int, head_dim: int, *, kind: str = "clipped", radius: int = 64, reach: int = 1024, buckets: int = 32,
+        max_distance: int = 128, bidirectional: bool = True, height: int = 32, width: int = 32, feature_map: str = "elu+1",
+        normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         name = type(self).__name__
         for argument, size in (("radius", radius + 1), ("reach", reach), ("buckets", buckets), ("height", height),
                                ("width", width)):  # fmt: skip
             _options.expect_size(name, argument, size)
         shapes = {"clipped": (2 * radius + 1,), "table": (2 * reach - 1,), "buckets": (buckets,),
                   "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
-        bias = torch.empty((num_heads, *shapes.get(kind, (1,))), device=device, dtype=dtype)
-        options = _options.toeplitz(
-            name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True
-        )  # fmt: skip
+        place = {"device": device, "dtype": dtype}
+        bias = torch.empty((num_heads, *shapes.get(kind, (1,))), **place)
+        options = _options.toeplitz(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self.bias = nn.Parameter(bias)
-        self._learn_maps(feature_map, {"device": device, "dtype": dtype})
-        self.reset_parameters()
-        self._check()
+        self._learn({"bias": bias}, place, feature_map)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         nn.init.normal_(self.bias, std=0.02)
-        self._reset_maps()
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.bias, *self._learned_maps())
 
 
 class ShortConvolution(Attention):
@@ -390,33 +313,22 @@ class ShortConvolution(Attention):
     """
 
     mechanism = "short-convolution"
+    taps: nn.Parameter
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        width: int = 4,
-        silu: bool = True,
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, width: int = 4, silu: bool = True, num_kv_heads: int | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(width, int) or not 1 <= width <= 64:
             raise ValueError(f"ShortConvolution: width: expected an integer from 1 to 64, got {width!r}")
-        taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), device=device, dtype=dtype)
+        place = {"device": device, "dtype": dtype}
+        taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), **place)
         super().__init__(num_heads, head_dim, _options.short_convolution("ShortConvolution", taps, silu), num_kv_heads)
-        self.taps = nn.Parameter(taps)
-        self.reset_parameters()
-        self._check()
+        self._learn({"taps": taps}, place)
 
-    def reset_parameters(self) -> None:
-        """Draws what is learned anew."""
+    def _draw(self) -> None:
         most = self.taps.shape[1] ** -0.5
         nn.init.uniform_(self.taps, -most, most)
-
-    def _learned(self) -> tuple[Tensor, ...]:
-        return (self.taps,)
 
 
 class SoftmaxAttention(Attention):
@@ -450,20 +362,12 @@ class SoftmaxAttention(Attention):
     mechanism = "softmax"
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        scale: float | None = None,
-        capacity: int = 4096,
-        window: int | None = None,
-        num_kv_heads: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, head_dim: int, *, scale: float | None = None, capacity: int = 4096, window: int | None = None,
+        num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         options = _options.softmax("SoftmaxAttention", scale, capacity, window)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._check()
+        self._learn({}, {})
 
 
 #: What ``attention="..."`` of `MultiheadAttention` may be.
