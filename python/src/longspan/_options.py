@@ -62,12 +62,16 @@ def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     return numbers
 
 
-def kernel(
-    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
-) -> str:
+def _expect_kernel(operation: str, feature_map: Any, algorithm: Any, normalize: Any = True) -> None:
     expect_type(operation, "feature_map", feature_map, str)
     expect_type(operation, "algorithm", algorithm, str)
     expect_type(operation, "normalize", normalize, bool)
+
+
+def kernel(
+    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
+) -> str:
+    _expect_kernel(operation, feature_map, algorithm, normalize)
     if not more and decay is None:
         return _plain(feature_map, normalize, algorithm)
     decay = decays(operation, k, decay)
@@ -79,16 +83,9 @@ def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
 
 
 def shaw(
-    operation: str,
-    k: Any,
-    rel: Any,
-    kernelized: bool,
-    feature_map: str,
-    rel_feature_map: str,
-    decay: Any,
-    normalize: bool,
+    operation: str, k: Any, rel: Any, kernelized: bool, feature_map: str, rel_feature_map: str, decay: Any, normalize: bool,
     algorithm: str,
-) -> str:
+) -> str:  # fmt: skip
     expect_type(operation, "kernelized", kernelized, bool)
     if rel_feature_map not in ("same", "identity"):
         raise ValueError(f"{operation}: rel_feature_map: expected 'same' or 'identity', got {rel_feature_map!r}")
@@ -127,20 +124,9 @@ FREE: dict[str, tuple[str, ...]] = {
 
 
 def fourier(
-    operation: str,
-    k: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    beta: Any,
-    q_positions: Any,
-    k_positions: Any,
-    normalizer: str,
-    wave: str,
-    feature_map: str,
-    decay: Any,
-    algorithm: str,
-) -> tuple[str, tuple[Any, ...]]:
+    operation: str, k: Any, a: Any, b: Any, c: Any, beta: Any, q_positions: Any, k_positions: Any, normalizer: str, wave: str,
+    feature_map: str, decay: Any, algorithm: str,
+) -> tuple[str, tuple[Any, ...]]:  # fmt: skip
     if normalizer not in FREE:
         raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
     if wave not in ("each", "pairs"):
@@ -162,8 +148,7 @@ def fourier(
     if q_positions is not None:
         axes = int(a.shape[-1]) if len(getattr(a, "shape", ())) == 3 else 1
         parameters += [q_positions, k_positions]
-    expect_type(operation, "feature_map", feature_map, str)
-    expect_type(operation, "algorithm", algorithm, str)
+    _expect_kernel(operation, feature_map, algorithm)
     options = as_object(
         wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, decay=decays(operation, k, decay),
         algorithm=algorithm,
@@ -183,16 +168,9 @@ _KINDS = ("table", "clipped", "buckets", "grid")
 
 
 def toeplitz(
-    operation: str,
-    bias: Any,
-    kind: str,
-    max_distance: int,
-    bidirectional: bool,
-    feature_map: str,
-    normalize: bool,
-    algorithm: str,
-    centred: bool,
-) -> str:
+    operation: str, bias: Any, kind: str, max_distance: int, bidirectional: bool, feature_map: str, normalize: bool,
+    algorithm: str, centred: bool,
+) -> str:  # fmt: skip
     if kind not in _KINDS:
         raise ValueError(f"{operation}: kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
     if kind == "grid":
@@ -208,9 +186,7 @@ def toeplitz(
     if not 0 < max_distance < 1 << 40:
         raise ValueError(f"{operation}: max_distance: expected a distance from 1 on, got {max_distance}")
     expect_type(operation, "bidirectional", bidirectional, bool)
-    expect_type(operation, "feature_map", feature_map, str)
-    expect_type(operation, "algorithm", algorithm, str)
-    expect_type(operation, "normalize", normalize, bool)
+    _expect_kernel(operation, feature_map, algorithm, normalize)
     return as_object(
         kind=kind, centred=centred, max_distance=max_distance, bidirectional=bidirectional, feature_map=feature_map,
         normalize=normalize, algorithm=algorithm,

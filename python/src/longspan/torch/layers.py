@@ -32,17 +32,9 @@ else:
 
 class _Layer(nn.Module):
     def __init__(
-        self,
-        d_model: int,
-        dim_feedforward: int,
-        dropout: float,
-        activation: str | Callable[[Tensor], Tensor],
-        layer_norm_eps: float,
-        norm_first: bool,
-        bias: bool,
-        norms: int,
-        place: dict[str, Any],
-    ) -> None:
+        self, d_model: int, dim_feedforward: int, dropout: float, activation: str | Callable[[Tensor], Tensor],
+        layer_norm_eps: float, norm_first: bool, bias: bool, norms: int, place: dict[str, Any],
+    ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
             raise ValueError(f"{type(self).__name__}: activation: expected relu, gelu or a function, got {activation!r}")
@@ -62,6 +54,29 @@ class _Layer(nn.Module):
         # What does nothing in evaluation takes as long there as a product of one token.
         y = x + (modules[f"dropout{index}"](y) if self.training else y)  # type: ignore[misc]
         return y if self.norm_first else call(norm, y)
+
+    def _attending(self, kept: list[Any], **options: Any) -> Callable[[Tensor], Tensor]:
+        """The attention of tokens to themselves, whose state goes to ``kept`` if one is asked for."""
+
+        attention: Any = self.self_attn
+
+        def attend(x: Tensor) -> Tensor:
+            out, _, *state = attention(x, x, x, **options)
+            kept.extend(state)
+            return out  # type: ignore[no-any-return]
+
+        return attend
+
+    def _stepping(self, kept: list[Any], state: Any, positions: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """The same for one token."""
+        attention: Any = self._modules["self_attn"]
+
+        def attend(x: Tensor) -> Tensor:
+            out, new = attention.step(x, state, positions=positions)
+            kept.append(new)
+            return out  # type: ignore[no-any-return]
+
+        return attend
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         modules = self._modules
@@ -107,23 +122,11 @@ class TransformerEncoderLayer(_Layer, _Encoder):
     self_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        attention: str | Callable[..., nn.Module] = "kernelized",
-        gated_attention: bool = False,
-        **attention_options: Any,
-    ) -> None:
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu, layer_norm_eps: float = 1e-5, batch_first: bool = False,
+        norm_first: bool = False, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None, *,
+        attention: str | Callable[..., nn.Module] = "kernelized", gated_attention: bool = False, **attention_options: Any,
+    ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 2, place)
         self.self_attn = MultiheadAttention(
@@ -132,17 +135,10 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         )  # fmt: skip
 
     def forward(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        *,
-        positions: Tensor | None = None,
-        cu_seqlens: Any = None,
-        initial_state: State | TensorState | None = None,
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False, *,
+        positions: Tensor | None = None, cu_seqlens: Any = None, initial_state: State | TensorState | None = None,
         output_final_state: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The layer of all tokens.
 
         Parameters
@@ -166,17 +162,10 @@ class TransformerEncoderLayer(_Layer, _Encoder):
             Of the shape of ``src``. The state goes on with `step`.
         """
         kept: list[Any] = []
-
-        def attend(x: Tensor) -> Tensor:
-            out: Tensor
-            out, _, *state = self.self_attn(
-                x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal,
-                cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-                q_positions=positions, k_positions=positions,
-            )  # fmt: skip
-            kept.extend(state)
-            return out
-
+        attend = self._attending(
+            kept, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, output_final_state=output_final_state, q_positions=positions, k_positions=positions,
+        )  # fmt: skip
         out = self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
         return (out, kept[0]) if output_final_state else out
 
@@ -204,15 +193,7 @@ class TransformerEncoderLayer(_Layer, _Encoder):
             if done is not None:
                 return done
         kept: list[State | TensorState] = []
-        attention: Any = self._modules["self_attn"]
-
-        def attend(x: Tensor) -> Tensor:
-            out: Tensor
-            out, new = attention.step(x, state, positions=positions)
-            kept.append(new)
-            return out
-
-        out = self._residual(self._residual(token, 1, attend), 2, self._feed_forward)
+        out = self._residual(self._residual(token, 1, self._stepping(kept, state, positions)), 2, self._feed_forward)
         return out, kept[0]
 
 
@@ -282,24 +263,12 @@ class TransformerDecoderLayer(_Layer, _Decoder):
     multihead_attn: MultiheadAttention  # type: ignore[assignment]
 
     def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        attention: str | Callable[..., nn.Module] = "kernelized",
-        cross_attention: str | Callable[..., nn.Module] = "kernelized",
-        gated_attention: bool = False,
-        **attention_options: Any,
-    ) -> None:
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu, layer_norm_eps: float = 1e-5, batch_first: bool = False,
+        norm_first: bool = False, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None, *,
+        attention: str | Callable[..., nn.Module] = "kernelized", cross_attention: str | Callable[..., nn.Module] = "kernelized",
+        gated_attention: bool = False, **attention_options: Any,
+    ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 3, place)
         self.self_attn = MultiheadAttention(
@@ -312,19 +281,10 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         )  # fmt: skip
 
     def forward(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-        *,
-        initial_state: State | TensorState | None = None,
-        output_final_state: bool = False,
-    ) -> Any:
+        self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool = False,
+        memory_is_causal: bool = False, *, initial_state: State | TensorState | None = None, output_final_state: bool = False,
+    ) -> Any:  # fmt: skip
         """The layer of all tokens.
 
         Parameters
@@ -346,15 +306,10 @@ class TransformerDecoderLayer(_Layer, _Decoder):
             Of the shape of ``tgt``. The state goes on with `step`.
         """
         kept: list[Any] = []
-
-        def attend(x: Tensor) -> Tensor:
-            out: Tensor
-            out, _, *state = self.self_attn(
-                x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal,
-                initial_state=initial_state, output_final_state=output_final_state,
-            )  # fmt: skip
-            kept.extend(state)
-            return out
+        attend = self._attending(
+            kept, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal,
+            initial_state=initial_state, output_final_state=output_final_state,
+        )  # fmt: skip
 
         def attend_to_memory(x: Tensor) -> Tensor:
             out: Tensor = self.multihead_attn(
@@ -368,14 +323,9 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         return (x, kept[0]) if output_final_state else x
 
     def step(
-        self,
-        token: Tensor,
-        memory: Tensor,
-        state: State | TensorState | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        *,
-        position: int | None = None,
-    ) -> tuple[Tensor, State | TensorState]:
+        self, token: Tensor, memory: Tensor, state: State | TensorState | None = None,
+        memory_key_padding_mask: Tensor | None = None, *, position: int | None = None,
+    ) -> tuple[Tensor, State | TensorState]:  # fmt: skip
         """One token of the layer under ``tgt_is_causal=True``.
 
         Parameters
@@ -406,11 +356,6 @@ class TransformerDecoderLayer(_Layer, _Decoder):
             raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention "
                              "to the memory sees their order, got None")  # fmt: skip
 
-        def attend(x: Tensor) -> Tensor:
-            out, new = self.self_attn.step(x, state)
-            kept.append(new)
-            return out
-
         def attend_to_memory(x: Tensor) -> Tensor:
             axis = 1 if self.multihead_attn.batch_first else 0
             out: Tensor = self.multihead_attn(
@@ -418,5 +363,5 @@ class TransformerDecoderLayer(_Layer, _Decoder):
             )[0]  # fmt: skip
             return out.squeeze(axis)
 
-        x = self._residual(self._residual(token, 1, attend), 2, attend_to_memory)
+        x = self._residual(self._residual(token, 1, self._stepping(kept, state)), 2, attend_to_memory)
         return self._residual(x, 3, self._feed_forward), kept[0]
