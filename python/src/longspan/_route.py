@@ -59,20 +59,9 @@ def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def attend(
-    operation: str,
-    name: str,
-    options: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    parameters: tuple[Any, ...],
-    is_causal: Any,
-    offset: Any,
-    key_padding_mask: Any,
-    cu_seqlens: Any,
-    initial_state: Any,
-    output_final_state: Any,
-) -> Any:
+    operation: str, name: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...], is_causal: Any, offset: Any,
+    key_padding_mask: Any, cu_seqlens: Any, initial_state: Any, output_final_state: Any,
+) -> Any:  # fmt: skip
     """A whole call of `longspan.ops`: the output, or ``(output, state)``."""
     if is_tensor(q):
         return _in_torch().attend(

@@ -141,20 +141,10 @@ class Plan:
 
 
 def explain(
-    mechanism: str = "kernelized",
-    *,
-    batch: int = 1,
-    heads: int = 8,
-    kv_heads: int | None = None,
-    queries: int = 1024,
-    keys: int | None = None,
-    head_dim: int = 64,
-    value_dim: int | None = None,
-    is_causal: bool = False,
-    offset: int = 0,
-    with_backward: bool = False,
-    **options: Any,
-) -> Plan:
+    mechanism: str = "kernelized", *, batch: int = 1, heads: int = 8, kv_heads: int | None = None, queries: int = 1024,
+    keys: int | None = None, head_dim: int = 64, value_dim: int | None = None, is_causal: bool = False, offset: int = 0,
+    with_backward: bool = False, **options: Any,
+) -> Plan:  # fmt: skip
     """Which algorithm a call of these sizes would run, and why.
 
     Parameters

@@ -7,29 +7,10 @@ from .._route import attend, step
 
 
 def fourier_attention(
-    q,
-    k,
-    v,
-    a,
-    b=None,
-    c=None,
-    beta=None,
-    *,
-    q_positions=None,
-    k_positions=None,
-    normalizer="one_plus",
-    wave="each",
-    feature_map="elu+1",
-    maps=None,
-    is_causal=False,
-    offset=0,
-    key_padding_mask=None,
-    cu_seqlens=None,
-    decay=None,
-    initial_state=None,
-    output_final_state=False,
-    algorithm="auto",
-):
+    q, k, v, a, b=None, c=None, beta=None, *, q_positions=None, k_positions=None, normalizer="one_plus", wave="each",
+    feature_map="elu+1", maps=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, decay=None,
+    initial_state=None, output_final_state=False, algorithm="auto",
+):  # fmt: skip
     """Kernelized attention with Fourier positions, real-valued and of any dimension, in linear time.
 
     ``w_ij = sum_m phi(q_i)_m phi(k_j)_m (beta_m + c_m cos(b_m + a_m . (p_i - p_j)))``; ``out_i`` is ``sum_j w_ij v_j``, divided as

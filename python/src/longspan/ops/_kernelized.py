@@ -7,22 +7,9 @@ from .._route import attend, step
 
 
 def kernelized_attention(
-    q,
-    k,
-    v,
-    *,
-    feature_map="elu+1",
-    maps=None,
-    is_causal=False,
-    offset=0,
-    key_padding_mask=None,
-    cu_seqlens=None,
-    decay=None,
-    normalize=True,
-    initial_state=None,
-    output_final_state=False,
-    algorithm="auto",
-):
+    q, k, v, *, feature_map="elu+1", maps=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, decay=None,
+    normalize=True, initial_state=None, output_final_state=False, algorithm="auto",
+):  # fmt: skip
     """Kernelized attention, without positions, in linear time.
 
     ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j)``.

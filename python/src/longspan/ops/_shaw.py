@@ -7,25 +7,10 @@ from .._route import attend, step
 
 
 def shaw_attention(
-    q,
-    k,
-    v,
-    rel,
-    *,
-    kernelized=True,
-    feature_map="elu+1",
-    maps=None,
-    rel_feature_map="same",
-    is_causal=False,
-    offset=0,
-    key_padding_mask=None,
-    cu_seqlens=None,
-    decay=None,
-    normalize=True,
-    initial_state=None,
-    output_final_state=False,
+    q, k, v, rel, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", is_causal=False, offset=0,
+    key_padding_mask=None, cu_seqlens=None, decay=None, normalize=True, initial_state=None, output_final_state=False,
     algorithm="auto",
-):
+):  # fmt: skip
     """Kernelized attention with Shaw's relative positions, in linear time.
 
     ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . (phi(k_j) + rho(rel[clip(j - i - offset, -R, R) + R]))``.
@@ -106,19 +91,9 @@ def shaw_attention(
 
 
 def shaw_attention_step(
-    q,
-    k,
-    v,
-    rel,
-    state=None,
-    *,
-    kernelized=True,
-    feature_map="elu+1",
-    maps=None,
-    rel_feature_map="same",
-    decay=None,
+    q, k, v, rel, state=None, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", decay=None,
     normalize=True,
-):
+):  # fmt: skip
     """One token of `shaw_attention` with ``is_causal=True``.
 
     Parameters

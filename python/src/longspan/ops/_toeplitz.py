@@ -7,25 +7,10 @@ from .._route import attend, step
 
 
 def toeplitz_attention(
-    q,
-    k,
-    v,
-    bias,
-    *,
-    kind="table",
-    max_distance=128,
-    bidirectional=True,
-    feature_map="elu+1",
-    maps=None,
-    is_causal=False,
-    offset=0,
-    key_padding_mask=None,
-    cu_seqlens=None,
-    normalize=True,
-    initial_state=None,
-    output_final_state=False,
+    q, k, v, bias, *, kind="table", max_distance=128, bidirectional=True, feature_map="elu+1", maps=None, is_causal=False,
+    offset=0, key_padding_mask=None, cu_seqlens=None, normalize=True, initial_state=None, output_final_state=False,
     algorithm="auto",
-):
+):  # fmt: skip
     """Kernelized attention with a learned weight for every distance.
 
     ``out_i = sum_j w_ij v_j / sum_j w_ij`` with ``w_ij = phi(q_i) . phi(k_j) exp(bias[j - i - offset])``.
@@ -119,19 +104,9 @@ def toeplitz_attention(
 
 
 def toeplitz_attention_step(
-    q,
-    k,
-    v,
-    bias,
-    state=None,
-    *,
-    kind="table",
-    max_distance=128,
-    bidirectional=True,
-    feature_map="elu+1",
-    maps=None,
+    q, k, v, bias, state=None, *, kind="table", max_distance=128, bidirectional=True, feature_map="elu+1", maps=None,
     normalize=True,
-):
+):  # fmt: skip
     """One token of `toeplitz_attention` with ``is_causal=True``.
 
     Parameters

@@ -25,13 +25,9 @@ Parts = Sequence[Tensor]
 
 
 def combine(
-    operation: str,
-    native: _native.Mechanism,
-    options: str,
-    earlier: State | TensorState,
-    later: State | TensorState,
+    operation: str, native: _native.Mechanism, options: str, earlier: State | TensorState, later: State | TensorState,
     parameters: Sequence[Any],
-) -> TensorState:
+) -> TensorState:  # fmt: skip
     """The kernel's own numbers, with the gradients of the formula that it computes."""
     chosen = json.loads(options)
     if earlier.mechanism == "softmax-window":

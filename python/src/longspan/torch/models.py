@@ -157,15 +157,9 @@ class _Block(nn.Module):
         return out
 
     def forward(
-        self,
-        x: Tensor,
-        ignored: Tensor | None = None,
-        is_causal: bool = False,
-        past: Any = None,
-        memory: Tensor | None = None,
-        memory_ignored: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None, memory: Tensor | None = None,
+        memory_ignored: Tensor | None = None, positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         x = self._residual(x, self.attention_norm, lambda x: self.attention(x, ignored, is_causal, past, positions))
         if hasattr(self, "cross_attention"):
             attend = self.cross_attention.attend_to
@@ -459,13 +453,9 @@ class Seq2Seq(nn.Module):
         return memory if self.encoder_norm is None else self.encoder_norm(memory)
 
     def decode(
-        self,
-        memory: Tensor | None,
-        ignored: Tensor | None,
-        target: Tensor,
-        past: Sequence[Any] | None = None,
+        self, memory: Tensor | None, ignored: Tensor | None, target: Tensor, past: Sequence[Any] | None = None,
         target_ignored: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits of every next target token.
 
         Parameters

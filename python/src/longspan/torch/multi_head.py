@@ -78,24 +78,11 @@ class MultiheadAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        attention: str | Callable[..., nn.Module] = "kernelized",
-        gated_attention: bool = False,
-        num_kv_heads: int | None = None,
-        **attention_options: Any,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
+        device: Any = None, dtype: torch.dtype | None = None, *, attention: str | Callable[..., nn.Module] = "kernelized",
+        gated_attention: bool = False, num_kv_heads: int | None = None, **attention_options: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"MultiheadAttention: num_heads: expected a divisor of embed_dim = {embed_dim}, "
@@ -155,23 +142,11 @@ class MultiheadAttention(nn.Module):
                 nn.init.zeros_(self.gate_proj.bias)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        *,
-        offset: int = 0,
-        cu_seqlens: Any = None,
-        initial_state: State | TensorState | None = None,
-        output_final_state: bool = False,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> Any:
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False,
+        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False, *, offset: int = 0,
+        cu_seqlens: Any = None, initial_state: State | TensorState | None = None, output_final_state: bool = False,
+        q_positions: Tensor | None = None, k_positions: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """The attention of ``query`` to ``key`` and ``value``.
 
         Parameters

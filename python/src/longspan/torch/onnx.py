@@ -24,13 +24,9 @@ _READ = 23
 
 
 def export(
-    model: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    domain: str = "",
+    model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, domain: str = "",
     **options: Any,
-) -> ModelProto:
+) -> ModelProto:  # fmt: skip
     """Exports a model whose attention is kernelized to ONNX.
 
     A causal call becomes the operator ``LinearAttention``, with the feature map and the division by the sum of weights around

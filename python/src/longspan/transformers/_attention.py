@@ -59,16 +59,9 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     whole, step = _FUNCTIONS[mechanism]
 
     def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, **others: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         for asked in _REFUSED:
             if others.get(asked) is not None:
                 raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed, "
@@ -98,14 +91,9 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         return out.transpose(1, 2), None
 
     def mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *args: Any,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor | None:
+        batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None, **others: Any,
+    ) -> Tensor | None:  # fmt: skip
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
             raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
                              "(sliding windows and packed sequences need attention over pairs)")  # fmt: skip

@@ -92,15 +92,9 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
     keys_to_ignore_at_inference = ["past_key_values"]
 
     def __init__(
-        self,
-        tokenizers: dict[str, Any] | None = None,
-        vocab_size: int | None = None,
-        target_vocab_size: int | None = None,
-        capacity: int = 4096,
-        target_mean: float = 0.0,
-        target_deviation: float = 1.0,
-        **settings: Any,
-    ) -> None:
+        self, tokenizers: dict[str, Any] | None = None, vocab_size: int | None = None, target_vocab_size: int | None = None,
+        capacity: int = 4096, target_mean: float = 0.0, target_deviation: float = 1.0, **settings: Any,
+    ) -> None:  # fmt: skip
         for alias, name in self.attribute_map.items():
             if alias in settings:
                 settings[name] = settings.pop(alias)

@@ -84,13 +84,9 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
-        config: LongspanConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, config: LongspanConfig | None = None,
+        dtype: torch.dtype | str | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Reads the folder of a run that ``longspan train`` made, or one that `save_pretrained` wrote.
 
         Parameters
@@ -135,13 +131,9 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         return model.eval()
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Writes a folder that `from_pretrained`, ``longspan predict``, ``generate`` and ``info`` read. Weights are float32.
 
         Parameters
@@ -239,16 +231,10 @@ class LongspanForCausalLM(_Generating):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: StateCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        num_items_in_batch: Any = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: StateCache | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: Any = None,
         **others: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Logits ``[batch, tokens, vocab]`` of every next token.
 
         Parameters
@@ -314,13 +300,9 @@ class LongspanForSequenceClassification(_Longspan):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Any = None,
-        **others: Any,
-    ) -> Any:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+        num_items_in_batch: Any = None, **others: Any,
+    ) -> Any:  # fmt: skip
         """Logits ``[batch, labels]``; of a regression the number itself, ``[batch, 1]``.
 
         Parameters
@@ -424,18 +406,10 @@ class LongspanForSeq2SeqLM(_Generating):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        past_key_values: StateCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        num_items_in_batch: Any = None,
-        **others: Any,
-    ) -> Any:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None, encoder_outputs: Any = None, past_key_values: StateCache | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, num_items_in_batch: Any = None, **others: Any,
+    ) -> Any:  # fmt: skip
         """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
 
         Parameters
