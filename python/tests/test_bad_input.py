@@ -20,110 +20,63 @@ from longspan import ops
 Q, K, V = inputs(dtype=np.float32)
 REL = np.zeros((4, 7, 5), np.float32)
 
+def attend(q=Q, k=K, v=V, **options):
+    return ops.kernelized_attention(q, k, v, **options)
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
 WRONG = [
-    (TypeError, "q: expected", lambda: ops.kernelized_attention([1.0], K, V)),
-    (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: ops.kernelized_attention(Q, None, V)),
-    (TypeError, "q: expected float32, float64, float16 or bfloat16, got int64", lambda: ops.kernelized_attention(Q.astype(int), K, V)),
-    (TypeError, "q: expected float32, float64, float16 or bfloat16, got object", lambda: ops.kernelized_attention(Q.astype(object), K, V)),
-    (TypeError, "q: expected float32, float64, float16 or bfloat16, got complex", lambda: ops.kernelized_attention(Q + 1j, K, V)),
-    (TypeError, "v: expected float32 like q, got float64", lambda: ops.kernelized_attention(Q, K, V.astype(float))),
-    (TypeError, "k: expected float16 like q", lambda: ops.kernelized_attention(Q.astype(np.float16), K, V)),
-    (ValueError, r"q: expected four axes.*got shape \(13, 5\)", lambda: ops.kernelized_attention(Q[0, 0], K, V)),
-    (ValueError, r"q: expected four axes.*got shape \(\)", lambda: ops.kernelized_attention(np.ones((), np.float32), K, V)),
-    (
-        ValueError,
-        r"k: expected shape \(2, 2, 13, 5\), got shape \(2, 2, 13, 4\)",
-        lambda: ops.kernelized_attention(Q, K[..., 1:], V),
-    ),
-    (
-        ValueError,
-        r"v: expected shape \(2, 2, 13, 3\), got shape \(2, 2, 12, 3\)",
-        lambda: ops.kernelized_attention(Q, K, V[:, :, 1:]),
-    ),
-    (ValueError, r"k: expected shape \(1, 2", lambda: ops.kernelized_attention(Q[:1], K, V)),
-    (ValueError, "q: expected a number of query heads.*got 3", lambda: ops.kernelized_attention(Q[:, :3], K, V)),
-    (ValueError, "unknown feature map", lambda: ops.kernelized_attention(Q, K, V, feature_map='no"pe\n')),
-    (TypeError, "feature_map: expected str", lambda: ops.kernelized_attention(Q, K, V, feature_map=["elu+1"])),
-    (
-        ValueError,
-        "normalizer: expected unrotated, literal or none with wave='pairs', got 'one_plus'",
-        lambda: ops.fourier_attention(Q, K, V, np.zeros((2, 2, 1), np.float32), wave="pairs"),
-    ),
-    (
-        ValueError,
-        r"bias: expected shape \(heads, Lq \+ Lk - 1 = 25\), got shape \(4, 7\)",
-        lambda: ops.toeplitz_attention(Q, K, V, np.zeros((4, 7), np.float32)),
-    ),
-    (
-        ValueError,
-        "bias: expected entries for the distances -12 to 0, or a clipped bias, got a table from -3 to 3",
-        lambda: ops.toeplitz_attention(Q, K, V, np.zeros((4, 7), np.float32), is_causal=True, output_final_state=True),
-    ),
-    (
-        ValueError,
-        r"short_convolution: taps: expected shape \(kv_heads, width, head_dim\), got shape \(2, 5\)",
-        lambda: ops.short_convolution(Q, K, K, np.zeros((2, 5), np.float32)),
-    ),
-    (
-        ValueError,
-        "width: expected between 1 and 64, got 65",
-        lambda: ops.short_convolution(Q, K, K, np.zeros((2, 65, 5), np.float32)),
-    ),
-    (ValueError, "unknown algorithm", lambda: ops.kernelized_attention(Q, K, V, algorithm="magic")),
-    (TypeError, "normalize: expected bool", lambda: ops.kernelized_attention(Q, K, V, normalize="yes")),
-    (TypeError, "is_causal", lambda: ops.kernelized_attention(Q, K, V, is_causal="yes")),
-    (TypeError, "offset: expected an integer", lambda: ops.kernelized_attention(Q, K, V, offset=0.5)),
-    (TypeError, "offset: expected an integer", lambda: ops.kernelized_attention(Q, K, V, offset=1 << 70)),
-    (ValueError, "offset: expected between", lambda: ops.kernelized_attention(Q, K, V, offset=(1 << 63) - 1)),
-    (
-        TypeError,
-        "key_padding_mask: expected bool",
-        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=np.zeros((2, 13))),
-    ),
-    (
-        ValueError,
-        r"key_padding_mask: expected shape \(2, 13\)",
-        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=np.zeros((2, 12), bool)),
-    ),
-    (
-        TypeError,
-        "key_padding_mask: expected a numpy.ndarray",
-        lambda: ops.kernelized_attention(Q, K, V, key_padding_mask=[[True]]),
-    ),
-    (ValueError, "batch: expected 1", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 13])),
-    (
-        ValueError,
-        "cu_seqlens: expected ascending from 0 to 13",
-        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9]),
-    ),
-    (
-        ValueError,
-        "cu_seqlens: expected ascending",
-        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9, 3, 13]),
-    ),
-    (
-        ValueError,
-        "cu_seqlens: expected ascending",
-        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[]),
-    ),
-    (
-        ValueError,
-        "cu_seqlens: expected numbers from 0",
-        lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], cu_seqlens=[0, -2, 13]),
-    ),
-    (TypeError, "cu_seqlens: expected integers", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=3)),
-    (TypeError, "cu_seqlens: expected integers", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 1.5])),
-    (
-        ValueError,
-        "cu_seqlens: expected None beside a key_padding_mask",
-        lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 13], key_padding_mask=np.zeros((2, 13), bool)),
-    ),
-    (ValueError, "decay with a bidirectional mask", lambda: ops.kernelized_attention(Q, K, V, decay=0.9)),
-    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=0.0, is_causal=True)),
-    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=float("nan"), is_causal=True)),
-    (ValueError, "decay: expected", lambda: ops.kernelized_attention(Q, K, V, decay=[0.5] * 3, is_causal=True)),
-    (TypeError, "decay: expected a number", lambda: ops.kernelized_attention(Q, K, V, decay=object(), is_causal=True)),
-    (TypeError, "initial_state: expected", lambda: ops.kernelized_attention(Q, K, V, initial_state=1)),
+    (TypeError, "q: expected", lambda: attend([1.0], K, V)),
+    (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: attend(Q, None, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got int64", lambda: attend(Q.astype(int), K, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got object", lambda: attend(Q.astype(object), K, V)),
+    (TypeError, "q: expected float32, float64, float16 or bfloat16, got complex", lambda: attend(Q + 1j, K, V)),
+    (TypeError, "v: expected float32 like q, got float64", lambda: attend(Q, K, V.astype(float))),
+    (TypeError, "k: expected float16 like q", lambda: attend(Q.astype(np.float16), K, V)),
+    (ValueError, r"q: expected four axes.*got shape \(13, 5\)", lambda: attend(Q[0, 0], K, V)),
+    (ValueError, r"q: expected four axes.*got shape \(\)", lambda: attend(np.ones((), np.float32), K, V)),
+    (ValueError, r"k: expected shape \(2, 2, 13, 5\), got shape \(2, 2, 13, 4\)", lambda: attend(Q, K[..., 1:], V)),
+    (ValueError, r"v: expected shape \(2, 2, 13, 3\), got shape \(2, 2, 12, 3\)", lambda: attend(Q, K, V[:, :, 1:])),
+    (ValueError, r"k: expected shape \(1, 2", lambda: attend(Q[:1], K, V)),
+    (ValueError, "q: expected a number of query heads.*got 3", lambda: attend(Q[:, :3], K, V)),
+    (ValueError, "unknown feature map", lambda: attend(feature_map='no"pe\n')),
+    (TypeError, "feature_map: expected str", lambda: attend(feature_map=["elu+1"])),
+    (ValueError, "normalizer: expected unrotated, literal or none with wave='pairs', got 'one_plus'",
+     lambda: ops.fourier_attention(Q, K, V, zeros(2, 2, 1), wave="pairs")),
+    (ValueError, r"bias: expected shape \(heads, Lq \+ Lk - 1 = 25\), got shape \(4, 7\)",
+     lambda: ops.toeplitz_attention(Q, K, V, zeros(4, 7))),
+    (ValueError, "bias: expected entries for the distances -12 to 0, or a clipped bias, got a table from -3 to 3",
+     lambda: ops.toeplitz_attention(Q, K, V, zeros(4, 7), is_causal=True, output_final_state=True)),
+    (ValueError, r"short_convolution: taps: expected shape \(kv_heads, width, head_dim\), got shape \(2, 5\)",
+     lambda: ops.short_convolution(Q, K, K, zeros(2, 5))),
+    (ValueError, "width: expected between 1 and 64, got 65", lambda: ops.short_convolution(Q, K, K, zeros(2, 65, 5))),
+    (ValueError, "unknown algorithm", lambda: attend(algorithm="magic")),
+    (TypeError, "normalize: expected bool", lambda: attend(normalize="yes")),
+    (TypeError, "is_causal", lambda: attend(is_causal="yes")),
+    (TypeError, "offset: expected an integer", lambda: attend(offset=0.5)),
+    (TypeError, "offset: expected an integer", lambda: attend(offset=1 << 70)),
+    (ValueError, "offset: expected between", lambda: attend(offset=(1 << 63) - 1)),
+    (TypeError, "key_padding_mask: expected bool", lambda: attend(key_padding_mask=np.zeros((2, 13)))),
+    (ValueError, r"key_padding_mask: expected shape \(2, 13\)", lambda: attend(key_padding_mask=np.zeros((2, 12), bool))),
+    (TypeError, "key_padding_mask: expected a numpy.ndarray", lambda: attend(key_padding_mask=[[True]])),
+    (ValueError, "batch: expected 1", lambda: attend(cu_seqlens=[0, 13])),
+    (ValueError, "cu_seqlens: expected ascending from 0 to 13", lambda: attend(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9])),
+    (ValueError, "cu_seqlens: expected ascending", lambda: attend(Q[:1], K[:1], V[:1], cu_seqlens=[0, 9, 3, 13])),
+    (ValueError, "cu_seqlens: expected ascending", lambda: attend(Q[:1], K[:1], V[:1], cu_seqlens=[])),
+    (ValueError, "cu_seqlens: expected numbers from 0", lambda: attend(Q[:1], K[:1], V[:1], cu_seqlens=[0, -2, 13])),
+    (TypeError, "cu_seqlens: expected integers", lambda: attend(cu_seqlens=3)),
+    (TypeError, "cu_seqlens: expected integers", lambda: attend(cu_seqlens=[0, 1.5])),
+    (ValueError, "cu_seqlens: expected None beside a key_padding_mask",
+     lambda: attend(cu_seqlens=[0, 13], key_padding_mask=np.zeros((2, 13), bool))),
+    (ValueError, "decay with a bidirectional mask", lambda: attend(decay=0.9)),
+    (ValueError, "decay: expected", lambda: attend(decay=0.0, is_causal=True)),
+    (ValueError, "decay: expected", lambda: attend(decay=float("nan"), is_causal=True)),
+    (ValueError, "decay: expected", lambda: attend(decay=[0.5] * 3, is_causal=True)),
+    (TypeError, "decay: expected a number", lambda: attend(decay=object(), is_causal=True)),
+    (TypeError, "initial_state: expected", lambda: attend(initial_state=1)),
     (ValueError, "rel: expected shape", lambda: ops.shaw_attention(Q, K, V, REL[:, 1:])),
     (ValueError, r"rel: expected shape \(4, 7, 5\)", lambda: ops.shaw_attention(Q, K, V, REL[:3])),
     (TypeError, "rel: expected an array", lambda: ops.shaw_attention(Q, K, V, 3)),
@@ -137,7 +90,7 @@ WRONG = [
     (ValueError, "unknown field", lambda: longspan.explain(magic=1)),
     (ValueError, "threads: expected 0 to 4096", lambda: longspan.set_num_threads(10**6)),
     (ValueError, "threads: expected an integer from 0 on, got -1", lambda: longspan.set_num_threads(-1)),
-]
+]  # fmt: skip
 
 
 def state_of(function=ops.kernelized_attention, *more, q=Q, k=K, v=V, **options):
@@ -149,20 +102,20 @@ NARROW = K[..., :3]
 OTHER = ops.aft_simple(V, V, V, is_causal=True, output_final_state=True)[1]
 TOKEN = (Q[:, :, 0], K[:, :, 0], V[:, :, 0])
 WRONG += [
-    (TypeError, "kernelized_attention: is_causal: expected bool, got 1", lambda: ops.kernelized_attention(Q, K, V, is_causal=1)),
-    (TypeError, "is_causal: expected bool, got None", lambda: ops.kernelized_attention(Q, K, V, is_causal=None)),
-    (TypeError, "output_final_state: expected bool, got 1", lambda: ops.kernelized_attention(Q, K, V, output_final_state=1)),
-    (ValueError, r"cu_seqlens: expected numbers from 0 to 2\*\*63 - 1", lambda: ops.kernelized_attention(Q, K, V, cu_seqlens=[0, 2**70])),
+    (TypeError, "kernelized_attention: is_causal: expected bool, got 1", lambda: attend(is_causal=1)),
+    (TypeError, "is_causal: expected bool, got None", lambda: attend(is_causal=None)),
+    (TypeError, "output_final_state: expected bool, got 1", lambda: attend(output_final_state=1)),
+    (ValueError, r"cu_seqlens: expected numbers from 0 to 2\*\*63 - 1", lambda: attend(cu_seqlens=[0, 2**70])),
     (ValueError, "kernelized_attention: initial_state: expected a state of kernelized, .* got a state of aft-simple",
-     lambda: ops.kernelized_attention(Q, K, V, is_causal=True, initial_state=OTHER)),
+     lambda: attend(is_causal=True, initial_state=OTHER)),
     (ValueError, "kernelized_attention_step: state: expected a state of kernelized, .* got a state of aft-simple",
      lambda: ops.kernelized_attention_step(*TOKEN, OTHER)),
     (ValueError, "initial_state: expected a state of kernelized, batch 1, key/value heads 2, .* got a state of kernelized, batch 2",
-     lambda: ops.kernelized_attention(Q[:1], K[:1], V[:1], is_causal=True, initial_state=STATE)),
+     lambda: attend(Q[:1], K[:1], V[:1], is_causal=True, initial_state=STATE)),
     (ValueError, "state: expected batch 1 and 2 key/value heads, got batch 2",
      lambda: ops.kernelized_attention_step(*(x[:1] for x in TOKEN), STATE)),
     (ValueError, "initial_state: expected a state of kernelized",
-     lambda: ops.kernelized_attention(Q[..., :3], NARROW, V, is_causal=True, initial_state=STATE)),
+     lambda: attend(Q[..., :3], NARROW, V, is_causal=True, initial_state=STATE)),
     (ValueError, "combine: later: expected a state of kernelized, .* got a state of aft-simple",
      lambda: longspan.combine("kernelized", STATE, OTHER)),
     (TypeError, "combine: later: expected a longspan.State, got int", lambda: longspan.combine("kernelized", STATE, 3)),
@@ -478,19 +431,16 @@ def test_fuzzed_states():
     rel, table = draw.standard_normal((4, 7, 4)), draw.standard_normal((4, 31))
     local, full = draw.standard_normal((16, 5)), draw.standard_normal((16, 16))
     calls = {
-        "kernelized": (lambda *t, **o: ops.kernelized_attention(*t, **o), lambda *t: ops.kernelized_attention_step(*t)),
-        "shaw": (lambda *t, **o: ops.shaw_attention(*t, rel, **o),
-                 lambda q, k, v, s: ops.shaw_attention_step(q, k, v, rel, s)),
-        "toeplitz": (lambda *t, **o: ops.toeplitz_attention(*t, table, **o),
-                     lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, table, s)),
-        "aft-local": (lambda *t, **o: ops.aft_local(*t, local, **o), lambda q, k, v, s: ops.aft_local_step(q, k, v, local, s)),
-        "aft-full": (lambda *t, **o: ops.aft_full(*t, full, **o), lambda q, k, v, s: ops.aft_full_step(q, k, v, full, state=s)),
-        "softmax": (lambda *t, **o: ops.softmax_attention(*t, capacity=9, **o),
-                    lambda *t: ops.softmax_attention_step(*t, capacity=9)),
-    }  # fmt: skip
+        "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step, {}),
+        "shaw": (ops.shaw_attention, ops.shaw_attention_step, {"rel": rel}),
+        "toeplitz": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": table}),
+        "aft-local": (ops.aft_local, ops.aft_local_step, {"w": local}),
+        "aft-full": (ops.aft_full, ops.aft_full_step, {"w": full}),
+        "softmax": (ops.softmax_attention, ops.softmax_attention_step, {"capacity": 9}),
+    }
     answers = errors = 0
-    for name, (whole, step) in calls.items():
-        _, state = whole(q, k, v, is_causal=True, output_final_state=True)
+    for name, (whole, step, options) in calls.items():
+        _, state = whole(q, k, v, is_causal=True, output_final_state=True, **options)
         for _ in range(60):
             numbers = state.numbers
             places = draw.integers(0, numbers.size, draw.integers(1, 4))
@@ -498,8 +448,8 @@ def test_fuzzed_states():
             broken = longspan.State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
             try:
                 with np.errstate(all="ignore"):
-                    whole(q, k, v, is_causal=True, initial_state=broken, output_final_state=True)
-                    step(*token, broken)
+                    whole(q, k, v, is_causal=True, initial_state=broken, output_final_state=True, **options)
+                    step(*token, state=broken, **options)
                 answers += 1
             except ValueError as error:
                 assert str(error), name

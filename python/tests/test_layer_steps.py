@@ -6,14 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import steps  # noqa: E402
 from torch import nn  # noqa: E402
 
 from longspan.torch import KernelizedAttention, MultiheadAttention, TransformerEncoderLayer  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def calls_of(function):
@@ -46,13 +42,6 @@ def attention_by_hand(module, x):
     q, k, v = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).split(module._widths, -1)
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t, heads in zip((q, k, v), module._head_counts))
     return module.out_proj(module.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))[:, -1]
-
-
-def last_step(module, x):
-    state = None
-    for token in x.unbind(1):
-        out, state = module.step(token, state)
-    return out
 
 
 class Doubled(nn.Module):
@@ -93,7 +82,7 @@ def test_what_is_put_into_a_module_counts(change, learns):
     x = torch.randn(2, 4, 12)
     CHANGES[change](module)
     with torch.set_grad_enabled(learns):
-        torch.testing.assert_close(last_step(module, x), attention_by_hand(module, x))
+        torch.testing.assert_close(steps(module.step, x)[0][:, -1], attention_by_hand(module, x))
 
 
 def test_hooks_of_all_modules_see_a_step():
@@ -167,14 +156,6 @@ def steps_apart(layer, tokens):
     return torch.stack(outputs, 1)
 
 
-def steps(layer, tokens):
-    state, outputs = None, []
-    for x in tokens.unbind(1):
-        out, state = layer.step(x, state)
-        outputs.append(out)
-    return torch.stack(outputs, 1)
-
-
 MECHANISMS = [
     {"attention": "kernelized", "num_kv_heads": 2, "decay": 0.9}, {"attention": "kernelized", "feature_map": "hedgehog"},
     {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz", "radius": 2},
@@ -209,7 +190,7 @@ def test_a_layer_at_once(options, batch, norm_first, activation, bias, at_once):
         nn.init.normal_(parameter, std=0.5)
     tokens = torch.randn(batch, 7, 24)
     with torch.no_grad():
-        torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens), rtol=1e-4, atol=1e-5)
     assert all(at_once)
 
 
@@ -229,17 +210,17 @@ def test_what_is_put_into_a_layer_counts(change, at_once):
     CHANGES_OF_A_LAYER[change](layer)
     tokens = torch.randn(2, 3, 12, dtype=next(layer.parameters()).dtype)
     with torch.no_grad():
-        torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens))
+        torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens))
     assert not any(at_once)
 
 
 def test_what_a_layer_cannot_take_at_once(at_once):
     layer = TransformerEncoderLayer(12, 3, 16).eval()
     tokens = torch.randn(2, 3, 12)
-    torch.testing.assert_close(steps(layer, tokens), steps_apart(layer, tokens))  # records gradients
+    torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens))  # records gradients
     with torch.no_grad():
         many = torch.randn(5, 3, 12)
-        torch.testing.assert_close(steps(layer, many), steps_apart(layer, many))
+        torch.testing.assert_close(steps(layer.step, many)[0], steps_apart(layer, many))
         assert not any(at_once)
         layer.train()
         layer.step(tokens[:, 0])

@@ -1,9 +1,11 @@
 """Fourier and Toeplitz positions and AFT against their definitions, with gradients, step by step, and on other devices."""
 
+from functools import partial
+
 import definition
 import numpy as np
 import pytest
-from test_ops import close, inputs
+from test_ops import close, inputs, streamed
 
 from longspan import ops
 
@@ -161,64 +163,31 @@ def test_fourier_steps_at_given_positions():
         ops.fourier_attention_step(*(x[:, :, 0] for x in (q, k, v)), a, b, q_positions=places[0][:, :1])
 
 
+#: What is called over all tokens and what for each, of what the mechanism learns, and their options.
 STREAMS = {
-    "fourier": (
-        lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 4, 1), draw(4, 4), is_causal=True, **o),
-        lambda q, k, v, s: ops.fourier_attention_step(q, k, v, draw(4, 4, 1), draw(4, 4), state=s),
-    ),
-    "toeplitz": (
-        lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 59), is_causal=True, **o),
-        lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, draw(4, 59), s),
-    ),
-    "toeplitz, clipped": (
-        lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 7), kind="clipped", is_causal=True, **o),
-        lambda q, k, v, s: ops.toeplitz_attention_step(q, k, v, draw(4, 7), s, kind="clipped"),
-    ),
-    "aft_full": (
-        lambda q, k, v, **o: ops.aft_full(q, k, v, draw(30, 30), is_causal=True, **o),
-        lambda q, k, v, s: ops.aft_full_step(q, k, v, draw(30, 30), state=s),
-    ),
-    "aft_full of two factors": (
-        lambda q, k, v, **o: ops.aft_full(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, is_causal=True, **o),
-        lambda q, k, v, s: ops.aft_full_step(q, k, v, u=draw(30, 2), z=draw(30, 2) + 1, state=s),
-    ),
-    "short_convolution": (
-        lambda q, k, v, **o: ops.short_convolution(q, k, v, draw(k.shape[1], 4, 4), is_causal=True, **o),
-        lambda q, k, v, s: ops.short_convolution_step(q, k, v, draw(k.shape[1], 4, 4), s),
-    ),
-    "aft_simple": (
-        lambda q, k, v, **o: ops.aft_simple(q, k, v, is_causal=True, **o),
-        lambda q, k, v, s: ops.aft_simple_step(q, k, v, s),
-    ),
-    "aft_local": (
-        lambda q, k, v, **o: ops.aft_local(q, k, v, draw(30, 7), is_causal=True, **o),
-        lambda q, k, v, s: ops.aft_local_step(q, k, v, draw(30, 7), s),
-    ),
-    "softmax": (
-        lambda q, k, v, **o: ops.softmax_attention(q, k, v, is_causal=True, capacity=64, **o),
-        lambda q, k, v, s: ops.softmax_attention_step(q, k, v, s, capacity=64),
-    ),
-    "softmax in a window": (
-        lambda q, k, v, **o: ops.softmax_attention(q, k, v, is_causal=True, window=5, **o),
-        lambda q, k, v, s: ops.softmax_attention_step(q, k, v, s, window=5),
-    ),
-    "aft_conv": (
-        lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), is_causal=True, **o),
-        lambda q, k, v, s: ops.aft_conv_step(q, k[..., 0], v, draw(4, 5), s),
-    ),
-}
+    "fourier": (ops.fourier_attention, ops.fourier_attention_step, {"a": draw(4, 4, 1), "b": draw(4, 4)}),
+    "toeplitz": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 59)}),
+    "toeplitz, clipped": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 7), "kind": "clipped"}),
+    "aft_full": (ops.aft_full, ops.aft_full_step, {"w": draw(30, 30)}),
+    "aft_full of two factors": (ops.aft_full, ops.aft_full_step, {"u": draw(30, 2), "z": draw(30, 2) + 1}),
+    "short_convolution": (ops.short_convolution, ops.short_convolution_step, {"taps": draw(4, 4, 4)}),
+    "aft_simple": (ops.aft_simple, ops.aft_simple_step, {}),
+    "aft_local": (ops.aft_local, ops.aft_local_step, {"w": draw(30, 7)}),
+    "softmax": (ops.softmax_attention, ops.softmax_attention_step, {"capacity": 64}),
+    "softmax in a window": (ops.softmax_attention, ops.softmax_attention_step, {"window": 5}),
+    "aft_conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, **o),
+                 lambda q, k, v, **o: ops.aft_conv_step(q, k[..., 0], v, **o), {"w": draw(4, 5)}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_token_by_token_and_chunk_after_chunk(name):
-    whole, step = STREAMS[name]
+    function, function_step, options = STREAMS[name]
+    whole, step = partial(function, is_causal=True, **options), partial(function_step, **options)
     q, k, v = inputs(queries=30, keys=30, kv_heads=4, head_dim=4, value_dim=4)
     expected, end = whole(q, k, v, output_final_state=True)
-    state = None
-    for t in range(30):
-        with_axis = slice(t, t + 1) if t % 2 else t
-        out, state = step(q[:, :, with_axis], k[:, :, with_axis], v[:, :, with_axis], state)
-        close(out, expected[:, :, with_axis], terms=1e4)
+    out, state = streamed(step, q, k, v)
+    close(out, expected, terms=1e4)
     assert state.mechanism == end.mechanism and state.parts == end.parts
     first, state = whole(*(x[:, :, :13] for x in (q, k, v)), output_final_state=True)
     second, _ = whole(*(x[:, :, 13:] for x in (q, k, v)), initial_state=state, output_final_state=True)

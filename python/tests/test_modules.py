@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import learned, padding, steps  # noqa: E402
 from torch import nn  # noqa: E402
 
 import longspan  # noqa: E402
@@ -19,7 +20,6 @@ from longspan.torch import (  # noqa: E402
     TransformerEncoderLayer,
 )
 
-torch.manual_seed(0)
 ATTENTIONS = pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 3}], ids=["kernelized", "shaw"])
 
 
@@ -39,8 +39,7 @@ def by_hand(module, x, **options):
 def test_multi_head_attention(options, is_causal):
     module = MultiheadAttention(12, 3, batch_first=True, **options)
     x = torch.randn(2, 7, 12)
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[1, 4:] = True
+    mask = padding(2, 7, 1, slice(4, None))
     expected = by_hand(module, x, is_causal=is_causal, key_padding_mask=mask)
     for key_padding_mask in (mask, torch.zeros(2, 7).masked_fill(mask, -torch.inf)):
         out, weights = module(x, x, x, key_padding_mask=key_padding_mask, is_causal=is_causal)
@@ -96,13 +95,8 @@ def test_gated_layers_step(options, learns):
     decoder = TransformerDecoderLayer(12, 3, 16, 0.0, batch_first=True, gated_attention=True, **options).eval()
     x, memory = torch.randn(2, 6, 12), torch.randn(2, 4, 12)
     with torch.set_grad_enabled(learns):
-        rows = encoder(x, is_causal=True), decoder(x, memory, tgt_is_causal=True)
-        states = [None, None]
-        for t in range(6):
-            one, states[0] = encoder.step(x[:, t], states[0])
-            other, states[1] = decoder.step(x[:, t], memory, states[1])
-            torch.testing.assert_close(one, rows[0][:, t])
-            torch.testing.assert_close(other, rows[1][:, t])
+        torch.testing.assert_close(steps(encoder.step, x)[0], encoder(x, is_causal=True))
+        torch.testing.assert_close(steps(decoder.step, x, memory)[0], decoder(x, memory, tgt_is_causal=True))
     assert decoder.multihead_attn.gated_attention and isinstance(decoder.self_attn.gated_norm, GatedRMSNorm)
 
 
@@ -168,10 +162,7 @@ def test_token_by_token(options):
     x = torch.randn(2, 9, 12)
     with torch.no_grad():
         expected = layer(x, is_causal=True)
-    state = None
-    for t in range(9):
-        out, state = layer.step(x[:, t], state)
-        torch.testing.assert_close(out, expected[:, t])
+    torch.testing.assert_close(steps(layer.step, x)[0], expected)
 
 
 @ATTENTIONS
@@ -181,8 +172,7 @@ def test_in_torchs_encoder(options, training, norm_first):
     layer = TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, norm_first=norm_first, **options)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     x = torch.randn(2, 7, 12)
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[1, 4:] = True
+    mask = padding(2, 7, 1, slice(4, None))
     causal = nn.Transformer.generate_square_subsequent_mask(7)
     with torch.set_grad_enabled(training):
         out = encoder(x, mask=causal, src_key_padding_mask=mask)
@@ -203,8 +193,7 @@ def test_in_torchs_decoder():
     decoder = nn.TransformerDecoder(layer, 2)
     tgt, memory = torch.randn(2, 5, 12), torch.randn(2, 8, 12)
     causal = nn.Transformer.generate_square_subsequent_mask(5)
-    mask = torch.zeros(2, 8, dtype=torch.bool)
-    mask[0, 3:] = True
+    mask = padding(2, 8, 0, slice(3, None))
     out = decoder(tgt, memory, tgt_mask=causal, memory_key_padding_mask=mask)
     out.sum().backward()
     assert all(p.grad is not None for p in decoder.parameters())
@@ -217,15 +206,11 @@ def test_in_torchs_decoder():
 def test_decoder_token_by_token(batch_first):
     layer = TransformerDecoderLayer(12, 3, 16, batch_first=batch_first, attention="shaw", radius=2).eval()
     tgt, memory = torch.randn(2, 5, 12), torch.randn(2, 8, 12)
-    mask = torch.zeros(2, 8, dtype=torch.bool)
-    mask[0, 3:] = True
+    mask = padding(2, 8, 0, slice(3, None))
     swap = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
     with torch.no_grad():
         whole = swap(layer(swap(tgt), swap(memory), tgt_is_causal=True, memory_key_padding_mask=mask))
-    state = None
-    for t in range(5):
-        out, state = layer.step(tgt[:, t], swap(memory), state, memory_key_padding_mask=mask)
-        torch.testing.assert_close(out, whole[:, t])
+    torch.testing.assert_close(steps(layer.step, tgt, swap(memory), memory_key_padding_mask=mask)[0], whole)
 
 
 def test_a_model_learns_and_streams():
@@ -235,31 +220,24 @@ def test_a_model_learns_and_streams():
     layer = TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True, attention="shaw", radius=6)
     head = nn.Linear(32, 8)
     parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, 1e-2)
-    losses = []
-    for _ in range(150):
+
+    def loss():
         tokens = torch.randint(8, (16, 40))
         logits = head(layer(embed(tokens), is_causal=True))
-        loss = nn.functional.cross_entropy(logits[:, 4:].flatten(0, 1), tokens[:, :-4].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        return nn.functional.cross_entropy(logits[:, 4:].flatten(0, 1), tokens[:, :-4].flatten())
+
+    losses = learned(parameters, loss, 150)
     assert losses[-1] < 0.3 * losses[0], losses[::25]
     layer.eval()
     with torch.no_grad():
-        expected = head(layer(embed(tokens), is_causal=True))
-        state = None
-        for t in range(40):
-            out, state = layer.step(embed(tokens[:, t]), state)
-            torch.testing.assert_close(head(out), expected[:, t], rtol=1e-4, atol=1e-4)
+        x = embed(torch.randint(8, (16, 40)))
+        torch.testing.assert_close(head(steps(layer.step, x)[0]), head(layer(x, is_causal=True)), rtol=1e-4, atol=1e-4)
 
 
 def test_modules_compile_and_copy():
     layer = TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, attention="shaw", radius=2)
     x = torch.randn(2, 7, 12)
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[1, 4:] = True
+    mask = padding(2, 7, 1, slice(4, None))
     expected = layer(x, src_key_padding_mask=mask, is_causal=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got = compiled(x, src_key_padding_mask=mask, is_causal=True)

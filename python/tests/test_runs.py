@@ -10,11 +10,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import learned  # noqa: E402
+
 from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/longspan"))
 WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
+
+
+def run_command(*arguments, text=None):
+    """What the command says; a test that needs it is skipped where it is not built."""
+    if not Path(COMMAND).exists():
+        pytest.skip(f"the command is not built: no {COMMAND}")
+    done = subprocess.run([COMMAND, *map(str, arguments)], input=text, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def settings_of(settings):
+    return [part for setting in settings for part in ("--set", setting)]
 
 
 #: Every mechanism of the command, and options of which the names in the file depend.
@@ -36,8 +51,6 @@ FORMS = [(*run, False) for run in RUNS] + [(name, None, True) for name in ("shaw
 
 @pytest.fixture(scope="module", params=FORMS, ids=lambda form: f"{form[0]}, {form[1]}{', gated' if form[2] else ''}")
 def run(request, tmp_path_factory):
-    if not Path(COMMAND).exists():
-        pytest.skip(f"the command is not built: no {COMMAND}")
     attention, options, gated = request.param
     place = tmp_path_factory.mktemp("run")
     (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
@@ -45,11 +58,8 @@ def run(request, tmp_path_factory):
                 "max_tokens=30"]  # fmt: skip
     settings += [] if options is None else [f"attention_options={{{options}}}"]
     settings += ["gated_attention=true"] if gated else []
-    subprocess.run(
-        [COMMAND, "train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run",
-         "--attention", attention, *(part for setting in settings for part in ("--set", setting))],
-        check=True, timeout=300, capture_output=True,
-    )  # fmt: skip
+    run_command("train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run", "--attention", attention,
+                *settings_of(settings))  # fmt: skip
     return place / "run"
 
 
@@ -64,10 +74,7 @@ def test_no_mechanism_of_the_command_is_missing():
 def predictions(folder):
     """What the command answers: target and log-probability of each word."""
     asked = "".join(f"{word}\n" for word in WORDS)
-    done = subprocess.run(
-        [COMMAND, "predict", folder, "--json"], input=asked, check=True, timeout=300, capture_output=True, text=True
-    )
-    return [json.loads(line)["answers"][0] for line in done.stdout.splitlines()]
+    return [json.loads(line)["answers"][0] for line in run_command("predict", folder, "--json", text=asked).splitlines()]
 
 
 def test_a_run_loads_with_equal_outputs(run):
@@ -86,17 +93,16 @@ def test_a_run_loads_with_equal_outputs(run):
 
 def test_what_is_trained_here_is_read_there(run, tmp_path):
     loaded = load_run(run)
-    optimizer = torch.optim.Adam(loaded.model.parameters(), 1e-2)
     loaded.model.train()
     word = "abc"
     source = torch.tensor([[*loaded.source.encode(word), END]])
     target = torch.tensor([[START, *loaded.target.encode("ccc"), END]])
-    for _ in range(60):
+
+    def loss():
         logits = loaded.model(source, torch.tensor([source.shape[1]]), target[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits[0], target[0, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return torch.nn.functional.cross_entropy(logits[0], target[0, 1:])
+
+    learned(loaded.model.parameters(), loss, 60)
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     save_weights(loaded.model, folder / "model.safetensors")
@@ -114,14 +120,11 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_runs_of_other_tasks_are_named(task, tmp_path):
-    if not Path(COMMAND).exists():
-        pytest.skip(f"the command is not built: no {COMMAND}")
     line, message = TASKS[task]
     data, folder = tmp_path / "data.tsv", tmp_path / "my run"
     data.write_text("".join(line.format(number) for number in range(60)))
-    sizes = (part for size in ("d_model=16", "heads=2", "d_ff=32", "layers=1") for part in ("--set", size))
-    subprocess.run([COMMAND, "train", f"--{task}", data, "--steps", "2", "--out", folder, *sizes],
-                   check=True, timeout=300, capture_output=True)  # fmt: skip
+    sizes = settings_of(["d_model=16", "heads=2", "d_ff=32", "layers=1"])
+    run_command("train", f"--{task}", data, "--steps", "2", "--out", folder, *sizes)
     with pytest.raises(ValueError) as error:
         load_run(folder)
     assert str(error.value) == f"load_run: {folder}: expected a run of pairs or series, {message}'{folder}'`"

@@ -4,16 +4,16 @@ import json
 import math
 import random
 import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import learned  # noqa: E402
+
 from longspan.torch.runs import Scaling, SeriesModel, SeriesRun, load_run, load_weights, save_weights  # noqa: E402
-from test_runs import COMMAND  # noqa: E402
+from test_runs import run_command as command, settings_of  # noqa: E402
 
 GATED, FORM = "gated_attention=true", ["norm_kind=rms", "activation=silu", "gated=true"]
 #: Target, channels, whether values are missing, and settings.
@@ -47,14 +47,6 @@ def series(count, channels, missing, target, start=1e6):
         yield {"times": times, "values": values, "label": label}
 
 
-def command(*arguments):
-    if not Path(COMMAND).exists():
-        pytest.skip(f"the command is not built: no {COMMAND}")
-    done = subprocess.run([COMMAND, *map(str, arguments)], timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module", params=RUNS)
 def run(request, tmp_path_factory):
     target, channels, missing, settings = RUNS[request.param]
@@ -63,7 +55,7 @@ def run(request, tmp_path_factory):
     (place / "series.jsonl").write_text("".join(json.dumps(one) + "\n" for one in data))
     settings = ["d_model=16", "heads=2", "d_ff=32", "layers=2", "warmup_steps=5", "learning_rate=0.01", *settings]
     command("train", "--series", place / "series.jsonl", "--steps", "40", "--out", place / "run",
-            *(part for setting in settings for part in ("--set", setting)))  # fmt: skip
+            *settings_of(settings))  # fmt: skip
     assert ("clock" in json.loads((place / "run" / "series.json").read_text())) == (request.param == "clock")
     return place / "run", data
 
@@ -107,19 +99,15 @@ def test_what_is_learned_here_is_read_there(run, tmp_path):
     save_weights(loaded.model, tmp_path / "run" / "model.safetensors")
     assert_same(before, tmp_path / "run", folder.parent / "series.jsonl")
     goals = torch.tensor([float(one["label"]) if not loaded.labels else loaded.labels.index(one["label"]) for one in data[:12]])
-    optimizer = torch.optim.Adam(loaded.model.parameters(), 1e-2)
-    loaded.model.train()
-    losses = []
-    for _ in range(60):
+
+    def loss():
         out = loaded.model(*loaded.batch(data[:12]))
         if loaded.labels:
-            loss = torch.nn.functional.cross_entropy(out, goals)
-        else:
-            loss = (out[:, 0] - (goals - loaded.mean) / loaded.deviation).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+            return torch.nn.functional.cross_entropy(out, goals)
+        return (out[:, 0] - (goals - loaded.mean) / loaded.deviation).square().mean()
+
+    loaded.model.train()
+    losses = learned(loaded.model.parameters(), loss, 60)
     assert losses[-1] < losses[0] / 2
     assert all(parameter.grad is not None for parameter in loaded.model.parameters())
     save_weights(loaded.model, tmp_path / "run" / "model.safetensors")

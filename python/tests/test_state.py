@@ -3,10 +3,11 @@
 import copy
 import multiprocessing
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
-from test_ops import close, inputs
+from test_ops import close, inputs, streamed
 
 import longspan
 from longspan import State, ops
@@ -14,39 +15,15 @@ from longspan import State, ops
 REL = np.random.default_rng(5).standard_normal((4, 7, 5))
 
 
-def kernelized(q, k, v, **options):
-    return ops.kernelized_attention(q, k, v, is_causal=True, **options)
-
-
-def kernelized_step(q, k, v, state=None):
-    return ops.kernelized_attention_step(q, k, v, state)
-
-
-def shaw(q, k, v, **options):
-    return ops.shaw_attention(q, k, v, REL, is_causal=True, **options)
-
-
-def shaw_step(q, k, v, state=None):
-    return ops.shaw_attention_step(q, k, v, REL, state)
-
-
+kernelized, kernelized_step = partial(ops.kernelized_attention, is_causal=True), ops.kernelized_attention_step
+shaw, shaw_step = partial(ops.shaw_attention, rel=REL, is_causal=True), partial(ops.shaw_attention_step, rel=REL)
 BOTH = pytest.mark.parametrize("whole, step", [(kernelized, kernelized_step), (shaw, shaw_step)])
 
 
 @BOTH
 def test_token_by_token_is_the_whole(whole, step):
     q, k, v = inputs(queries=30, keys=30)
-    expected = whole(q, k, v)
-    state = None
-    for t in range(30):
-        token = [x[:, :, t] for x in (q, k, v)]
-        if t % 2:
-            out, state = step(*token, state)
-        else:
-            out, state = step(*(x[:, :, None] for x in token), state)
-            assert out.shape == (2, 4, 1, 3)
-            out = out[:, :, 0]
-        close(out, expected[:, :, t])
+    close(streamed(step, q, k, v)[0], whole(q, k, v))
 
 
 @BOTH
@@ -61,7 +38,7 @@ def test_chunk_after_chunk_is_the_whole(whole, step):
     close(np.concatenate(pieces, 2), expected)
     close(state.numbers, end.numbers)
     token = [x[:, :, 0] for x in (q, k, v)]
-    close(step(*token, state)[0], step(*token, end)[0])
+    close(step(*token, state=state)[0], step(*token, state=end)[0])
 
 
 @BOTH
@@ -71,11 +48,11 @@ def test_a_state_is_a_value(whole, step):
     token = [x[:, :, 0] for x in (q, k, v)]
     others = [state.clone(), copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state.select([0, 1])]
     before = state.numbers
-    expected, _ = step(*token, state)
+    expected, _ = step(*token, state=state)
     assert not np.array_equal(state.numbers, before)
     for other in others:
         np.testing.assert_array_equal(other.numbers, before)
-        np.testing.assert_array_equal(step(*token, other)[0], expected)
+        np.testing.assert_array_equal(step(*token, state=other)[0], expected)
         assert other == state
     assert state.nbytes == state.numbers.nbytes and state.dtype == "float64" and state.batch == 2
     assert "batch 2" in repr(state)
@@ -131,26 +108,19 @@ def draw(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape)
 
 
-#: What is called, what `longspan.combine` is told, and with which parameters.
+#: What is called, and what `longspan.combine` is told, with which parameters.
 SUMS = {
-    "kernelized": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, **o), {}),
-    "kernelized, decay": (
-        lambda q, k, v, **o: ops.kernelized_attention(q, k, v, decay=[0.5, 0.9], **o), {"decay": [0.5, 0.9]},
-    ),
-    "kernelized, exp": (
-        lambda q, k, v, **o: ops.kernelized_attention(q, k, v, feature_map="exp", **o), {"feature_map": "exp"},
-    ),
-    "shaw": (lambda q, k, v, **o: ops.shaw_attention(q, k, v, REL, **o), {"radius": 3}),
-    "fourier": (lambda q, k, v, **o: ops.fourier_attention(q, k, v, draw(4, 5, 1), draw(4, 5), **o),
-                {"parameters": [draw(4, 5, 1)]}),
-    "toeplitz": (lambda q, k, v, **o: ops.toeplitz_attention(q, k, v, draw(4, 119), **o), {"shape": [119]}),
-    "short-convolution": (
-        lambda q, k, v, **o: ops.short_convolution(q, k, v, draw(k.shape[1], 4, 5), **o), {"width": 4},
-    ),
-    "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), {}),
+    "kernelized": (ops.kernelized_attention, {}),
+    "kernelized, decay": (partial(ops.kernelized_attention, decay=[0.5, 0.9]), {"decay": [0.5, 0.9]}),
+    "kernelized, exp": (partial(ops.kernelized_attention, feature_map="exp"), {"feature_map": "exp"}),
+    "shaw": (partial(ops.shaw_attention, rel=REL), {"radius": 3}),
+    "fourier": (partial(ops.fourier_attention, a=draw(4, 5, 1), b=draw(4, 5)), {"parameters": [draw(4, 5, 1)]}),
+    "toeplitz": (partial(ops.toeplitz_attention, bias=draw(4, 119)), {"shape": [119]}),
+    "short-convolution": (partial(ops.short_convolution, taps=draw(4, 4, 5)), {"width": 4}),
+    "aft-simple": (ops.aft_simple, {}),
     "aft-conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, draw(4, 5), **o), {"taps": 5}),
-    "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=99, **o), {"capacity": 99}),
-}  # fmt: skip
+    "softmax": (partial(ops.softmax_attention, capacity=99), {"capacity": 99}),
+}
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -204,7 +174,7 @@ def stream_on(state, tokens):
     """In another process: what comes after the tokens of ``state``, and the state after that."""
     outputs = []
     for token in tokens:
-        out, state = shaw_step(*token, state)
+        out, state = shaw_step(*token, state=state)
         outputs.append(out)
     return outputs, state
 
@@ -222,7 +192,7 @@ def test_a_state_is_sent_to_another_process_and_back(method):
         outputs, last = pool.apply_async(stream_on, (state, tokens)).get(120)
     close(np.stack(outputs, 2), expected[:, :, 8:])
     token = [x[:, :, 0] for x in (q, k, v)]
-    close(shaw_step(*token, last)[0], shaw_step(*token, end)[0])
+    close(shaw_step(*token, state=last)[0], shaw_step(*token, state=end)[0])
 
 
 def test_a_state_made_with_other_options_is_refused():

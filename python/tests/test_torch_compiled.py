@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import leaves, padding, same_gradients  # noqa: E402
 from test_torch_states import CASES, inputs  # noqa: E402
 
 from longspan import ops  # noqa: E402
@@ -20,13 +21,12 @@ from longspan.torch.mechanisms import MODULES  # noqa: E402
 @pytest.fixture(autouse=True)
 def fresh():
     torch.compiler.reset()
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_stretch_after_a_state(name):
     function, parameters = CASES[name]
-    tensors = [tensor.clone().requires_grad_() for tensor in (*inputs(), *parameters)]
+    tensors = leaves(*inputs(), *parameters)
 
     def two(q, k, v, *parameters):
         first, rest = [x[:, :, :5] for x in (q, k, v)], [x[:, :, 5:] for x in (q, k, v)]
@@ -38,9 +38,7 @@ def test_a_stretch_after_a_state(name):
     expected, expected_numbers = two(*tensors)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(numbers, expected_numbers)
-    weights = torch.randn_like(out)
-    gradients, wanted = (torch.autograd.grad((x * weights).sum(), tensors) for x in (out, expected))
-    torch.testing.assert_close(gradients, wanted)
+    same_gradients(out, expected, tensors, weights=torch.randn_like(out))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -69,8 +67,7 @@ def test_a_decoder_steps_through_its_memory(cross, compiled):
     layer = TransformerDecoderLayer(12, 3, 24, batch_first=True, attention="shaw", radius=2, cross_attention=cross).eval()
     for parameter in layer.multihead_attn.attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    tokens, memory, ignored = torch.randn(2, 6, 12), torch.randn(2, 5, 12), torch.zeros(2, 5, dtype=torch.bool)
-    ignored[1, 3:] = True
+    tokens, memory, ignored = torch.randn(2, 6, 12), torch.randn(2, 5, 12), padding(2, 5, 1, slice(3, None))
     whole = layer(tokens, memory, tgt_is_causal=True, memory_key_padding_mask=ignored)
     step = torch.compile(layer.step, fullgraph=True, backend="aot_eager", dynamic=True) if compiled else layer.step
     state, outs = None, []
@@ -105,8 +102,7 @@ def test_packed_sequences_by_a_tensor():
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         got, wanted = compiled(q, k, v, cu_seqlens), packed(q, k, v, bounds)
         torch.testing.assert_close(got, wanted)
-        gradients = [torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (got, wanted)]
-        torch.testing.assert_close(*gradients)
+        same_gradients(got.sin(), wanted.sin(), (q, k, v))
     with pytest.raises(ValueError, match="cu_seqlens"):
         compiled(q, k, v, torch.tensor([0, 3, 7, 13], dtype=torch.int32))
 

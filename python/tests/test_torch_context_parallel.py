@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
 import torch.distributed as dist  # noqa: E402
 
 from longspan import ops  # noqa: E402
-from longspan.torch import _exchange, distributed  # noqa: E402
+from longspan.torch import distributed  # noqa: E402
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 2, 90, 8
 # One rank has nothing, one less than the reach of windows.
@@ -93,11 +93,6 @@ CASES = {
     "aft-local": (plain("aft_local"), lambda: [draw(LENGTH, 2 * RADIUS + 1)]),
     "aft-conv": (one_key, lambda: [draw(HEADS, 6), positive(HEADS), draw(HEADS)]),
 }
-
-
-def single(function, *tensors, **options):
-    """The same in one process; a table has a row for each position there only if a state is asked for."""
-    return function(ops, *tensors, **options)
 
 
 def inputs(name):

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from test_torch_context_parallel import on  # noqa: E402
 from torch import nn  # noqa: E402
@@ -27,6 +26,14 @@ BATCH, LENGTH, WIDTH = 4, 21, 16
 ATTENTIONS = {"kernelized": {}, "shaw": {"radius": 3}, "fourier": {}, "aft-local": {"length": LENGTH, "window": 3}, "aft-conv": {}}
 
 
+def learning(model):
+    for parameter in model.parameters():
+        if not parameter.any():
+            # Some start at 0, where others have no gradient.
+            nn.init.normal_(parameter)
+    return model
+
+
 class Model(nn.Module):
     def __init__(self, name):
         super().__init__()
@@ -35,10 +42,7 @@ class Model(nn.Module):
             WIDTH, 2, 32, dropout=0.0, batch_first=True, attention=name, **ATTENTIONS[name]
         )
         self.layers = nn.ModuleList([make(), make()])
-        for parameter in self.parameters():
-            if not parameter.any():
-                # Some start at 0, where others have no gradient.
-                nn.init.normal_(parameter)
+        learning(self)
 
     def forward(self, x, weights, is_causal=True):
         for layer in self.layers:
@@ -102,9 +106,21 @@ def test_two_by_two_processes_have_the_gradients_of_one(compiled):
     on(4, gradients, compiled)
 
 
-def store(rank, world, folder):
+def over_all(world):
+    """A model over all ranks, and how they stand."""
     mesh = meshes(world)
-    model = sharded(context_parallel(Model("shaw"), mesh["sequence"]), mesh)
+    return sharded(context_parallel(Model("shaw"), mesh["sequence"]), mesh), mesh
+
+
+def restored(model, folder):
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def store(rank, world, folder):
+    model, mesh = over_all(world)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(*share(mesh)).backward()
     optimizer.step()
@@ -115,23 +131,15 @@ def store(rank, world, folder):
 
 
 def load(rank, world, folder):
-    mesh = meshes(world)
-    model = sharded(context_parallel(Model("shaw"), mesh["sequence"]), mesh)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    loss = mean_loss(model(*share(mesh)), 2, mesh)
+    model, mesh = over_all(world)
+    loss = mean_loss(restored(model, folder)(*share(mesh)), 2, mesh)
     torch.testing.assert_close(loss.detach(), torch.load(f"{folder}/loss"), rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoints_load_on_another_number_of_ranks(tmp_path):
     on(4, store, str(tmp_path))
     on(2, load, str(tmp_path))
-    model = Model("shaw")
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path))
-    model.load_state_dict(state["model"])
-    loss = model(*data()) / 4
+    loss = restored(Model("shaw"), str(tmp_path))(*data()) / 4
     torch.testing.assert_close(loss.detach(), torch.load(tmp_path / "loss"), rtol=1e-5, atol=1e-5)
 
 

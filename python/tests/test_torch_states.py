@@ -2,10 +2,13 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from agreement import draw, leaves, same_gradients, steps  # noqa: E402
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
@@ -14,52 +17,37 @@ from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
 LENGTH = 12
 
 
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
 def inputs():
     return [draw(2, 2, LENGTH, 4, seed=seed) for seed in (1, 2, 3)]
 
 
+def of_keys(q, k, v, w, step=False, **options):
+    """AFT-conv, of whose keys each is one number."""
+    return (ops.aft_conv_step if step else ops.aft_conv)(q, k[..., 0], v, w, **options)
+
+
 CASES = {
-    "kernelized": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, **o), []),
-    "kernelized, decay": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, decay=[0.5, 0.9], **o), []),
-    "kernelized, exp": (lambda q, k, v, **o: ops.kernelized_attention(q, k, v, feature_map="exp", **o), []),
-    "shaw": (lambda q, k, v, rel, **o: ops.shaw_attention(q, k, v, rel, **o), [draw(2, 7, 4)]),
-    "shaw, positions alone": (
-        lambda q, k, v, rel, **o: ops.shaw_attention(q, k, v, rel, kernelized=False, **o), [draw(2, 7, 4)],
-    ),
-    "fourier": (lambda q, k, v, a, b, **o: ops.fourier_attention(q, k, v, a, b, **o), [draw(2, 4, 1), draw(2, 4)]),
-    "fourier, dominant": (
-        lambda q, k, v, a, b, c, beta, **o: ops.fourier_attention(q, k, v, a, b, c, beta, normalizer="dominant", **o),
-        [draw(2, 4, 1), draw(2, 4), draw(2, 4, seed=7), draw(2, 4, seed=8)],
-    ),
-    "rotary": (
-        lambda q, k, v, a, **o: ops.fourier_attention(q, k, v, a, wave="pairs", normalizer="unrotated", **o),
-        [draw(2, 2, 1)],
-    ),
-    "softmax": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, capacity=64, **o), []),
-    "softmax, window": (lambda q, k, v, **o: ops.softmax_attention(q, k, v, window=8, **o), []),
-    "toeplitz": (lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 7)]),
-    "toeplitz, exp": (
-        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", feature_map="exp", **o), [draw(2, 7)],
-    ),
-    "toeplitz, radius 0": (
-        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="clipped", **o), [draw(2, 1)],
-    ),
-    "toeplitz, table": (
-        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, **o), [draw(2, 2 * LENGTH - 1)],
-    ),
-    "toeplitz, buckets": (
-        lambda q, k, v, bias, **o: ops.toeplitz_attention(q, k, v, bias, kind="buckets", max_distance=7, **o), [draw(2, 6)],
-    ),
-    "short-convolution": (lambda q, k, v, c, **o: ops.short_convolution(q, k, v, c, **o), [draw(2, 4, 4)]),
-    "aft-simple": (lambda q, k, v, **o: ops.aft_simple(q, k, v, **o), []),
-    "aft-local": (lambda q, k, v, w, **o: ops.aft_local(q, k, v, w, **o), [draw(LENGTH, 5)]),
-    "aft-full": (lambda q, k, v, w, **o: ops.aft_full(q, k, v, w, **o), [draw(LENGTH, LENGTH)]),
-    "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv(q, k[..., 0], v, w, **o), [draw(2, 4)]),
+    "kernelized": (ops.kernelized_attention, []),
+    "kernelized, decay": (partial(ops.kernelized_attention, decay=[0.5, 0.9]), []),
+    "kernelized, exp": (partial(ops.kernelized_attention, feature_map="exp"), []),
+    "shaw": (ops.shaw_attention, [draw(2, 7, 4)]),
+    "shaw, positions alone": (partial(ops.shaw_attention, kernelized=False), [draw(2, 7, 4)]),
+    "fourier": (ops.fourier_attention, [draw(2, 4, 1), draw(2, 4)]),
+    "fourier, dominant": (partial(ops.fourier_attention, normalizer="dominant"),
+                          [draw(2, 4, 1), draw(2, 4), draw(2, 4, seed=7), draw(2, 4, seed=8)]),
+    "rotary": (partial(ops.fourier_attention, wave="pairs", normalizer="unrotated"), [draw(2, 2, 1)]),
+    "softmax": (partial(ops.softmax_attention, capacity=64), []),
+    "softmax, window": (partial(ops.softmax_attention, window=8), []),
+    "toeplitz": (partial(ops.toeplitz_attention, kind="clipped"), [draw(2, 7)]),
+    "toeplitz, exp": (partial(ops.toeplitz_attention, kind="clipped", feature_map="exp"), [draw(2, 7)]),
+    "toeplitz, radius 0": (partial(ops.toeplitz_attention, kind="clipped"), [draw(2, 1)]),
+    "toeplitz, table": (ops.toeplitz_attention, [draw(2, 2 * LENGTH - 1)]),
+    "toeplitz, buckets": (partial(ops.toeplitz_attention, kind="buckets", max_distance=7), [draw(2, 6)]),
+    "short-convolution": (ops.short_convolution, [draw(2, 4, 4)]),
+    "aft-simple": (ops.aft_simple, []),
+    "aft-local": (ops.aft_local, [draw(LENGTH, 5)]),
+    "aft-full": (ops.aft_full, [draw(LENGTH, LENGTH)]),
+    "aft-conv": (of_keys, [draw(2, 4)]),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", CASES)
 
@@ -79,26 +67,24 @@ def in_pieces(function, tensors, cuts):
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 9], [0, LENGTH]], ids=str)
 def test_chunk_after_chunk_has_the_gradients_of_the_whole(name, cuts):
     function, parameters = CASES[name]
-    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    tensors = leaves(*inputs(), *parameters)
     whole, end = function(*tensors, is_causal=True, output_final_state=True)
     pieces, last = in_pieces(function, tensors, cuts)
     torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
     weights = draw(*whole.shape, seed=9)
     # Only the later half, so that all that earlier keys and values get comes through the state.
     weights[:, :, : LENGTH // 2] = 0
-    expected = torch.autograd.grad((whole * weights).sum(), tensors, retain_graph=True)
-    got = torch.autograd.grad((pieces * weights).sum(), tensors, retain_graph=True)
-    for a, b in zip(got, expected):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    (of_values,) = torch.autograd.grad((whole * weights).sum(), tensors[2], retain_graph=True)
     # Not the first: a short convolution no longer sees it.
-    assert expected[2][:, :, LENGTH // 2 - 2].abs().sum() > 0
+    assert of_values[:, :, LENGTH // 2 - 2].abs().sum() > 0
+    same_gradients(pieces, whole, tensors, weights=weights, rtol=1e-8, atol=1e-8)
 
 
 @EVERY
 def test_the_final_state_has_a_gradient(name):
     """What a token after the end says of all before it, through the state alone."""
     function, parameters = CASES[name]
-    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    tensors = leaves(*inputs(), *parameters)
     q, k, v, *rest = tensors
     head = [t[:, :, :-1] for t in (q, k, v)]
     tail = [t[:, :, -1:] for t in (q, k, v)]
@@ -106,8 +92,7 @@ def test_the_final_state_has_a_gradient(name):
     last = function(*tail, *rest, is_causal=True, initial_state=state)
     whole = function(*tensors, is_causal=True, output_final_state=True)[0][:, :, -1:]
     torch.testing.assert_close(last, whole, rtol=1e-9, atol=1e-9)
-    for a, b in zip(torch.autograd.grad(last.square().sum(), tensors), torch.autograd.grad(whole.square().sum(), tensors)):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    same_gradients(last.square(), whole.square(), tensors, rtol=1e-8, atol=1e-8)
 
 
 def test_gradcheck_of_a_learned_state():
@@ -131,7 +116,7 @@ def test_states_without_gradients_are_plain():
     tensors = inputs()
     _, state = ops.kernelized_attention(*tensors, is_causal=True, output_final_state=True)
     assert isinstance(state, longspan.State)
-    learning = [t.clone().requires_grad_() for t in tensors]
+    learning = leaves(*tensors)
     with torch.no_grad():
         _, state = ops.kernelized_attention(*learning, is_causal=True, output_final_state=True)
     assert isinstance(state, longspan.State)
@@ -150,7 +135,7 @@ def test_states_without_gradients_are_plain():
 
 
 def test_a_state_with_a_gradient_is_a_value():
-    tensors = [t.clone().requires_grad_() for t in inputs()]
+    tensors = leaves(*inputs())
     _, state = ops.kernelized_attention(*tensors, is_causal=True, output_final_state=True)
     assert (state.batch, state.kv_heads, state.mechanism) == (2, 2, "kernelized")
     for other in (state.clone(), state.select([0, 1])):
@@ -232,28 +217,27 @@ def test_wrong_calls(kind, message, options):
 
 
 STEPS = {
-    "kernelized": (lambda *t, **o: ops.kernelized_attention_step(*t, **o), "kernelized"),
-    "kernelized, decay": (lambda *t, **o: ops.kernelized_attention_step(*t, decay=[0.5, 0.9], **o), "kernelized, decay"),
-    "shaw": (lambda *t, **o: ops.shaw_attention_step(*t, **o), "shaw"),
-    "fourier": (lambda *t, **o: ops.fourier_attention_step(*t, **o), "fourier"),
-    "toeplitz": (lambda *t, **o: ops.toeplitz_attention_step(*t, kind="clipped", **o), "toeplitz"),
-    "toeplitz, table": (lambda *t, **o: ops.toeplitz_attention_step(*t, **o), "toeplitz, table"),
-    "aft-full": (lambda *t, **o: ops.aft_full_step(*t, **o), "aft-full"),
-    "aft-local": (lambda *t, **o: ops.aft_local_step(*t, **o), "aft-local"),
-    "short-convolution": (lambda *t, **o: ops.short_convolution_step(*t, **o), "short-convolution"),
-    "aft-simple": (lambda *t, **o: ops.aft_simple_step(*t, **o), "aft-simple"),
-    "aft-conv": (lambda q, k, v, w, **o: ops.aft_conv_step(q, k[..., 0], v, w, **o), "aft-conv"),
-    "softmax": (lambda *t, **o: ops.softmax_attention_step(*t, capacity=64, **o), "softmax"),
-    "softmax, window": (lambda *t, **o: ops.softmax_attention_step(*t, window=8, **o), "softmax, window"),
-}  # fmt: skip
+    "kernelized": ops.kernelized_attention_step,
+    "kernelized, decay": partial(ops.kernelized_attention_step, decay=[0.5, 0.9]),
+    "shaw": ops.shaw_attention_step,
+    "fourier": ops.fourier_attention_step,
+    "toeplitz": partial(ops.toeplitz_attention_step, kind="clipped"),
+    "toeplitz, table": ops.toeplitz_attention_step,
+    "aft-full": ops.aft_full_step,
+    "aft-local": ops.aft_local_step,
+    "short-convolution": ops.short_convolution_step,
+    "aft-simple": ops.aft_simple_step,
+    "aft-conv": partial(of_keys, step=True),
+    "softmax": partial(ops.softmax_attention_step, capacity=64),
+    "softmax, window": partial(ops.softmax_attention_step, window=8),
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_axis", [False, True], ids=["", "with an axis of one token"])
 def test_steps_have_the_gradients_of_the_whole(name, with_axis):
-    step, whole = STEPS[name]
-    function, parameters = CASES[whole]
-    tensors = [t.clone().requires_grad_() for t in (*inputs(), *parameters)]
+    step, (function, parameters) = STEPS[name], CASES[name]
+    tensors = leaves(*inputs(), *parameters)
     expected, _ = function(*tensors, is_causal=True, output_final_state=True)
     q, k, v, *rest = tensors
     state, pieces = None, []
@@ -267,9 +251,7 @@ def test_steps_have_the_gradients_of_the_whole(name, with_axis):
     torch.testing.assert_close(pieces, expected, rtol=1e-9, atol=1e-9)
     weights = draw(*expected.shape, seed=9)
     weights[:, :, : LENGTH // 2] = 0
-    for a, b in zip(torch.autograd.grad((pieces * weights).sum(), tensors),
-                    torch.autograd.grad((expected * weights).sum(), tensors)):  # fmt: skip
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    same_gradients(pieces, expected, tensors, weights=weights, rtol=1e-8, atol=1e-8)
 
 
 def test_steps_without_gradients_change_their_state():
@@ -300,7 +282,6 @@ def test_wrong_tokens():
 def test_layers_step_with_gradients():
     from longspan.torch import TransformerDecoderLayer, TransformerEncoderLayer
 
-    torch.manual_seed(0)
     x, memory = torch.randn(2, 5, 8), torch.randn(2, 4, 8)
     for make, more in ((TransformerEncoderLayer, ()), (TransformerDecoderLayer, (memory,))):
         layer = make(8, 2, 16, batch_first=True, attention="shaw", radius=2).eval()
@@ -308,10 +289,7 @@ def test_layers_step_with_gradients():
         whole[:, -1].square().sum().backward()
         expected = {name: p.grad.clone() for name, p in layer.named_parameters()}
         layer.zero_grad()
-        state = None
-        for t in range(5):
-            out, state = layer.step(x[:, t], *more, state)
-        out.square().sum().backward()
+        steps(layer.step, x, *more)[0][:, -1].square().sum().backward()
         for name, p in layer.named_parameters():
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5)
 
@@ -364,26 +342,21 @@ def test_gradients_through_combine(name, cuts, padded):
     mechanism, options = COMBINED[name]
     first, second = cuts
 
-    def tensors():
-        return [tensor.clone().requires_grad_() for tensor in (*inputs(), *parameters)]
-
     def state(q, k, v, *parameters, a, b):
         part = [t[:, :, a:b] for t in (q, k, v)]
         return function(*part, *parameters, is_causal=True, output_final_state=True, key_padding_mask=ignored[:, a:b])[1]
 
-    apart = tensors()
+    apart = leaves(*inputs(), *parameters)
     if mechanism == "fourier":
         options = {**options, "parameters": apart[3:4]}
     together = longspan.combine(mechanism, state(*apart, a=0, b=first), state(*apart, a=first, b=second), **options)
     assert isinstance(together, TensorState)
     last = [t[:, :, second:] for t in apart[:3]]
     out = function(*last, *apart[3:], is_causal=True, initial_state=together, key_padding_mask=ignored[:, second:])
-    whole = tensors()
+    whole = leaves(*inputs(), *parameters)
     expected = function(*whole, is_causal=True, key_padding_mask=ignored)[:, :, second:]
     torch.testing.assert_close(out, expected)
-    weights = torch.randn_like(out)
-    gradients = torch.autograd.grad((out * weights).sum(), apart)
-    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), whole))
+    same_gradients(out, expected, apart, of_expected=whole, weights=torch.randn_like(out))
 
 
 def test_what_combine_refuses_of_tensors():

@@ -2,14 +2,14 @@
 
 import json
 import math
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from agreement import learned  # noqa: E402
+from test_runs import WORDS, run_command as run, settings_of  # noqa: E402
 
 from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
 from longspan.transformers import (  # noqa: E402
@@ -21,33 +21,18 @@ from longspan.transformers import (  # noqa: E402
 )
 from longspan.transformers._config import SETTINGS  # noqa: E402
 
-COMMAND = os.environ.get("LONGSPAN_COMMAND", str(Path(__file__).parents[2] / "target/release/longspan"))
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
 STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
             "short-convolution"]  # fmt: skip
 TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "worst", "age") for thing in ("sea", "sun", "hill"))
-WORDS = ["ab", "abc", "ca", "bca", "bb", "acc", "ba", "cab"]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def run(*arguments, text=None):
-    if not Path(COMMAND).exists():
-        pytest.skip(f"the command is not built: no {COMMAND}")
-    done = subprocess.run([COMMAND, *map(str, arguments)], input=text, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def train(place, flag, contents, *settings):
     data, folder = place / "data.tsv", place / "run"
     data.write_text(contents)
     settings = [*(f"{name}={size}" for name, size in SIZES.items()), "max_tokens=40", *settings]
-    run("train", flag, data, "--steps", "20", "--out", folder, *(part for one in settings for part in ("--set", one)))
+    run("train", flag, data, "--steps", "20", "--out", folder, *settings_of(settings))
     return folder
 
 
@@ -250,14 +235,7 @@ def test_they_learn_and_come_back(kind, tmp_path):
     ids = torch.randint(4, 30, (4, 10))
     labels = {LongspanForCausalLM: ids, LongspanForSequenceClassification: torch.tensor([0, 1, 2, 1]),
               LongspanForSeq2SeqLM: torch.randint(4, 20, (4, 6))}[kind]  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(40):
-        loss = model(ids, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = learned(model.parameters(), lambda: model(ids, labels=labels).loss, 40)
     assert losses[-1] < losses[0] / 4
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.eval()
