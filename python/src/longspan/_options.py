@@ -62,16 +62,12 @@ def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     return numbers
 
 
-def _expect_kernel(operation: str, feature_map: Any, algorithm: Any, normalize: Any = True) -> None:
-    expect_type(operation, "feature_map", feature_map, str)
-    expect_type(operation, "algorithm", algorithm, str)
-    expect_type(operation, "normalize", normalize, bool)
-
-
 def kernel(
     operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
 ) -> str:
-    _expect_kernel(operation, feature_map, algorithm, normalize)
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
+    expect_type(operation, "normalize", normalize, bool)
     if not more and decay is None:
         return _plain(feature_map, normalize, algorithm)
     decay = decays(operation, k, decay)
@@ -148,7 +144,8 @@ def fourier(
     if q_positions is not None:
         axes = int(a.shape[-1]) if len(getattr(a, "shape", ())) == 3 else 1
         parameters += [q_positions, k_positions]
-    _expect_kernel(operation, feature_map, algorithm)
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
     options = as_object(
         wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, decay=decays(operation, k, decay),
         algorithm=algorithm,
@@ -186,7 +183,9 @@ def toeplitz(
     if not 0 < max_distance < 1 << 40:
         raise ValueError(f"{operation}: max_distance: expected a distance from 1 on, got {max_distance}")
     expect_type(operation, "bidirectional", bidirectional, bool)
-    _expect_kernel(operation, feature_map, algorithm, normalize)
+    expect_type(operation, "feature_map", feature_map, str)
+    expect_type(operation, "algorithm", algorithm, str)
+    expect_type(operation, "normalize", normalize, bool)
     return as_object(
         kind=kind, centred=centred, max_distance=max_distance, bidirectional=bidirectional, feature_map=feature_map,
         normalize=normalize, algorithm=algorithm,

@@ -248,7 +248,7 @@ def _attend_watched(
     if not on_cpu and with_state:
         raise ValueError(f"{call.operation}: states: expected tensors on the cpu, got {q.device}; "
                          "move them there, or run the whole sequence at once")  # fmt: skip
-    packed = _calls.boundaries(call.operation, cu_seqlens)
+    packed = None if cu_seqlens is None else _calls.boundaries(call.operation, cu_seqlens)
     if on_cpu:
         return _operators.Eager.apply(key_padding_mask, packed, call, *tensors)
     return in_torch(call, tensors, key_padding_mask, packed)
