@@ -13,8 +13,9 @@ const ROUNDING: f64 = 8.0;
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
     // What a map of whole rows itself costs is the same for all.
     let mapped = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
-    let of_pairs = if attention.taylor_scale(dims).is_some() { dims } else { mapped };
-    Plan::new(attention.algorithm, vec![naive(attention, of_pairs, mask), chunked(attention, mapped, mask)])
+    let of_pairs = if attention.is_polynomial() { dims } else { mapped };
+    let chunked = chunked(attention, mapped, of_pairs.head_dim as f64, mask);
+    Plan::new(attention.algorithm, vec![naive(attention, of_pairs, mask), chunked])
 }
 
 /// Queries and keys, and the numbers of them, of values and of outputs, for one head.
@@ -91,7 +92,8 @@ fn published_relative(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<
     relative(attention) * dims.queries as f64 * (rows + 4.0)
 }
 
-fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Estimate {
+/// `pair` numbers make the weight of a pair.
+fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let (queries, keys, chunk) = (dims.queries as f64, dims.keys as f64, CHUNK as f64);
     let causal = mask.order == Order::Causal;
@@ -101,7 +103,7 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Est
     let in_chunk = if causal { longest / 2.0 } else { 0.0 };
     let state = if queries.max(keys) <= chunk && causal { 0.0 } else { d * dv };
     // Each row: the state, the tile's half, the near band through table and values; each key enters the state.
-    let row = content * (state + in_chunk * (d + dv)) + rows * (d + dv);
+    let row = content * (state + in_chunk * (pair + dv)) + rows * (d + dv);
     let flops = 2.0 * (queries * row + content * keys * d * dv);
     // Far values run along the rows, from both ends where there is no mask.
     let passes = relative(attention) * if causal { 1.0 } else { 2.0 };

@@ -31,6 +31,7 @@ pub(crate) mod running_sum;
 mod state;
 mod step;
 mod summary;
+mod taylor;
 mod tile;
 
 mod reference;
@@ -44,7 +45,7 @@ use crate::call::{
     check_output, fingerprint, kernels,
 };
 use crate::error::{Error, expect};
-use crate::feature_map::{self, FeatureMap};
+use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::plan::{Algorithm, Plan, Purpose};
 use crate::shaw::Shaw;
@@ -129,10 +130,9 @@ impl KernelizedAttention {
             ^ decay.fold(0, |all, gamma| fingerprint(&(all, gamma)))
     }
 
-    /// The scale by which `q·k` is multiplied where it is all that the weight of a pair depends on, through a polynomial.
-    fn taylor_scale(&self, dims: &Dims) -> Option<f64> {
-        let scale = feature_map::scale(dims.head_dim);
-        (self.feature_map == FeatureMap::Taylor2 && self.score == Score::Content).then_some(scale * scale)
+    /// Whether the weight of a pair is a polynomial of `q·k`.
+    fn is_polynomial(&self) -> bool {
+        self.feature_map == FeatureMap::Taylor2 && self.score == Score::Content
     }
 
     /// Whether a negative denominator is an error.

@@ -4,13 +4,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::layout::FeatureLayout;
 use super::state::{self, Head};
+use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};
 use crate::error::{Error, expect};
-use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::load_features;
 use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{Shift, Side as MapSide};
+use crate::feature_map::{self, FeatureMap};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
 use crate::shaw::{RelativeMap, Shaw};
@@ -54,8 +55,8 @@ pub(super) struct Problem<'a, T: 'static> {
     pub depth: usize,
     /// The angles of Fourier positions, if there are any.
     pub rotations: Option<Rotations<'a, T>>,
-    /// Where rows are not mapped since weights are `1 + t + t²/2` of `t = scale · q·k`: the scale.
-    pub taylor: Option<f64>,
+    /// Under `taylor2` alone, how weights are formed without its features.
+    pub taylor: Option<Taylor>,
     pub negative: NegativeRows,
     /// Widths of features, v and table rows in blocks: whole cache lines.
     pub head_width: usize,
@@ -154,7 +155,7 @@ impl<'a, T: Real> Problem<'a, T> {
             depth: layout.depth(),
             layout,
             rotations,
-            taylor: None,
+            taylor: attention.is_polynomial().then_some(Taylor { first: 1, scale: 1.0 }),
             negative: NegativeRows::new(attention.wants_positive()),
             value_width: padded::<T>(dims.value_dim),
             radius: attention.score.shaw().map(|shaw| shaw.radius),
@@ -163,7 +164,8 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// The same for who forms the weight of every pair, if that takes no features: rows of `d` numbers in the place of `d²/2`.
     pub fn by_pairs(&self) -> Option<Self> {
-        let scale = self.attention.taylor_scale(&self.dims)?;
+        self.taylor?;
+        let scale = feature_map::scale(self.dims.head_dim).powi(2);
         let layout = FeatureLayout::new::<T>(self.dims.head_dim, &self.attention.score);
         Some(Self {
             map: FeatureMap::Identity,
@@ -173,10 +175,15 @@ impl<'a, T: Real> Problem<'a, T> {
             depth: layout.depth(),
             layout,
             rotations: None,
-            taylor: Some(scale),
+            taylor: Some(Taylor { first: 0, scale }),
             negative: NegativeRows::new(false),
             ..*self
         })
+    }
+
+    /// The first of the columns of features whose products form weights, and their number.
+    pub fn weigh_columns(&self) -> (usize, usize) {
+        self.taylor.map_or((0, self.depth), |taylor| (taylor.first, self.dims.head_dim))
     }
 
     /// Does what the map needs before any row is looked at.

@@ -5,14 +5,15 @@ use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
+use super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::rows::Shift;
 use crate::kernelized::running_sum::{Run, combine};
-use crate::simd::Real;
 use crate::simd::block::{add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -110,6 +111,10 @@ pub(super) struct Buffers<'s, T> {
     pub all_present: bool,
     /// Weights, chunk × tile_row.
     pub tile: &'s mut [T],
+    /// For gradients, where weights are polynomials of `q·k`: their slopes, chunk × tile_row, and the gradients of the columns of
+    /// features that they are made of, chunk × [`linear_width`].
+    pub slopes: &'s mut [T],
+    pub linear: &'s mut [T],
     /// `φ(q)·ρ(r)`, chunk × table width.
     pub relative: &'s mut [T],
     /// `γⁿ` for n = chunk + window − 1 down to 0.
@@ -149,6 +154,8 @@ impl<'s, T: Real> Buffers<'s, T> {
             present: arena.take(window),
             all_present: true,
             tile: arena.take(chunk * tile_row),
+            slopes: arena.take(if gradients { chunk * tile_row } else { 0 } * usize::from(problem.taylor.is_some())),
+            linear: arena.take(if gradients { chunk * linear_width(problem) } else { 0 }),
             relative: arena.take(chunk * problem.table_width()),
             powers,
             state: arena.take(problem.head_width * (problem.value_width + 1)),
@@ -287,10 +294,11 @@ impl<'s, T: Real> Buffers<'s, T> {
         self.k[piece.keys * width..rows * width].fill(T::ZERO);
     }
 
-    /// Transposes the piece's keys, for scores.
+    /// Transposes what scores are formed of in the piece's keys.
     pub fn transpose_keys(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
         let (width, rows) = (problem.head_width, padded::<T>(piece.keys));
-        transpose((self.k, width), (rows, width), (self.k_columns, self.sizes.chunk));
+        let columns = if problem.taylor.is_some() { linear_width(problem) } else { width };
+        transpose((self.k, width), (rows, columns), (self.k_columns, self.sizes.chunk));
     }
 
     /// `φ(q)·ρ(r)` for every row of the piece, times `scale`.
@@ -334,14 +342,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.tile[..piece.rows * row_length].fill(T::ZERO);
         }
         if content {
-            Product::of(
-                (self.q, problem.head_width),
-                (self.k_columns, self.sizes.chunk),
-                (&mut self.tile[piece.lead..], row_length),
-                [piece.rows, piece.keys, problem.depth],
-            )
-            .c_band(Band::up_to(0))
-            .compute();
+            self.multiply_pairs(problem, piece);
             if content_scale != T::ONE {
                 scale_by(&mut self.tile[..piece.rows * row_length], content_scale);
             }
@@ -369,6 +370,27 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.decay_tile(piece);
         }
         true
+    }
+
+    /// Writes the weights of the piece's rows and its own keys into the tile, and their slopes where there is room for them.
+    pub fn multiply_pairs(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+        let (row_length, chunk) = (self.sizes.tile_row, self.sizes.chunk);
+        let (first, depth) = problem.weigh_columns();
+        let (rows, keys) = (piece.rows, piece.keys);
+        let weights = &mut self.tile[piece.lead..];
+        Product::of(
+            (&self.q[first..], problem.head_width),
+            (&self.k_columns[first * chunk..], chunk),
+            (weights, row_length),
+            [rows, keys, depth],
+        )
+        .c_band(Band::up_to(0))
+        .compute();
+        if let Some(taylor) = problem.taylor {
+            // The first feature of a key is 1 if it is there.
+            let (weights, present) = (&mut *self.tile, &self.k_columns[..chunk]);
+            dispatch(Weigh { taylor, rows, keys, weights, row_length, present, slopes: self.slopes });
+        }
     }
 
     /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.
@@ -433,6 +455,11 @@ pub(super) fn combine_states<'b, T: Real>(
             Some((sum, keys))
         }
     }
+}
+
+/// Numbers of a row's first features, which weights that are polynomials of `q·k` are made of; 0 for others.
+pub(super) fn linear_width<T: Real>(problem: &Problem<'_, T>) -> usize {
+    problem.taylor.map_or(0, |taylor| padded::<T>(taylor.first + problem.dims.head_dim))
 }
 
 /// Near columns of one row: distances from −R+1 to 0, or to R−1 under a bidirectional mask.

@@ -2,6 +2,7 @@
 
 use super::super::features::Lift;
 use super::super::problem::Problem;
+use super::super::tile::linear_width;
 use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::rows::padded;
@@ -26,6 +27,10 @@ pub(super) struct KeyBuffers<'s, T> {
     pub relative: &'s mut [T],
     /// Weights, later their gradients: window × chunk.
     pub tile: &'s mut [T],
+    /// Where weights are polynomials of `q·k`, their slopes, window × chunk, and the gradients of the columns of features that they are
+    /// made of, chunk × [`linear_width`].
+    pub slopes: &'s mut [T],
+    pub linear: &'s mut [T],
     /// Far rows `w·[dN, c]` on their way into the running sum, chunk × value_width and chunk.
     pub far_rows: &'s mut [T],
     pub far_counts: &'s mut [T],
@@ -62,6 +67,8 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             shift: arena.take(window),
             relative: arena.take(window * problem.table_width()),
             tile: arena.take(window * chunk),
+            slopes: arena.take(usize::from(problem.taylor.is_some()) * window * chunk),
+            linear: arena.take(chunk * linear_width(problem)),
             far_rows: arena.take(chunk * value),
             far_counts: arena.take(chunk),
             powers: arena.take(window + chunk),

@@ -3,15 +3,16 @@
 
 use super::super::problem::CHUNK;
 use super::super::summary::{Summary, SummaryRef};
-use super::super::tile::{combine_states, near_columns};
+use super::super::taylor::{Weigh, add_columns};
+use super::super::tile::{combine_states, linear_width, near_columns};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::rows::Shift;
-use crate::simd::Real;
 use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 
 /// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
 /// one further back for every row, and products write whole cache lines.
@@ -79,7 +80,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             if problem.causal && met {
-                transpose((buffers.k, head_width), (rows, head_width), (buffers.k_columns, chunk));
+                let columns = if problem.taylor.is_some() { linear_width(problem) } else { head_width };
+                transpose((buffers.k, head_width), (rows, columns), (buffers.k_columns, chunk));
             }
             let v = unit.v.skip(key);
             let value_dim = problem.dims.value_dim;
@@ -164,10 +166,23 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if tile_rows > 0 {
                 buffers.tile[..tile_rows * chunk].fill(T::ZERO);
                 if content_rows > 0 {
-                    let sizes = [content_rows, keys, problem.depth];
-                    Product::of((buffers.q, head_width), (buffers.k_columns, chunk), (buffers.tile, chunk), sizes)
+                    let (first, depth) = problem.weigh_columns();
+                    let (q, k) = (&buffers.q[first..], &buffers.k_columns[first * chunk..]);
+                    Product::of((q, head_width), (k, chunk), (buffers.tile, chunk), [content_rows, keys, depth])
                         .c_band(Band::up_to(0))
                         .compute();
+                    if let Some(taylor) = problem.taylor {
+                        dispatch(Weigh {
+                            taylor,
+                            rows: content_rows,
+                            keys,
+                            weights: buffers.tile,
+                            row_length: chunk,
+                            // The first feature of a key is 1 if it is there.
+                            present: &buffers.k_columns[..chunk],
+                            slopes: buffers.slopes,
+                        });
+                    }
                     zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                     if exp {
                         self.lift_tile(content_rows, key_shift, buffers);
@@ -222,15 +237,30 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
-                    buffers.tile[x * chunk..][..=x].iter_mut().for_each(|w| *w += c);
+                    let line = &mut buffers.tile[x * chunk..][..=x];
+                    line.iter_mut().for_each(|w| *w += c);
+                    if problem.taylor.is_some() {
+                        multiply(line, &buffers.slopes[x * chunk..]);
+                    }
                 }
                 zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
                 self.scale_tile(content_rows, keys, key_shift, buffers);
-                let sizes = [keys, separate.unwrap_or(head_width), content_rows];
-                Product::of_transposed((buffers.tile, chunk), (buffers.q, head_width), (buffers.dk, head_width), sizes)
-                    .accumulate(true)
-                    .a_band(Band::starting_at(0))
-                    .compute();
+                let (tile, q) = ((&*buffers.tile, chunk), (&*buffers.q, head_width));
+                if let Some(taylor) = problem.taylor {
+                    let columns = taylor.columns(problem.dims.head_dim);
+                    let width = linear_width(problem);
+                    let sizes = [keys, columns.end, content_rows];
+                    Product::of_transposed(tile, q, (&mut *buffers.linear, width), sizes)
+                        .a_band(Band::starting_at(0))
+                        .compute();
+                    add_columns(columns, keys, (buffers.linear, width), (buffers.dk, head_width));
+                } else {
+                    let sizes = [keys, separate.unwrap_or(head_width), content_rows];
+                    Product::of_transposed(tile, q, (buffers.dk, head_width), sizes)
+                        .accumulate(true)
+                        .a_band(Band::starting_at(0))
+                        .compute();
+                }
                 if let Some(from) = separate {
                     for x in 0..content_rows {
                         buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);

@@ -2,11 +2,12 @@
 
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
-use super::super::tile::{Buffers, Piece, combine_states, near_columns};
+use super::super::taylor::add_columns;
+use super::super::tile::{Buffers, Piece, combine_states, linear_width, near_columns};
 use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::kernelized::running_sum::RunningDots;
-use crate::simd::block::{add_scaled, scale_by, store, transpose};
+use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -56,6 +57,10 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             let rows = padded::<T>(piece.window_len);
             transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, buffers.sizes.window));
         }
+        let polynomial = problem.taylor.filter(|_| piece.keys > 0);
+        if polynomial.is_some() {
+            buffers.transpose_keys(problem, piece);
+        }
         let run_sum = std::mem::take(&mut buffers.far);
         for (n, head) in problem.heads(unit).enumerate() {
             let (first, count) = (piece.row, piece.rows);
@@ -82,6 +87,10 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
             }
             if tiled {
                 let band = Buffers::tile_band(problem, piece);
+                if polynomial.is_some() {
+                    // For the slopes.
+                    buffers.multiply_pairs(problem, piece);
+                }
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
                 let token = sequence.query_start + first;
                 let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
@@ -96,6 +105,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
                     add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
+                    if polynomial.is_some() {
+                        multiply(line, &buffers.slopes[row * row_length..]);
+                    }
                 }
                 zero_outside((buffers.tile, row_length), (piece.rows, piece.columns()), band);
                 if decays {
@@ -152,15 +164,23 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 if scales.local != T::ONE {
                     scale_by(&mut buffers.tile[..piece.rows * row_length], scales.local);
                 }
-                Product::of(
-                    (&buffers.tile[piece.lead..], row_length),
-                    (buffers.k, head_width),
-                    (buffers.dq, head_width),
-                    [piece.rows, separate.unwrap_or(head_width), piece.keys],
-                )
-                .accumulate(written)
-                .a_band(Band::up_to(0))
-                .compute();
+                let (tile, k) = ((&buffers.tile[piece.lead..], row_length), (&*buffers.k, head_width));
+                if let Some(taylor) = polynomial {
+                    if !written {
+                        buffers.dq[..piece.rows * head_width].fill(T::ZERO);
+                    }
+                    let columns = taylor.columns(problem.dims.head_dim);
+                    let width = linear_width(problem);
+                    let sizes = [piece.rows, columns.end, piece.keys];
+                    Product::of(tile, k, (&mut *buffers.linear, width), sizes).a_band(Band::up_to(0)).compute();
+                    add_columns(columns, piece.rows, (buffers.linear, width), (buffers.dq, head_width));
+                } else {
+                    let sizes = [piece.rows, separate.unwrap_or(head_width), piece.keys];
+                    Product::of(tile, k, (buffers.dq, head_width), sizes)
+                        .accumulate(written)
+                        .a_band(Band::up_to(0))
+                        .compute();
+                }
                 if let Some(from) = separate {
                     for row in 0..piece.rows {
                         let c = buffers.sums[row] * scales.local;

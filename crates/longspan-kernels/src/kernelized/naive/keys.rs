@@ -2,13 +2,14 @@
 
 use super::super::features::Lift;
 use super::super::problem::{Problem, Table, Unit};
+use super::super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::{copy_rows, load_exponentials};
 use crate::feature_map::rows::Shift;
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
-use crate::simd::{Operation, Real, Vector, dispatch};
+use crate::simd::{Real, dispatch};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
 /// the rows of 64 features that pass by.
@@ -32,7 +33,7 @@ pub(super) struct Keys<'x, 'a, T: 'static> {
     /// an exponential map only.
     pub row_max: &'x mut [T],
     pub highest: &'x mut [T],
-    /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored.
+    /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored, but for weights that are polynomials.
     pub present: &'x mut [T],
     /// `γⁿ` for n = keys − 1 down to 0, if there is decay.
     pub powers: &'x mut [T],
@@ -108,7 +109,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     pub fn len(problem: &Problem<'_, T>, backward: bool) -> usize {
         let keys = padded::<T>(most_keys(problem)).next_multiple_of(tile_width::<T>(most_keys(problem)).max(1));
         keys * (2 * problem.head_width + if backward { 2 } else { 1 } * problem.value_width)
-            + 4 * padded::<T>(most_keys(problem))
+            + 3 * padded::<T>(most_keys(problem))
+            + keys
     }
 
     pub fn new(
@@ -136,7 +138,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             v_columns: arena.take(if backward { whole * value_width } else { 0 }),
             row_max: arena.take(if exp { keys } else { 0 }),
             highest: arena.take(if exp { keys } else { 0 }),
-            present: arena.take(if padding.is_some() { keys } else { 0 }),
+            present: arena.take(if problem.taylor.is_some() { whole } else { usize::from(padding.is_some()) * keys }),
             powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
             tile_width,
             first: (0..keys).find(|&key| !unit.ignores(key)).unwrap_or(keys),
@@ -146,7 +148,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             *power = unit.decay(n);
         }
         for (key, present) in all.present.iter_mut().enumerate() {
-            *present = if unit.ignores(key) { T::ZERO } else { T::ONE };
+            *present = if key >= keys || unit.ignores(key) { T::ZERO } else { T::ONE };
         }
         for key in (0..keys).step_by(tile_width.max(1)) {
             let (k, k_to) = (&all.k[(key * width).min(all.k.len())..], &mut *all.k_columns);
@@ -293,17 +295,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             .c_band(self.band(range, key))
             .compute();
         }
-        if let Some(scale) = problem.taylor {
-            let len = range.rows * row_length;
-            let slopes_len = len.min(block.slopes.len());
-            let slopes = &mut block.slopes[..slopes_len];
-            dispatch(Taylor { weights: &mut block.tile[..len], slopes, scale: T::from_f64(scale) });
-            // Sums take whole registers.
-            block.tile[..len].chunks_exact_mut(row_length).for_each(|line| line[keys..].fill(T::ZERO));
+        if let Some(taylor) = problem.taylor {
+            let (weights, present) = (&mut *block.tile, &self.present[key..]);
+            dispatch(Weigh { taylor, rows: range.rows, keys, weights, row_length, present, slopes: block.slopes });
         }
-        // The weights of keys that are ignored are not 0 yet.
-        let masked = (problem.taylor.is_some() || problem.radius.is_some()) && !self.present.is_empty();
-        if !masked && problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
+        if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
         }
         for row in 0..range.rows {
@@ -318,9 +314,9 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
                     let last = relative[table.count - 1];
                     behind.iter_mut().for_each(|weight| *weight += last);
                 }
-            }
-            if masked {
-                multiply(line, &self.present[key..]);
+                if !self.present.is_empty() {
+                    multiply(line, &self.present[key..]);
+                }
             }
             self.decay(&sight, key, line);
         }
@@ -339,37 +335,6 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     pub fn decay(&self, sight: &Sight<T>, key: usize, line: &mut [T]) {
         if !self.powers.is_empty() {
             multiply(line, &self.powers[self.powers.len() - sight.end + key..]);
-        }
-    }
-}
-
-/// Takes `q·k` to the weights `1 + t + t²/2`, `t = scale · q·k`, and, where there is room, to their slopes `scale · (1 + t)`.
-struct Taylor<'a, T> {
-    /// Whole registers.
-    weights: &'a mut [T],
-    slopes: &'a mut [T],
-    scale: T,
-}
-
-impl<T: Real> Operation for Taylor<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { weights, slopes, scale } = self;
-        assert!(weights.len().is_multiple_of(V::LANES) && (slopes.is_empty() || slopes.len() == weights.len()));
-        // SAFETY: whole registers lie in the weights, and in the slopes if there are any.
-        unsafe {
-            let (scale, one, half) = (V::splat(scale), V::splat(T::ONE), V::splat(T::from_f64(0.5)));
-            for at in (0..weights.len()).step_by(V::LANES) {
-                let weight = weights.as_mut_ptr().add(at);
-                let t = V::load(weight).mul(scale);
-                t.mul_add(t.mul_add(half, one), one).store(weight);
-                if !slopes.is_empty() {
-                    t.mul_add(scale, scale).store(slopes.as_mut_ptr().add(at));
-                }
-            }
         }
     }
 }
