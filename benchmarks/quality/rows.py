@@ -202,7 +202,8 @@ SERIES = Table(
     "Times begin at 0, so the model is told the time since then (`clock`). ItalyPowerDemand, whose hours of the day mean something, loses "
     "14 points of accuracy where 60 % of its points are dropped, and 30 where points are counted. In the other sets, whose series are one "
     "motion or one sound, random losses leave the mean distance of points as it is, and counting loses as little; where each series loses "
-    "a share of its own, times are ahead on all three sets.",
+    "a share of its own, times are ahead on all three sets. On GunPoint, 50 series of 150 points, the GRU is ahead of both where all lose as "
+    "much.",
 )
 
 _PRONUNCIATION = (
