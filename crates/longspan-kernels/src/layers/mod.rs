@@ -1,5 +1,5 @@
-//! What stands around attention in a model, over slices of `f32`: linear layers with their activation, dropout and residual
-//! sum, norms, the cross-entropy of a vocabulary, and AdamW.
+//! What stands around attention in a model, over slices of `f32`: embeddings, linear layers with their activation, dropout and
+//! residual sum, norms, the cross-entropy of a vocabulary, and AdamW.
 //!
 //! Each is one pass where a framework takes several, with a backward of its own. Work is cut by sizes alone, so the bits do not
 //! depend on the number of threads, which are those of [`threads`](crate::threads). Results are new memory that is not cleared
@@ -11,6 +11,7 @@ mod activation;
 mod adamw;
 mod cross_entropy;
 mod dropout;
+mod embedding;
 mod feed_forward;
 mod few_rows;
 mod gated_norm;
@@ -25,6 +26,7 @@ pub use activation::Activation;
 pub use adamw::AdamW;
 pub use cross_entropy::{CrossEntropy, Loss, LossGradients};
 pub use dropout::Dropout;
+pub use embedding::Embedding;
 pub use feed_forward::{FeedForward, FeedForwardGradients, Weights};
 pub use few_rows::{Projected, StepBuffers};
 pub use gated_norm::{GatedNorm, GatedNormGradients, GatedNormWeights};

@@ -3,7 +3,7 @@
 
 use longspan_kernels::Error;
 use longspan_kernels::layers::{
-    Activation, AdamW, CrossEntropy, Dropout, GatedNorm, GatedNormWeights, Linear, Norm, NormWeights,
+    Activation, AdamW, CrossEntropy, Dropout, Embedding, GatedNorm, GatedNormWeights, Linear, Norm, NormWeights,
 };
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
@@ -183,6 +183,30 @@ fn a_norm_is_its_definition_with_all_gradients() {
     }
 }
 
+#[test]
+fn an_embedding_is_its_definition_with_its_gradient() {
+    let mut random = Random::new(3);
+    for [count, vocabulary, width, positions] in [[1, 1, 1, 0], [12, 5, 3, 4], [700, 40, 128, 700], [3000, 9000, 33, 0]]
+    {
+        let (table, rows) = (numbers(&mut random, vocabulary * width), numbers(&mut random, positions * width));
+        let tokens: Vec<usize> = (0..count).map(|n| n * n * 7 % vocabulary).collect();
+        let call = Embedding { table: &table, width, tokens: &tokens, scale: 2.5, positions: &rows };
+        let define = |table: &[f64]| -> Vec<f64> {
+            let entry = |n: usize| {
+                let position = if positions > 0 { f64::from(rows[n % rows.len()]) } else { 0.0 };
+                2.5 * table[tokens[n / width] * width + n % width] + position
+            };
+            (0..count * width).map(entry).collect()
+        };
+        near("forward", &call.forward().unwrap(), &define(&wide(&table)), 1e-6);
+        let d_out = numbers(&mut random, count * width);
+        let cotangent = wide(&d_out);
+        let one = ThreadPoolBuilder::new().num_threads(1).build().unwrap().install(|| call.backward(&d_out).unwrap());
+        assert_eq!(call.backward(&d_out).unwrap(), one);
+        is_slope("dE", &one, &table, 1e-5, |table| dot(&define(table), &cotangent));
+    }
+}
+
 /// A gated RMS norm of rows of heads.
 pub fn gated_norm(x: &[f64], gate: &[f64], gamma: &[f64], head_dim: usize) -> Vec<f64> {
     let head = |(n, x): (usize, &[f64])| -> Vec<f64> {
@@ -358,6 +382,8 @@ fn nothing_is_computed_of_nothing() {
     let norm = GatedNorm { x: &[], gate: &[], head_dim: 3, weights };
     assert_eq!(norm.forward().unwrap(), []);
     assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 6]);
+    let none = Embedding { table: &[1.0; 6], width: 3, tokens: &[], scale: 1.0, positions: &[] };
+    assert_eq!((none.forward().unwrap(), none.backward(&[]).unwrap()), (vec![], vec![0.0; 6]));
     let loss =
         CrossEntropy { h: &[], weight: &[1.0; 6], bias: None, targets: &[], width: 2, vocabulary: 3, smoothing: 0.0 };
     assert_eq!(loss.training().unwrap().1.d_weight, [0.0; 6]);
@@ -371,6 +397,12 @@ fn lengths_and_targets_that_do_not_fit_are_refused_by_name() {
         assert!(error.contains(argument), "{error}");
     }
     let (x, weight) = ([0.0; 6], [0.0; 12]);
+    let lookup = Embedding { table: &weight, width: 3, tokens: &[3, 0], scale: 1.0, positions: &[] };
+    refused(Embedding { tokens: &[0, 4], ..lookup }.forward(), "tokens: expected entries below 4, got 4");
+    refused(Embedding { width: 0, ..lookup }.forward(), "width");
+    refused(Embedding { table: &weight[1..], ..lookup }.forward(), "table: expected rows of 3");
+    refused(Embedding { positions: &weight[..9], ..lookup }.forward(), "tokens: expected sequences of 3");
+    refused(lookup.backward(&x[1..]), "d_out: expected 6 numbers");
     refused(Linear::new(&x[..5], &weight, [2, 3, 4]).forward(), "x: expected 2 × 3");
     refused(Linear::new(&x, &weight[1..], [2, 3, 4]).forward(), "weight");
     refused(Linear::new(&x, &weight, [2, 3, 4]).with_bias(Some(&x)).forward(), "bias");

@@ -1,5 +1,5 @@
-//! What stands around attention in a model: linear layers with activation, dropout and residual sum, norms, the loss of a
-//! vocabulary, and AdamW.
+//! What stands around attention in a model: embeddings, linear layers with activation, dropout and residual sum, norms, the loss
+//! of a vocabulary, and AdamW.
 //!
 //! On Burn's CPU backend in `f32` each is one operation with a backward of its own, by
 //! [`longspan_kernels::layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
@@ -8,6 +8,7 @@ mod adamw;
 mod around;
 mod cross_entropy;
 pub(crate) mod dropout;
+mod embedding;
 mod feed_forward;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
@@ -26,6 +27,7 @@ pub use adamw::FusedAdamW;
 pub(crate) use around::Around;
 pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
 pub use dropout::{dropout, with_dropout_seed};
+pub use embedding::embedding;
 pub use feed_forward::{FeedForward, FeedForwardConfig};
 pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 pub use gradients::{add_gradients, clip_gradients};

@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{DType, Device, Distribution, Gradients, Tensor};
+use burn::tensor::{DType, Device, Distribution, Gradients, Int, Tensor, TensorData};
 
 use super::*;
 
@@ -184,6 +184,38 @@ fn gated_norms_are_plain_ones_with_all_gradients() {
         assert!(error.contains("gate: expected ["), "{error}");
         let error = norm.forward(x.clone().repeat_dim(2, 2), gate.clone()).unwrap_err().to_string();
         assert!(error.contains("x: expected [batch, tokens, heads·head_dim"), "{error}");
+    }
+}
+
+#[test]
+fn embeddings_are_plain_ones_with_all_gradients() {
+    let device = Device::flex().autodiff();
+    for (batch, count, vocabulary, width, scale) in [(1, 1, 1, 3, 1.0), (3, 40, 7, 16, 1.5), (2, 5, 100, 5, 1.0)] {
+        let weight = random([vocabulary, width], &device);
+        let (positions, d) = (random([count, width], &device.clone().inner()), random([batch, count, width], &device));
+        let tokens: Vec<i64> = (0..batch * count).map(|n| (n * n * 5 % vocabulary) as i64).collect();
+        for positions in [None, Some(positions)] {
+            let run = |dtype: DType| {
+                let weight = weight.clone().detach().cast(dtype).require_grad();
+                let tokens = TensorData::new(tokens.clone(), [batch, count]);
+                let tokens = Tensor::<2, Int>::from_data(tokens, &device);
+                let positions = positions.clone().map(|p| Tensor::from_inner(p.cast(dtype)));
+                let y = embedding(tokens, weight.clone(), scale, positions).unwrap();
+                let gradients = (y.clone() * d.clone().cast(dtype)).sum().backward();
+                [flat(y.inner()), flat(weight.grad(&gradients).unwrap())]
+            };
+            for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
+                near(&format!("{count} of {vocabulary}, number {n}"), got, expected, 1e-5);
+            }
+        }
+        for beyond in [vocabulary as i64, -1] {
+            let tokens = Tensor::<2, Int>::from_data([[beyond]], &device);
+            let error = embedding(tokens, weight.clone(), 1.0, None).unwrap_err().to_string();
+            assert!(error.contains(&format!("tokens: expected entries below {vocabulary}")), "{error}");
+        }
+        let tokens = Tensor::<2, Int>::from_data([[0, 0]], &device);
+        let error = embedding(tokens, weight.clone(), 1.0, Some(random([1, width], &device))).unwrap_err().to_string();
+        assert!(error.contains("positions: expected [tokens = 2"), "{error}");
     }
 }
 

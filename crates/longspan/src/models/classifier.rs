@@ -11,7 +11,7 @@ use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::Result;
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, squared_error};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, squared_error};
 
 /// Makes a [`Classifier`].
 #[derive(Config, Debug, PartialEq)]
@@ -143,7 +143,7 @@ impl Classifier {
     /// One row for each sequence, `[batch, 1, d_model]`.
     fn pooled(&self, tokens: Tensor<2, Int>, lengths: &[usize]) -> Result<Tensor<3>> {
         let mask = pooling::mask(lengths, tokens.dims(), self.causal)?;
-        let mut x = dropout(self.positions.add(self.embedding.forward(tokens), 0), self.dropout.prob);
+        let mut x = stack::embed(&self.embedding, tokens, 1.0, (self.positions, 0), &self.dropout)?;
         for block in &self.blocks {
             x = block.forward(x, &mask)?;
         }

@@ -13,7 +13,7 @@ use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy};
 
 const NAME: &str = "language model";
 
@@ -247,7 +247,7 @@ impl LanguageModel {
         )?;
         let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
         let states = state.of(self)?;
-        let mut x = self.embed(tokens, states.position);
+        let mut x = self.embed(tokens, states.position)?;
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             x = block.step(x, layer)?;
         }
@@ -292,7 +292,7 @@ impl LanguageModel {
 
     /// What the blocks make of whole texts.
     fn whole(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
-        let mut x = self.embed(tokens, 0);
+        let mut x = self.embed(tokens, 0)?;
         for block in &self.blocks {
             x = block.forward(x, &AttentionMask::causal())?;
         }
@@ -309,7 +309,7 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         let (first, count) = stretch.map_or((0, tokens.dims()[1]), |(_, first, count)| (first, count));
         let states = state.of(self)?;
-        let mut x = self.embed(tokens, states.position + first);
+        let mut x = self.embed(tokens, states.position + first)?;
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             if let Some((peers, ..)) = stretch {
                 *layer = std::mem::take(layer).between(peers);
@@ -321,12 +321,9 @@ impl LanguageModel {
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
-    fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
-        let mut x = self.embedding.forward(tokens);
-        if self.output.is_none() {
-            x = x.mul_scalar(self.embedding_scale());
-        }
-        dropout(self.positions.add(x, first), self.dropout.prob)
+    fn embed(&self, tokens: Tensor<2, Int>, first: usize) -> Result<Tensor<3>> {
+        let place = (self.positions, first);
+        stack::embed(&self.embedding, tokens, self.embedding_scale(), place, &self.dropout)
     }
 
     /// What embeddings are multiplied by.

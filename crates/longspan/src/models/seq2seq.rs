@@ -16,7 +16,7 @@ use super::stack;
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -150,7 +150,7 @@ impl Seq2Seq {
             || target_batch.to_string(),
         )?;
         let (memory, mask) = self.encode_source(source, source_lengths)?;
-        let mut x = self.embed(&self.target_embedding, target, 0);
+        let mut x = self.embed(&self.target_embedding, target, 0)?;
         for block in &self.decoder {
             x = block.forward(x, memory.clone(), &mask)?;
         }
@@ -215,7 +215,7 @@ impl Seq2Seq {
             || format!("{tokens:?}"),
         )?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
-        let mut x = self.embed(&self.target_embedding, tokens, state.position);
+        let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         #[cfg(feature = "flex")]
         if let Some(decoder) = &state.stored {
             let logits = decoder.step(x, state.position, &mut state.layers, &state.memory.layers)?;
@@ -260,7 +260,7 @@ impl Seq2Seq {
                 return Ok((x, mask));
             }
         }
-        let mut x = self.embed(&self.source_embedding, source, 0);
+        let mut x = self.embed(&self.source_embedding, source, 0)?;
         for block in &self.encoder {
             x = block.forward(x, &mask)?;
         }
@@ -268,8 +268,8 @@ impl Seq2Seq {
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
-    fn embed(&self, embedding: &Embedding, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
-        dropout(self.positions.add(embedding.forward(tokens), first), self.dropout.prob)
+    fn embed(&self, embedding: &Embedding, tokens: Tensor<2, Int>, first: usize) -> Result<Tensor<3>> {
+        stack::embed(embedding, tokens, 1.0, (self.positions, first), &self.dropout)
     }
 }
 

@@ -1,12 +1,13 @@
 //! What the models share: their blocks, the norm after them, and the layers at both ends.
 
-use burn::nn::{Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
-use burn::tensor::{Device, Tensor};
+use burn::nn::{Dropout, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{BlockConfig, EncoderBlock, Norm};
+use super::positions::Positions;
 use crate::attention::AttentionConfig;
 use crate::error::{Result, config};
-use crate::layers::TokenNorm;
+use crate::layers::{self, TokenNorm, dropout};
 
 /// Checks that none of a model's sizes is 0.
 pub(super) fn check(name: &'static str, block: &BlockConfig, sizes: &[(&'static str, usize)]) -> Result<()> {
@@ -46,6 +47,20 @@ pub(super) fn end(norm: Option<&TokenNorm>, x: Tensor<3>) -> Tensor<3> {
 /// Embeddings whose numbers have the standard deviation `std`.
 pub(super) fn embedding(tokens: usize, d_model: usize, std: f64, device: &Device) -> Embedding {
     EmbeddingConfig::new(tokens, d_model).with_initializer(Initializer::Normal { mean: 0.0, std }).init(device)
+}
+
+/// `scale · E[token]` with positions, `[batch, tokens, d_model]`, of tokens from position `first` on.
+pub(super) fn embed(
+    embedding: &Embedding,
+    tokens: Tensor<2, Int>,
+    scale: f64,
+    (positions, first): (Positions, usize),
+    drop: &Dropout,
+) -> Result<Tensor<3>> {
+    let weight = embedding.weight.val();
+    let shape = [tokens.dims()[1], weight.dims()[1]];
+    let rows = positions.rows(first, shape, (&weight.device(), weight.dtype()));
+    Ok(dropout(layers::embedding(tokens, weight, scale, rows)?, drop.prob))
 }
 
 /// A linear layer at an end of a model.

@@ -203,7 +203,7 @@ pub(super) fn in_segments(
     blocks: &[EncoderBlock],
     norm: Option<&TokenNorm>,
     tokens: usize,
-    embed: impl Fn(Range<usize>) -> Tensor<3>,
+    embed: impl Fn(Range<usize>) -> Result<Tensor<3>>,
 ) -> Result<Option<Tensor<3>>> {
     let reach = |block: &EncoderBlock| block.attention.attention.layer().kernel().reach().is_some_and(|r| r <= SEGMENT);
     if tokens < Seq2Seq::LONG_SOURCE || !blocks.iter().all(reach) {
@@ -212,7 +212,7 @@ pub(super) fn in_segments(
     let segments = || (0..tokens).step_by(SEGMENT).map(|from| from..(from + SEGMENT).min(tokens));
     let mut x: Vec<f32> = Vec::new();
     for rows in segments() {
-        let embedded = embed(rows);
+        let embedded = embed(rows)?;
         if !is_f32(&embedded) || embedded.device().is_autodiff() {
             return Ok(None);
         }

@@ -145,12 +145,13 @@ fn row(plan: &Plan, name: &str, attention: &AttentionConfig, tokens: usize) -> R
         model = step(model)?;
         steps.push(start.elapsed().as_secs_f64());
     }
+    let start = Instant::now();
     let (stepped, seconds) = profile(|| step(model));
+    let profiled = start.elapsed().as_secs_f64();
     let model = stepped?.valid();
     let mut operations: BTreeMap<String, f64> = seconds.into_iter().map(|(name, s)| (name.to_owned(), s)).collect();
-    let step = median(&steps)?;
     let named: f64 = operations.values().sum();
-    operations.insert("the rest".into(), (step - named).max(0.0));
+    operations.insert("the rest".into(), (profiled - named).max(0.0));
 
     let mut prompts = Vec::new();
     let mut state = LanguageState::default();
@@ -167,7 +168,7 @@ fn row(plan: &Plan, name: &str, attention: &AttentionConfig, tokens: usize) -> R
     Ok(Row {
         attention: name.to_owned(),
         tokens,
-        step,
+        step: median(&steps)?,
         forward: median(&forward)?,
         products: product_seconds(&sizes),
         flops,
@@ -240,9 +241,11 @@ impl Report {
         text.push_str(&Table::new(1, &head, cells).to_text());
         text.push_str("\nShares of a step:\n");
         for row in rows {
-            let mut shares: Vec<_> = row.operations.iter().collect();
-            shares.sort_by(|a, b| b.1.total_cmp(a.1));
-            let shares = shares.iter().map(|(name, seconds)| format!("{name} {:.0} %", 100.0 * *seconds / row.step));
+            let whole: f64 = row.operations.values().sum();
+            let shares = row.operations.iter().map(|(name, seconds)| (name, 100.0 * seconds / whole));
+            let mut shares: Vec<_> = shares.filter(|&(_, share)| share >= 0.5).collect();
+            shares.sort_by(|a, b| b.1.total_cmp(&a.1));
+            let shares = shares.iter().map(|(name, share)| format!("{name} {share:.0} %"));
             writeln!(text, "{}, {}: {}", row.attention, row.tokens, shares.collect::<Vec<_>>().join(", "))?;
         }
         Ok(text)
