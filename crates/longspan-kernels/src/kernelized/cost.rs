@@ -11,10 +11,11 @@ const ROUNDING: f64 = 8.0;
 
 /// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
-    // What a map of whole rows itself costs is the same for all.
+    // What a map of whole rows itself costs is the same for both, unless the naive form does without it.
     let mapped = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
     let of_pairs = if attention.is_polynomial() { dims } else { mapped };
-    let chunked = chunked(attention, mapped, of_pairs.head_dim as f64, mask);
+    let written = if attention.is_polynomial() { tokens(mapped).0 * mapped.head_dim as f64 } else { 0.0 };
+    let chunked = chunked(attention, mapped, of_pairs.head_dim as f64, written, mask);
     Plan::new(attention.algorithm, vec![naive(attention, of_pairs, mask), chunked])
 }
 
@@ -92,8 +93,11 @@ fn published_relative(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<
     relative(attention) * dims.queries as f64 * (rows + 4.0)
 }
 
-/// `pair` numbers make the weight of a pair.
-fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, mask: &Mask<'_>) -> Estimate {
+/// A number of a map of whole rows costs as much as so many that are read.
+const MAPPED: f64 = 2.0;
+
+/// `pair` numbers make the weight of a pair; `written` numbers are those of a map that other algorithms do without.
+fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, written: f64, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let (queries, keys, chunk) = (dims.queries as f64, dims.keys as f64, CHUNK as f64);
     let causal = mask.order == Order::Causal;
@@ -110,7 +114,7 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, mask: &Mask<
     let ((tokens, numbers), (angles, _)) = (tokens(dims), turned(attention, dims));
     let counts = [
         (Rate::ChunkedHead, 1.0),
-        (Rate::ChunkedNumber, numbers),
+        (Rate::ChunkedNumber, numbers + MAPPED * written),
         (Rate::ChunkedAngle, angles),
         (Rate::ChunkedScanToken, passes * tokens),
         (Rate::ChunkedTable, rows * d),
