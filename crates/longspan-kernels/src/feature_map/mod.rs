@@ -10,6 +10,7 @@ pub(crate) mod elementwise;
 pub(crate) mod mapping;
 pub(crate) mod reference;
 pub(crate) mod rows;
+mod squares;
 
 use std::fmt;
 use std::str::FromStr;

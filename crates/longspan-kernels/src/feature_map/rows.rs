@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use super::squares::{self, Squares, SquaresBack};
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::call::{Dims, Scratch, SharedRows, View};
 use crate::feature_map::elementwise::{copy_rows, load_features};
-use crate::simd::Real;
-use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, store, transpose};
+use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, transpose};
 use crate::simd::product::Product;
 use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
 /// Rows that are mapped at a time where nothing else sets their number.
@@ -112,7 +113,7 @@ impl<'a, T: Real> RowMap<'a, T> {
     pub fn work_len(&self, rows: usize) -> usize {
         match self.map {
             FeatureMap::Dpfp { order } => 2 * padded::<T>(2 * self.head_dim + order),
-            FeatureMap::Taylor2 => 0,
+            FeatureMap::Taylor2 => squares::work_len::<T>(self.head_dim),
             FeatureMap::Hedgehog { .. } => rows * (padded::<T>(self.features) + self.width + self.raw_width),
             _ => rows * padded::<T>(self.features),
         }
@@ -165,9 +166,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                 }
             }
             FeatureMap::Taylor2 => {
-                for n in 0..count {
-                    self.squares(from.row(n, self.head_dim), &mut to[n * row..][..row]);
-                }
+                dispatch(Squares { from, count, head_dim: self.head_dim, to, row, work });
             }
             _ => {
                 self.exponents(side, from, count, to, row);
@@ -261,9 +260,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                 }
             }
             FeatureMap::Taylor2 => {
-                for n in 0..count {
-                    self.squares_back(raw(n), &d[n * row..], &mut dx[n * raw_width..][..raw_width]);
-                }
+                dispatch(SquaresBack { from, count, head_dim, d, row, dx, work });
             }
             FeatureMap::Hedgehog { norm, .. } => {
                 let (difference, work) = work.split_at_mut(count * self.width);
@@ -450,37 +447,6 @@ impl<'a, T: Real> RowMap<'a, T> {
             } else if x != T::ZERO {
                 *dx = x;
             }
-        }
-    }
-
-    /// `[1, x′, x′⊗x′/√2]`.
-    fn squares(&self, x: &[T], to: &mut [T]) {
-        let scale = scale(self.head_dim);
-        let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
-        let half = T::from_f64(scale * scale * std::f64::consts::FRAC_1_SQRT_2);
-        to[self.features..].fill(T::ZERO);
-        to[0] = T::ONE;
-        store(x, linear, &mut to[1..=x.len()]);
-        let mut at = 1 + x.len();
-        for (i, &own) in x.iter().enumerate() {
-            store(&x[i..], own * square, &mut to[at..][..x.len() - i]);
-            to[at] = own * own * half;
-            at += x.len() - i;
-        }
-    }
-
-    fn squares_back(&self, x: &[T], d: &[T], dx: &mut [T]) {
-        let scale = scale(self.head_dim);
-        let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
-        let twice = T::from_f64(scale * scale * std::f64::consts::SQRT_2);
-        store(&d[1..], linear, &mut dx[..x.len()]);
-        let mut at = 1 + x.len();
-        for (i, &own) in x.iter().enumerate() {
-            let d = &d[at..][..x.len() - i];
-            let (others, d_others) = (&x[i + 1..], &d[1..]);
-            dx[i] += d[0] * own * twice + square * dot(d_others, others);
-            add_scaled(&mut dx[i + 1..x.len()], own * square, d_others);
-            at += x.len() - i;
         }
     }
 }
