@@ -93,10 +93,8 @@ fn published_relative(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<
     relative(attention) * dims.queries as f64 * (rows + 4.0)
 }
 
-/// A number of a map of whole rows costs as much as so many that are read.
-const MAPPED: f64 = 2.0;
-
-/// `pair` numbers make the weight of a pair; `written` numbers are those of a map that other algorithms do without.
+/// `pair` numbers make the weight of a pair; `written` numbers are those of a map that other algorithms do without: each costs
+/// as much as one that is read.
 fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, written: f64, mask: &Mask<'_>) -> Estimate {
     let (d, dv) = (dims.head_dim as f64, dims.value_dim as f64);
     let (queries, keys, chunk) = (dims.queries as f64, dims.keys as f64, CHUNK as f64);
@@ -114,7 +112,7 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, written: f64
     let ((tokens, numbers), (angles, _)) = (tokens(dims), turned(attention, dims));
     let counts = [
         (Rate::ChunkedHead, 1.0),
-        (Rate::ChunkedNumber, numbers + MAPPED * written),
+        (Rate::ChunkedNumber, numbers + written),
         (Rate::ChunkedAngle, angles),
         (Rate::ChunkedScanToken, passes * tokens),
         (Rate::ChunkedTable, rows * d),
