@@ -158,9 +158,28 @@ fn scores_come_with_intervals() {
         assert!(part("low") <= part("rate") && part("rate") <= part("high"), "{value}");
     }
     assert_eq!(value["sequences"], 200);
+    place.finds_its_scores_again("run");
     place.write("own.jsonl", br#"{"source":"abc","target":["x","y"]}"#);
     let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "own.jsonl", "--json"])).unwrap();
     assert_eq!((value["sequences"].as_u64(), value["tokens"].as_u64()), (Some(1), Some(1)));
+}
+
+#[test]
+fn what_was_held_out_is_scored_while_the_data_are_there() {
+    let place = Place::new();
+    place.trained("run");
+    let pairs = place.read("pairs.tsv");
+    place.write("pairs.tsv", &[&pairs[..], b"new\tpair\n"].concat());
+    place.fails(&["eval", "run"], &["pairs.tsv is not what this run learned from", "name a file to score"]);
+    std::fs::remove_file(place.path("pairs.tsv")).unwrap();
+    place.fails(&["eval", "run"], &["pairs.tsv", "No such file", "name a file to score"]);
+    place.write("pairs.tsv", &pairs);
+    let scores =
+        |beam| -> Value { serde_json::from_str(&place.ok(&["eval", "run", "--beam", beam, "--json"])).unwrap() };
+    let (one, four) = (scores("1"), scores("4"));
+    assert_eq!((&one["sequences"], &four["beam"]), (&four["sequences"], &Value::from(4)));
+    std::fs::remove_file(place.path("run/checkpoint.safetensors")).unwrap();
+    place.fails(&["eval", "run"], &["checkpoint"]);
 }
 
 #[test]

@@ -105,6 +105,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     }
     let info = place.info("run");
     good(&info["held_out"]);
+    place.finds_its_scores_again("run");
     let words = place.ok(&["info", "run"]);
     for part in ["1 channel → 6 next points", "held out    error over that of the last value 0.", "80 % interval holds"]
     {

@@ -59,6 +59,7 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
     assert_eq!(info["label_vocabulary"].as_u64(), Some(2));
     assert!(info["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.95, "{info}");
     assert!(place.ok(&["info", "run"]).contains("held out    accuracy"));
+    place.finds_its_scores_again("run");
 
     place.write("questions", "now not cold but warm here 3\nhere cold but not warm now 2\n\n".as_bytes());
     let answers = place.ok(&["predict", "run", "questions"]);

@@ -87,6 +87,7 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
     assert_eq!((info["label_vocabulary"].as_u64(), info["series_vocabulary"].as_u64()), (Some(2), Some(2)));
     assert!(info["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.9, "{info}");
     assert!(place.ok(&["info", "run"]).contains("2 channels → 2 labels"));
+    place.finds_its_scores_again("run");
 
     place.write("new.jsonl", waves(60, 9, false).as_bytes());
     let scores: Value =

@@ -32,6 +32,7 @@ fn a_run_learns_to_copy_what_was_said_and_is_scored() {
     let info = place.info("run");
     assert!(info["held_out"]["recalled"]["rate"].as_f64().unwrap() > 0.9, "{info}");
     assert!(place.ok(&["info", "run"]).contains("held out    recalled "));
+    place.finds_its_scores_again("run");
     place.write("questions", b"0 3 1 2 0\n1 3 0 2 1 3 0\n");
     let answers = place.ok(&["predict", "run", "questions"]);
     assert_eq!(answers, "3\n2\n");

@@ -82,6 +82,7 @@ fn a_run_learns_says_how_well_and_goes_on() {
     let rate = info["held_out"]["bits_per_byte"]["rate"].as_f64().unwrap();
     // A letter drawn evenly from those that occur has almost 4 bits.
     assert!(rate < 1.5, "{rate}");
+    place.finds_its_scores_again("run");
     let described = place.ok(&["info", "run"]);
     assert!(described.contains("shaw attention, 2 blocks") && described.contains("bits per byte"), "{described}");
     let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "verses.txt", "--json"])).unwrap();

@@ -1,9 +1,9 @@
-//! `longspan eval`: how well a run does on a file, as error rates on pairs and as bits per byte on a text.
+//! `longspan eval`: how well a run does on a file or on what it held out, as error rates on pairs and as bits per byte on a text.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use serde_json::json;
 
@@ -23,8 +23,8 @@ pub struct Arguments {
     #[command(flatten)]
     search: Search,
     /// As the run was trained on: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be answered by any
-    /// of its targets), labelled texts, series, or a text of any length; also in gzip, or `-`
-    file: PathBuf,
+    /// of its targets), labelled texts, series, or a text of any length; also in gzip, or `-`. Without it, what the run held out
+    file: Option<PathBuf>,
     /// Draw which labels are taken for which: a .svg or a .png
     #[arg(long, value_name = "FILE")]
     picture: Option<PathBuf>,
@@ -33,7 +33,7 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Scores a file.
+/// Scores a file, or what the run held out.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open()?;
     for_task!(&config, score(arguments, folder, config))
@@ -42,7 +42,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
-    let name = lines::name(&arguments.file);
+    let file = arguments.file.as_deref();
+    let name = file.or(trained.config.held_out.as_deref()).map_or(trained.config.data_name(), lines::name);
     let how = Answering {
         config: &trained.config,
         beam: arguments.search.beam,
@@ -51,7 +52,10 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         // The texts know their lines.
         line: &|place| place + 1,
     };
-    let scores = trained.task.evaluate(&trained.model, &arguments.file, &how)?;
+    let scores = match file {
+        Some(path) => trained.task.evaluate(&trained.model, path, &how)?,
+        None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
+    };
     if let Some(path) = &arguments.picture {
         draw(T::picture(&scores), path)?;
     }
@@ -59,13 +63,29 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
     if arguments.json {
         let mut value = serde_json::to_value(&scores)?;
         value["run"] = json!(arguments.search.run.display().to_string());
-        value["file"] = json!(arguments.file.display().to_string());
+        value["file"] = json!(file.map(|path| path.display().to_string()));
         value["beam"] = json!(arguments.search.beam);
         writeln!(out, "{value}")?;
     } else {
         write!(out, "{scores}")?;
     }
     Ok(Outcome::Done)
+}
+
+/// What a run held out, if its data are still those that it learned from.
+fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
+    let Some(saved) = trained.load_saved()? else {
+        bail!("this run has no checkpoint, which knows what it learned from; name a file to score");
+    };
+    let data = trained.task.data(&trained.config).map_err(|error| anyhow!("{error}; name a file to score instead"))?;
+    if data.sha256 != saved.data_sha256 {
+        bail!("{} is not what this run learned from; restore it, or name a file to score", trained.config.data_name());
+    }
+    let held_out = data.scored(&trained.config);
+    if held_out.is_empty() {
+        bail!("this run held out nothing, since there was too little; name a file to score");
+    }
+    Ok(held_out)
 }
 
 /// Draws scores into a file.

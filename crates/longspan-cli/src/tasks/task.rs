@@ -13,6 +13,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::feed::Feed;
+use super::split::evenly;
 use super::workers::Workers;
 use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
@@ -271,6 +272,13 @@ pub struct Data<T: Task> {
     pub longest: usize,
     /// SHA-256 over all training examples in order: a run is resumed only with the examples it began with.
     pub sha256: String,
+}
+
+impl<T: Task> Data<T> {
+    /// The held-out texts whose answers are scored: all, or as many as the settings say.
+    pub fn scored(&self, config: &RunConfig) -> Vec<T::Text> {
+        evenly(&self.held_out, if config.evaluate == 0 { usize::MAX } else { config.evaluate })
+    }
 }
 
 /// Sums over the predicted tokens of a batch.

@@ -113,6 +113,15 @@ impl Place {
         serde_json::from_str(&self.ok(&["info", run, "--json"])).expect("JSON")
     }
 
+    /// Checks that `eval` without a file finds again what training said of the held-out examples.
+    pub fn finds_its_scores_again(&self, run: &str) {
+        let again: Value = serde_json::from_str(&self.ok(&["eval", run, "--json"])).expect("JSON");
+        for (name, score) in self.info(run)["held_out"].as_object().expect("scores") {
+            assert_eq!(&again[name], score, "{name} of {again}");
+        }
+        assert!(again["file"].is_null(), "{again}");
+    }
+
     /// Names in a folder, hidden ones too.
     pub fn names(&self, folder: &str) -> Vec<String> {
         let mut names: Vec<String> = fs::read_dir(self.path(folder))

@@ -28,7 +28,6 @@ use crate::run::write::write_atomic;
 use crate::tasks::attention;
 use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
-use crate::tasks::split::evenly;
 use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
@@ -302,8 +301,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         name: &name,
         line: &|place| place + 1,
     };
-    let limit = if session.config.evaluate == 0 { usize::MAX } else { session.config.evaluate };
-    let held_out = evenly(&session.data.held_out, limit);
+    let held_out = session.data.scored(&session.config);
     let mut text = String::new();
     if held_out.is_empty() {
         text.push_str("nothing was held out, since there is too little: no scores\n");
