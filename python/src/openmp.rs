@@ -1,11 +1,14 @@
 //! PyTorch's OpenMP threads, found by the symbols of its loaded library.
 //!
 //! They wait for work by spinning, so that kernels on threads of their own beside them get half of each core; and they are
-//! awake where a sleeping pool has to be woken.
+//! awake where a sleeping pool has to be woken. But the runtime waits for each of them, with work or not: where others in the
+//! process spin as well, a call waits for one that got no core.
 
 use std::ffi::c_void;
 use std::process;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use longspan_kernels::threads::Team;
 
@@ -16,6 +19,15 @@ type Parallel =
 
 /// `omp_get_max_threads`.
 type MaxThreads = unsafe extern "C" fn() -> i32;
+
+/// A thread that begins so late got no core. One that sleeps is awake in a tenth of it.
+const LATE: Duration = Duration::from_micros(500);
+
+/// Calls that then go elsewhere before the threads are tried again.
+const ELSEWHERE: usize = 32;
+
+/// How many of them are left.
+static LEFT: AtomicUsize = AtomicUsize::new(0);
 
 struct OpenMp {
     /// Threads do not survive a fork, and the runtime would wait for them in vain.
@@ -31,9 +43,12 @@ pub fn threads() -> Option<usize> {
     FOUND.get().map(Team::size)
 }
 
-/// The threads, if the runtime was found and this is not a fork of the process that found it.
+/// The threads, if the runtime was found, this is not a fork of the process that found it, and none of them was late for one of
+/// the last calls.
 pub fn team() -> Option<&'static dyn Team> {
-    FOUND.get().filter(|found| found.process == process::id()).map(|found| found as &dyn Team)
+    let found = FOUND.get().filter(|found| found.process == process::id())?;
+    let elsewhere = LEFT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+    (!elsewhere).then_some(found as &dyn Team)
 }
 
 /// Looks for the runtime that a loaded library uses; returns whether there is one.
@@ -85,8 +100,16 @@ impl Team for OpenMp {
             work();
         }
         let threads = u32::try_from(members).unwrap_or(u32::MAX);
-        let mut work = work;
+        let (start, latest) = (Instant::now(), AtomicU64::new(0));
+        let timed = || {
+            latest.fetch_max(start.elapsed().as_micros() as u64, Ordering::Relaxed);
+            work();
+        };
+        let mut work: &(dyn Fn() + Sync) = &timed;
         // SAFETY: `body` takes what it is given here, may run on several threads at once, and does not unwind.
         unsafe { (self.parallel)(body, (&raw mut work).cast(), threads, 0) };
+        if Duration::from_micros(latest.into_inner()) > LATE {
+            LEFT.store(ELSEWHERE, Ordering::Relaxed);
+        }
     }
 }
