@@ -71,7 +71,8 @@ def run(table: Table, row: Row, seed: int, options) -> dict:
     if not info.get("held_out"):
         longspan(*(["train", "--resume", folder] if begun else ["train", *arguments, "--out", folder]))
         info = json.loads(longspan("info", folder, "--json"))
-    return {"score": info["held_out"][table.score], "parameters": info["parameters"], "seconds": info["seconds"], "steps": info["step"]}
+    held_out = json.loads(longspan("eval", folder, *row.evaluate.split(), "--json")) if row.evaluate else info["held_out"]
+    return {"score": held_out[table.score], "parameters": info["parameters"], "seconds": info["seconds"], "steps": info["step"]}
 
 
 def cell(table: Table, found: list) -> str:
@@ -89,7 +90,8 @@ def cell(table: Table, found: list) -> str:
 def command(row: Row) -> str:
     """What a person would type."""
     arguments = re.sub(r"\{([^{}]+)\}", r"\1", row.arguments.replace("{seed}", str(row.seeds[0])))
-    return f"# {row.peer}: see benchmarks/quality/peers.py, {arguments}" if row.peer else f"longspan train {arguments}"
+    evaluate = f" --out run && longspan eval run {row.evaluate}" if row.evaluate else ""
+    return f"# {row.peer}: see benchmarks/quality/peers.py, {arguments}" if row.peer else f"longspan train {arguments}" + evaluate
 
 
 def section(table: Table, results: dict) -> str:

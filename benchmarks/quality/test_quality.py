@@ -22,6 +22,10 @@ if sys.argv[1] == "train":
     sys.exit(0 if "--resume" in sys.argv else 1)
 ended = (pathlib.Path(sys.argv[2]) / "config.json").read_text() == "resumed"
 scores = {{"recalled": {{"rate": 0.5, "low": 0.4, "high": 0.6}}}}
+if sys.argv[1] == "eval":
+    assert sys.argv[3:] == ["--beam", "4", "--json"]
+    print(json.dumps({{"recalled": {{"rate": 0.75}}}}))
+    sys.exit()
 print(json.dumps({{"held_out": scores if ended else None, "parameters": 7, "seconds": 60, "step": 3}}))
 """
 
@@ -55,6 +59,9 @@ def test_a_run_that_was_interrupted_goes_on(options):
     before = (options.runs / "some/a-model/1/config.json").stat().st_mtime_ns
     assert quality.run(table, row, 1, options)["parameters"] == 7
     assert (options.runs / "some/a-model/1/config.json").stat().st_mtime_ns == before
+    searched = Row("a model", "--synthetic mqar --seed {seed}", evaluate="--beam 4")
+    assert quality.run(table, searched, 1, options)["score"] == {"rate": 0.75}
+    assert quality.command(searched) == "longspan train --synthetic mqar --seed 1 --out run && longspan eval run --beam 4"
     text = quality.section(table, {quality.key(table, row, 1): found})
     assert "| a model | 7 | 50.0 (40.0–60.0) | 1 |" in text and "longspan train --synthetic mqar --seed 1" in text
     two = Table("some", "Some", "Text.", "recalled", "recalled, %", [Row("a model", "", (1, 2))])
