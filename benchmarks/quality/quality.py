@@ -30,7 +30,7 @@ python benchmarks/quality/quality.py        # hours; goes on where it stopped; -
 from runs of the command `longspan`. In parentheses 95 % intervals over what was held out; where there are several seeds, the mean of
 them and the least and the greatest. Minutes are of training, on the machine that is named, which others shared: they say how long to
 wait, not how fast anything is ([performance](performance.md) does). Files that commands name are made by `benchmarks/quality/data.py`.
-A dash: not run yet.
+A dash: not run yet; an empty cell: left out.
 """
 
 
@@ -106,7 +106,8 @@ def section(table: Table, results: dict) -> str:
         done = [one for row in rows for one in found[id(row)] if one]
         sizes = sorted({one["parameters"] for one in done})
         parameters = "–" if not sizes else str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
-        cells = [cell(table, next((found[id(row)] for row in rows if row.column == column), [])) for column in columns]
+        by_column = {row.column: cell(table, found[id(row)]) for row in rows}
+        cells = [by_column.get(column, "") for column in columns]
         minutes = f"{sum(one['seconds'] for one in done) / 60:.0f}" if done else "–"
         lines.append(f"| {name} | {parameters} | {' | '.join(cells)} | {minutes} |")
     if columns != [""]:

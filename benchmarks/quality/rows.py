@@ -112,7 +112,10 @@ MAD = Table(
             _synthetic(spec, "short-convolution,softmax", "--steps 1000", column=task),
             _synthetic(spec, "softmax", "--steps 1000", column=task),
         )
-    ],
+    ]
+    + [_synthetic(_MAD["selective copying"], "kernelized", "--steps 1000", 8, "taylor2", column="selective copying")],
+    "What is copied stands anywhere among other tokens and is asked for in order. Without a convolution models have sinusoidal positions, "
+    "behind one the convolution alone tells the order.",
 )
 
 _LISTS = "--minutes 20 --batch-size 32"

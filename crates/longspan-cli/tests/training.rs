@@ -311,7 +311,8 @@ fn the_best_weights_are_kept_and_overfitting_is_said() {
     let (loss, step) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).expect("checkpoints");
     assert!(step < 400, "{metrics}");
     let said = format!("the weights of step {step} are kept: their development loss was {loss:.3}");
-    assert!(text(&output.stderr).contains(&said), "{said}: {}", text(&output.stderr));
+    let stderr = text(&output.stderr);
+    assert!(stderr.contains(&said) && stderr.contains("the steps since overfit"), "{said}: {stderr}");
     assert_eq!(place.info("run")["best_step"], step);
     assert!(place.ok(&["info", "run"]).contains(&format!("weights     of step {step}, the best")));
     let kept = place.read("run/model.safetensors");

@@ -285,9 +285,12 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
         model = session.folder.load_weights(model)?;
         let last = session.log.development.last().map_or(f64::NAN, |point| point.1);
+        // Less is the chance of a few hundred examples.
+        let overfit = last > 1.01 * best.loss;
+        let advice =
+            if overfit { "; the steps since overfit, so fewer --steps or more data would do better" } else { "" };
         note(format_args!(
-            "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}; the steps since \
-             overfit, so fewer --steps or more data would do better",
+            "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}{advice}",
             best.step,
             best.loss,
             session.step()
