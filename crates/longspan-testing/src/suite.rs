@@ -12,19 +12,28 @@ pub type Check = fn(&Subject, &Case) -> Result<(), Failure>;
 /// Failures that are printed in full.
 const SHOWN: usize = 6;
 
-/// With `LONGSPAN_EVERY=N` about one case in N is checked, the first always: for processors that are emulated, and for instruction
-/// sets beside the widest. Spread by a hash, since subjects often take turns with a period.
-fn is_checked(case: usize) -> bool {
-    let every = std::env::var("LONGSPAN_EVERY").ok().and_then(|n| n.parse().ok()).filter(|&n| n > 0).unwrap_or(1);
-    let hash = (case as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
-    case == 0 || hash.is_multiple_of(every)
+/// Which cases are checked. With `LONGSPAN_EVERY=N` about one in N, the first always: for processors that are emulated, and for
+/// instruction sets beside the widest. Spread by a hash, since subjects often take turns with a period.
+#[derive(Default)]
+pub struct Sample(u64);
+
+impl Sample {
+    /// Whether the next case is checked.
+    pub fn takes_next(&mut self) -> bool {
+        let every = std::env::var("LONGSPAN_EVERY").ok().and_then(|n| n.parse().ok()).filter(|&n| n > 0).unwrap_or(1);
+        let case = self.0;
+        self.0 += 1;
+        let hash = case.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        case == 0 || hash.is_multiple_of(every)
+    }
 }
 
 /// The number of cases and the failures among them. A panic is a failure too.
 pub fn failures<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) -> (usize, Vec<String>) {
     let mut total = 0;
     let mut failures = Vec::new();
-    for (_, (subject, case)) in trials.into_iter().enumerate().filter(|(n, _)| is_checked(*n)) {
+    let mut sample = Sample::default();
+    for (subject, case) in trials.into_iter().filter(|_| sample.takes_next()) {
         total += 1;
         let verdict = catch_unwind(AssertUnwindSafe(|| check(subject, case))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();

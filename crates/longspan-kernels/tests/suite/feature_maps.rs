@@ -1,7 +1,7 @@
 //! Feature maps of whole rows: the conformance suite, and what is peculiar to them.
 
 use longspan_kernels::{Dims, FeatureMap, HedgehogNorm, KernelizedAttention, RandomFeatures};
-use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::suite::{Check, Sample, assert_all};
 use longspan_testing::{Case, Subject, accuracy, grid, isolation, rejection, threads};
 
 fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
@@ -31,7 +31,8 @@ fn gradients_in_f32_are_those_in_f64() {
 
 #[test]
 fn algorithms_agree() {
-    for (attention, case) in grid::row_maps(85, 80, &grid::LENGTHS) {
+    let mut sample = Sample::default();
+    for (attention, case) in grid::row_maps(85, 80, &grid::LENGTHS).into_iter().filter(|_| sample.takes_next()) {
         let agree = accuracy::algorithms_agree::<f32>(&attention, &case)
             .and_then(|()| accuracy::algorithms_agree::<f64>(&attention, &case));
         if let Err(failure) = agree {

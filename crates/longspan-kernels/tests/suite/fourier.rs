@@ -4,7 +4,7 @@ use longspan_kernels::{
     Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
     Positions, Score, Scratch, State, Token, View, ViewMut, Wave,
 };
-use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::suite::{Check, Sample, assert_all};
 use longspan_testing::{
     Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
     streaming, threads,
@@ -37,7 +37,8 @@ fn gradients_in_f32_are_those_in_f64() {
 
 #[test]
 fn algorithms_agree() {
-    for (attention, case) in grid::fourier(55, 60, &grid::LENGTHS, true) {
+    let mut sample = Sample::default();
+    for (attention, case) in grid::fourier(55, 60, &grid::LENGTHS, true).into_iter().filter(|_| sample.takes_next()) {
         let agree = accuracy::algorithms_agree::<f32>(&attention, &case)
             .and_then(|()| accuracy::algorithms_agree::<f64>(&attention, &case));
         if let Err(failure) = agree {
