@@ -74,7 +74,9 @@ def test_stubs_say_what_there_is(folder):
 
 
 # basedpyright is pyright with the node that it runs on: pyright itself fetches one from elsewhere.
-@pytest.mark.parametrize("checker", [["mypy", "--config-file", SETTINGS], ["basedpyright", "--pythonpath", sys.executable]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "checker", [["mypy", "--config-file", SETTINGS], ["basedpyright", "--pythonpath", sys.executable]], ids=lambda c: c[0]
+)
 def test_calls(checker, folder):
     # Pyright's own rules, not those that basedpyright adds.
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
