@@ -83,8 +83,8 @@ MQAR = Table(
         _mqar(16, 256, 64, "short-convolution,kernelized"),
         _mqar(16, 256, 64, "softmax"),
     ],
-    "In these steps neither has begun to learn 64 pairs at width 64: the loss is that of a guess among 4,096 values. At width 64, where "
-    "its state is smallest, linear attention loses a third of 32 pairs. "
+    "2,000 steps of 16 sequences are too few for 64 pairs: the loss is still about that of a guess among 4,096 values. At width 64, "
+    "where its state is smallest, linear attention loses a third of 32 pairs. "
     "What matters was tried at [smaller sizes](tried.md#what-models-learn): the convolution most, then the feature map.",
 )
 
