@@ -84,7 +84,7 @@ MQAR = Table(
         _mqar(16, 256, 64, "softmax"),
     ],
     "2,000 steps of 16 sequences are too few for 64 pairs: the loss is still about that of a guess among 4,096 values. At width 64, "
-    "where its state is smallest, linear attention loses a third of 32 pairs. "
+    "where its state is smallest, linear attention misses 30 % of 32 pairs. "
     "What matters was tried at [smaller sizes](tried.md#what-models-learn): the convolution most, then the feature map.",
 )
 
