@@ -79,7 +79,7 @@ fn a_whole_model_is_measured() {
     let small =
         ["bench", "--model", "--min-length", "16", "--max-length", "64", "--mechanisms", "shaw", "--seconds", "0.01"];
     let printed = place.ok(&small);
-    for part in ["own products", "× read", "Shares of a step:", "shaw, 16: ", "feed-forward parts"] {
+    for part in ["own products", "× read", "Shares of a step:", "shaw, 16: ", "feed-forward "] {
         assert!(printed.contains(part), "{part} is not in\n{printed}");
     }
     let json: Value =

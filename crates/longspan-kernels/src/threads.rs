@@ -218,25 +218,25 @@ pub(crate) fn share_memory<I: Send, T: Send>(
     });
 }
 
-/// Numbers of state below which handing the heads of a step to other threads costs more than it saves: a rayon hand-over
-/// takes a few microseconds, in which one thread passes over about this many.
-const STEP_NUMBERS: usize = 1 << 17;
+/// Numbers below which handing parts of a short pass over them to other threads costs more than it saves: a hand-over takes a few
+/// microseconds, from outside the pool some forty, in which one thread passes over about this many.
+const FEW: usize = 1 << 17;
 
-/// Runs `body(head, memory)` for every head of a step over so many numbers: as [`share_with`] does, or, where they are few,
+/// Runs `body(item, memory)` for every item of a pass over so many numbers: as [`share_with`] does, or, where they are few,
 /// on this thread alone, which allocates nothing.
 #[inline]
-pub(crate) fn share_step<I: Send, M>(
+pub(crate) fn share_many<I: Send, M>(
     numbers: usize,
-    heads: impl Iterator<Item = I>,
+    items: impl Iterator<Item = I>,
     memory: impl Fn() -> M + Sync,
     body: impl Fn(I, &mut M) + Sync,
 ) {
-    if numbers < STEP_NUMBERS {
+    if numbers < FEW {
         let mut memory = memory();
-        heads.for_each(|head| body(head, &mut memory));
+        items.for_each(|item| body(item, &mut memory));
     } else {
-        let heads: Vec<I> = heads.collect();
-        share_with(heads.into_iter(), memory, body);
+        let items: Vec<I> = items.collect();
+        share_with(items.into_iter(), memory, body);
     }
 }
 

@@ -5,6 +5,7 @@ use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -20,8 +21,14 @@ use crate::terminal::notes::note;
 use crate::terminal::samples::CUT;
 use crate::terminal::shell;
 
-/// Lines answered together, if so many are there already.
-const BATCH: usize = 256;
+/// Lines answered together, if so many are there already: at first,
+const FIRST: usize = 256;
+
+/// and at most.
+const MOST: usize = 1024;
+
+/// More lines are taken where answers come sooner than this, and fewer where they come later.
+const WAIT: Duration = Duration::from_millis(200);
 
 /// What `longspan predict` takes.
 #[derive(Args)]
@@ -58,7 +65,9 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     let mut unknown = BTreeSet::new();
     let mut cut = 0;
     let mut number = 0;
-    while let Some((batch, failure)) = next_batch(&lines) {
+    let mut most = FIRST;
+    while let Some((batch, failure)) = next_batch(&lines, most) {
+        let started = Instant::now();
         let mut texts = Vec::with_capacity(batch.len());
         let mut bad_line = None;
         for line in batch {
@@ -87,6 +96,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
             writeln!(out, "{line}")?;
         }
         out.flush()?;
+        most = if started.elapsed() < WAIT { 2 * most } else { most / 2 }.clamp(FIRST, MOST);
         if let Some(error) = bad_line {
             return Err(error);
         }
@@ -106,7 +116,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
 
 /// Reads lines on a thread of its own: a line is answered as soon as it is there, and lines that wait are answered together.
 fn read_ahead(mut reader: Box<dyn BufRead + Send>) -> Receiver<io::Result<Vec<u8>>> {
-    let (sender, receiver) = mpsc::sync_channel(4 * BATCH);
+    let (sender, receiver) = mpsc::sync_channel(MOST);
     thread::spawn(move || {
         loop {
             let mut line = Vec::new();
@@ -140,8 +150,8 @@ fn in_order(lines: Vec<String>) -> Receiver<io::Result<Vec<u8>>> {
     receiver
 }
 
-/// Waits for a line and takes those that are there already, with the error that ended them. `None` at the end.
-fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Option<io::Error>)> {
+/// Waits for a line and takes those that are there already, up to `most`, with the error that ended them. `None` at the end.
+fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>, most: usize) -> Option<(Vec<Vec<u8>>, Option<io::Error>)> {
     let mut batch = Vec::new();
     let mut message = lines.recv().ok()?;
     loop {
@@ -149,7 +159,7 @@ fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>) -> Option<(Vec<Vec<u8>>, Op
             Ok(line) => batch.push(line),
             Err(error) => return Some((batch, Some(error))),
         }
-        if batch.len() == BATCH {
+        if batch.len() == most {
             return Some((batch, None));
         }
         message = match lines.try_recv() {

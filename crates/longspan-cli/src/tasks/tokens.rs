@@ -2,7 +2,8 @@
 //!
 //! Ids 0 to 3 are the same for every kind: padding, start, end, unknown. A tokenizer's own ids follow, shifted by 4.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -82,6 +83,14 @@ impl Vocabulary {
         Self { entries, ids }
     }
 
+    /// Of these pieces, each once.
+    fn of<P: Ord + Hash + Into<String>>(pieces: impl Iterator<Item = P>) -> Self {
+        // Few of them differ: sorting all would take most of a short run's start.
+        let mut entries: Vec<P> = pieces.collect::<HashSet<P>>().into_iter().collect();
+        entries.sort_unstable();
+        Self::new(entries.into_iter().map(Into::into).collect())
+    }
+
     fn id(&self, entry: &str) -> u32 {
         self.ids.get(entry).copied().unwrap_or(UNKNOWN)
     }
@@ -120,14 +129,8 @@ impl Tokenizer {
     /// A tokenizer of this kind that knows all of `texts`.
     pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
         Ok(match kind {
-            Kind::Characters => {
-                let set: BTreeSet<char> = texts.flat_map(str::chars).collect();
-                Self::Characters { vocabulary: Vocabulary::new(set.into_iter().map(String::from).collect()) }
-            }
-            Kind::Words => {
-                let set: BTreeSet<&str> = texts.flat_map(str::split_whitespace).collect();
-                Self::Words { vocabulary: Vocabulary::new(set.into_iter().map(String::from).collect()) }
-            }
+            Kind::Characters => Self::Characters { vocabulary: Vocabulary::of(texts.flat_map(str::chars)) },
+            Kind::Words => Self::Words { vocabulary: Vocabulary::of(texts.flat_map(str::split_whitespace)) },
             Kind::Bytes => Self::Bytes,
             Kind::File(path) => {
                 let text = std::fs::read_to_string(path)

@@ -1,6 +1,7 @@
 //! Threads that each take a part of a batch.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
@@ -57,7 +58,24 @@ impl Workers {
         self.run_in(self.count, items, work)
     }
 
-    /// The same in so many parts at most.
+    /// Runs `work` on every item, each thread on the next one that no other has begun, so that none waits long for the others where the
+    /// longest items come first; results in the order of the items.
+    pub fn each<T: Sync, R: Send>(&self, items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+        let next = AtomicUsize::new(0);
+        let found = self.run(&items[..items.len().min(self.count)], |_, _| {
+            let mut found = Vec::new();
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(item) = items.get(at) else { return Ok(found) };
+                found.push((at, work(item)?));
+            }
+        })?;
+        let mut found: Vec<(usize, R)> = found.into_iter().flatten().collect();
+        found.sort_by_key(|(at, _)| *at);
+        Ok(found.into_iter().map(|(_, result)| result).collect())
+    }
+
+    /// The same as [`run`](Self::run) in so many parts at most.
     pub fn run_in<T: Sync, R: Send>(
         &self,
         parts: usize,
@@ -66,24 +84,32 @@ impl Workers {
     ) -> Result<Vec<R>> {
         let part = items.len().div_ceil(parts).max(1);
         let pools = self.pools(items.len().div_ceil(part).max(1))?;
-        thread::scope(|scope| {
-            let work = &work;
-            let handles: Vec<_> = items
-                .chunks(part)
-                .zip(&*pools)
-                .enumerate()
-                .map(|(n, (part, pool))| scope.spawn(move || pool.install(|| work(n, part))))
-                .collect();
-            handles
-                .into_iter()
-                .map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        })
+        let mut results: Vec<Option<Result<R>>> = items.chunks(part).map(|_| None).collect();
+        let work = &work;
+        let jobs = items
+            .chunks(part)
+            .zip(&mut results)
+            .enumerate()
+            .map(|(n, (part, result))| move || *result = Some(work(n, part)));
+        side_by_side(jobs.zip(&*pools));
+        results.into_iter().flatten().collect()
+    }
+}
+
+/// Runs every job in its pool, all at the same time.
+fn side_by_side<'p, J: FnOnce() + Send>(mut jobs: impl Iterator<Item = (J, &'p ThreadPool)>) {
+    if let Some((job, pool)) = jobs.next() {
+        pool.in_place_scope(|scope| {
+            scope.spawn(|_| job());
+            side_by_side(jobs);
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use anyhow::bail;
+
     use super::*;
 
     #[test]
@@ -99,7 +125,12 @@ mod tests {
                 assert_eq!(found.iter().map(|(_, _, threads)| *threads).collect::<Vec<_>>(), expected);
                 assert_eq!(found.iter().flat_map(|(_, part, _)| part.clone()).collect::<Vec<_>>(), items);
                 assert!(found.iter().enumerate().all(|(at, (n, _, _))| at == *n));
+                let found = workers.each(&items, |item| Ok((*item, rayon::current_num_threads()))).unwrap();
+                assert_eq!(found.iter().map(|(item, _)| *item).collect::<Vec<_>>(), items);
+                assert!(found.iter().all(|(_, threads)| expected.contains(threads)));
             }
         }
+        let failed = workers.each(&[1, 2, 3], |item| if *item == 2 { bail!("two") } else { Ok(*item) });
+        assert_eq!(failed.unwrap_err().to_string(), "two");
     }
 }

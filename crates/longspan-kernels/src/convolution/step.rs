@@ -45,7 +45,7 @@ pub(super) fn step<T: Real>(
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * head_dim)).enumerate();
-    threads::share_step(batch * kv_heads * width * head_dim, heads, StepMemory::new, run);
+    threads::share_many(batch * kv_heads * width * head_dim, heads, StepMemory::new, run);
     Ok(())
 }
 

@@ -6,7 +6,7 @@
 use crate::error::{Error, expect};
 use crate::simd::rows::{load_part, store_part};
 use crate::simd::{Operation, Vector, dispatch};
-use crate::threads::share;
+use crate::threads::share_many;
 
 /// Numbers of a task: four times 64 kB, which a second-level cache holds.
 const PIECE: usize = 1 << 14;
@@ -64,9 +64,15 @@ impl AdamW {
             rate: rate as f32,
         };
         let moments = m.chunks_mut(PIECE).zip(v.chunks_mut(PIECE));
-        share(values.chunks_mut(PIECE).zip(gradient.chunks(PIECE)).zip(moments), |((values, gradient), (m, v))| {
-            dispatch(Update { step, values, gradient, m, v });
-        });
+        let pieces = values.chunks_mut(PIECE).zip(gradient.chunks(PIECE)).zip(moments);
+        share_many(
+            len,
+            pieces,
+            || (),
+            |((values, gradient), (m, v)), ()| {
+                dispatch(Update { step, values, gradient, m, v });
+            },
+        );
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
 use crate::simd::{Operation, Vector, dispatch};
-use crate::threads::share_step;
+use crate::threads::share_many;
 
 /// Rows up to which a weight is read row by row; of more, blocks of it serve several.
 const FEW: usize = 4;
@@ -29,7 +29,7 @@ fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, few: 
     if rows <= few {
         for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
             let parts = out.chunks_mut(COLUMNS).enumerate();
-            share_step(
+            share_many(
                 inputs * outputs,
                 parts,
                 || (),
@@ -377,7 +377,7 @@ impl Weights<'_> {
         expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
         for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
             let parts = out.chunks_mut(COLUMNS).enumerate();
-            share_step(
+            share_many(
                 inputs * outputs,
                 parts,
                 || (),

@@ -45,7 +45,7 @@ pub(super) fn step<T: Real>(
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_step(batch * kv_heads * longest * (head_dim + value_dim), heads, || (), run);
+    threads::share_many(batch * kv_heads * longest * (head_dim + value_dim), heads, || (), run);
     Ok(())
 }
 

@@ -245,7 +245,7 @@ impl Report {
             let shares = row.operations.iter().map(|(name, seconds)| (name, 100.0 * seconds / whole));
             let mut shares: Vec<_> = shares.filter(|&(_, share)| share >= 0.5).collect();
             shares.sort_by(|a, b| b.1.total_cmp(&a.1));
-            let shares = shares.iter().map(|(name, share)| format!("{name} {share:.0} %"));
+            let shares = shares.iter().map(|(name, share)| format!("{} {share:.0} %", name.trim_end_matches(" parts")));
             writeln!(text, "{}, {}: {}", row.attention, row.tokens, shares.collect::<Vec<_>>().join(", "))?;
         }
         Ok(text)

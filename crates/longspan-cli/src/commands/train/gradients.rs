@@ -1,5 +1,7 @@
 //! Weights of a new model, and the gradient of a batch, computed in parts at the same time.
 
+use std::cmp::Reverse;
+
 use anyhow::Result;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -120,16 +122,13 @@ pub fn mean_loss<T: Task>(
     let model = model.valid();
     let device = Device::flex();
     let mut ordered: Vec<&T::Example> = examples.iter().collect();
-    ordered.sort_by_key(|example| T::size(example));
-    let parts = workers.run(&ordered, |_, part| {
-        let mut sum = 0.0;
-        for batch in part.chunks(batch_size).flat_map(|batch| micro_batches(batch, |example| T::size(example))) {
-            sum += f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>());
-        }
-        Ok(sum)
-    })?;
+    ordered.sort_by_key(|example| Reverse(T::size(example)));
+    let batches: Vec<_> =
+        ordered.chunks(batch_size).flat_map(|batch| micro_batches(batch, |example| T::size(example))).collect();
+    let losses = workers
+        .each(&batches, |batch| Ok(f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>())))?;
     let tokens: usize = examples.iter().map(|example| T::size(example).0).sum();
-    Ok(parts.iter().sum::<f64>() / tokens as f64)
+    Ok(losses.iter().sum::<f64>() / tokens as f64)
 }
 
 /// The sum of two gradients, the first of which may not be there yet.

@@ -3,6 +3,7 @@
 mod confusion;
 mod numbers;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::path::PathBuf;
@@ -256,7 +257,7 @@ impl Target {
             }
         }
         let mut order: Vec<usize> = (0..counts.len()).collect();
-        order.sort_by_key(|&label| std::cmp::Reverse(counts[label]));
+        order.sort_by_key(|&label| Reverse(counts[label]));
         let some = |label: &usize| format!("{} {}", labels[*label], counts[*label]);
         let named: Vec<String> = order.iter().take(5).map(some).collect();
         let more = order.len().saturating_sub(5);
@@ -276,21 +277,18 @@ pub fn outputs<R: Sync>(
     forward: impl Fn(&[&R]) -> Result<Tensor<2>> + Sync,
 ) -> Result<Vec<Vec<f32>>> {
     let mut order: Vec<usize> = (0..rows.len()).collect();
-    order.sort_by_key(|&place| length(&rows[place]));
+    order.sort_by_key(|&place| Reverse(length(&rows[place])));
     let batches: Vec<&[usize]> =
         order.chunks(BATCH).flat_map(|part| micro_batches(part, |&place| (1, length(&rows[place])))).collect();
-    let found = how.workers.run(&batches, |_, batches| {
-        let mut found = Vec::new();
-        for batch in batches {
-            let some: Vec<&R> = batch.iter().map(|&place| &rows[place]).collect();
-            let numbers = values(forward(&some)?)?;
-            found.extend(batch.iter().copied().zip(numbers.chunks(width).map(<[f32]>::to_vec)));
-        }
-        Ok(found)
+    let found = how.workers.each(&batches, |batch| {
+        let some: Vec<&R> = batch.iter().map(|&place| &rows[place]).collect();
+        values(forward(&some)?)
     })?;
     let mut all = vec![Vec::new(); rows.len()];
-    for (place, row) in found.into_iter().flatten() {
-        all[place] = row;
+    for (batch, numbers) in batches.iter().zip(found) {
+        for (&place, row) in batch.iter().zip(numbers.chunks(width)) {
+            all[place] = row.to_vec();
+        }
     }
     Ok(all)
 }

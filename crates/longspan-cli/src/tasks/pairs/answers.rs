@@ -1,5 +1,7 @@
 //! Answers of a model to texts, and their scores against targets.
 
+use std::cmp::Reverse;
+
 use anyhow::{Result, anyhow};
 use burn::tensor::Device;
 use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
@@ -16,6 +18,9 @@ use crate::tasks::tokens::{END, START, Tokenizer, UNKNOWN};
 
 /// Sources decoded together. Decoding costs per step, not per source, until the matrix products fill the caches.
 const BATCH: usize = 128;
+
+/// Fewer only where there is not as much for every thread.
+const LEAST: usize = 32;
 
 /// Up to `beam` hypotheses for each text, the likeliest first. An empty text has one empty answer, which is certain.
 pub fn search(
@@ -36,39 +41,35 @@ pub fn search(
         }
     }
     // Sources of similar lengths share a batch, so that little is padded.
-    sources.sort_by_key(|(_, ids)| ids.len());
+    sources.sort_by_key(|(_, ids)| Reverse(ids.len()));
     let device = Device::flex();
     let longest = how.config.answer_tokens.unwrap_or(how.config.max_tokens);
     let options = GenerateOptions::new(START as usize, END as usize, longest);
     let beam = widest(seq2seq.target_vocab(), longest).min(how.beam);
     check_beam(how, beam)?;
-    let size = (BATCH / beam).min(sources.len().div_ceil(how.workers.count())).max(1);
+    // So many batches that no thread waits long for the last.
+    let share = |batches: usize| sources.len().div_ceil(batches * how.workers.count());
+    let size = share(4).max(LEAST).min(share(1)).min(BATCH / beam).max(1);
     let batches: Vec<_> =
         sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
     // Long sources take turns where the memory has no room for several.
     let each =
-        sources.last().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam, ids.len()));
+        sources.first().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam, ids.len()));
     let in_turn = each * how.workers.count() as f64 > memory::available();
-    if let (true, Some((place, ids))) = (in_turn, sources.last()) {
+    if let (true, Some((place, ids))) = (in_turn, sources.first()) {
         let what = || format!("{}, line {}: a text of {} tokens", how.name, (how.line)(*place), ids.len());
         memory::check(each, what, "shorten it, or keep fewer prefixes with --beam")?;
     }
-    let answer = |_: usize, batches: &[&[(usize, Vec<u32>)]]| {
-        let mut found = Vec::new();
-        for batch in batches {
-            let rows: Vec<&[u32]> = batch.iter().map(|(_, ids)| ids.as_slice()).collect();
-            let (source, lengths) = padded(&rows, &device);
-            let hypotheses = beam_search(seq2seq, source, &lengths, beam, &options)?;
-            found.extend(batch.iter().map(|(place, _)| *place).zip(hypotheses));
-        }
-        Ok(found)
+    let answer = |batch: &&[(usize, Vec<u32>)]| {
+        let rows: Vec<&[u32]> = batch.iter().map(|(_, ids)| ids.as_slice()).collect();
+        let (source, lengths) = padded(&rows, &device);
+        Ok(beam_search(seq2seq, source, &lengths, beam, &options)?)
     };
     // Each on all threads, or all at the same time.
     let turns = batches.chunks(if in_turn { 1 } else { batches.len().max(1) });
-    let found =
-        turns.map(|batches| how.workers.run(batches, answer)).collect::<Result<Vec<_>>>()?.into_iter().flatten();
-    for (place, hypotheses) in found.flatten() {
-        answers[place] = hypotheses;
+    let found = turns.map(|batches| how.workers.each(batches, answer)).collect::<Result<Vec<_>>>()?.concat();
+    for ((place, _), hypotheses) in batches.into_iter().flatten().zip(found.into_iter().flatten()) {
+        answers[*place] = hypotheses;
     }
     Ok(answers)
 }

@@ -8,7 +8,6 @@ use super::super::problem::Problem;
 use super::keys::{Block, Keys, TILE, most_keys, most_rows, rows_len, tile_width};
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows};
 use crate::feature_map::elementwise::copy_rows;
-use crate::feature_map::rows::Shift;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, all_finite, dot, multiply, scale_by, store};
 use crate::simd::product::{Product, zero_outside};
@@ -233,31 +232,41 @@ pub(in super::super) fn backward<T: Real>(
                     row += range.rows;
                 }
             }
-            for key in 0..sequence.keys + sequence.absent {
-                let token = sequence.key_start + key;
-                // SAFETY: all of a unit's keys belong to its task.
-                let (to_k, to_v) = unsafe { sink.rows.key([sequence.batch, unit.kv_head, token], &problem.dims) };
-                if key >= end || unit.ignores(key) {
-                    // What stands in such a key may be NaN, which no slope of 0 would hold back.
-                    to_k.fill(T::ZERO);
-                    to_v.fill(T::ZERO);
-                    continue;
+            let (all, place) =
+                (sequence.keys + sequence.absent, |key| [sequence.batch, unit.kv_head, sequence.key_start + key]);
+            let counts = |key: &usize| *key < end && !unit.ignores(*key);
+            let mut key = 0;
+            while key < all {
+                let run = (key..all).take(most_rows).take_while(counts).count();
+                for key in key..key + run.max(1) {
+                    // SAFETY: all of a unit's keys belong to its task.
+                    let (to_k, to_v) = unsafe { sink.rows.key(place(key), &problem.dims) };
+                    if run == 0 {
+                        // What stands in such a key may be NaN, which no slope of 0 would hold back.
+                        to_v.fill(T::ZERO);
+                    } else {
+                        store(&dv[key * value_width..], T::ONE, to_v);
+                    }
+                    if run == 0 || !problem.content {
+                        to_k.fill(T::ZERO);
+                    }
                 }
-                store(&dv[key * value_width..], T::ONE, to_v);
-                let d = &mut dk[key * head_width..][..head_width];
-                if !problem.content {
-                    to_k.fill(T::ZERO);
-                    continue;
+                if run > 0 && problem.content {
+                    // With positions, what stands between raw keys and features has been overwritten by later ones.
+                    if problem.rotations.is_some() {
+                        keys.load_range((key, run), block.q, &mut lift);
+                    }
+                    let rows = key * head_width..(key + run) * head_width;
+                    let (features, d, positions) = (&keys.k[rows.clone()], &mut dk[rows], sink.positions);
+                    let (raw, row) =
+                        problem.pull_back_keys(unit, key, run, features, d, key_sums, positions, &mut lift);
+                    for (n, raw) in raw.chunks(row).take(run).enumerate() {
+                        // SAFETY: as above.
+                        let (to_k, _) = unsafe { sink.rows.key(place(key + n), &problem.dims) };
+                        store(raw, T::ONE, to_k);
+                    }
                 }
-                // With positions, what stands between raw keys and features has been overwritten by later ones.
-                if problem.rotations.is_some() {
-                    let shift = keys.row_max.get(key).copied().filter(|top| top.is_finite()).unwrap_or(T::ZERO);
-                    problem.load_keys(unit, key, 1, Shift::One(shift), block.q, &mut lift);
-                }
-                let features = &keys.k[key * head_width..][..head_width];
-                let positions = sink.positions;
-                let (raw, _) = problem.pull_back_keys(unit, key, 1, features, d, key_sums, positions, &mut lift);
-                store(raw, T::ONE, to_k);
+                key += run.max(1);
             }
         });
     }

@@ -174,24 +174,27 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             return;
         }
         self.k[keys * width..].fill(T::ZERO);
-        let mut shifts = [T::ZERO; TILE];
         let mut highest = T::NEG_INFINITY;
+        for key in 0..if problem.exponential { keys } else { 0 } {
+            let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_max(&unit, key) };
+            let found = Some(top).filter(|top| top.is_finite());
+            highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
+            self.highest[key] = highest;
+            self.row_max[key] = match found {
+                None if unit.ignores(key) => T::NEG_INFINITY,
+                found => found.unwrap_or(T::from_f64(f64::NAN)),
+            };
+        }
         for first in (0..keys).step_by(TILE) {
             let count = TILE.min(keys - first);
-            for key in first..if problem.exponential { first + count } else { first } {
-                let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_max(&unit, key) };
-                let found = Some(top).filter(|top| top.is_finite());
-                highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
-                self.highest[key] = highest;
-                self.row_max[key] = match found {
-                    None if unit.ignores(key) => T::NEG_INFINITY,
-                    found => found.unwrap_or(T::from_f64(f64::NAN)),
-                };
-                shifts[key - first] = found.unwrap_or(T::ZERO);
-            }
-            let shift = if problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
-            problem.load_keys(&unit, first, count, shift, &mut self.k[first * width..], lift);
+            let to = &mut self.k[first * width..];
+            load_range(problem, &unit, (first, count), self.row_max, to, lift);
         }
+    }
+
+    /// Loads `φ(k)` of up to [`TILE`] keys.
+    pub fn load_range(&self, (first, count): (usize, usize), to: &mut [T], lift: &mut Lift<'_, T>) {
+        load_range(self.problem, &self.unit, (first, count), self.row_max, to, lift);
     }
 
     /// What row `row` sees, or none if it sees nothing.
@@ -360,4 +363,21 @@ pub(super) fn rows_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 /// Keys of the longest sequence.
 pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
+}
+
+/// Writes `φ(k)` of up to [`TILE`] keys relative to their exponents, of which those that are not finite count as 0.
+fn load_range<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    (first, count): (usize, usize),
+    row_max: &[T],
+    to: &mut [T],
+    lift: &mut Lift<'_, T>,
+) {
+    let mut shifts = [T::ZERO; TILE];
+    for (shift, top) in shifts.iter_mut().zip(row_max.iter().skip(first)).filter(|(_, top)| top.is_finite()) {
+        *shift = *top;
+    }
+    let shift = if problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
+    problem.load_keys(unit, first, count, shift, to, lift);
 }
