@@ -44,7 +44,10 @@ impl Settings {
             let forecasts = named("forecast").is_number();
             return Some(if forecasts { RunConfig::of_forecast() } else { RunConfig::of_series() });
         }
-        named("labelled").is_string().then(RunConfig::of_labelled)
+        if named("labelled").is_string() {
+            return Some(RunConfig::of_labelled());
+        }
+        named("pairs").is_null().then(RunConfig::of_dictionary)
     }
 
     /// The keys whose values differ from those of `config`.

@@ -63,11 +63,18 @@ pub(crate) enum Features<'a, T> {
     },
 }
 
+/// What is subtracted from rows: the same from all, or a number from each.
+#[derive(Clone, Copy)]
+pub(crate) enum Shifts<'a, T> {
+    One(T),
+    Each(&'a [T]),
+}
+
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
-/// in `ignored` is true become 0 whatever stands in them. `shift` counts for [`FeatureMap::Exp`] alone.
+/// in `ignored` is true become 0 whatever stands in them. Shifts count for [`FeatureMap::Exp`] alone.
 pub(crate) struct LoadFeatures<'a, T> {
     pub map: FeatureMap,
-    pub shift: T,
+    pub shifts: Shifts<'a, T>,
     pub from: Rows<'a, T>,
     pub count: usize,
     pub width: usize,
@@ -82,16 +89,16 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { map, shift, from, count, width, ignored, to, to_row } = self;
+        let Self { map, shifts, from, count, width, ignored, to, to_row } = self;
         assert!(count == 0 || width.next_multiple_of(V::LANES) <= to_row);
         // SAFETY: forwarded to the caller.
         for_each_map!(map, MAP => unsafe {
-            load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
+            load_through::<V>(MAP, shifts, from, count, width, ignored, to, to_row);
         });
     }
 }
 
-/// Reads `count` rows of `width` numbers through `φ(x − shift)`, as [`LoadFeatures`].
+/// Reads `count` rows of `width` numbers through `φ(x − shift)` with one shift for all, as [`LoadFeatures`].
 #[inline]
 pub(crate) fn load_features<T: Real>(
     (map, shift): (FeatureMap, T),
@@ -100,7 +107,7 @@ pub(crate) fn load_features<T: Real>(
     ignored: Option<&[bool]>,
     (to, to_row): (&mut [T], usize),
 ) {
-    dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row });
+    dispatch(LoadFeatures { map, shifts: Shifts::One(shift), from, count, width, ignored, to, to_row });
 }
 
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block of rows `to_row` apart, which are filled up
@@ -126,7 +133,7 @@ pub(crate) fn load_exponentials<T: Real>(x: &[T], shift: T, to: &mut [T]) {
 #[allow(clippy::too_many_arguments)]
 unsafe fn load_through<V: Vector>(
     map: FeatureMap,
-    shift: V::Element,
+    shifts: Shifts<'_, V::Element>,
     from: Rows<'_, V::Element>,
     count: usize,
     width: usize,
@@ -142,6 +149,10 @@ unsafe fn load_through<V: Vector>(
             continue;
         }
         let from = from.row(row, width);
+        let shift = match shifts {
+            Shifts::One(shift) => shift,
+            Shifts::Each(shifts) => shifts[row],
+        };
         // SAFETY: `from` has `width` numbers, `to` a whole number of registers of at least that.
         unsafe {
             let shift = V::splat(shift);

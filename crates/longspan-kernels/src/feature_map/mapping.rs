@@ -3,8 +3,8 @@
 use super::FeatureMap;
 use super::rows::{RowMap, Shift, Side};
 use crate::call::{Arena, Dims, Scratch, View};
-use crate::feature_map::elementwise::{Features, PullBackFeatures, load_features};
-use crate::simd::block::{all_finite, dot, largest};
+use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures, Shifts};
+use crate::simd::block::{all_finite, dot, largest, largest_of_rows};
 use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 
@@ -82,6 +82,15 @@ impl<'a, T: Real> Mapping<'a, T> {
         }
     }
 
+    /// The same of all keys from one on.
+    pub fn all_key_max(&self, [batch, kv_head, first]: [usize; 3], rows: Rows<'_, T>, to: &mut [T]) {
+        let place = (batch * self.kv_heads + kv_head) * self.keys + first;
+        match self.rows {
+            Some(_) => to.copy_from_slice(&self.row_max[place..][..to.len()]),
+            None => largest_of_rows(rows, self.head_dim, to),
+        }
+    }
+
     /// Whether rows, and what becomes of them, are finite.
     pub fn all_finite(&self, rows: Rows<'_, T>, count: usize) -> bool {
         if self.rows.is_none() {
@@ -100,7 +109,7 @@ impl<'a, T: Real> Mapping<'a, T> {
         from: Rows<'_, T>,
         count: usize,
         ignored: Option<&[bool]>,
-        mut shift: Shift<'_, T>,
+        shift: Shift<'_, T>,
         to: &mut [T],
         stride: usize,
         work: &mut [T],
@@ -109,25 +118,22 @@ impl<'a, T: Real> Mapping<'a, T> {
             map.write(side, from, count, ignored, shift, to, stride, work);
             return;
         }
-        let head_dim = self.head_dim;
-        if let Shift::One(shift) = shift {
-            load_features((self.map, shift), from, (count, head_dim), ignored, (to, stride));
-            return;
-        }
-        for row in 0..count {
-            let shift = match &mut shift {
-                Shift::One(shift) => *shift,
-                Shift::Each(shifts) => shifts[row],
-                Shift::Own(row_max) => {
-                    let top = largest(from.row(row, head_dim));
-                    row_max[row] = if top.is_finite() { top } else { T::ZERO };
-                    row_max[row]
-                }
-            };
-            let ignored = ignored.map(|ignored| &ignored[row..]);
-            let to = (&mut to[row * stride..], stride);
-            load_features((self.map, shift), from.skip(row), (1, head_dim), ignored, to);
-        }
+        let shifts = match shift {
+            Shift::One(shift) => Shifts::One(shift),
+            Shift::Each(shifts) => Shifts::Each(shifts),
+            Shift::Own(row_max) => {
+                self.finite_row_max(from, &mut row_max[..count]);
+                Shifts::Each(row_max)
+            }
+        };
+        let (map, width) = (self.map, self.head_dim);
+        dispatch(LoadFeatures { map, shifts, from, count, width, ignored, to, to_row: stride });
+    }
+
+    /// The largest number of each row; 0 where none is finite.
+    fn finite_row_max(&self, from: Rows<'_, T>, to: &mut [T]) {
+        largest_of_rows(from, self.head_dim, to);
+        to.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
     }
 
     /// The same features for who turns them: written to `to`, or, where the map is made of single numbers, to be made on the way and left
@@ -167,10 +173,12 @@ impl<'a, T: Real> Mapping<'a, T> {
         let shifts = &mut shifts[..count];
         match &self.rows {
             _ if !self.exponential => return shifts.fill(T::ZERO),
-            Some(map) => map.row_max(Side::Query(head), from, count, shifts, work),
-            None => shifts.iter_mut().enumerate().for_each(|(n, top)| *top = largest(from.row(n, self.head_dim))),
+            Some(map) => {
+                map.row_max(Side::Query(head), from, count, shifts, work);
+                shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
+            }
+            None => self.finite_row_max(from, shifts),
         }
-        shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
     }
 
     /// The gradient of `count` raw rows and the length of a row in it, from their features `phi` and the gradient `d` of

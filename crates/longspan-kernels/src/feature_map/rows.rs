@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::squares::{self, Squares, SquaresBack};
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::call::{Dims, Scratch, SharedRows, View};
-use crate::feature_map::elementwise::{copy_rows, load_features};
+use crate::feature_map::elementwise::{LoadFeatures, Shifts, copy_rows};
 use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, transpose};
 use crate::simd::product::Product;
 use crate::simd::rows::{Rows, padded};
@@ -143,19 +143,13 @@ impl<'a, T: Real> RowMap<'a, T> {
             let width = padded::<T>(features);
             self.exponents(side, from, count, work, width);
             let exponents = Rows { data: &*work, stride: width };
-            match shift {
-                Shift::One(shift) => {
-                    load_features((FeatureMap::Exp, shift), exponents, (count, features), ignored, (to, row));
-                }
-                Shift::Each(shifts) => {
-                    for (n, &shift) in shifts.iter().enumerate().take(count) {
-                        let ignored = ignored.map(|ignored| &ignored[n..]);
-                        let (exponents, to) = (exponents.skip(n), &mut to[n * row..]);
-                        load_features((FeatureMap::Exp, shift), exponents, (1, features), ignored, (to, row));
-                    }
-                }
-                Shift::Own(_) => {}
-            }
+            let shifts = match shift {
+                Shift::One(shift) => Shifts::One(shift),
+                Shift::Each(shifts) => Shifts::Each(shifts),
+                Shift::Own(_) => unreachable!("above"),
+            };
+            let (map, from, width) = (FeatureMap::Exp, exponents, features);
+            dispatch(LoadFeatures { map, shifts, from, count, width, ignored, to, to_row: row });
             return;
         }
         match self.map {

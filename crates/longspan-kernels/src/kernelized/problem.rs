@@ -197,6 +197,11 @@ impl<'a, T: Real> Problem<'a, T> {
         self.mapping.key_max(place, unit.k.row(key, self.dims.head_dim))
     }
 
+    /// The same of all keys of a unit.
+    pub fn all_key_max(&self, unit: &Unit<'_, T>, to: &mut [T]) {
+        self.mapping.all_key_max([unit.sequence.batch, unit.kv_head, unit.sequence.key_start], unit.k, to);
+    }
+
     /// Independent (sequence, key/value head) pairs.
     pub fn units(&self) -> usize {
         self.sequences.len() * self.dims.kv_heads

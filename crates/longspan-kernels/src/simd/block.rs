@@ -222,6 +222,32 @@ pub(crate) fn largest<T: Real>(x: &[T]) -> T {
     dispatch(Largest { x })
 }
 
+/// The largest number of each row, as [`largest`].
+pub(crate) struct LargestOfRows<'a, T> {
+    pub rows: Rows<'a, T>,
+    pub width: usize,
+    pub to: &'a mut [T],
+}
+
+impl<T: Real> Operation for LargestOfRows<'_, T> {
+    type Element = T;
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector<Element = T>>(self) {
+        let Self { rows, width, to } = self;
+        for (row, to) in to.iter_mut().enumerate() {
+            // SAFETY: forwarded to the caller.
+            *to = unsafe { Largest { x: rows.row(row, width) }.run::<V>() };
+        }
+    }
+}
+
+/// Writes the largest number of each row of `width`.
+pub(crate) fn largest_of_rows<T: Real>(rows: Rows<'_, T>, width: usize, to: &mut [T]) {
+    dispatch(LargestOfRows { rows, width, to })
+}
+
 /// `to[i] += block[i]·vector` for each row.
 pub(crate) struct AddRowDots<'a, T> {
     pub block: &'a [T],

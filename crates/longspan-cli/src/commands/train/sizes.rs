@@ -54,11 +54,12 @@ pub fn product_rate() -> f64 {
 /// The settings at another width, in the same proportions.
 fn resized(config: &RunConfig, width: usize) -> RunConfig {
     let default = config.d_model;
+    // Small models keep their heads, large ones the width of a head.
+    let heads = config.heads * width.max(default) / default;
     let depth = |layers: usize| layers * width.max(DEEPER) / DEEPER;
     RunConfig {
         d_model: width,
-        // Small models keep their heads, large ones the width of a head.
-        heads: config.heads * width.max(default) / default,
+        heads: (1..=heads).rev().find(|heads| width.is_multiple_of(*heads)).unwrap_or(1),
         d_ff: config.d_ff * width / default,
         layers: depth(config.layers),
         encoder_layers: depth(config.encoder_layers),
@@ -70,7 +71,7 @@ fn resized(config: &RunConfig, width: usize) -> RunConfig {
 /// Weights of the products in all blocks, about.
 fn weights(config: &RunConfig) -> f64 {
     let square = config.d_model * config.d_model;
-    let block = 4 * square + 2 * config.d_model * config.d_ff;
+    let block = 4 * square + (2 + usize::from(config.gated)) * config.d_model * config.d_ff;
     let all = match config.data_flag() {
         "--pairs" => (config.encoder_layers + config.decoder_layers) * block + config.decoder_layers * 4 * square,
         _ => config.layers * block,
@@ -90,7 +91,11 @@ mod tests {
 
     #[test]
     fn enough_data_without_minutes_leave_the_defaults() {
-        for config in [RunConfig::default(), RunConfig { text: vec!["a".into()], ..RunConfig::of_text() }] {
+        for config in [
+            RunConfig::default(),
+            RunConfig::of_dictionary(),
+            RunConfig { text: vec!["a".into()], ..RunConfig::of_text() },
+        ] {
             let (sizes, told) = chosen(&config, None, 1e6);
             assert_eq!((&sizes, told), (&config, None));
             assert_eq!(chosen(&config, None, f64::INFINITY).0, config);
@@ -104,6 +109,17 @@ mod tests {
         assert_eq!((sizes.d_model, sizes.heads, sizes.d_ff, sizes.layers), (32, 4, 64, 2));
         assert_eq!(told.unwrap(), "500 tokens of data");
         assert_eq!(chosen(&config, None, 0.0).0.d_model, 32, "whatever is there");
+    }
+
+    #[test]
+    fn heads_divide_every_width() {
+        for width in WIDTHS {
+            let RunConfig { d_model, heads, .. } = resized(&RunConfig::of_dictionary(), width);
+            assert!(
+                d_model.is_multiple_of(heads) && (16..=48).contains(&(d_model / heads)),
+                "{heads} heads of {d_model}"
+            );
+        }
     }
 
     #[test]

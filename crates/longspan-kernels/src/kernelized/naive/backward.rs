@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::super::backward::{GradientSink, reduce_table};
 use super::super::features::{Lift, PositionSink};
 use super::super::problem::Problem;
-use super::keys::{Block, Keys, TILE, most_keys, most_rows, rows_len, tile_width};
+use super::keys::{Block, ContentFactors, Keys, TILE, most_keys, most_rows, rows_len, tile_width};
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows};
 use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
@@ -127,6 +127,7 @@ pub(in super::super) fn backward<T: Real>(
                         )
                         .c_band(band)
                         .compute();
+                        let mut factors = ContentFactors::new(key);
                         for at in 0..range.rows {
                             let (line, d_line) =
                                 (&mut block.tile[at * tile_width..], &mut d_tile[at * tile_width..][..tile_width]);
@@ -156,9 +157,7 @@ pub(in super::super) fn backward<T: Real>(
                                 add_scaled(&mut dw[first..][..to - from], sight.position, &d_seen[from..]);
                                 dw[last] += sight.position * d_seen[to..].iter().copied().sum();
                             }
-                            keys.content_factors(&sight, key, seen, block.factors, |factors| {
-                                multiply(d_seen, factors);
-                            });
+                            factors.multiply(&keys, &sight, block.factors, d_seen);
                         }
                         // `to += aᵀ b` and `dq += a k`, both over some columns.
                         let back = |a: &[T], b: &[T], to: &mut [T], width: usize, columns: Range<usize>| {
@@ -198,9 +197,7 @@ pub(in super::super) fn backward<T: Real>(
                             let d_seen = &mut d_line[..count.min(sight.end - key)];
                             d_seen.fill(c[at] * gains[at]);
                             keys.decay(&sight, key, d_seen);
-                            keys.content_factors(&sight, key, d_seen.len(), block.factors, |factors| {
-                                multiply(d_seen, factors);
-                            });
+                            factors.multiply(&keys, &sight, block.factors, d_seen);
                         }
                         back(d_tile, block.q, dk, head_width, from..head_width);
                         forth(d_tile, from..head_width);

@@ -29,10 +29,11 @@ pub(super) struct Keys<'x, 'a, T: 'static> {
     /// Values, keys × value_width, and in backward each tile's transpose; 0 where a key is ignored.
     pub v: &'x mut [T],
     pub v_columns: &'x mut [T],
-    /// The exponent subtracted from each key, NaN for one without, and the largest of them up to each key; under
-    /// an exponential map only.
+    /// The exponent subtracted from each key, NaN for one without; and of a row that sees the keys up to each, the exponent that weights
+    /// are relative to, and what brings the table's terms to it. Under an exponential map only.
     pub row_max: &'x mut [T],
-    pub highest: &'x mut [T],
+    shifts: &'x mut [T],
+    positions: &'x mut [T],
     /// 1 for each key that is there, 0 for ignored ones; empty where none is ignored, but for weights that are polynomials.
     pub present: &'x mut [T],
     /// `γⁿ` for n = keys − 1 down to 0, if there is decay.
@@ -109,7 +110,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     pub fn len(problem: &Problem<'_, T>, backward: bool) -> usize {
         let keys = padded::<T>(most_keys(problem)).next_multiple_of(tile_width::<T>(most_keys(problem)).max(1));
         keys * (2 * problem.head_width + if backward { 2 } else { 1 } * problem.value_width)
-            + 3 * padded::<T>(most_keys(problem))
+            + 4 * padded::<T>(most_keys(problem))
             + keys
     }
 
@@ -137,7 +138,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             v: arena.take(whole * value_width),
             v_columns: arena.take(if backward { whole * value_width } else { 0 }),
             row_max: arena.take(if exp { keys } else { 0 }),
-            highest: arena.take(if exp { keys } else { 0 }),
+            shifts: arena.take(if exp { keys } else { 0 }),
+            positions: arena.take(if exp { keys } else { 0 }),
             present: arena.take(if problem.taylor.is_some() { whole } else { usize::from(padding.is_some()) * keys }),
             powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
             tile_width,
@@ -174,16 +176,23 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             return;
         }
         self.k[keys * width..].fill(T::ZERO);
+        if problem.exponential {
+            problem.all_key_max(&unit, self.row_max);
+        }
         let mut highest = T::NEG_INFINITY;
-        for key in 0..if problem.exponential { keys } else { 0 } {
-            let top = if unit.ignores(key) { T::NEG_INFINITY } else { problem.key_max(&unit, key) };
-            let found = Some(top).filter(|top| top.is_finite());
-            highest = highest.max(found.unwrap_or(T::NEG_INFINITY));
-            self.highest[key] = highest;
-            self.row_max[key] = match found {
-                None if unit.ignores(key) => T::NEG_INFINITY,
-                found => found.unwrap_or(T::from_f64(f64::NAN)),
-            };
+        for (key, (top, shift)) in self.row_max.iter_mut().zip(&mut *self.shifts).enumerate() {
+            if unit.ignores(key) {
+                *top = T::NEG_INFINITY;
+            } else if top.is_finite() {
+                highest = highest.max(*top);
+            } else {
+                *top = T::from_f64(f64::NAN);
+            }
+            let all = self.table.map_or(highest, |table| highest.max(table.shift));
+            *shift = if all.is_finite() { all } else { T::ZERO };
+        }
+        for (position, &shift) in self.positions.iter_mut().zip(&*self.shifts) {
+            *position = self.table.map_or(T::ONE, |table| (table.shift - shift).exp());
         }
         for first in (0..keys).step_by(TILE) {
             let count = TILE.min(keys - first);
@@ -211,12 +220,9 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             sight.decay = self.unit.decay((stands + 1 - end as isize) as usize);
         }
         if problem.exponential {
-            let of_keys = self.highest.get(end - 1).copied().unwrap_or(T::NEG_INFINITY);
-            let shift = self.table.map_or(of_keys, |table| of_keys.max(table.shift));
-            sight.shift = if shift.is_finite() { shift } else { T::ZERO };
-            if let Some(table) = &self.table {
-                sight.position = (table.shift - sight.shift).exp();
-            }
+            let of_table = self.table.map_or(T::ZERO, |table| table.shift);
+            sight.shift = self.shifts.get(end - 1).copied().unwrap_or(of_table);
+            sight.position = self.positions.get(end - 1).copied().unwrap_or(T::ONE);
         }
         Some(sight)
     }
@@ -305,10 +311,11 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         if problem.radius.is_none() && self.row_max.is_empty() && self.powers.is_empty() {
             return;
         }
+        let mut factors = ContentFactors::new(key);
         for row in 0..range.rows {
             let Some(sight) = self.sight(range.row + row).filter(|sight| sight.end > key) else { continue };
             let line = &mut block.tile[row * row_length..][..keys.min(sight.end - key)];
-            self.content_factors(&sight, key, line.len(), block.factors, |factors| multiply(line, factors));
+            factors.multiply(self, &sight, block.factors, line);
             if let (Some(table), Some((from, to, first))) = (&self.table, self.near(sight.stands, key, line.len())) {
                 let relative = &block.relative[row * table.width..][..table.width];
                 line[..from].iter_mut().for_each(|weight| *weight += relative[0]);
@@ -325,20 +332,35 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         }
     }
 
-    /// Hands over what brings the content terms of a row to its exponent, if anything.
-    pub fn content_factors(&self, sight: &Sight<T>, key: usize, keys: usize, to: &mut [T], apply: impl FnOnce(&[T])) {
-        if self.row_max.is_empty() {
-            return;
-        }
-        load_exponentials(&self.row_max[key..][..keys], sight.shift, &mut to[..self.tile_width]);
-        apply(to);
-    }
-
     /// Multiplies what belongs to the keys from `key` on by their decay to the last key that the row sees.
     pub fn decay(&self, sight: &Sight<T>, key: usize, line: &mut [T]) {
         if !self.powers.is_empty() {
             multiply(line, &self.powers[self.powers.len() - sight.end + key..]);
         }
+    }
+}
+
+/// What brings the content terms of rows to their exponents, for the keys of one tile: formed again where rows differ in it.
+pub(super) struct ContentFactors<T> {
+    key: usize,
+    formed: Option<(T, usize)>,
+}
+
+impl<T: Real> ContentFactors<T> {
+    pub fn new(key: usize) -> Self {
+        Self { key, formed: None }
+    }
+
+    /// Multiplies what belongs to the first keys of the tile, if anything; `memory` holds the factors from row to row.
+    pub fn multiply(&mut self, keys: &Keys<'_, '_, T>, sight: &Sight<T>, memory: &mut [T], line: &mut [T]) {
+        if keys.row_max.is_empty() {
+            return;
+        }
+        if self.formed.is_none_or(|(shift, count)| shift != sight.shift || count < line.len()) {
+            load_exponentials(&keys.row_max[self.key..][..line.len()], sight.shift, &mut memory[..keys.tile_width]);
+            self.formed = Some((sight.shift, line.len()));
+        }
+        multiply(line, memory);
     }
 }
 
