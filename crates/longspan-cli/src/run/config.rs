@@ -125,7 +125,7 @@ pub struct RunConfig {
 
     /// Seed of initial weights, the order of examples, and dropout.
     pub seed: u64,
-    /// Optimiser steps; by default 8000, or 60 passes over the pairs (at least 1000 steps) where that is less; 5400 on the dictionary.
+    /// Optimiser steps; by default 8000, or 60 passes over the pairs (at least 1000 steps) where that is less; 4000 on the dictionary.
     pub steps: Option<usize>,
     /// Train about this long instead: the first steps are timed, then `steps` is fixed.
     pub minutes: Option<f64>,
@@ -361,14 +361,15 @@ impl RunConfig {
     /// The defaults of a run on the dictionary: as few errors as with those of other pairs, in half the time (docs/tried.md).
     pub fn of_dictionary() -> Self {
         Self {
+            feature_map: "exp".into(),
             d_model: 96,
-            heads: 3,
+            heads: 2,
             d_ff: 128,
             activation: "silu".into(),
             gated: true,
-            batch_size: 96,
-            learning_rate: 8e-3,
-            steps: Some(5400),
+            batch_size: 128,
+            learning_rate: 6e-3,
+            steps: Some(4000),
             ..Self::default()
         }
     }

@@ -59,7 +59,7 @@ pub const KEYS: [(&str, &str); 53] = [
     ),
     ("recompute", "whether a backward forms again what it can: less memory, a third more time"),
     ("seed", "of initial weights, the order of pairs, and dropout"),
-    ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less; 5400 on the dictionary"),
+    ("steps", "optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less; 4000 on the dictionary"),
     ("minutes", "train about this long instead"),
     ("batch_size", "pairs in a batch"),
     ("learning_rate", "the largest rate of the schedule"),

@@ -172,7 +172,7 @@ impl<'a, T: Real> Mapping<'a, T> {
     pub fn query_shifts(&self, head: usize, from: Rows<'_, T>, count: usize, shifts: &mut [T], work: &mut [T]) {
         let shifts = &mut shifts[..count];
         match &self.rows {
-            _ if !self.exponential => return shifts.fill(T::ZERO),
+            _ if !self.exponential => shifts.fill(T::ZERO),
             Some(map) => {
                 map.row_max(Side::Query(head), from, count, shifts, work);
                 shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);

@@ -116,7 +116,7 @@ mod tests {
         for width in WIDTHS {
             let RunConfig { d_model, heads, .. } = resized(&RunConfig::of_dictionary(), width);
             assert!(
-                d_model.is_multiple_of(heads) && (16..=48).contains(&(d_model / heads)),
+                d_model.is_multiple_of(heads) && (16..=64).contains(&(d_model / heads)),
                 "{heads} heads of {d_model}"
             );
         }
