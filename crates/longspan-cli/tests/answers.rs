@@ -43,10 +43,14 @@ fn answers_do_not_depend_on_their_neighbours() {
     let words = ["abc", "a", "gfedcba", "bb", "c"];
     place.write("all", words.join("\n").as_bytes());
     let together: Vec<String> = place.ok(&["predict", "run", "all", "--beam", "3"]).lines().map(Into::into).collect();
-    for (word, answer) in words.iter().zip(together) {
+    for (word, answer) in words.iter().zip(&together) {
         place.write("one", word.as_bytes());
         assert_eq!(place.ok(&["predict", "run", "one", "--beam", "3"]).trim_end(), answer, "{word}");
     }
+    // More than are taken at a time, whichever thread answers them.
+    let many = |lines: &[String]| lines.iter().cycle().take(3000).cloned().collect::<Vec<String>>().join("\n");
+    place.write("many", many(&words.map(String::from)).as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "many", "--beam", "3"]).trim_end(), many(&together));
 }
 
 #[test]

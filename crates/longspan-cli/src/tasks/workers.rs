@@ -67,7 +67,9 @@ impl Workers {
             loop {
                 let at = next.fetch_add(1, Ordering::Relaxed);
                 let Some(item) = items.get(at) else { return Ok(found) };
-                found.push((at, work(item)?));
+                // Where one fails the others need not go on.
+                let result = work(item).inspect_err(|_| next.store(items.len(), Ordering::Relaxed))?;
+                found.push((at, result));
             }
         })?;
         let mut found: Vec<(usize, R)> = found.into_iter().flatten().collect();
