@@ -18,7 +18,7 @@ sizes = []
 for length in (8, 200):
     cache = StateCache()
     done = model.generate(
-        prompt, past_key_values=cache, max_new_tokens=length, do_sample=False, output_logits=True, return_dict_in_generate=True
+        prompt, cache=cache, max_new_tokens=length, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     sizes.append(cache.nbytes)
 assert sizes[0] == sizes[1] > 0, sizes

@@ -20,6 +20,7 @@ from longspan.transformers import (  # noqa: E402
     StateCache,
 )
 from longspan.transformers._config import SETTINGS  # noqa: E402
+from longspan.transformers._models import _CACHE as CACHE  # noqa: E402
 
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
@@ -180,7 +181,7 @@ def test_memory_is_constant():
     model, sizes = causal(), []
     for count in (3, 60):
         cache = StateCache()
-        model.generate(torch.randint(4, 30, (1, 5)), max_new_tokens=count, min_new_tokens=count, past_key_values=cache)
+        model.generate(torch.randint(4, 30, (1, 5)), max_new_tokens=count, min_new_tokens=count, **{CACHE: cache})
         assert cache.get_seq_length() == 5 + count - 1
         sizes.append(cache.nbytes)
     assert sizes[0] == sizes[1] > 0
@@ -273,7 +274,7 @@ def test_what_is_refused(tmp_path):
         model(ids, attention_mask=torch.ones(1, 1, 6, 6))
     with pytest.raises(TypeError, match="LongspanForCausalLM: position_ids: expected None"):
         model(ids, position_ids=torch.arange(6)[None])
-    with pytest.raises(TypeError, match="LongspanForCausalLM: past_key_values: expected a StateCache, got DynamicCache"):
+    with pytest.raises(TypeError, match="LongspanForCausalLM: cache: expected a StateCache, got DynamicCache"):
         model(ids, past_key_values=transformers.DynamicCache())
     with pytest.raises(ValueError, match="LongspanForSeq2SeqLM: decoder_input_ids: expected ids or labels, got None"):
         LongspanForSeq2SeqLM(LongspanConfig(**SIZES))(ids)

@@ -97,7 +97,7 @@ print("prompt ", prompt[0].tolist())
 
 
 def generate(tokens, cache):
-    ids = model.generate(prompt, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+    ids = model.generate(prompt, cache=cache, max_new_tokens=tokens, do_sample=False)
     return ids[0, LINE:].tolist()
 
 

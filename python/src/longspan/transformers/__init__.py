@@ -5,7 +5,7 @@ does not grow, in the place of keys and values::
 
     longspan.transformers.register("longspan")
     model.set_attn_implementation("longspan")
-    model.generate(**prompt, past_key_values=longspan.transformers.StateCache())
+    model.generate(**prompt, cache=longspan.transformers.StateCache())    # before transformers 5.24: past_key_values=
 
 A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
 

@@ -78,7 +78,7 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
             offset = key.shape[2] - query.shape[2] if causal else 0
             out = whole(query, key, value, is_causal=causal, offset=offset, key_padding_mask=ignored, **chosen)
         elif not causal:
-            raise ValueError(f"{name}: past_key_values: expected None or another cache for attention that is not causal, "
+            raise ValueError(f"{name}: cache: expected None or another cache for attention that is not causal, "
                              "got a StateCache")  # fmt: skip
         elif query.shape[2] == 1 and (ignored is None or not bool(ignored.any())):
             out, layer.state = step(query, key, value, state=layer.state, **chosen)
@@ -168,7 +168,7 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 class StateCache(Cache):  # type: ignore[misc]
     """A cache of states for an attention that `register` made known: what ``generate`` keeps of a text does not grow with it.
 
-    Give it as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
+    Give it as ``cache``, before transformers 5.24 as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
 
     Examples
     --------
@@ -183,7 +183,7 @@ class StateCache(Cache):  # type: ignore[misc]
     >>> model = LlamaForCausalLM(config)
     >>> def bytes_after(tokens):
     ...     cache = StateCache()
-    ...     _ = model.generate(torch.ones(1, 4, dtype=torch.long), past_key_values=cache, max_new_tokens=tokens)
+    ...     _ = model.generate(torch.ones(1, 4, dtype=torch.long), cache=cache, max_new_tokens=tokens)
     ...     return cache.nbytes
     >>> bytes_after(2) == bytes_after(40)
     True

@@ -89,7 +89,7 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
 
     model_type = "longspan"
     attribute_map = {"hidden_size": "d_model", "num_attention_heads": "heads", "num_hidden_layers": "layers"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self, tokenizers: dict[str, Any] | None = None, vocab_size: int | None = None, target_vocab_size: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ from ._config import LongspanConfig
 #: Arguments of `transformers` about files elsewhere, which a folder has no use for.
 _OF_HUBS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only",
             "trust_remote_code", "code_revision", "adapter_kwargs", "subfolder", "_from_auto", "_from_pipeline")  # fmt: skip
+#: What `transformers` calls a cache: ``cache`` from 5.24 on, which warns of the name before.
+_CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 #: What a call may say that changes nothing here.
 _WITHOUT_EFFECT = ("return_dict", "cache_position", "use_cache")
 
@@ -182,17 +185,19 @@ class _Generating(_Longspan, GenerationMixin):  # type: ignore[misc]
     _is_stateful = True
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any) -> None:
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StateCache()
+        if model_kwargs.get(_CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[_CACHE] = StateCache()
 
-    def _past(self, cache: Any, wanted: bool | None, blocks: Any) -> tuple[StateCache | None, Any]:
-        """The cache, new where one is wanted, and what it remembers for each block."""
+    def _past(self, given: tuple[Any, Any], wanted: bool | None, blocks: Any) -> tuple[dict[str, StateCache], Any]:
+        """The cache, by either name or new where one is wanted, by the name that outputs have for it, and what it remembers for
+        each block."""
+        cache = given[0] if given[1] is None else given[1]
         if cache is None and not wanted:
-            return None, None
+            return {}, None
         cache = StateCache() if cache is None else cache
         if not isinstance(cache, StateCache):
-            raise TypeError(f"{type(self).__name__}: past_key_values: expected a StateCache, got {type(cache).__name__}")
-        return cache, cache.first(len(blocks))
+            raise TypeError(f"{type(self).__name__}: cache: expected a StateCache, got {type(cache).__name__}")
+        return {_CACHE: cache}, cache.first(len(blocks))
 
 
 class LongspanForCausalLM(_Generating):
@@ -233,7 +238,7 @@ class LongspanForCausalLM(_Generating):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: StateCache | None = None,
         labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: Any = None,
-        **others: Any,
+        cache: StateCache | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         """Logits ``[batch, tokens, vocab]`` of every next token.
 
@@ -244,8 +249,8 @@ class LongspanForCausalLM(_Generating):
         attention_mask
             ``[batch, tokens]``, those before included, 1 or True where a token counts. Ignored tokens may stand before others,
             except where the model knows absolute positions (``aft-full``, ``aft-local``).
-        past_key_values
-            The states of the tokens before, which take these in.
+        cache, past_key_values
+            The states of the tokens before, which take these in; of both names `transformers` uses the first from 5.24 on.
         labels
             ``[batch, tokens]``: the same ids, each of which is learned from those before it; -100 is not learned.
         use_cache
@@ -262,13 +267,13 @@ class LongspanForCausalLM(_Generating):
         _refuse(self, others)
         absolute = self.model.sinusoidal or not set(_settings.BY_POSITION).isdisjoint(_settings.names(self.config.settings))
         ignored = _ignored(self, "attention_mask", attention_mask, input_ids, left=not absolute)
-        cache, past = self._past(past_key_values, use_cache, self.model.blocks)
+        kept, past = self._past((past_key_values, cache), use_cache, self.model.blocks)
         rows = self.model(input_ids, ignored, past)
         logits = self.model.logits(rows[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             loss = _cross_entropy(self.model.logits(rows[:, :-1]), labels[:, 1:], num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
 
 class LongspanForSequenceClassification(_Longspan):
@@ -408,7 +413,8 @@ class LongspanForSeq2SeqLM(_Generating):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None, encoder_outputs: Any = None, past_key_values: StateCache | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None, num_items_in_batch: Any = None, **others: Any,
+        labels: Tensor | None = None, use_cache: bool | None = None, num_items_in_batch: Any = None,
+        cache: StateCache | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         """Logits ``[batch, target_tokens, target_vocab]`` of every next target token.
 
@@ -420,8 +426,8 @@ class LongspanForSeq2SeqLM(_Generating):
             Of the target, ``[batch, target_tokens]``, from the start token on; by default made of ``labels``.
         encoder_outputs
             What the encoder gave, instead of ``input_ids``.
-        past_key_values
-            What the decoder remembers of the tokens before, and of the source.
+        cache, past_key_values
+            By either name, what the decoder remembers of the tokens before, and of the source.
         labels
             ``[batch, target_tokens]``: the target without its start; -100 is not learned.
         use_cache
@@ -450,11 +456,11 @@ class LongspanForSeq2SeqLM(_Generating):
             memory, ignored = self._encode(input_ids, attention_mask)
         else:
             raise ValueError("LongspanForSeq2SeqLM: input_ids: expected ids or encoder_outputs, got None")
-        cache, past = self._past(past_key_values, use_cache, self.model.decoder)
+        kept, past = self._past((past_key_values, cache), use_cache, self.model.decoder)
         target_ignored = _ignored(self, "decoder_attention_mask", decoder_attention_mask, decoder_input_ids)
         logits = self.model.decode(memory, ignored, decoder_input_ids, past, target_ignored)
         loss = None if labels is None else _cross_entropy(logits, labels, num_items_in_batch)
-        return Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache, encoder_last_hidden_state=memory)
+        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory, **kept)
 
 
 AutoConfig.register("longspan", LongspanConfig, exist_ok=True)
