@@ -222,7 +222,8 @@ SERIES = Table(
 
 _PRONUNCIATION = (
     "--seed {seed} --set d_model=192 --set heads=6 --set encoder_layers=3 --set decoder_layers=3 --set d_ff=512 --set dropout=0.1 "
-    "--set label_smoothing=0.1 --set activation=relu --set gated=false --set feature_map=elu+1 --batch-size 64 --learning-rate 0.003 --steps 24000"
+    "--set label_smoothing=0.1 --set activation=relu --set gated=false --set feature_map=elu+1 --batch-size 64 --learning-rate 0.003 "
+    "--steps 24000"
 )
 
 PRONUNCIATION = Table(

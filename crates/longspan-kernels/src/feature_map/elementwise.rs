@@ -1,7 +1,7 @@
 //! Maps of single numbers, applied while rows are read, and their derivatives.
 
 use super::FeatureMap;
-use crate::simd::block::WIDEST;
+use crate::simd::block::{Largest, WIDEST};
 use crate::simd::rows::Rows;
 use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit};
 
@@ -63,18 +63,21 @@ pub(crate) enum Features<'a, T> {
     },
 }
 
-/// What is subtracted from rows: the same from all, or a number from each.
-#[derive(Clone, Copy)]
-pub(crate) enum Shifts<'a, T> {
+/// What is subtracted from the exponents of each row of an exponential map; other maps do not look at it.
+pub(crate) enum Shift<'s, T> {
+    /// The same number from all.
     One(T),
-    Each(&'a [T]),
+    /// A number from each.
+    Each(&'s [T]),
+    /// Each row's own largest exponent, which is written here; 0 where none is finite.
+    Own(&'s mut [T]),
 }
 
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
-/// in `ignored` is true become 0 whatever stands in them. Shifts count for [`FeatureMap::Exp`] alone.
+/// in `ignored` is true become 0 whatever stands in them.
 pub(crate) struct LoadFeatures<'a, T> {
     pub map: FeatureMap,
-    pub shifts: Shifts<'a, T>,
+    pub shift: Shift<'a, T>,
     pub from: Rows<'a, T>,
     pub count: usize,
     pub width: usize,
@@ -89,11 +92,11 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
 
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { map, shifts, from, count, width, ignored, to, to_row } = self;
+        let Self { map, shift, from, count, width, ignored, to, to_row } = self;
         assert!(count == 0 || width.next_multiple_of(V::LANES) <= to_row);
         // SAFETY: forwarded to the caller.
         for_each_map!(map, MAP => unsafe {
-            load_through::<V>(MAP, shifts, from, count, width, ignored, to, to_row);
+            load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
         });
     }
 }
@@ -107,7 +110,7 @@ pub(crate) fn load_features<T: Real>(
     ignored: Option<&[bool]>,
     (to, to_row): (&mut [T], usize),
 ) {
-    dispatch(LoadFeatures { map, shifts: Shifts::One(shift), from, count, width, ignored, to, to_row });
+    dispatch(LoadFeatures { map, shift: Shift::One(shift), from, count, width, ignored, to, to_row });
 }
 
 /// Reads `count` rows of `width` numbers from a caller's tensor into a block of rows `to_row` apart, which are filled up
@@ -133,7 +136,7 @@ pub(crate) fn load_exponentials<T: Real>(x: &[T], shift: T, to: &mut [T]) {
 #[allow(clippy::too_many_arguments)]
 unsafe fn load_through<V: Vector>(
     map: FeatureMap,
-    shifts: Shifts<'_, V::Element>,
+    mut shift: Shift<'_, V::Element>,
     from: Rows<'_, V::Element>,
     count: usize,
     width: usize,
@@ -144,15 +147,21 @@ unsafe fn load_through<V: Vector>(
     let whole = width / V::LANES * V::LANES;
     for row in 0..count {
         let to = &mut to[row * to_row..][..to_row];
+        let from = from.row(row, width);
+        let shift = match &mut shift {
+            Shift::One(shift) => *shift,
+            Shift::Each(shifts) => shifts[row],
+            Shift::Own(row_max) => {
+                // SAFETY: forwarded to the caller.
+                let top = unsafe { Largest { x: from }.run::<V>() };
+                row_max[row] = if top.is_finite() { top } else { V::Element::ZERO };
+                row_max[row]
+            }
+        };
         if ignored.is_some_and(|ignored| ignored[row]) {
             to.fill(V::Element::ZERO);
             continue;
         }
-        let from = from.row(row, width);
-        let shift = match shifts {
-            Shifts::One(shift) => shift,
-            Shifts::Each(shifts) => shifts[row],
-        };
         // SAFETY: `from` has `width` numbers, `to` a whole number of registers of at least that.
         unsafe {
             let shift = V::splat(shift);

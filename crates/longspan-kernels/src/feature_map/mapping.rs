@@ -1,9 +1,9 @@
 //! A feature map ready for the rows of one call, of either kind.
 
 use super::FeatureMap;
-use super::rows::{RowMap, Shift, Side};
+use super::rows::{RowMap, Side};
 use crate::call::{Arena, Dims, Scratch, View};
-use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures, Shifts};
+use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures, Shift};
 use crate::simd::block::{all_finite, dot, largest, largest_of_rows};
 use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
@@ -118,22 +118,8 @@ impl<'a, T: Real> Mapping<'a, T> {
             map.write(side, from, count, ignored, shift, to, stride, work);
             return;
         }
-        let shifts = match shift {
-            Shift::One(shift) => Shifts::One(shift),
-            Shift::Each(shifts) => Shifts::Each(shifts),
-            Shift::Own(row_max) => {
-                self.finite_row_max(from, &mut row_max[..count]);
-                Shifts::Each(row_max)
-            }
-        };
         let (map, width) = (self.map, self.head_dim);
-        dispatch(LoadFeatures { map, shifts, from, count, width, ignored, to, to_row: stride });
-    }
-
-    /// The largest number of each row; 0 where none is finite.
-    fn finite_row_max(&self, from: Rows<'_, T>, to: &mut [T]) {
-        largest_of_rows(from, self.head_dim, to);
-        to.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
+        dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row: stride });
     }
 
     /// The same features for who turns them: written to `to`, or, where the map is made of single numbers, to be made on the way and left
@@ -173,12 +159,10 @@ impl<'a, T: Real> Mapping<'a, T> {
         let shifts = &mut shifts[..count];
         match &self.rows {
             _ if !self.exponential => shifts.fill(T::ZERO),
-            Some(map) => {
-                map.row_max(Side::Query(head), from, count, shifts, work);
-                shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
-            }
-            None => self.finite_row_max(from, shifts),
+            Some(map) => map.row_max(Side::Query(head), from, count, shifts, work),
+            None => largest_of_rows(from, self.head_dim, shifts),
         }
+        shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
     }
 
     /// The gradient of `count` raw rows and the length of a row in it, from their features `phi` and the gradient `d` of

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::squares::{self, Squares, SquaresBack};
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::call::{Dims, Scratch, SharedRows, View};
-use crate::feature_map::elementwise::{LoadFeatures, Shifts, copy_rows};
+use crate::feature_map::elementwise::{LoadFeatures, Shift, copy_rows};
 use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, transpose};
 use crate::simd::product::Product;
 use crate::simd::rows::{Rows, padded};
@@ -22,16 +22,6 @@ pub(crate) enum Side {
     Query(usize),
     /// Those of a key/value head.
     Key(usize),
-}
-
-/// What is subtracted from the exponents of each row of an exponential map; other maps do not look at it.
-pub(crate) enum Shift<'s, T> {
-    /// The same number from all.
-    One(T),
-    /// A number from each.
-    Each(&'s [T]),
-    /// Each row's own largest exponent, which is written here; 0 where none is finite.
-    Own(&'s mut [T]),
 }
 
 /// A matrix `W` as products want it.
@@ -143,13 +133,8 @@ impl<'a, T: Real> RowMap<'a, T> {
             let width = padded::<T>(features);
             self.exponents(side, from, count, work, width);
             let exponents = Rows { data: &*work, stride: width };
-            let shifts = match shift {
-                Shift::One(shift) => Shifts::One(shift),
-                Shift::Each(shifts) => Shifts::Each(shifts),
-                Shift::Own(_) => unreachable!("above"),
-            };
             let (map, from, width) = (FeatureMap::Exp, exponents, features);
-            dispatch(LoadFeatures { map, shifts, from, count, width, ignored, to, to_row: row });
+            dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row: row });
             return;
         }
         match self.map {

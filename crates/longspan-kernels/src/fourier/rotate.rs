@@ -1,7 +1,7 @@
 //! The rotation of blocks of features by angles, and of gradients back.
 
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{Features, LoadFeatures, Shifts, feature, for_each_map};
+use crate::feature_map::elementwise::{Features, LoadFeatures, Shift, feature, for_each_map};
 use crate::simd::block::AddColumnSums;
 use crate::simd::rows::covers;
 use crate::simd::{Operation, Real, Vector};
@@ -199,8 +199,8 @@ impl<T: Real> Operation for Rotate<'_, T> {
             Features::Mapped { map, shift, from, ignored, to, .. } => {
                 // SAFETY: forwarded to the caller.
                 unsafe {
-                    let shifts = Shifts::One(shift);
-                    LoadFeatures { map, shifts, from, count: r.count, width, ignored, to, to_row: x_row }.run::<V>()
+                    let shift = Shift::One(shift);
+                    LoadFeatures { map, shift, from, count: r.count, width, ignored, to, to_row: x_row }.run::<V>()
                 };
                 to
             }

@@ -6,8 +6,9 @@
 use super::Score;
 use super::problem::{Problem, Unit};
 use crate::call::{Arena, SharedRows, ViewMut};
+use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::{RowMap, Shift, Side as MapSide};
+use crate::feature_map::rows::{RowMap, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, TokenRange};
 use crate::simd::Real;
 use crate::simd::block::add_scaled;

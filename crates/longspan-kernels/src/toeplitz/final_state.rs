@@ -3,8 +3,8 @@
 use super::problem::{Problem, TILE};
 use super::state::{self, Head, Writer};
 use crate::call::{Arena, Scratch, State};
+use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::Shift;
 use crate::simd::Real;
 use crate::threads;
 

@@ -12,7 +12,7 @@ use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
 use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use crate::call::{Arena, Scratch, SharedRows};
-use crate::feature_map::rows::Shift;
+use crate::feature_map::elementwise::Shift;
 use crate::simd::Real;
 use crate::simd::block::add_scaled;
 use crate::threads::{self, parallel};

@@ -2,9 +2,9 @@
 
 use super::problem::{Problem, TILE, Unit};
 use crate::call::GradientSink;
-use crate::feature_map::elementwise::copy_rows;
+use crate::feature_map::elementwise::{Shift, copy_rows};
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::{Shift, Side};
+use crate::feature_map::rows::Side;
 use crate::simd::Real;
 use crate::simd::block::store;
 use crate::simd::rows::Rows;

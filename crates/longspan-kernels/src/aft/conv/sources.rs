@@ -6,7 +6,7 @@ use crate::aft::chunks::CHUNK;
 use crate::aft::keys::KeyItems;
 use crate::aft::problem::{Bias, Problem};
 use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{LoadFeatures, Shifts};
+use crate::feature_map::elementwise::{LoadFeatures, Shift};
 use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 
@@ -63,7 +63,7 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
         if let Some(tokens) = self.items.tokens(from, count) {
             dispatch(LoadFeatures {
                 map: FeatureMap::Identity,
-                shifts: Shifts::One(T::ZERO),
+                shift: Shift::One(T::ZERO),
                 from: tokens.values,
                 count,
                 width: tokens.head_dim,

@@ -235,35 +235,34 @@ pub(in super::super) fn backward<T: Real>(
             let mut key = 0;
             while key < all {
                 let run = (key..all).take(most_rows).take_while(counts).count();
-                for key in key..key + run.max(1) {
+                if run == 0 {
+                    // What stands in such a key may be NaN, which no slope of 0 would hold back.
                     // SAFETY: all of a unit's keys belong to its task.
                     let (to_k, to_v) = unsafe { sink.rows.key(place(key), &problem.dims) };
-                    if run == 0 {
-                        // What stands in such a key may be NaN, which no slope of 0 would hold back.
-                        to_v.fill(T::ZERO);
-                    } else {
-                        store(&dv[key * value_width..], T::ONE, to_v);
-                    }
-                    if run == 0 || !problem.content {
-                        to_k.fill(T::ZERO);
-                    }
+                    to_k.fill(T::ZERO);
+                    to_v.fill(T::ZERO);
+                    key += 1;
+                    continue;
                 }
-                if run > 0 && problem.content {
-                    // With positions, what stands between raw keys and features has been overwritten by later ones.
-                    if problem.rotations.is_some() {
-                        keys.load_range((key, run), block.q, &mut lift);
-                    }
+                // With positions, what stands between raw keys and features has been overwritten by later ones.
+                if problem.content && problem.rotations.is_some() {
+                    keys.load_range(key, run, block.q, &mut lift);
+                }
+                let raw = problem.content.then(|| {
                     let rows = key * head_width..(key + run) * head_width;
                     let (features, d, positions) = (&keys.k[rows.clone()], &mut dk[rows], sink.positions);
-                    let (raw, row) =
-                        problem.pull_back_keys(unit, key, run, features, d, key_sums, positions, &mut lift);
-                    for (n, raw) in raw.chunks(row).take(run).enumerate() {
-                        // SAFETY: as above.
-                        let (to_k, _) = unsafe { sink.rows.key(place(key + n), &problem.dims) };
-                        store(raw, T::ONE, to_k);
+                    problem.pull_back_keys(unit, key, run, features, d, key_sums, positions, &mut lift)
+                });
+                for n in 0..run {
+                    // SAFETY: as above.
+                    let (to_k, to_v) = unsafe { sink.rows.key(place(key + n), &problem.dims) };
+                    store(&dv[(key + n) * value_width..], T::ONE, to_v);
+                    match raw {
+                        Some((raw, row)) => store(&raw[n * row..], T::ONE, to_k),
+                        None => to_k.fill(T::ZERO),
                     }
                 }
-                key += run.max(1);
+                key += run;
             }
         });
     }

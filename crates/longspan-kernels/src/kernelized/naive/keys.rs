@@ -4,8 +4,8 @@ use super::super::features::Lift;
 use super::super::problem::{Problem, Table, Unit};
 use super::super::taylor::Weigh;
 use crate::call::Arena;
+use crate::feature_map::elementwise::Shift;
 use crate::feature_map::elementwise::{copy_rows, load_exponentials};
-use crate::feature_map::rows::Shift;
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
@@ -194,16 +194,21 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         for (position, &shift) in self.positions.iter_mut().zip(&*self.shifts) {
             *position = self.table.map_or(T::ONE, |table| (table.shift - shift).exp());
         }
+        let k = std::mem::take(&mut self.k);
         for first in (0..keys).step_by(TILE) {
-            let count = TILE.min(keys - first);
-            let to = &mut self.k[first * width..];
-            load_range(problem, &unit, (first, count), self.row_max, to, lift);
+            self.load_range(first, TILE.min(keys - first), &mut k[first * width..], lift);
         }
+        self.k = k;
     }
 
-    /// Loads `φ(k)` of up to [`TILE`] keys.
-    pub fn load_range(&self, (first, count): (usize, usize), to: &mut [T], lift: &mut Lift<'_, T>) {
-        load_range(self.problem, &self.unit, (first, count), self.row_max, to, lift);
+    /// Writes `φ(k)` of up to [`TILE`] keys relative to their exponents, of which those that are not finite count as 0.
+    pub fn load_range(&self, first: usize, count: usize, to: &mut [T], lift: &mut Lift<'_, T>) {
+        let mut shifts = [T::ZERO; TILE];
+        for (shift, top) in shifts.iter_mut().zip(self.row_max.iter().skip(first)).filter(|(_, top)| top.is_finite()) {
+            *shift = *top;
+        }
+        let shift = if self.problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
+        self.problem.load_keys(&self.unit, first, count, shift, to, lift);
     }
 
     /// What row `row` sees, or none if it sees nothing.
@@ -385,21 +390,4 @@ pub(super) fn rows_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 /// Keys of the longest sequence.
 pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
-}
-
-/// Writes `φ(k)` of up to [`TILE`] keys relative to their exponents, of which those that are not finite count as 0.
-fn load_range<T: Real>(
-    problem: &Problem<'_, T>,
-    unit: &Unit<'_, T>,
-    (first, count): (usize, usize),
-    row_max: &[T],
-    to: &mut [T],
-    lift: &mut Lift<'_, T>,
-) {
-    let mut shifts = [T::ZERO; TILE];
-    for (shift, top) in shifts.iter_mut().zip(row_max.iter().skip(first)).filter(|(_, top)| top.is_finite()) {
-        *shift = *top;
-    }
-    let shift = if problem.exponential { Shift::Each(&shifts) } else { Shift::One(T::ZERO) };
-    problem.load_keys(unit, first, count, shift, to, lift);
 }

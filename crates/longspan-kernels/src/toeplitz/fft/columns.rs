@@ -5,8 +5,8 @@ use super::clear;
 use super::line::Line;
 use super::spectrum::add_products;
 use crate::call::Arena;
+use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::Shift;
 use crate::simd::Real;
 use crate::simd::block::multiply;
 
