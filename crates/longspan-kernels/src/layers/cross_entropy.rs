@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 use std::mem::MaybeUninit;
 
-use super::products::{Fresh, Matrix, add_product, add_rows, product, sum_parts, try_zeros};
+use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, try_zeros, upright};
 use crate::error::{Error, expect};
 use crate::simd::rows::{load_part, store_part};
 use crate::simd::{Operation, Vector, dispatch, exp_nonpositive};
@@ -63,7 +63,7 @@ pub struct LossGradients {
 struct Sink<'a> {
     dh: &'a mut [MaybeUninit<f32>],
     /// Its own sums.
-    d_weight: Vec<f32>,
+    d_weight: Fresh,
     d_bias: Vec<f32>,
 }
 
@@ -152,12 +152,15 @@ impl Counted<'_> {
         let mut sinks = Vec::new();
         if width > 0 {
             for dh in dh.room().chunks_mut(part * width) {
-                sinks.push(Sink { dh, d_weight: try_zeros(weight.len())?, d_bias: vec![0.0; vocabulary] });
+                sinks.push(Sink { dh, d_weight: Fresh::new(weight.len())?, d_bias: vec![0.0; vocabulary] });
             }
         }
-        let loss = self.run(Some(&mut sinks))?;
-        let sums = sum_parts(sinks.into_iter().map(|sink| (sink.d_weight, sink.d_bias)));
+        let turned = transposed(weight, vocabulary, [width, vocabulary])?;
+        let loss = self.run(Some((&mut sinks, &turned)))?;
+        // SAFETY: every part has rows, and wrote all of its numbers.
+        let sums = sum_parts(sinks.into_iter().map(|sink| (unsafe { sink.d_weight.written() }, sink.d_bias)));
         let (d_weight, d_bias) = sums.unwrap_or_else(|| (vec![0.0; weight.len()], vec![0.0; vocabulary]));
+        let d_weight = upright(d_weight, [width, vocabulary])?;
         // SAFETY: every part wrote all of its rows.
         Ok((loss, LossGradients { dh: unsafe { dh.written() }, d_weight, d_bias }))
     }
@@ -168,12 +171,12 @@ impl Counted<'_> {
         self.targets.len().div_ceil(parts).max(64)
     }
 
-    /// The loss, and the gradients if there is where to write them.
-    fn run(&self, sinks: Option<&mut [Sink<'_>]>) -> Result<Loss, Error> {
+    /// The loss, and the gradients if there is where to write them, and `Wᵀ`.
+    fn run(&self, gradients: Option<(&mut [Sink<'_>], &[f32])>) -> Result<Loss, Error> {
         let part = self.part();
         let count = self.targets.len().div_ceil(part);
-        let mut sinks: Vec<Option<&mut Sink<'_>>> = match sinks {
-            Some(sinks) => sinks.iter_mut().map(Some).collect(),
+        let mut sinks: Vec<_> = match gradients {
+            Some((sinks, turned)) => sinks.iter_mut().map(|sink| Some((sink, turned))).collect(),
             None => Vec::new(),
         };
         sinks.resize_with(count, || None);
@@ -193,30 +196,33 @@ impl Counted<'_> {
     }
 
     /// The loss of the rows from `first` on.
-    fn rows(&self, first: usize, targets: &[u32], mut sink: Option<&mut Sink<'_>>) -> Result<Loss, Error> {
+    fn rows(&self, first: usize, targets: &[u32], sink: Option<(&mut Sink<'_>, &[f32])>) -> Result<Loss, Error> {
         let &CrossEntropy { weight, width, vocabulary, bias, smoothing, .. } = self.call;
         let mut sum = Loss::default();
         let piece = (PIECE / vocabulary).clamp(64, 512).min(targets.len());
         let mut memory = Fresh::new(piece * vocabulary)?;
         let weight = Matrix::rows(weight, vocabulary);
+        let mut sink = sink.map(|(Sink { dh, d_weight, d_bias }, turned)| {
+            (dh, WeightGradient::new(d_weight.room(), [width, vocabulary]), d_bias, Matrix::rows(turned, width))
+        });
         for (n, targets) in targets.chunks(piece).enumerate() {
             let rows = targets.len();
-            let h = Matrix::rows(&self.h[(first + n * piece) * width..][..rows * width], width);
-            let logits = product([rows, width, vocabulary], h, weight, &mut memory.room()[..rows * vocabulary]);
+            let h = &self.h[(first + n * piece) * width..][..rows * width];
+            let logits = product(
+                [rows, width, vocabulary],
+                Matrix::rows(h, width),
+                weight,
+                &mut memory.room()[..rows * vocabulary],
+            );
             let gradients = sink.is_some();
             let loss = dispatch(RowLosses { logits, bias, targets, smoothing, gradients });
             sum.plain += loss.plain;
             sum.smoothed += loss.smoothed;
-            if let Some(sink) = &mut sink {
-                let dz = Matrix::rows(logits, vocabulary);
-                product(
-                    [rows, vocabulary, width],
-                    dz,
-                    weight.transposed(),
-                    &mut sink.dh[n * piece * width..][..rows * width],
-                );
-                add_product([width, rows, vocabulary], h.transposed(), dz, &mut sink.d_weight);
-                add_rows(logits, &mut sink.d_bias);
+            if let Some((dh, d_weight, d_bias, turned)) = &mut sink {
+                let dh = &mut dh[n * piece * width..][..rows * width];
+                product([rows, vocabulary, width], Matrix::rows(logits, vocabulary), *turned, dh);
+                d_weight.add(rows, h, logits);
+                add_rows(logits, d_bias);
             }
         }
         Ok(sum)

@@ -11,7 +11,7 @@ use super::activation::{Activate, Activation, Gate, Revisit, RevisitGate};
 use super::dropout::Dropout;
 use super::linear::{ROWS, block_of, drop_and_add, memory, normed, part_of};
 use super::norm::NormWeights;
-use super::products::{Fresh, Matrix, Sum, add_rows, product, sum_parts};
+use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, upright};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::dispatch;
@@ -218,14 +218,18 @@ impl FeedForward<'_> {
         let piece = pieces.iter().sum();
         // Of no rows there are no parts, but sums of zeros.
         let mut memory = memory(parts.max(1), piece)?;
+        let turned_inner = transposed(self.inner.weight, columns, [width, columns])?;
+        let turned_outer = transposed(self.outer.weight, width, [hidden, width])?;
+        let turned = [&*turned_inner, &*turned_outer];
         let tasks: Vec<_> = dx.room().chunks_mut(part * width).zip(&mut totals).enumerate().collect();
         share_memory(tasks.into_iter(), memory.room(), piece, |(n, (dx, (weights, row))), memory| {
-            self.pull_back(n * part, sums, d_out, dx, (weights.room(), row), cut(memory, pieces));
+            self.pull_back(n * part, (sums, d_out, turned), dx, (weights.room(), row), cut(memory, pieces));
         });
         // SAFETY: every part wrote all of its numbers.
         let totals = sum_parts(totals.into_iter().map(|(weights, row)| (unsafe { weights.written() }, row)));
         let (mut d_inner, mut rest) = totals.unwrap_or_else(|| (vec![0.0; inner + outer], vec![0.0; row]));
-        let d_outer = d_inner.split_off(inner);
+        let d_outer = upright(d_inner.split_off(inner), [hidden, width])?;
+        let d_inner = upright(d_inner, [width, columns])?;
         let mut tail = |len: usize| rest.split_off(rest.len() - len);
         let normed = if self.norm.is_some() { width } else { 0 };
         let (d_beta, d_gamma, d_outer_bias) = (tail(normed), tail(normed), tail(width));
@@ -239,12 +243,11 @@ impl FeedForward<'_> {
     }
 
     /// The rows of `dx` from `first` on, and what they give to the gradients of the weights and, one after the other, of `b₁`, `b₂`,
-    /// `γ` and `β`.
+    /// `γ` and `β`. The last of what it is given are `W₁ᵀ` and `W₂ᵀ`.
     fn pull_back(
         &self,
         first: usize,
-        kept: Option<&[f32]>,
-        d_out: &[f32],
+        (kept, d_out, [inner, outer]): (Option<&[f32]>, &[f32], [&[f32]; 2]),
         dx: &mut [MaybeUninit<f32>],
         (weights, row): (&mut [MaybeUninit<f32>], &mut [f32]),
         [norms, sums, activations, slopes, gated, dropped]: [&mut [MaybeUninit<f32>]; 6],
@@ -252,7 +255,9 @@ impl FeedForward<'_> {
         let Self { width, hidden, activation, .. } = *self;
         let columns = self.columns();
         let (d_inner, d_outer) = weights.split_at_mut(width * columns);
-        let (mut d_inner, mut d_outer) = (Sum::Empty(d_inner), Sum::Empty(d_outer));
+        let mut d_inner = WeightGradient::new(d_inner, [width, columns]);
+        let mut d_outer = WeightGradient::new(d_outer, [hidden, width]);
+        let (inner, outer) = (Matrix::rows(inner, width), Matrix::rows(outer, hidden));
         let (d_inner_bias, row) = row.split_at_mut(columns);
         let (d_outer_bias, d_norm) = row.split_at_mut(width);
         for (n, dx) in dx.chunks_mut(ROWS * width).enumerate() {
@@ -277,9 +282,8 @@ impl FeedForward<'_> {
                     sums
                 }
             };
-            let d_matrix = Matrix::rows(d, width);
-            let outer = Matrix::rows(self.outer.weight, width);
-            let slopes = product([rows, width, hidden], d_matrix, outer.transposed(), &mut slopes[..rows * hidden]);
+            let to = &mut slopes[..rows * hidden];
+            let slopes = product([rows, width, hidden], Matrix::rows(d, width), outer, to);
             let to = &mut activations[..rows * hidden];
             let d_sums: &[f32] = if self.gated {
                 let d_sums = &mut gated[..rows * columns];
@@ -298,13 +302,11 @@ impl FeedForward<'_> {
                 slopes
             };
             // SAFETY: every number has been written.
-            let activations = Matrix::rows(unsafe { to.assume_init_ref() }, hidden);
-            d_outer = d_outer.add([hidden, rows, width], activations.transposed(), d_matrix);
+            d_outer.add(rows, unsafe { to.assume_init_ref() }, d);
             add_rows(d, d_outer_bias);
-            let (d_matrix, inner) = (Matrix::rows(d_sums, columns), Matrix::rows(self.inner.weight, columns));
-            d_inner = d_inner.add([width, rows, columns], Matrix::rows(n, width).transposed(), d_matrix);
+            d_inner.add(rows, n, d_sums);
             add_rows(d_sums, d_inner_bias);
-            let dx = product([rows, columns, width], d_matrix, inner.transposed(), dx);
+            let dx = product([rows, columns, width], Matrix::rows(d_sums, columns), inner, dx);
             if let Some(norm) = self.norm {
                 norm.pull_back(x, dx, d_norm.split_at_mut(width).into());
             }

@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use super::activation::{Activate, Activation, PullBack};
 use super::dropout::Dropout;
 use super::norm::NormWeights;
-use super::products::{Fresh, Matrix, Sum, add_rows, product, sum_parts};
+use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, upright};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::dispatch;
@@ -260,15 +260,18 @@ impl<'a> Linear<'a> {
         for _ in 0..parts {
             sums.push((Fresh::new(inputs * outputs)?, vec![0.0; outputs + 2 * normed]));
         }
+        let turned = transposed(self.weight, self.stride, [inputs, outputs])?;
         let tasks: Vec<_> = dx.room().chunks_mut(part * inputs).zip(&mut sums).enumerate().collect();
         let piece = pieces[0] + pieces[1];
         let mut memory = memory(parts, piece)?;
         share_memory(tasks.into_iter(), memory.room(), piece, |(n, (dx, (d_weight, row))), memory| {
-            self.pull_back(n * part, at, d_out, dx, (d_weight.room(), row), memory.split_at_mut(pieces[0]).into());
+            let memory = memory.split_at_mut(pieces[0]).into();
+            self.pull_back(n * part, (at, d_out, &turned), dx, (d_weight.room(), row), memory);
         });
         // SAFETY: every part wrote all of its numbers.
         let sums = sum_parts(sums.into_iter().map(|(weight, row)| (unsafe { weight.written() }, row)));
         let (d_weight, mut d_bias) = sums.unwrap_or_default();
+        let d_weight = upright(d_weight, [inputs, outputs])?;
         let d_beta = d_bias.split_off(outputs + normed);
         let d_norm = [d_bias.split_off(outputs), d_beta];
         // SAFETY: as above.
@@ -276,20 +279,18 @@ impl<'a> Linear<'a> {
     }
 
     /// The rows of `dx` from `first` on, and what they give to the gradients of the weight and, one after the other, of bias, `γ`
-    /// and `β`.
+    /// and `β`. `turned` is `Wᵀ`.
     fn pull_back(
         &self,
         first: usize,
-        at: &[f32],
-        d_out: &[f32],
+        (at, d_out, turned): (&[f32], &[f32], &[f32]),
         dx: &mut [MaybeUninit<f32>],
         (d_weight, row): (&mut [MaybeUninit<f32>], &mut [f32]),
         [normed, slopes]: [&mut [MaybeUninit<f32>]; 2],
     ) {
         let Self { inputs, outputs, activation, .. } = *self;
-        let weight = Matrix::rows(self.weight, self.stride);
         let (d_bias, d_norm) = row.split_at_mut(outputs);
-        let mut d_weight = Sum::Empty(d_weight);
+        let mut d_weight = WeightGradient::new(d_weight, [inputs, outputs]);
         for (n, dx) in dx.chunks_mut(ROWS * inputs).enumerate() {
             let rows = dx.len() / inputs;
             let first = first + n * ROWS;
@@ -304,10 +305,9 @@ impl<'a> Linear<'a> {
                 dz = own;
             }
             add_rows(dz, d_bias);
-            let dz = Matrix::rows(dz, outputs);
-            let x = Matrix::rows(self.factors(first, rows, normed), inputs);
-            d_weight = d_weight.add([inputs, rows, outputs], x.transposed(), dz);
-            let dx = product([rows, outputs, inputs], dz, weight.transposed(), dx);
+            d_weight.add(rows, self.factors(first, rows, normed), dz);
+            let sizes = [rows, outputs, inputs];
+            let dx = product(sizes, Matrix::rows(dz, outputs), Matrix::rows(turned, inputs), dx);
             if let Some(norm) = self.norm {
                 norm.pull_back(&self.x[first * inputs..][..rows * inputs], dx, d_norm.split_at_mut(inputs).into());
             }

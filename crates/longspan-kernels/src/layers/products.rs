@@ -6,8 +6,8 @@ use gemm::{Parallelism, gemm};
 
 use crate::call::zeros;
 use crate::error::Error;
-use crate::simd::block::add_scaled;
-use crate::threads::share;
+use crate::simd::block::{add_scaled, transpose};
+use crate::threads::{share, share_many};
 
 /// Numbers that are written before they are read.
 pub(super) struct Fresh {
@@ -81,29 +81,77 @@ pub(super) fn product<'c>(
     unsafe { c.assume_init_mut() }
 }
 
-/// A sum of products in memory that is not cleared first.
-pub(super) enum Sum<'a> {
-    Empty(&'a mut [MaybeUninit<f32>]),
-    Some(&'a mut [f32]),
+/// Sums of `xᵀ·dz` over rows, the gradient of a weight `[inputs, outputs]`, in memory that is not cleared first.
+///
+/// If there are fewer outputs than inputs it holds the transpose, which [`upright`] turns back: `gemm` is faster where the result is
+/// wide (260 instead of 226 GFLOP/s for 1,024 × 256).
+pub(super) struct WeightGradient<'a> {
+    to: &'a mut [MaybeUninit<f32>],
+    sizes: [usize; 2],
+    begun: bool,
 }
 
-impl Sum<'_> {
-    /// With `A·B` added.
-    pub fn add(self, sizes: [usize; 3], a: Matrix<'_>, b: Matrix<'_>) -> Self {
-        Self::Some(match self {
-            Self::Empty(to) => product(sizes, a, b, to),
-            Self::Some(to) => {
-                add_product(sizes, a, b, to);
-                to
-            }
-        })
+impl<'a> WeightGradient<'a> {
+    /// Of nothing yet.
+    pub fn new(to: &'a mut [MaybeUninit<f32>], sizes: [usize; 2]) -> Self {
+        assert_eq!(to.len(), sizes[0] * sizes[1], "a gradient of other sizes");
+        Self { to, sizes, begun: false }
+    }
+
+    /// Adds what so many rows give. The first call writes every number.
+    pub fn add(&mut self, rows: usize, x: &[f32], dz: &[f32]) {
+        let [inputs, outputs] = self.sizes;
+        let (x, dz) = (Matrix::rows(x, inputs), Matrix::rows(dz, outputs));
+        let (sizes, a, b) = match is_turned(self.sizes) {
+            true => ([outputs, rows, inputs], dz, x),
+            false => ([inputs, rows, outputs], x, dz),
+        };
+        multiply(sizes, a.transposed(), b, self.to.as_mut_ptr().cast(), self.begun);
+        self.begun = true;
     }
 }
 
-/// `C += A·B`.
-pub(super) fn add_product([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32]) {
-    assert_eq!(c.len(), m * n, "a result of other sizes");
-    multiply([m, k, n], a, b, c.as_mut_ptr(), true);
+fn is_turned([inputs, outputs]: [usize; 2]) -> bool {
+    outputs < inputs
+}
+
+/// The gradient of a weight from what a [`WeightGradient`] holds, or the sum of several.
+pub(super) fn upright(sum: Vec<f32>, [inputs, outputs]: [usize; 2]) -> Result<Vec<f32>, Error> {
+    if is_turned([inputs, outputs]) { transposed(&sum, inputs, [outputs, inputs]) } else { Ok(sum) }
+}
+
+/// The transpose of rows that begin `stride` numbers apart.
+///
+/// A product by a transposed weight reads it across its rows, once for every block of rows that it multiplies; where they are a power
+/// of two apart, all fall on a few sets of the cache. Turned once before, 512 rows of 1,024 numbers are multiplied at 277 instead of
+/// 202 GFLOP/s, 128 rows at 261 instead of 108.
+pub(super) fn transposed(matrix: &[f32], stride: usize, [rows, columns]: [usize; 2]) -> Result<Vec<f32>, Error> {
+    /// Columns that a thread takes at a time.
+    const STRIP: usize = 64;
+    /// A whole number of registers of every instruction set.
+    const SIDE: usize = 16;
+    let mut turned = try_zeros(rows * columns)?;
+    if turned.is_empty() {
+        return Ok(turned);
+    }
+    let strips = turned.chunks_mut(STRIP * rows).enumerate();
+    share_many(
+        rows * columns,
+        strips,
+        || (),
+        |(strip, to), ()| {
+            let (first, count) = (strip * STRIP, to.len() / rows);
+            let (whole_rows, whole_columns) = (rows / SIDE * SIDE, count / SIDE * SIDE);
+            transpose((&matrix[first..], stride), (whole_rows, whole_columns), (to, rows));
+            for (column, to) in to.chunks_exact_mut(rows).enumerate() {
+                let from = if column < whole_columns { whole_rows } else { 0 };
+                for (row, to) in to.iter_mut().enumerate().skip(from) {
+                    *to = matrix[row * stride + first + column];
+                }
+            }
+        },
+    );
+    Ok(turned)
 }
 
 /// `to += Σ` of rows as long as it.
@@ -154,5 +202,23 @@ fn multiply([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: *mut f32, ad
             false,
             Parallelism::None,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transpose_is_right_at_every_edge_of_strips_and_registers() {
+        for [rows, columns] in [[0, 3], [3, 0], [1, 1], [16, 64], [20, 150], [150, 20], [33, 129], [400, 400]] {
+            let stride = columns + 5;
+            let matrix: Vec<f32> = (0..rows * stride).map(|n| n as f32).collect();
+            let turned = transposed(&matrix, stride, [rows, columns]).unwrap();
+            assert_eq!(turned.len(), rows * columns);
+            for (n, &number) in turned.iter().enumerate() {
+                assert_eq!(number, matrix[n % rows * stride + n / rows], "{rows} × {columns}, {n}");
+            }
+        }
     }
 }
