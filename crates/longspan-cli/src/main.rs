@@ -6,6 +6,7 @@
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
+mod allocator;
 mod commands;
 #[cfg(test)]
 mod fuzz;
@@ -61,7 +62,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    keep_memory();
+    allocator::keep_small_blocks();
     signals::report_large_files();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
@@ -90,19 +91,6 @@ fn main() -> ExitCode {
             note(format!("error: {what}{error:#}").replace('\n', " "));
             ExitCode::FAILURE
         }
-    }
-}
-
-/// Has glibc's allocator keep what is freed for the next step: it gives large blocks back to the system, which clears every page of
-/// them anew, a tenth of a training step.
-fn keep_memory() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: these change how the allocator grows and shrinks, and nothing that it has given out. No other thread runs yet. A value
-    // that this version does not take changes nothing.
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
     }
 }
 

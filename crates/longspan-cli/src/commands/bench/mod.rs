@@ -2,7 +2,6 @@
 
 mod model;
 
-use std::alloc::System;
 use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -12,7 +11,6 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use longspan::attention::AttentionConfig;
 use longspan_bench::goals::{self, GoalSettings, Goals};
-use longspan_bench::memory::Counting;
 use longspan_bench::registry::{Entry, registry, select};
 use longspan_bench::report::Report;
 use longspan_bench::sweep::{OrderName, Progress, Settings, Sweep, Watch, sweep};
@@ -24,10 +22,6 @@ use crate::terminal::notes::note;
 use crate::terminal::plot::FONT;
 use crate::terminal::progress;
 use crate::terminal::signals::Stop;
-
-/// Counts memory while `bench` watches; otherwise the system's allocator.
-#[global_allocator]
-static ALLOCATOR: Counting<System> = Counting(System);
 
 /// Tokens over which `--accuracy` measures errors.
 const ACCURACY_LENGTH: usize = 4096;
